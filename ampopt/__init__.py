@@ -1,0 +1,1 @@
+"""PyTorch optimizers with loss scaling, overflow skipping and replay built in."""

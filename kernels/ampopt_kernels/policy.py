@@ -1,0 +1,99 @@
+"""The loss-scale schedule: how a scale follows from the one before it and the overflow flag.
+
+Written once. The control kernel runs it on the device, the eager backend and ``LossScale.next``
+run the same body through the stand-in.
+"""
+
+from typing import NamedTuple
+
+from ampopt_kernels.language import jit, tl
+
+__all__ = ["PolicyConstants", "next_scale"]
+
+
+class PolicyConstants(NamedTuple):
+    """What a schedule is made of, in the order in which :func:`next_scale` takes it.
+
+    All are numbers, so that they fit one float64 vector on the device.
+    """
+
+    growth_factor: float
+    backoff_factor: float
+    first_growth: float
+    """The finite step, counted from the start or the last overflow, at which the scale grows."""
+    growth_period: float
+    """Finite steps from one growth to the next."""
+    hysteresis: float
+    """Overflows it takes to lower the scale."""
+    refill_on_finite: float
+    """1 where any finite step refills the hysteresis budget, else 0."""
+    refill_on_backoff: float
+    """1 where lowering the scale refills the hysteresis budget, else 0."""
+    min_scale: float
+    max_scale: float
+
+
+@jit
+def next_scale(value, growth, budget, found_inf, constants):
+    """The scale and counters after one step.
+
+    Arguments are float64 scalars (or Python numbers through the stand-in)::
+
+        if found_inf > 0:
+            growth, budget = 0, budget - 1
+            if budget <= 0:
+                value = max(value * backoff_factor, min_scale)
+                budget = hysteresis if refill_on_backoff else 0
+        else:
+            growth += 1
+            if refill_on_finite: budget = hysteresis
+            if growth >= first_growth:
+                value = min(value * growth_factor, max_scale), unless float32 cannot hold it
+                growth, budget = first_growth - growth_period, hysteresis
+
+    Args:
+        value: the scale.
+        growth: finite steps counted towards the next growth.
+        budget: overflows left before the scale is lowered.
+        found_inf: more than 0 if the step overflowed.
+        constants: :class:`PolicyConstants`, as a tuple.
+
+    Returns:
+        ``(value, growth, budget)``.
+    """
+    (
+        growth_factor,
+        backoff_factor,
+        first_growth,
+        growth_period,
+        hysteresis,
+        refill_on_finite,
+        refill_on_backoff,
+        min_scale,
+        max_scale,
+    ) = constants
+    bad = found_inf > 0
+
+    left = budget - 1
+    lowers = left <= 0
+    lowered = value * backoff_factor
+    lowered = tl.where(lowered > min_scale, lowered, min_scale)
+    bad_value = tl.where(lowers, lowered, value)
+    bad_budget = tl.where(lowers, hysteresis * refill_on_backoff, left)
+
+    count = growth + 1
+    grows = count >= first_growth
+    raised = value * growth_factor
+    raised = tl.where(raised < max_scale, raised, max_scale)
+    # The largest float64 that rounds to a finite float32: growth beyond it is not taken.
+    raised = tl.where(raised < 3.4028235677973366e38, raised, value)
+    good_value = tl.where(grows, raised, value)
+    good_growth = tl.where(grows, first_growth - growth_period, count)
+    refills = grows | (refill_on_finite > 0)
+    good_budget = tl.where(refills, hysteresis, budget)
+
+    return (
+        tl.where(bad, bad_value, good_value),
+        tl.where(bad, growth * 0, good_growth),
+        tl.where(bad, bad_budget, good_budget),
+    )

@@ -1,0 +1,104 @@
+"""The elementwise part of Triton's language on torch tensors and Python numbers.
+
+The eager backend runs a rule's own body with ``tl`` bound to this module, so the mathematics of
+an optimizer is never written a second time. Functions take tensors, or Python numbers for the
+few places (the loss-scale schedule on the CPU) where a tensor would only cost time.
+"""
+
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["bind", "jit"]
+
+float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+int32, int64 = torch.int32, torch.int64
+constexpr = Any
+static_range = range
+
+
+def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark ``fn`` as written in this language, as ``triton.jit`` does, and leave it callable."""
+    fn.fn = fn  # type: ignore[attr-defined]  # where triton.jit keeps the Python function
+    return fn
+
+
+def _unary(on_tensor: Callable[..., Any], on_number: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: on_tensor(x) if isinstance(x, torch.Tensor) else on_number(x)
+
+
+def _log2(x: float) -> float:
+    return math.log2(x) if x > 0 else (-math.inf if x == 0 else math.nan)
+
+
+abs = _unary(torch.abs, abs)  # noqa: A001  # the language's own name
+sqrt = _unary(torch.sqrt, math.sqrt)
+rsqrt = _unary(torch.rsqrt, lambda x: 1 / math.sqrt(x))
+exp = _unary(torch.exp, math.exp)
+exp2 = _unary(torch.exp2, lambda x: 2.0**x)
+log = _unary(torch.log, math.log)
+log2 = _unary(torch.log2, _log2)
+sin = _unary(torch.sin, math.sin)
+cos = _unary(torch.cos, math.cos)
+floor = _unary(torch.floor, math.floor)
+ceil = _unary(torch.ceil, math.ceil)
+sigmoid = _unary(torch.sigmoid, lambda x: 1 / (1 + math.exp(-x)))
+
+
+def where(condition: Any, a: Any, b: Any) -> Any:
+    """``a`` where ``condition`` holds, else ``b``; no value of the other one reaches the result."""
+    if isinstance(condition, torch.Tensor):
+        return torch.where(condition, a, b)
+    return a if condition else b
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The larger of ``a`` and ``b``."""
+    if isinstance(a, torch.Tensor):
+        return a.clamp_min(b) if not isinstance(b, torch.Tensor) else torch.maximum(a, b)
+    return maximum(b, a) if isinstance(b, torch.Tensor) else max(a, b)
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The smaller of ``a`` and ``b``."""
+    if isinstance(a, torch.Tensor):
+        return a.clamp_max(b) if not isinstance(b, torch.Tensor) else torch.minimum(a, b)
+    return minimum(b, a) if isinstance(b, torch.Tensor) else min(a, b)
+
+
+def __getattr__(name: str) -> Any:
+    offered = sorted(n for n in globals() if n[0] != "_" and n not in _NOT_LANGUAGE)
+    raise AttributeError(
+        f"the rule uses tl.{name}, which the eager backend does not have. "
+        f"It has: {', '.join(offered)}. Write the rule with these."
+    )
+
+
+_NOT_LANGUAGE = {"bind", "jit", "math", "types", "torch", "Any", "Callable", "offered", "name"}
+
+
+def bind(function: Any) -> Callable[..., Any]:
+    """``function``, a ``jit`` function, as an ordinary one on torch tensors.
+
+    Its globals are copied with Triton's language replaced by this module and every ``jit``
+    function it calls bound likewise; its code is not touched.
+    """
+    fn = function.fn
+    bound: dict[str, Any] = dict(fn.__globals__)
+    for name in fn.__code__.co_names:
+        value = bound.get(name)
+        if getattr(value, "__name__", None) == "triton.language":
+            bound[name] = _this_module
+        elif value is not function and hasattr(value, "fn"):
+            bound[name] = bind(value)
+    return types.FunctionType(
+        fn.__code__, bound, fn.__name__, fn.__defaults__, fn.__closure__
+    )
+
+
+import sys  # noqa: E402
+
+_this_module = sys.modules[__name__]
