@@ -36,5 +36,6 @@ else:
 
 @jit
 def power(base, exponent):
-    """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``, where Triton has no operator."""
-    return tl.exp2(exponent * tl.log2(base))
+    """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``; Triton has no operator for it."""
+    positive = base > 0
+    return tl.where(positive, tl.exp2(exponent * tl.log2(tl.where(positive, base, 1.0))), 0.0)

@@ -1,0 +1,206 @@
+"""Control: one program that decides the step and advances what it counts."""
+
+from ampopt_kernels.language import jit, tl
+from ampopt_kernels.policy import next_scale
+
+__all__ = ["control_kernel"]
+
+
+@jit
+def control_kernel(
+    flags,
+    squares,
+    n_parts,
+    external,
+    scale,
+    constants,
+    counters,
+    max_norm,
+    found_out,
+    factors,
+    norm_out,
+    scale_out,
+    counters_out,
+    table,
+    hyper,
+    h_out,
+    n_rows,
+    DECIDE: tl.constexpr,
+    CHECK: tl.constexpr,
+    HAS_EXTERNAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_POLICY: tl.constexpr,
+    NORM: tl.constexpr,
+    DROP: tl.constexpr,
+    ADVANCE: tl.constexpr,
+    SCALARS: tl.constexpr,
+    N_HYPER: tl.constexpr,
+    N_STATES: tl.constexpr,
+    N_SCALARS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Decide from the parts that detect found, then advance every row's scalars.
+
+    Args:
+        flags: float32, (n_parts,), of detect; read if ``CHECK``.
+        squares: float64, (n_parts,), of detect; read if ``NORM``.
+        n_parts: how many parts.
+        external: one element, more than 0 for overflow; read if ``HAS_EXTERNAL``.
+        scale: one element; read if ``HAS_SCALE``.
+        constants: float64, ``policy.PolicyConstants``; read if ``HAS_POLICY``.
+        counters: int32, (2,); read if ``HAS_POLICY``.
+        max_norm: the norm to clip to, if ``NORM``.
+        found_out: float32, one element, written.
+        factors: float64, (3,): skip, reciprocal of the scale, clip coefficient; written if
+            ``DECIDE``, else read.
+        norm_out: one element, written if ``NORM``.
+        scale_out: one element, written if ``HAS_POLICY``.
+        counters_out: int32, (2,), written if ``HAS_POLICY``.
+        table: int64, (n_rows, COLUMNS); see ``multi_tensor``.
+        hyper: float64, (groups, N_HYPER).
+        h_out: float64, (n_rows, width of h), written if ``ADVANCE``.
+        n_rows: how many rows.
+        DECIDE: decide; otherwise ``factors`` holds a decision made elsewhere.
+        CHECK: judge ``flags`` and the scale.
+        HAS_EXTERNAL: join ``external``.
+        HAS_SCALE: the gradients are scaled.
+        HAS_POLICY: the scale has a successor.
+        NORM: compute norm and clip coefficient.
+        DROP: skip an overflowed step.
+        ADVANCE: advance the rows.
+        SCALARS: the ``scalars`` of the rule.
+        N_HYPER: hyperparameters in a group.
+        N_STATES: state columns of the table.
+        N_SCALARS: scalar-state columns of the table.
+        COLUMNS: width of the table.
+        PARTS: parts at a time.
+        ROWS: rows at a time.
+    """
+    if DECIDE:
+        skip = _decide(
+            flags, squares, n_parts, external, scale, constants, counters, max_norm,
+            found_out, factors, norm_out, scale_out, counters_out,
+            CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, NORM, DROP, PARTS,
+        )  # fmt: skip
+    else:
+        skip = tl.load(factors)
+    if ADVANCE:
+        for start in range(0, n_rows, ROWS):
+            _advance(
+                skip, start, table, hyper, h_out, n_rows,
+                SCALARS, N_HYPER, N_STATES, N_SCALARS, COLUMNS, ROWS,
+            )  # fmt: skip
+
+
+@jit
+def _decide(
+    flags,
+    squares,
+    n_parts,
+    external,
+    scale,
+    constants,
+    counters,
+    max_norm,
+    found_out,
+    factors,
+    norm_out,
+    scale_out,
+    counters_out,
+    CHECK: tl.constexpr,
+    HAS_EXTERNAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_POLICY: tl.constexpr,
+    NORM: tl.constexpr,
+    DROP: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    worst = tl.zeros((PARTS,), tl.float32)
+    total = tl.zeros((PARTS,), tl.float64)
+    for start in range(0, n_parts, PARTS):
+        at = start + tl.arange(0, PARTS)
+        if CHECK:
+            worst = tl.maximum(worst, tl.load(flags + at, mask=at < n_parts, other=0.0))
+        if NORM:
+            total += tl.load(squares + at, mask=at < n_parts, other=0.0)
+    found = tl.max(worst, 0).to(tl.float64)
+    if HAS_EXTERNAL:
+        found = tl.maximum(found, tl.load(external).to(tl.float64))
+    inverse = tl.full((), 1.0, tl.float64)
+    if HAS_SCALE:
+        value = tl.load(scale).to(tl.float64)
+        inverse = 1.0 / value
+        if CHECK:
+            # g / inf is a finite 0: a scale that cannot be one is an overflow of its own.
+            usable = (value > 0) & (value < float("inf"))
+            found = tl.where(usable, found, 1.0)
+    coefficient = tl.full((), 1.0, tl.float64)
+    if NORM:
+        norm = tl.sqrt(tl.sum(total, 0))
+        coefficient = max_norm / (norm + 1e-6)
+        coefficient = tl.where(coefficient < 1.0, coefficient, 1.0)
+        tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
+    if HAS_POLICY:
+        constant = ()
+        for i in tl.static_range(9):
+            constant = constant + (tl.load(constants + i),)
+        new_scale, growth, budget = next_scale(
+            tl.load(scale).to(tl.float64),
+            tl.load(counters).to(tl.float64),
+            tl.load(counters + 1).to(tl.float64),
+            found,
+            constant,
+        )
+        tl.store(scale_out, new_scale.to(scale_out.dtype.element_ty))
+        tl.store(counters_out, growth.to(tl.int32))
+        tl.store(counters_out + 1, budget.to(tl.int32))
+    skip = tl.full((), 0.0, tl.float64)
+    if DROP:
+        skip = found
+    tl.store(found_out, found.to(tl.float32))
+    tl.store(factors, skip)
+    tl.store(factors + 1, inverse)
+    tl.store(factors + 2, coefficient)
+    return skip
+
+
+@jit
+def _advance(
+    skip,
+    start,
+    table,
+    hyper,
+    h_out,
+    n_rows,
+    SCALARS: tl.constexpr,
+    N_HYPER: tl.constexpr,
+    N_STATES: tl.constexpr,
+    N_SCALARS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    at = start + tl.arange(0, ROWS)
+    live = at < n_rows
+    row = table + at.to(tl.int64) * COLUMNS
+    group = tl.load(row + COLUMNS - 2, mask=live, other=0)
+    # Idle lanes compute on ordinary numbers, so that they divide nothing by zero.
+    h = ()
+    for i in tl.static_range(N_HYPER):
+        h = h + (tl.load(hyper + group * N_HYPER + i, mask=live, other=0.5),)
+    s = ()
+    for i in tl.static_range(N_SCALARS):
+        address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
+        stored = live & (address != 0)
+        old = tl.load(address.to(tl.pointer_type(tl.float32)), mask=stored, other=0.0)
+        s = s + (tl.where(live, old.to(tl.float64), 1.0),)
+    new_s, new_h = SCALARS(s, h)
+    # Spread before it is compared: Triton's interpreter cannot spread a boolean.
+    skips = skip + tl.zeros((ROWS,), tl.float64)
+    for i in tl.static_range(N_SCALARS):
+        address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
+        stored = live & (address != 0) & (skips <= 0)
+        tl.store(address.to(tl.pointer_type(tl.float32)), new_s[i].to(tl.float32), mask=stored)
+    for i in tl.static_range(len(new_h)):
+        tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)

@@ -1,0 +1,86 @@
+"""Detect: one read of every gradient, for non-finite values and the squared norm."""
+
+from ampopt_kernels.language import jit, tl
+
+__all__ = ["detect_kernel"]
+
+
+@jit
+def detect_kernel(
+    table,
+    blocks,
+    scale,
+    flags,
+    squares,
+    DTYPE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    WRITE: tl.constexpr,
+    NORM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Judge one chunk of one gradient after unscaling, in the arithmetic dtype.
+
+    Reads each element once; writes it back unscaled if ``WRITE``.
+
+    Args:
+        table: int64, one row of ``COLUMNS`` a parameter; see ``multi_tensor``.
+        blocks: int32, (row, chunk) for each program.
+        scale: one element, the factor the gradients carry; read if ``HAS_SCALE``.
+        flags: float32, one for each program: 1 if the chunk has a non-finite value, else 0.
+        squares: float64, one for each program: sum of squares; written if ``NORM``.
+        DTYPE: of the gradients.
+        COMPUTE: the arithmetic dtype.
+        ALIGN: a power of two that divides every address.
+        HAS_SCALE: whether the gradients are scaled.
+        WRITE: whether to store the unscaled gradients.
+        NORM: whether to sum squares.
+        COLUMNS: width of the table.
+        CHUNK: elements for each program.
+        BLOCK: elements at a time; divides ``CHUNK``.
+    """
+    program = tl.program_id(0)
+    row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
+    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
+    numel = tl.load(row + COLUMNS - 1)
+    grad = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), ALIGN)
+    inverse = tl.full((), 1.0, COMPUTE)
+    if HAS_SCALE:
+        # In float64, so that float32 gets the correctly rounded reciprocal.
+        inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
+
+    end = tl.minimum(start + CHUNK, numel)
+    whole = start + (end - start) // BLOCK * BLOCK
+    bad = tl.zeros((BLOCK,), tl.int32)
+    total = tl.zeros((BLOCK,), tl.float64)
+    # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
+    for offset in range(start, whole, BLOCK):
+        at = offset + tl.arange(0, BLOCK)
+        x = tl.load(grad + at).to(COMPUTE) * inverse
+        bad = bad | _not_finite(x)
+        if NORM:
+            total += x.to(tl.float64) * x.to(tl.float64)
+        if WRITE:
+            tl.store(grad + at, x.to(DTYPE))
+    if whole < end:
+        at = whole + tl.arange(0, BLOCK)
+        live = at < end
+        x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
+        # A masked lane is 0 times the reciprocal, which is NaN if the reciprocal overflowed.
+        bad = bad | (_not_finite(x) & live)
+        if NORM:
+            x64 = tl.where(live, x, 0).to(tl.float64)
+            total += x64 * x64
+        if WRITE:
+            tl.store(grad + at, x.to(DTYPE), mask=live)
+    tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
+    if NORM:
+        tl.store(squares + program, tl.sum(total, 0))
+
+
+@jit
+def _not_finite(x):
+    return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)

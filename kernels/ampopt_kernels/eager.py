@@ -1,0 +1,223 @@
+"""The eager backend: rules on torch tensors, wherever torch runs.
+
+The host may read a CPU tensor at no cost, so on the CPU decisions are Python numbers and a
+skipped step returns at once. On a device they stay tensors, and a skipped step selects the old
+values.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels import stand_in
+from ampopt_kernels.layout import flat
+from ampopt_kernels.policy import next_scale
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.work import Backend, Decision, Partials, Request, Row, Work
+
+__all__ = ["Eager"]
+
+CHUNK = 1 << 16
+"""Elements of each tensor that a rule works on at a time: five float32 streams fit the cache."""
+
+_next_scale = stand_in.bind(next_scale)
+
+
+class Eager(Backend):
+    """Torch operations, one parameter after another."""
+
+    name = "eager"
+
+    def __init__(self, reads_cpu: bool = True) -> None:
+        """Make the backend.
+
+        Args:
+            reads_cpu: let the host look at CPU tensors. ``False`` takes on the CPU the path that
+                devices take.
+        """
+        self._reads_cpu = reads_cpu
+
+    def _reads(self, device: torch.device) -> bool:
+        return self._reads_cpu and device.type == "cpu"
+
+    def detect(self, work: Work, request: Request) -> Partials:
+        """See :meth:`Backend.detect`. A part is a row."""
+        inverse = 1.0
+        if request.scale is not None:
+            look = _number if self._reads(work.device) else _float64
+            inverse = _reciprocal(look(request.scale))
+        flags, squares = [], []
+        for row in work.rows:
+            grad, dtype = row.grad, row.compute_dtype
+            if not grad.numel():
+                continue
+            factor = _cast(inverse, dtype)
+            if request.write:
+                unscaled = grad.to(dtype) * factor
+                low, high = unscaled.aminmax()
+                grad.copy_(unscaled)
+            else:
+                # Unscaling is monotone: the extremes say whether any element leaves the range.
+                low, high = (x.to(dtype) * factor for x in grad.aminmax())
+            flags.append(~(low.isfinite() & high.isfinite()))
+            if request.max_norm is not None:
+                norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+                norm = norm if request.write else norm * inverse
+                squares.append(norm * norm)
+        return Partials(
+            _stack(flags, torch.float32, work.device),
+            None if request.max_norm is None else _stack(squares, torch.float64, work.device),
+        )
+
+    def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
+        """See :meth:`Backend.control`."""
+        device = work.device
+        look = _number if self._reads(device) else _float64
+
+        found: Any = 0.0
+        if request.check and partials is not None and partials.flags.numel():
+            found = look(partials.flags.max())
+        if request.found_inf is not None:
+            found = stand_in.maximum(look(request.found_inf), found)
+        inverse: Any = 1.0
+        if request.scale is not None:
+            value = look(request.scale)
+            inverse = _reciprocal(value)
+            if request.check:
+                usable = (value > 0) & (value < float("inf"))
+                found = stand_in.where(usable, found, 1.0)
+        skip = found if request.drop else 0.0
+
+        norm, coefficient = None, 1.0
+        if request.max_norm is not None and partials is not None:
+            assert partials.squares is not None
+            norm = partials.squares.sum().sqrt()
+            coefficient = request.max_norm / (look(norm) + 1e-6)
+            coefficient = stand_in.where(coefficient < 1.0, coefficient, 1.0)
+            norm = norm.to(torch.float64 if work.float64 else torch.float32)
+
+        scale = counters = None
+        if request.constants is not None:
+            assert request.scale is not None and request.counters is not None
+            # The policy's constants and counters are read as one list each.
+            read = Tensor.tolist if self._reads(device) else _unbound
+            new = _next_scale(
+                look(request.scale), *read(request.counters), found, tuple(read(request.constants))
+            )
+            scale = _tensor(new[0], request.scale.dtype, device).reshape(request.scale.shape)
+            counters = _stack(new[1:], torch.int32, device)
+
+        return Decision(
+            found_inf=_tensor(found, torch.float32, device),
+            factors=_stack((skip, inverse, coefficient), torch.float64, device),
+            norm=norm,
+            scale=scale,
+            counters=counters,
+        )
+
+    def update(self, work: Work, decision: Decision) -> None:
+        """See :meth:`Backend.update`."""
+        factors = decision.factors
+        skip, inverse, clip = factors.tolist() if self._reads(work.device) else factors.unbind()
+        keep: Callable[[Tensor, Tensor], Tensor]
+        if isinstance(skip, float):
+            if skip > 0:
+                return
+            keep = _take_new
+        else:
+            keep = functools.partial(_select, skip > 0)
+        rule = work.rule
+        assert rule is not None
+        for row, h in zip(work.rows, _advance(work, rule, keep), strict=True):
+            dtype = row.compute_dtype
+            h = tuple(_cast(x, dtype) for x in h)
+            for grad, param, *state in _chunks(row):
+                g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
+                old = tuple(t.to(dtype) for t in state)
+                new = rule.torch_update(param.to(dtype), g, old, h, row.flags)
+                for stored, value in zip((param, *state), (new[0], *new[1]), strict=True):
+                    stored.copy_(keep(stored, value.to(stored.dtype)))
+
+
+def _take_new(old: Tensor, new: Tensor) -> Tensor:
+    return new
+
+
+def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    return torch.where(skip, old, new)
+
+
+def _advance(
+    work: Work, rule: Rule, keep: Callable[[Tensor, Tensor], Tensor]
+) -> list[tuple[Any, ...]]:
+    """Advance the scalars of every row; return what ``update`` takes as ``h`` for each."""
+    result: list[tuple[Any, ...]] = [()] * len(work.rows)
+    by_group: dict[int, list[int]] = {}
+    for index, row in enumerate(work.rows):
+        by_group.setdefault(row.group, []).append(index)
+    zero = torch.zeros((), device=work.device)
+    for group, members in by_group.items():
+        h = tuple(x.double() if isinstance(x, Tensor) else x for x in work.hyper[group])
+        columns = list(zip(*(work.rows[i].scalars for i in members), strict=True))
+        s = tuple(torch.stack([zero if x is None else x for x in c]).double() for c in columns)
+        new_s, new_h = rule.torch_scalars(s, h)
+        for column, old, new in zip(columns, s, new_s, strict=True):
+            values = keep(old, new).float().unbind()
+            stored = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
+            if stored:
+                torch._foreach_copy_([x for x, _ in stored], [v for _, v in stored])
+        per_row = [
+            x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(members) for x in new_h
+        ]
+        for i, values in zip(members, zip(*per_row, strict=True), strict=True):
+            result[i] = values
+    return result
+
+
+def _chunks(row: Row):
+    """The tensors of ``row`` in pieces that fit the cache together."""
+    tensors = row.tensors
+    if tensors[0].numel() <= CHUNK:
+        yield tensors
+    else:
+        yield from zip(*(flat(t).split(CHUNK) for t in tensors), strict=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """A factor in the arithmetic dtype: a 0-d tensor would otherwise promote a 0-d parameter."""
+    return value.to(dtype) if isinstance(value, Tensor) else value
+
+
+def _reciprocal(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.reciprocal()
+    return 1.0 / value if value else float("inf")
+
+
+def _number(tensor: Tensor) -> float:
+    return tensor.item()
+
+
+def _float64(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(()).double()
+
+
+def _unbound(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.double().unbind()
+
+
+def _tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(dtype=dtype, copy=True)
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
+def _stack(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if not len(values):
+        return torch.zeros(0, dtype=dtype, device=device)
+    if not any(isinstance(v, Tensor) for v in values):
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.stack([_tensor(v, dtype, device) for v in values])

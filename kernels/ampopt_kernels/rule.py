@@ -1,0 +1,148 @@
+"""What an optimizer is, to the engines: a rule, which is its mathematics and the names it needs."""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels import stand_in
+from ampopt_kernels.language import jit
+
+__all__ = ["Rule", "State"]
+
+
+@jit
+def keep(s, h):
+    """The ``scalars`` of a rule that has none: hyperparameters reach ``update`` as they are."""
+    return s, h
+
+
+@dataclass(frozen=True)
+class State:
+    """One tensor (or 0-d scalar) that an optimizer keeps for each parameter.
+
+    Attributes:
+        name: the key in ``optimizer.state[p]``; torch's own name where torch has one.
+        init: its value before the first step.
+        when: the flag under which it exists; ``None`` for always.
+    """
+
+    name: str
+    init: float = 0.0
+    when: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """The mathematics of one optimizer, written once and run by every backend.
+
+    Functions are written with ``ampopt_kernels.tl`` and marked ``ampopt_kernels.jit``. They
+    compute and return; they never load or store, so no engine, skip or storage concerns them.
+
+    Attributes:
+        update: ``update(p, g, state, h, flags) -> (p, state)``, elementwise. ``p``, ``g`` and each
+            of ``state`` are blocks of float32 (float64 for float64 parameters); ``g`` is unscaled
+            and clipped; ``h`` is a tuple of scalars; ``flags`` a tuple of compile-time booleans.
+            Returns the new ``p`` and a tuple of new states, one for each state that the flags
+            declare.
+        hyper: names of param-group entries, numbers or one-element tensors, in the order of ``h``.
+            A tuple entry such as ``betas`` is laid flat.
+        state: the tensors kept for each parameter, in the order of ``state``.
+        flags: names of param-group entries; each flag is the truth of its entry, so that a
+            ``weight_decay`` of 0 costs nothing. A tensor counts as true.
+        scalars: ``scalars(s, h) -> (s, h)``, optional, once per parameter and step in float64 on
+            the device: ``s`` are the scalar states (step counts and the like), ``h`` the
+            hyperparameters. What it returns as ``h`` is what ``update`` gets. A skipped step does
+            not advance ``s``.
+        scalar_state: the 0-d float32 tensors kept for each parameter, in the order of ``s``. One
+            whose flag is off reads as 0 and is not stored.
+    """
+
+    update: Any
+    hyper: tuple[str, ...]
+    state: tuple[State, ...] = ()
+    flags: tuple[str, ...] = ()
+    scalars: Any = field(default=keep)
+    scalar_state: tuple[State, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the declaration, so that a slip is named where it was made."""
+        for role in ("update", "scalars"):
+            if not hasattr(getattr(self, role), "fn"):
+                raise TypeError(
+                    f"Rule {role} must be a function marked with @ampopt_kernels.jit, "
+                    f"got {getattr(self, role)!r}"
+                )
+        for part in (*self.state, *self.scalar_state):
+            if part.when is not None and part.when not in self.flags:
+                raise ValueError(
+                    f"State {part.name!r} exists when {part.when!r}, which is not among the "
+                    f"rule's flags {self.flags}: add it to flags"
+                )
+
+    def flag_values(self, group: Mapping[str, Any]) -> tuple[bool, ...]:
+        """The flags of one param group. Reads no device tensor."""
+        return tuple(
+            isinstance(value, Tensor) or bool(value)
+            for value in (self._entry(group, name) for name in self.flags)
+        )
+
+    def hyper_values(self, group: Mapping[str, Any]) -> list[float | Tensor]:
+        """The hyperparameters of one param group, laid flat in the order of ``h``."""
+        flat: list[float | Tensor] = []
+        for name in self.hyper:
+            value = self._entry(group, name)
+            flat.extend(value if isinstance(value, (tuple, list)) else (value,))
+        return flat
+
+    def state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
+        """The states that exist under ``flags``."""
+        return tuple(part for part in self.state if self._exists(part, flags))
+
+    def scalar_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
+        """The scalar states that exist under ``flags``."""
+        return tuple(part for part in self.scalar_state if self._exists(part, flags))
+
+    def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
+        return part.when is None or flags[self.flags.index(part.when)]
+
+    def _entry(self, group: Mapping[str, Any], name: str) -> Any:
+        try:
+            return group[name]
+        except KeyError:
+            raise KeyError(
+                f"the rule reads {name!r} from each param group, which has "
+                f"{sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults"
+            ) from None
+
+    @functools.cached_property
+    def torch_update(self) -> Any:
+        """``update`` on torch tensors."""
+        return stand_in.bind(self.update)
+
+    @functools.cached_property
+    def torch_scalars(self) -> Any:
+        """``scalars`` on torch tensors."""
+        return stand_in.bind(self.scalars)
+
+    def width(self, n_hyper: int) -> int:
+        """How many scalars ``update`` takes as ``h``, given so many hyperparameters."""
+        return self._widths(n_hyper)
+
+    @functools.cached_property
+    def _widths(self) -> Any:
+        @functools.cache
+        def width(n_hyper: int) -> int:
+            one = torch.ones((), dtype=torch.float64)
+            s, h = self.torch_scalars((one,) * len(self.scalar_state), (one * 0.5,) * n_hyper)
+            if len(s) != len(self.scalar_state):
+                raise ValueError(
+                    f"scalars of the rule returned {len(s)} scalar states, but it declares "
+                    f"{[part.name for part in self.scalar_state]}"
+                )
+            return len(h)
+
+        return width

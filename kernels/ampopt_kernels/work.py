@@ -1,0 +1,197 @@
+"""The nouns of one step: what there is to do, what was asked, what was found and decided.
+
+A step is three passes, each one launch on an accelerator: *detect* reads the gradients once,
+*control* decides from what was found and advances the per-parameter scalars, *update* applies the
+rule or returns at once. :func:`run` is their order; a :class:`Backend` carries them out.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.uploads import Uploads
+
+__all__ = ["Backend", "Decision", "Partials", "Request", "Row", "Work", "run"]
+
+
+@dataclass(slots=True)
+class Row:
+    """One parameter's tensors, all real, dense and laid out alike (see ``layout``).
+
+    ``state`` follows ``rule.state_for(flags)``; ``scalars`` follows ``rule.scalar_state``, with
+    ``None`` where the flags leave one out. A row that is only to be read has no ``param``.
+    """
+
+    grad: Tensor
+    param: Tensor | None = None
+    state: tuple[Tensor, ...] = ()
+    scalars: tuple[Tensor | None, ...] = ()
+    flags: tuple[bool, ...] = ()
+    group: int = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Gradient, parameter and states: what ``update`` reads, in the order of its table."""
+        return (self.grad,) if self.param is None else (self.grad, self.param, *self.state)
+
+    @property
+    def kind(self) -> tuple[tuple[torch.dtype, ...], tuple[bool, ...]]:
+        """What one launch must have in common: the dtypes and the compile-time flags."""
+        return tuple(t.dtype for t in self.tensors), self.flags
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every address allows 16-byte accesses."""
+        return all(t.data_ptr() % 16 == 0 for t in self.tensors)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The arithmetic dtype: float64 for float64 gradients, else float32."""
+        return torch.float64 if self.grad.dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Work:
+    """The rows of one device.
+
+    Attributes:
+        rows: in any order; a row may have no elements.
+        hyper: the hyperparameters of each group, as ``rule.hyper_values`` gives them.
+        rule: ``None`` where gradients are only read.
+        uploads: what the device already holds of the tables, kept from step to step.
+        table: the backend's own form of the rows, once it has made one.
+    """
+
+    device: torch.device
+    rows: list[Row]
+    rule: Rule | None = None
+    hyper: Sequence[Sequence[float | Tensor]] = ()
+    uploads: Uploads = field(default_factory=Uploads)
+    table: Any = None
+
+    @property
+    def float64(self) -> bool:
+        """Whether all of the arithmetic is float64."""
+        return all(row.compute_dtype == torch.float64 for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller asks of one step.
+
+    Attributes:
+        scale: the factor the gradients carry, a one-element tensor, or ``None`` for 1.
+        constants: ``policy.PolicyConstants`` as a float64 vector, if ``scale`` has a successor.
+        counters: int32, shape (2,): the schedule's counters, with ``constants``.
+        check: judge the gradients; otherwise ``found_inf`` is what ``found_inf`` says.
+        found_inf: a flag from elsewhere, one element, more than 0 for overflow; joined to ours.
+        drop: do not apply an overflowed update.
+        max_norm: clip the unscaled gradients to this global norm; ``None`` to leave the norm
+            alone.
+        write: store the unscaled gradients where they came from (detect).
+        apply: advance the scalars and update the parameters.
+    """
+
+    scale: Tensor | None = None
+    constants: Tensor | None = None
+    counters: Tensor | None = None
+    check: bool = True
+    found_inf: Tensor | None = None
+    drop: bool = True
+    max_norm: float | None = None
+    write: bool = False
+    apply: bool = True
+
+
+@dataclass(frozen=True)
+class Partials:
+    """What detect found, part by part; a part is a tensor or a piece of one.
+
+    Attributes:
+        flags: float32, shape (parts,): 1 where a part has a non-finite unscaled gradient.
+        squares: float64, shape (parts,): sums of squares of unscaled gradients, if asked for.
+    """
+
+    flags: Tensor
+    squares: Tensor | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What control decided; all on the device, all new tensors.
+
+    Attributes:
+        found_inf: float32, 0-d; more than 0 for overflow.
+        factors: float64, shape (3,): more than 0 to skip; the reciprocal of the scale; the clip
+            coefficient.
+        norm: 0-d global norm of the unscaled gradients, if asked for.
+        scale: the successor of the scale, of its shape and dtype, if it has one.
+        counters: int32, shape (2,), with ``scale``.
+        h: what ``rule.scalars`` gave for each row, where control has advanced them already.
+    """
+
+    found_inf: Tensor
+    factors: Tensor
+    norm: Tensor | None = None
+    scale: Tensor | None = None
+    counters: Tensor | None = None
+    h: Tensor | None = None
+
+
+class Backend(ABC):
+    """How the three passes are carried out. Final classes: ``eager.Eager``, ``multi_tensor.Triton``."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def detect(self, work: Work, request: Request) -> Partials:
+        """Read every gradient once; store it unscaled if ``request.write``."""
+
+    @abstractmethod
+    def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
+        """Decide from what was found. May advance the scalars of ``work`` if ``request.apply``."""
+
+    @abstractmethod
+    def update(self, work: Work, decision: Decision) -> None:
+        """Apply the rule to every row, or leave every bit as it was.
+
+        Advances the scalars first, unless ``decision.h`` says that control did.
+        """
+
+
+def run(backend: Backend, works: Sequence[Work], request: Request) -> Decision:
+    """One step over the work of each device, under one decision. Does not synchronize.
+
+    The decision is made on the first device from what all of them found, so that all of them
+    skip, clip and rescale alike.
+    """
+    partials = None
+    if request.check or request.write or request.max_norm is not None:
+        partials = _joined([backend.detect(work, request) for work in works], works[0].device)
+    first, *others = works
+    decision = backend.control(first, request, partials)
+    if request.apply:
+        backend.update(first, decision)
+        for work in others:
+            factors = decision.factors.to(work.device, non_blocking=True)
+            backend.update(work, Decision(found_inf=decision.found_inf, factors=factors))
+    return decision
+
+
+def _joined(parts: list[Partials], device: torch.device) -> Partials:
+    if len(parts) == 1:
+        return parts[0]
+
+    def join(tensors: list[Tensor | None]) -> Tensor | None:
+        if any(t is None for t in tensors):
+            return None
+        return torch.cat([t.to(device, non_blocking=True) for t in tensors if t is not None])
+
+    flags = join([p.flags for p in parts])
+    assert flags is not None
+    return Partials(flags, join([p.squares for p in parts]))
