@@ -85,7 +85,7 @@ def next_scale(value, growth, budget, found_inf, constants):
     grows = count >= first_growth
     raised = value * growth_factor
     raised = tl.where(raised < max_scale, raised, max_scale)
-    # The largest float64 that rounds to a finite float32: growth beyond it is not taken.
+    # From this float64 on, 2**128 - 2**103, float32 rounds to infinity: such growth is not taken.
     raised = tl.where(raised < 3.4028235677973366e38, raised, value)
     good_value = tl.where(grows, raised, value)
     good_growth = tl.where(grows, first_growth - growth_period, count)
