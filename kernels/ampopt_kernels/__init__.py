@@ -1,1 +1,9 @@
-"""Device code of ampopt: update rules, Triton kernels, and the engines that run them."""
+"""Device code of ampopt: update rules, Triton kernels, and the engines that run them.
+
+To write a rule, import :data:`tl` and :func:`jit` from here and declare a :class:`Rule`.
+"""
+
+from ampopt_kernels.language import jit, power, tl
+from ampopt_kernels.rule import Rule, State
+
+__all__ = ["Rule", "State", "jit", "power", "tl"]

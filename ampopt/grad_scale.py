@@ -1,0 +1,94 @@
+"""Whatever the caller passed as the scale of the gradients, as one thing: a loss scale or none."""
+
+from typing import Any
+
+import torch
+from ampopt_kernels.policy import PolicyConstants
+from torch import Tensor
+
+from ampopt.loss_scale import LossScale, check_scale_number
+
+__all__ = ["BareScale", "as_loss_scale", "request_fields"]
+
+_HALVED_AFTER_OVERFLOW = PolicyConstants(
+    growth_factor=1.0,
+    backoff_factor=0.5,
+    first_growth=1.0,
+    growth_period=1.0,
+    hysteresis=1.0,
+    refill_on_finite=1.0,
+    refill_on_backoff=0.0,
+    min_scale=2.0**-126,
+    max_scale=float("inf"),
+)
+
+
+class BareScale:
+    """A number or a tensor given as a scale. It has no history: its successor is a tensor.
+
+    Has the attributes of a :class:`LossScale` that an optimizer reads.
+    """
+
+    drop_overflow_update = True
+    _reusable = True
+
+    def __init__(self, value: Tensor) -> None:
+        """Wrap a floating tensor of one element."""
+        self.value = value
+
+    def _constants(self) -> Tensor:
+        return torch.tensor(_HALVED_AFTER_OVERFLOW, dtype=torch.float64).to(
+            self.value.device, non_blocking=True
+        )
+
+    @property
+    def _counters(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.int32, device=self.value.device)
+
+    def _successor(self, value: Tensor, counters: Tensor) -> Tensor:
+        return value
+
+
+def as_loss_scale(given: Any, device: torch.device) -> "LossScale | BareScale | None":
+    """The scale that ``given`` stands for, on ``device``.
+
+    Raises:
+        TypeError: ``given`` is not a scale.
+        ValueError: it is a number that cannot be one, a tensor that has not one floating element,
+            or lives on another device.
+    """
+    if given is None:
+        return None
+    if isinstance(given, LossScale):
+        given._place(device)
+        return given
+    if isinstance(given, Tensor):
+        if given.numel() != 1 or not given.is_floating_point():
+            raise ValueError(
+                "grads_scaled_by: a scale tensor has one floating-point element, got shape "
+                f"{tuple(given.shape)} of {given.dtype}"
+            )
+        if given.device != device:
+            raise ValueError(
+                f"grads_scaled_by: the scale is on {given.device}, the parameters on {device}; "
+                f"move it there with scale.to({str(device)!r})"
+            )
+        dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
+        return BareScale(given.detach().to(dtype))
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise TypeError(
+            "grads_scaled_by must be None, a positive number, a one-element tensor or a "
+            f"LossScale, got {type(given).__name__}"
+        )
+    value = check_scale_number(given)
+    return BareScale(torch.full((), value, dtype=torch.float32, device=device))
+
+
+def request_fields(scale: "LossScale | BareScale | None") -> dict[str, Any]:
+    """The fields of a kernel ``Request`` that say how the gradients are scaled and judged."""
+    if scale is None:
+        return {"check": False}
+    fields: dict[str, Any] = {"scale": scale.value, "drop": scale.drop_overflow_update}
+    if scale._counters is not None:
+        fields.update(constants=scale._constants(), counters=scale._counters)
+    return fields

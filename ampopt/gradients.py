@@ -1,0 +1,108 @@
+"""The gradients of an optimizer as rows of work, checked before anything is touched."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from ampopt_kernels.layout import dense_like, real
+from ampopt_kernels.work import Row
+from torch import Tensor
+
+__all__ = ["Staged", "check", "offenders", "present", "values_of"]
+
+
+def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
+    """``(group, parameter)`` for every parameter that has a gradient."""
+    return [
+        (index, param)
+        for index, group in enumerate(param_groups)
+        for param in group["params"]
+        if param.grad is not None
+    ]
+
+
+def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:
+    """How messages call ``param``: its name if the optimizer was given names, else its place."""
+    for index, group in enumerate(param_groups):
+        for position, candidate in enumerate(group["params"]):
+            if candidate is param:
+                names = group.get("param_names")
+                return names[position] if names else f"group {index}, parameter {position}"
+    return "unknown parameter"
+
+
+def check(param_groups: list[dict[str, Any]]) -> None:
+    """Refuse gradients that no backend can take, before anything has changed.
+
+    Raises:
+        RuntimeError: a gradient is on another device than its parameter, or of a dtype that is
+            not floating.
+    """
+    for _, param in present(param_groups):
+        grad = param.grad
+        assert grad is not None
+        if grad.device != param.device:
+            raise RuntimeError(
+                f"the gradient of {name_of(param_groups, param)} is on {grad.device}, the "
+                f"parameter on {param.device}: move the model before making the optimizer, and "
+                "call zero_grad() after a move"
+            )
+
+
+def values_of(param: Tensor) -> Tensor:
+    """The gradient of ``param`` as the tensor that holds its values, real and strided.
+
+    A sparse gradient is coalesced first, in place of ``param.grad``: duplicates may overflow
+    where they are summed.
+    """
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        if not grad.is_coalesced():
+            grad = param.grad = grad.coalesce()
+        return real(grad._values())
+    return real(grad.detach())
+
+
+class Staged:
+    """Dense copies of tensors that no flat kernel can address, and the way back.
+
+    Use :meth:`dense` for each tensor of a row, run the work, then :meth:`store`.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing staged."""
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def dense(self, tensor: Tensor, like: Tensor, *, written: bool) -> Tensor:
+        """``tensor`` laid out as ``like``; itself where it already is."""
+        copy = dense_like(tensor, like)
+        if written and copy is not tensor:
+            self._copies.append((tensor, copy))
+        return copy
+
+    def store(self) -> None:
+        """Copy what was written back to where it belongs."""
+        for original, copy in self._copies:
+            original.copy_(copy)
+
+
+def offenders(param_groups: list[dict[str, Any]]) -> Iterator[str]:
+    """Names of the parameters whose gradients are not finite. Synchronizes."""
+    for _, param in present(param_groups):
+        if not bool(values_of(param).isfinite().all()):
+            yield name_of(param_groups, param)
+
+
+def rows(param_groups: list[dict[str, Any]], staged: Staged, *, written: bool) -> list[Row]:
+    """A read-only row for each gradient, or one to be ``written`` back unscaled."""
+    result = []
+    for index, param in present(param_groups):
+        values = values_of(param)
+        if written and torch._debug_has_internal_overlap(values) == 1:
+            # An expanded gradient has one element in several places: it cannot be written.
+            param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
+            values = values_of(param)
+        dense = staged.dense(values, values, written=written)
+        result.append(Row(grad=dense, group=index))
+    return result

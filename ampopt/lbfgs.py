@@ -1,0 +1,22 @@
+"""Limited-memory BFGS."""
+
+import torch
+
+from ampopt.optimizer import Optimizer
+
+__all__ = ["LBFGS"]
+
+
+class LBFGS(Optimizer, torch.optim.LBFGS):
+    """``torch.optim.LBFGS`` with mixed-precision control points and replay.
+
+    The step is torch's own and evaluates the closure many times; an evaluation whose gradients
+    overflow is run again with a smaller scale, so the line search only ever sees finite
+    gradients. The scale counts one finite step for a call, however many evaluations it took.
+
+    Always needs a closure, and always synchronizes, as torch's does.
+    """
+
+    _needs_closure = True
+    # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
+    _shared_state = frozenset({"d", "old_dirs", "old_stps", "ro", "al"})

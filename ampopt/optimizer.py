@@ -1,0 +1,452 @@
+"""The base optimizer: loss scaling's control points, by inheritance."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Decision, Request, Row, Work, run
+from torch import Tensor
+
+from ampopt import gradients
+from ampopt.backend import backend_for
+from ampopt.grad_scale import as_loss_scale, request_fields
+from ampopt.replay import Replay, check_closure, check_loss
+from ampopt.results import StepResult, Unscaled
+from ampopt.snapshot import Snapshot
+
+__all__ = ["Optimizer"]
+
+_REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An unscale that no step has followed yet."""
+
+    found_inf: Tensor
+    scale: Any  # the given one
+    successor: Any
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A ``torch.optim.Optimizer`` with mixed-precision control points.
+
+    Subclass it like torch's and write an ordinary ``step()``: it need not know of scaling. Where
+    the step is elementwise, :class:`ampopt.ElementwiseOptimizer` asks for less and gives more.
+
+    A step goes through these states::
+
+        unscale(S)             idle -> pending       p.grad holds unscaled gradients
+        step_after_unscale()   pending -> idle       steps, or skips if unscale found an overflow
+        step()                 pending -> idle       steps whatever unscale found
+        zero_grad()            pending -> idle       forgets it
+        unscale_and_step(S)    idle -> idle          both at once; p.grad unspecified afterwards
+
+    Anything else is a ``RuntimeError`` that names the call to make first.
+
+    **A skipped step** leaves parameters, optimizer state and random-number generators bitwise as
+    they were. Step hooks run on every attempt.
+
+    **Synchronization.** With an ordinary ``step()`` the host waits for the overflow flag once a
+    step, in ``unscale_and_step`` and ``step_after_unscale``; rule-based optimizers never wait. A
+    closure makes the host look at the flag after each evaluation.
+
+    **The scale** is ``None`` (scaling off: nothing is checked), a number or one-element tensor,
+    or a :class:`ampopt.LossScale`. Every control point returns the scale to use next: ``None``
+    for ``None``, the successor of a ``LossScale``, and for a bare number or tensor, which has no
+    history, a one-element tensor with the number, or half of it after an overflow. A gradient is
+    judged after unscaling, in float32 (float64 for float64 gradients).
+
+    Attributes:
+        grad_norm: global 2-norm of the unscaled gradients of the last ``unscale_and_step`` that
+            was given ``max_norm``, before clipping; a 0-d tensor on the parameters' device.
+    """
+
+    grad_norm: Tensor | None = None
+    _pending: _Pending | None = None
+    _needs_closure = False
+    _shared_state: frozenset[str] = frozenset()
+    """Keys of the state whose tensors ``step`` replaces and never writes (see ``Snapshot``)."""
+
+    # --- control points ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def unscale(self, grads_scaled_by: Any = None) -> Unscaled:
+        """Divide the gradients by the scale in place, and look for overflow.
+
+        Use it to clip or inspect gradients before :meth:`step_after_unscale`. Does not
+        synchronize.
+
+        Args:
+            grads_scaled_by: the scale of the loss that the gradients come from.
+
+        Returns:
+            ``Unscaled(found_inf, scale)``: a float32 0-d flag on the parameters' device, more
+            than 0 for overflow, and the scale to use next.
+
+        Raises:
+            RuntimeError: an unscale is pending; the scale was stepped with before; gradients are
+                float16, where unscaled values would underflow to zero.
+            ValueError: a number that cannot be a scale, or a tensor of wrong shape or device.
+            TypeError: not a scale.
+        """
+        self._refuse_pending("unscale")
+        scale = self._scale(grads_scaled_by)
+        gradients.check(self.param_groups)
+        decision = None
+        if scale is not None:
+            decision = self._unscale_in_place(Request(**request_fields(scale)))
+        found_inf = self._zero() if decision is None else decision.found_inf
+        successor = _successor(scale, decision, grads_scaled_by)
+        self._pending = _Pending(found_inf, grads_scaled_by, successor)
+        return Unscaled(found_inf, successor)
+
+    def unscale_and_step(
+        self,
+        closure: Callable[[Any], Any] | None = None,
+        grads_scaled_by: Any = None,
+        *,
+        max_norm: float | None = None,
+        max_replays: int = 100,
+        preserve_rng: bool = False,
+    ) -> StepResult:
+        """Unscale the gradients and step, or skip the step if one of them is not finite.
+
+        Args:
+            closure: ``closure(scale) -> loss``: zeroes the gradients, runs the model, calls
+                ``scale_outputs(loss, scale).backward()`` and returns the unscaled loss. If the
+                gradients overflow it is run again with the next scale until they are finite, each
+                time the optimizer asks for an evaluation; so nothing is skipped.
+            grads_scaled_by: the scale of the loss; with a closure, the one to begin with. ``None``
+                checks nothing and behaves as ``step()``.
+            max_norm: clip the unscaled gradients to this global 2-norm, as
+                ``torch.nn.utils.clip_grad_norm_`` does; ``inf`` only measures. See
+                :attr:`grad_norm`.
+            max_replays: how often an evaluation may be run again.
+            preserve_rng: give replays the random state of the first attempt (torch's generators of
+                the CPU and of the parameters' CUDA devices).
+
+        Returns:
+            ``StepResult(loss, found_inf, scale)``.
+
+        Raises:
+            NonFiniteGradientError: a closure's loss is not finite, or replays did not help;
+                parameters and state are as before the call.
+            RuntimeError: an unscale is pending; the scale was stepped with before.
+            ValueError: an argument is out of range.
+            TypeError: the closure does not take the scale, or does not return a loss.
+        """
+        self._refuse_pending("unscale_and_step")
+        scale = self._scale(grads_scaled_by)
+        _check_max_norm(max_norm)
+        if closure is None:
+            return self._step_once(scale, grads_scaled_by, max_norm)
+
+        def evaluate(given: Any) -> tuple[Any, Any, Any]:
+            scale = self._scale(given)
+            loss = closure(given)
+            if given is None and max_norm is None:
+                return loss, None, None
+            check_loss(loss)
+            decision = self._judge(Request(**request_fields(scale), max_norm=max_norm))
+            found_inf = 0.0 if decision is None else decision.found_inf
+            return loss, found_inf, _successor(scale, decision, given)
+
+        return self._step_replayed(
+            closure, evaluate, grads_scaled_by, max_replays=max_replays, preserve_rng=preserve_rng
+        )
+
+    def step_after_unscale(
+        self,
+        closure: Callable[[Any], Any] | None = None,
+        current_grad_scale: Any = _REQUIRED,
+        *,
+        max_replays: int = 100,
+        preserve_rng: bool = False,
+    ) -> StepResult:
+        """Step with the gradients that :meth:`unscale` left, or skip if it found an overflow.
+
+        Args:
+            closure: ``closure(scale) -> (loss, found_inf, scale)``: as for
+                :meth:`unscale_and_step`, and also calls ``unscale(grads_scaled_by=scale)`` and
+                returns what that returned behind the loss. Nothing may be pending then.
+            current_grad_scale: the scale to begin with; required with a closure (``None`` for
+                no scaling), not allowed without.
+            max_replays: see :meth:`unscale_and_step`.
+            preserve_rng: see :meth:`unscale_and_step`.
+
+        Returns:
+            ``StepResult(loss, found_inf, scale)``.
+
+        Raises:
+            NonFiniteGradientError: see :meth:`unscale_and_step`.
+            RuntimeError: no unscale is pending, or one is and there is a closure.
+            TypeError: arguments that do not go together; a closure that does not take the scale
+                or returns something else.
+        """
+        if closure is None:
+            return self._step_pending(current_grad_scale)
+        self._refuse_pending("step_after_unscale(closure)")
+        if current_grad_scale is _REQUIRED:
+            raise TypeError(
+                "step_after_unscale(closure) needs current_grad_scale, the scale to begin with: "
+                "step_after_unscale(closure, current_grad_scale=scale)"
+            )
+        self._scale(current_grad_scale)
+
+        def evaluate(given: Any) -> tuple[Any, Any, Any]:
+            returned = closure(given)
+            if not isinstance(returned, tuple) or len(returned) != 3:
+                raise TypeError(
+                    "the closure of step_after_unscale must return (loss, found_inf, scale), got "
+                    f"{type(returned).__name__}: return (loss, *optimizer.unscale(scale))"
+                )
+            if self._pending is None and given is not None:
+                raise RuntimeError(
+                    "the closure of step_after_unscale must call unscale(grads_scaled_by=scale) "
+                    "after the backward pass; a closure that leaves gradients scaled belongs to "
+                    "unscale_and_step"
+                )
+            self._pending = None
+            check_loss(returned[0])
+            return returned
+
+        return self._step_replayed(
+            closure, evaluate, current_grad_scale, max_replays=max_replays, preserve_rng=preserve_rng
+        )
+
+    # --- torch's own methods -----------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does, and forget a pending unscale."""
+        self._pending = None
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's. A pending unscale is a ``RuntimeError``: it cannot be saved."""
+        self._refuse_pending("state_dict")
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as torch does. A pending unscale is a ``RuntimeError``."""
+        self._refuse_pending("load_state_dict")
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
+        self._refuse_pending("copying or pickling")
+        return super().__getstate__()
+
+    def _optimizer_step_code(self) -> None:
+        # torch calls this after every step(), whichever class defines it.
+        super()._optimizer_step_code()
+        if self._pending is not None:
+            self._mark_stepped(self._pending.scale)
+            self._pending = None
+
+    # --- how a step is carried out: what rule-based optimizers do otherwise -------------------
+
+    def _judge(self, request: Request) -> Decision | None:
+        """Judge what a closure left in the gradients, and make them ready for ``step()``."""
+        gradients.check(self.param_groups)
+        return self._unscale_in_place(request)
+
+    def _attempt(self, request: Request) -> Decision | None:
+        """Step as ``request`` says, or skip. ``None`` if there are no gradients.
+
+        An ordinary step cannot be told of a flag on the device, so the host looks. Synchronizes.
+        """
+        decision = self._unscale_in_place(request)
+        if decision is not None and bool(decision.factors[0] > 0):
+            self._run_step_hooks()
+        elif decision is not None:
+            self.step()
+        return decision
+
+    def _unchanged_until_done(self) -> Snapshot | None:
+        """What to restore if ``step(closure)`` fails half way; ``None`` if it cannot."""
+        return Snapshot(self, shared=self._shared_state)
+
+    # --- the parts ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _unscale_in_place(self, request: Request) -> Decision | None:
+        """Unscale, judge and clip the gradients. ``None`` if there are none."""
+        if not gradients.present(self.param_groups):
+            return None
+        write = request.scale is not None
+        if write:
+            self._refuse_float16()
+        staged = gradients.Staged()
+        works = self._works(gradients.rows(self.param_groups, staged, written=write))
+        backend = backend_for(works[0].device)
+        decision = run(backend, works, replace(request, write=write, apply=False))
+        staged.store()
+        if request.max_norm is not None:
+            self.grad_norm = decision.norm
+            for _, param in gradients.present(self.param_groups):
+                values = gradients.values_of(param)
+                values.mul_(decision.factors[2].to(values.device, values.dtype))
+        return decision
+
+    def _works(self, rows: Sequence[Row], **fields: Any) -> list[Work]:
+        """The rows by device, the first parameter's first."""
+        by_device: dict[torch.device, list[Row]] = {}
+        for row in rows:
+            by_device.setdefault(row.grad.device, []).append(row)
+        uploads: dict[torch.device, Uploads] = self.__dict__.setdefault("_uploads", {})
+        return [
+            Work(device, of_device, uploads=uploads.setdefault(device, Uploads()), **fields)
+            for device, of_device in by_device.items()
+        ]
+
+    def _step_once(self, scale: Any, given: Any, max_norm: float | None) -> StepResult:
+        if self._needs_closure:
+            raise TypeError(f"{type(self).__name__} needs a closure: unscale_and_step(closure, ...)")
+        gradients.check(self.param_groups)
+        if scale is None and max_norm is None:
+            return StepResult(self.step(), self._zero(), None)
+        if not gradients.present(self.param_groups):
+            self._run_step_hooks()
+            return StepResult(None, self._zero(), _successor(scale, None, given))
+        decision = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
+        self._mark_stepped(given)
+        found_inf = self._zero() if decision is None else decision.found_inf
+        return StepResult(None, found_inf, _successor(scale, decision, given))
+
+    def _step_pending(self, current_grad_scale: Any) -> StepResult:
+        pending = self._pending
+        if pending is None:
+            raise RuntimeError(
+                "step_after_unscale: nothing is unscaled. Call unscale(grads_scaled_by=scale) "
+                "first, after the backward pass"
+            )
+        if current_grad_scale is not _REQUIRED:
+            raise TypeError(
+                "step_after_unscale takes current_grad_scale only with a closure: unscale knows "
+                "the scale already"
+            )
+        if self._needs_closure:
+            raise TypeError(
+                f"{type(self).__name__} needs a closure: "
+                "step_after_unscale(closure, current_grad_scale=scale)"
+            )
+        gradients.check(self.param_groups)
+        self._pending = None
+        if gradients.present(self.param_groups):
+            drop = getattr(pending.scale, "drop_overflow_update", True)
+            self._attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
+            self._mark_stepped(pending.scale)
+        else:
+            self._run_step_hooks()
+        return StepResult(None, pending.found_inf, pending.successor)
+
+    def _step_replayed(
+        self,
+        closure: Callable[[Any], Any],
+        evaluate: Callable[[Any], tuple[Any, Any, Any]],
+        given: Any,
+        *,
+        max_replays: int,
+        preserve_rng: bool,
+    ) -> StepResult:
+        check_closure(closure)
+        if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
+            raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
+        replay = Replay(
+            torch.enable_grad()(evaluate),
+            given,
+            max_replays=max_replays,
+            preserve_rng=preserve_rng,
+            devices=dict.fromkeys(p.device for group in self.param_groups for p in group["params"]),
+            offenders=lambda: gradients.offenders(self.param_groups),
+        )
+        with self._restored_on_failure():
+            loss = self.step(replay)
+        self._mark_stepped(given)
+        self._mark_stepped(replay.scale)
+        found_inf = self._zero() + float(replay.overflowed)
+        return StepResult(loss, found_inf, replay.successor)
+
+    @contextmanager
+    def _restored_on_failure(self):
+        snapshot = self._unchanged_until_done()
+        try:
+            yield
+        except BaseException:
+            self._pending = None
+            if snapshot is not None:
+                snapshot.restore()
+            raise
+
+    # --- bookkeeping -------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return next((p for p in params if p.grad is not None), params[0]).device
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float32, device=self._device)
+
+    def _scale(self, given: Any) -> Any:
+        scale = as_loss_scale(given, self._device)
+        stepped = self.__dict__.get("_stepped_with", ())
+        if scale is not None and not scale._reusable and scale._generation in stepped:
+            raise RuntimeError(
+                f"this {type(given).__name__} was stepped with already: every control point "
+                "returns the scale to use next, so rebind it, as in `_, _, scale = "
+                "optimizer.unscale_and_step(grads_scaled_by=scale)`"
+            )
+        return scale
+
+    def _mark_stepped(self, given: Any) -> None:
+        generation = getattr(given, "_generation", None)
+        if generation is not None:
+            self.__dict__.setdefault("_stepped_with", weakref.WeakSet()).add(generation)
+
+    def _refuse_pending(self, call: str) -> None:
+        if self._pending is not None:
+            raise RuntimeError(
+                f"{call}: an unscale is pending. Call step_after_unscale() first, or zero_grad() "
+                "to discard it"
+            )
+
+    def _refuse_float16(self) -> None:
+        for _, param in gradients.present(self.param_groups):
+            assert param.grad is not None
+            if param.grad.dtype == torch.float16:
+                raise RuntimeError(
+                    f"the gradient of {gradients.name_of(self.param_groups, param)} is float16, "
+                    "where unscaled values would underflow to zero; keep the parameters in "
+                    "float32 and run the model under torch.autocast, or use unscale_and_step() "
+                    "of a rule-based optimizer, which unscales in float32"
+                )
+
+    def _run_step_hooks(self) -> None:
+        """What an attempt that does not step still does: hooks run, and schedulers see a step."""
+        _no_step(self)
+        self._opt_called = True  # where torch's schedulers look for a step before theirs
+
+
+_no_step = torch.optim.Optimizer.profile_hook_step(lambda self: None)
+
+
+def _successor(scale: Any, decision: Decision | None, given: Any) -> Any:
+    """The scale to use next."""
+    if scale is None:
+        return None
+    if decision is None:  # no gradients: the scale has nothing to learn
+        return given if hasattr(given, "_generation") else scale.value
+    return scale._successor(decision.scale, decision.counters)
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    if max_norm is None:
+        return
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+        raise ValueError(f"max_norm must be a number, 0 or more, or None, got {max_norm!r}")

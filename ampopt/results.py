@@ -1,0 +1,41 @@
+"""What the control points return."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["StepResult", "Unscaled"]
+
+
+class Unscaled(NamedTuple):
+    """What :meth:`ampopt.Optimizer.unscale` found.
+
+    Attributes:
+        found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not
+            finite after unscaling.
+        scale: what to scale the next loss by; see :meth:`ampopt.Optimizer.unscale`.
+    """
+
+    found_inf: Tensor
+    scale: Any
+
+
+class StepResult(NamedTuple):
+    """What a step did.
+
+    Attributes:
+        loss: what the closure returned, or ``None`` without one.
+        found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not
+            finite after unscaling.
+        scale: what to scale the next loss by.
+    """
+
+    loss: Any
+    found_inf: Tensor
+    scale: Any
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out. Synchronizes: the host waits for the device."""
+        # A static scale may have been told to apply an overflowed update all the same.
+        return getattr(self.scale, "drop_overflow_update", True) and bool(self.found_inf > 0)

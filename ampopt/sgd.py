@@ -1,0 +1,44 @@
+"""Stochastic gradient descent."""
+
+from typing import Any
+
+import torch
+from ampopt_kernels import rules
+from torch import Tensor
+
+from ampopt.elementwise import ElementwiseOptimizer
+
+__all__ = ["SGD"]
+
+
+class SGD(ElementwiseOptimizer, torch.optim.SGD):
+    """``torch.optim.SGD`` with mixed-precision control points.
+
+    Constructor, defaults and results are torch's. ``foreach`` and ``fused`` are accepted and
+    change nothing: the backend decides (see :func:`ampopt.set_backend`). Sparse gradients and
+    ``differentiable=True`` take torch's own step.
+
+    Differs from torch: with momentum, the state has a ``step`` beside ``momentum_buffer``, which
+    tells the first step from later ones where the host may not look; torch ignores it. A
+    parameter whose steps were all skipped is left out of ``state_dict()``, as if it had never been
+    stepped; finding out synchronizes.
+    """
+
+    rule = rules.sgd
+    sparse_gradients = True
+
+    def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
+        state = self.state[param]
+        if state.get("momentum_buffer") is not None:
+            state.setdefault("step", 1.0)  # from torch, which makes a buffer by stepping
+        return super()._state_of(param, flags)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's. Synchronizes if there is momentum."""
+        state_dict = super().state_dict()
+        state_dict["state"] = {
+            key: state
+            for key, state in state_dict["state"].items()
+            if "step" not in state or bool(state["step"] > 0)
+        }
+        return state_dict

@@ -1,0 +1,35 @@
+"""Every test runs under Triton's interpreter and with poisoned uninitialised memory."""
+
+import os
+
+# Read by Triton when it is imported, so set before anything imports it.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import ampopt  # noqa: E402
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from ampopt_kernels.language import HAS_TRITON  # noqa: E402
+
+# Times vary with the machine, so no example has a deadline.
+hypothesis.settings.register_profile("default", deadline=None, max_examples=40, print_blob=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory():
+    """``torch.empty`` gives NaN, so that whoever reads what nobody wrote is found out."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+
+
+@pytest.fixture(scope="module", params=["eager", "triton"])
+def backend(request):
+    """Each backend in turn; a test that takes it is one body over both."""
+    if request.param == "triton" and not HAS_TRITON:
+        pytest.skip("Triton cannot be imported here")
+    ampopt.set_backend(request.param)
+    yield request.param
+    ampopt.set_backend("auto")
