@@ -34,7 +34,7 @@ def check_number(name: str, value: Any) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.copysign(math.inf, value)
+        number = math.inf if value == abs(value) else -math.inf
     if math.isnan(number):
         raise ValueError(f"{name} must be a number, got nan")
     return number

@@ -275,7 +275,7 @@ class DynamicLossScale(LossScale):
         budget = check_count("budget", entries["budget"], least)
         if budget > schedule.hysteresis:
             raise ValueError(
-                f"budget must be at most {schedule.hysteresis} (hysteresis), got {budget}"
+                f"budget must be at most hysteresis={schedule.hysteresis}, got {budget}"
             )
 
         tensors = self._tensors(scale, growth, budget)
