@@ -4,6 +4,7 @@ import functools
 import os
 
 import torch
+from ampopt_kernels.cpu import Cpu
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.work import Backend
@@ -58,13 +59,13 @@ def backend_for(device: torch.device) -> Backend:
                 f"{', '.join(_TRITON_DEVICES)}, and CPU tensors need its interpreter. Set "
                 f"TRITON_INTERPRET=1 before importing ampopt, or choose set_backend('auto')"
             )
-    return _backend(name)
+    return _backend(name, device.type)
 
 
 @functools.cache
-def _backend(name: str) -> Backend:
+def _backend(name: str, device_type: str) -> Backend:
     if name == "eager":
-        return Eager()
+        return Cpu() if device_type == "cpu" else Eager()
     from ampopt_kernels.multi_tensor import Triton
 
     return Triton()

@@ -12,6 +12,7 @@ from torch import Tensor
 from ampopt import gradients
 from ampopt.backend import backend_for
 from ampopt.optimizer import Optimizer
+from ampopt.plan import Plan
 from ampopt.snapshot import Snapshot
 
 __all__ = ["ElementwiseOptimizer"]
@@ -46,6 +47,7 @@ class ElementwiseOptimizer(Optimizer):
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler
     _request: Request | None = None
     _decision: Decision | None = None
+    _plan: Plan | None = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -57,21 +59,23 @@ class ElementwiseOptimizer(Optimizer):
         Returns:
             What the closure returned, or ``None``.
         """
-        if self._steps_as_torch():
-            return self._torch_step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         request, self._request = self._request, None
-        self._decision = self._apply(self._from_grad_scaler() if request is None else request)
+        if request is None:
+            request = self._from_grad_scaler()
+        plan = self._planned()
+        if plan is None:
+            self._decision = self._step_as_torch(request)
+        else:
+            self._decision = self._run(plan, request)
         return loss
 
     # --- what Optimizer does in two passes and a look, in one and none -------------------------
 
     def _attempt(self, request: Request) -> Decision | None:
-        if self._steps_as_torch():
-            return super()._attempt(request)
         self._request, self._decision = request, None
         try:
             self.step()
@@ -81,12 +85,15 @@ class ElementwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def _judge(self, request: Request) -> Decision | None:
-        if self._steps_as_torch():
-            return super()._judge(request)
+        if self._needs_torch():
+            decision = super()._judge(request)
+            self._request = Request(check=False)
+            return decision
         gradients.check(self.param_groups)
-        if not gradients.present(self.param_groups):
+        rows = gradients.rows(self.param_groups, gradients.Staged(), written=False)
+        if not rows:
             return None
-        works = self._works(gradients.rows(self.param_groups, gradients.Staged(), written=False))
+        works = self._works(rows)
         judged = replace(request, apply=False, max_norm=None)
         decision = run(backend_for(works[0].device), works, judged)
         # The gradients stay scaled; the step that follows unscales and clips as it reads them.
@@ -94,46 +101,33 @@ class ElementwiseOptimizer(Optimizer):
         return decision
 
     def _unchanged_until_done(self) -> Snapshot | None:
-        return super()._unchanged_until_done() if self._steps_as_torch() else None
+        # A closure is evaluated before anything is updated.
+        return None
 
     # --- the parts ---------------------------------------------------------------------------
 
-    def _apply(self, request: Request) -> Decision | None:
-        """One pass over all parameters with gradients. ``None`` if there are none."""
-        gradients.check(self.param_groups)
-        if not gradients.present(self.param_groups):
+    def _planned(self) -> Plan | None:
+        """What this step works on; ``None`` if torch's own step has to do it."""
+        plan = self._plan
+        if plan is not None and plan.renew(self):
+            return plan
+        if self._needs_torch():
             return None
-        staged = gradients.Staged()
-        rows = [
-            self._row(index, param, staged)
-            for index, param in gradients.present(self.param_groups)
-        ]
+        self._plan = plan = Plan(self)
+        return plan
+
+    def _run(self, plan: Plan, request: Request) -> Decision | None:
+        """One step over all parameters with gradients. ``None`` if there are none."""
+        if not plan.works:
+            return None
         hyper = [self.rule.hyper_values(group) for group in self.param_groups]
-        works = self._works(rows, rule=self.rule, hyper=hyper)
-        decision = run(backend_for(works[0].device), works, request)
-        staged.store()
+        for work in plan.works:
+            work.hyper = hyper
+        decision = run(backend_for(plan.works[0].device), plan.works, request)
+        plan.staged.store()
         if request.max_norm is not None:
             self.grad_norm = decision.norm
         return decision
-
-    def _row(self, index: int, param: Tensor, staged: gradients.Staged) -> Row:
-        rule, flags = self.rule, self.rule.flag_values(self.param_groups[index])
-        state = self._state_of(param, flags)
-        p = real(param.detach())
-        return Row(
-            grad=staged.dense(gradients.values_of(param), p, written=False),
-            param=staged.dense(p, p, written=True),
-            state=tuple(
-                staged.dense(real(state[part.name]), p, written=True)
-                for part in rule.state_for(flags)
-            ),
-            scalars=tuple(
-                state[part.name] if part in rule.scalar_state_for(flags) else None
-                for part in rule.scalar_state
-            ),
-            flags=flags,
-            group=index,
-        )
 
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""
@@ -147,8 +141,8 @@ class ElementwiseOptimizer(Optimizer):
             state[part.name] = _scalar(state.get(part.name, part.init), param.device)
         return state
 
-    def _steps_as_torch(self) -> bool:
-        """Whether this step is torch's own: differentiable, or of sparse gradients.
+    def _needs_torch(self) -> bool:
+        """Whether this step has to be torch's own: differentiable, or of sparse gradients.
 
         Raises:
             RuntimeError: gradients are sparse, and neither the rule nor torch takes them.
@@ -167,11 +161,15 @@ class ElementwiseOptimizer(Optimizer):
                 )
         return False
 
-    def _torch_step(self, closure: Any) -> Any:
-        step: Any = super().step
-        # The hooks of torch's class, if it has been used, would run inside ours.
-        step = getattr(step.__func__, "__wrapped__", step.__func__)
-        return step(self) if closure is None else step(self, closure)
+    def _step_as_torch(self, request: Request) -> Decision | None:
+        """Take torch's own step, unless the request says to skip it, for which the host looks."""
+        decision = self._unscale_in_place(request)
+        if decision is None or not bool(decision.factors[0] > 0):
+            step: Any = super().step
+            # If torch's class has been used, its step has hooks, which have run around ours.
+            step = getattr(step.__func__, "__wrapped__", step.__func__)
+            step(self)
+        return decision
 
     def _from_grad_scaler(self) -> Request:
         """What ``torch.amp.GradScaler`` left on the optimizer, if a scaler is stepping it."""

@@ -72,18 +72,18 @@ class Staged:
 
     def __init__(self) -> None:
         """Start with nothing staged."""
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.copies: list[tuple[Tensor, Tensor]] = []
 
     def dense(self, tensor: Tensor, like: Tensor, *, written: bool) -> Tensor:
         """``tensor`` laid out as ``like``; itself where it already is."""
         copy = dense_like(tensor, like)
         if written and copy is not tensor:
-            self._copies.append((tensor, copy))
+            self.copies.append((tensor, copy))
         return copy
 
     def store(self) -> None:
         """Copy what was written back to where it belongs."""
-        for original, copy in self._copies:
+        for original, copy in self.copies:
             original.copy_(copy)
 
 

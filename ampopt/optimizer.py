@@ -258,12 +258,14 @@ class Optimizer(torch.optim.Optimizer):
     def _attempt(self, request: Request) -> Decision | None:
         """Step as ``request`` says, or skip. ``None`` if there are no gradients.
 
-        An ordinary step cannot be told of a flag on the device, so the host looks. Synchronizes.
+        Step hooks run in any case. An ordinary step cannot be told of a flag on the device, so
+        the host looks. Synchronizes.
         """
+        gradients.check(self.param_groups)
         decision = self._unscale_in_place(request)
-        if decision is not None and bool(decision.factors[0] > 0):
+        if decision is None or bool(decision.factors[0] > 0):
             self._run_step_hooks()
-        elif decision is not None:
+        else:
             self.step()
         return decision
 
@@ -307,14 +309,11 @@ class Optimizer(torch.optim.Optimizer):
     def _step_once(self, scale: Any, given: Any, max_norm: float | None) -> StepResult:
         if self._needs_closure:
             raise TypeError(f"{type(self).__name__} needs a closure: unscale_and_step(closure, ...)")
-        gradients.check(self.param_groups)
         if scale is None and max_norm is None:
             return StepResult(self.step(), self._zero(), None)
-        if not gradients.present(self.param_groups):
-            self._run_step_hooks()
-            return StepResult(None, self._zero(), _successor(scale, None, given))
         decision = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
-        self._mark_stepped(given)
+        if decision is not None:
+            self._mark_stepped(given)
         found_inf = self._zero() if decision is None else decision.found_inf
         return StepResult(None, found_inf, _successor(scale, decision, given))
 
@@ -335,14 +334,11 @@ class Optimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} needs a closure: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        gradients.check(self.param_groups)
         self._pending = None
-        if gradients.present(self.param_groups):
-            drop = getattr(pending.scale, "drop_overflow_update", True)
-            self._attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
+        drop = getattr(pending.scale, "drop_overflow_update", True)
+        request = Request(check=False, found_inf=pending.found_inf, drop=drop)
+        if self._attempt(request) is not None:
             self._mark_stepped(pending.scale)
-        else:
-            self._run_step_hooks()
         return StepResult(None, pending.found_inf, pending.successor)
 
     def _step_replayed(

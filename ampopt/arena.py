@@ -1,0 +1,42 @@
+"""Where the states of small parameters live: end to end, so that a CPU can take them as one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from ampopt_kernels.cpu import SMALL
+from torch import Tensor
+
+__all__ = ["lay_end_to_end"]
+
+
+def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:
+    """Move ``state[name]`` of small CPU parameters into one buffer, as views of it.
+
+    Values, shapes and dtypes stay. A tensor that shares its storage already, such as one that was
+    moved before, stays where it is: parameters whose gradients come and go do not make it move
+    at every step. The buffer lives as long as any of its views.
+    """
+    moved = [
+        (state, state[name])
+        for param, state in zip(params, states, strict=True)
+        if param.device.type == "cpu"
+        and 0 < param.numel() <= SMALL
+        and isinstance(state.get(name), Tensor)
+        and not _shares_storage(state[name])
+        and state[name].is_contiguous()
+    ]
+    by_dtype: dict[torch.dtype, list[tuple[dict[str, Any], Tensor]]] = {}
+    for entry in moved:
+        by_dtype.setdefault(entry[1].dtype, []).append(entry)
+    for entries in by_dtype.values():
+        if len(entries) < 2:
+            continue
+        buffer = torch.cat([value.detach().reshape(-1) for _, value in entries])
+        parts = buffer.split([value.numel() for _, value in entries])
+        for (state, value), part in zip(entries, parts, strict=True):
+            state[name] = part.view(value.shape)
+
+
+def _shares_storage(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()

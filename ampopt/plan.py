@@ -1,0 +1,114 @@
+"""What a step of a rule works on, kept from one step to the next.
+
+Going through every parameter, state and layout in Python costs more than a small network's whole
+step, and next to nothing changes between steps but the gradients. A plan is made once and holds
+until something else changes; that it does hold is checked at every step.
+"""
+
+import operator
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ampopt_kernels.work import Row, Work
+from torch import Tensor
+
+from ampopt import gradients
+from ampopt.arena import lay_end_to_end
+
+if TYPE_CHECKING:
+    from ampopt.elementwise import ElementwiseOptimizer
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """The rows of every parameter that has a gradient, by device.
+
+    Attributes:
+        works: what to run, the first parameter's device first; empty without gradients.
+        staged: copies that the rows hold in place of tensors no flat kernel can address.
+    """
+
+    def __init__(self, optimizer: "ElementwiseOptimizer") -> None:
+        """Make state where it is missing, and the rows.
+
+        Raises:
+            RuntimeError: see :func:`ampopt.gradients.check`; nothing has changed then.
+        """
+        groups, rule = optimizer.param_groups, optimizer.rule
+        gradients.check(groups)
+        self.staged = gradients.Staged()
+        self._flags = [rule.flag_values(group) for group in groups]
+        self._params = [p for group in groups for p in group["params"]]
+        present = gradients.present(groups)
+        states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
+        for part in (*rule.state, *rule.scalar_state):
+            lay_end_to_end([p for _, p in present], states, part.name)
+        self._rows = [
+            self._row(optimizer, group, param, state)
+            for (group, param), state in zip(present, states, strict=True)
+        ]
+        self.works: list[Work] = optimizer._works(self._rows, rule=rule)
+        self._absent = [p.grad is None for p in self._params]
+        self._addresses = [p.data_ptr() for p in self._params]
+        self._state = optimizer.state
+        self._entries = _entries(optimizer)
+        self._lasts = not self.staged.copies and not any(p.is_complex() for p in self._params)
+
+    def _row(
+        self, optimizer: "ElementwiseOptimizer", group: int, param: Tensor, state: dict
+    ) -> Row:
+        rule, flags, staged = optimizer.rule, self._flags[group], self.staged
+        p = gradients.real(param.detach())
+        return Row(
+            grad=staged.dense(gradients.values_of(param), p, written=False),
+            param=staged.dense(p, p, written=True),
+            state=tuple(
+                staged.dense(gradients.real(state[part.name]), p, written=True)
+                for part in rule.state_for(flags)
+            ),
+            scalars=tuple(
+                state[part.name] if part in rule.scalar_state_for(flags) else None
+                for part in rule.scalar_state
+            ),
+            flags=flags,
+            group=group,
+        )
+
+    def renew(self, optimizer: "ElementwiseOptimizer") -> bool:
+        """Take up the gradients of this step; ``False`` if anything but them has changed."""
+        groups = optimizer.param_groups
+        params = [p for group in groups for p in group["params"]]
+        if not (
+            self._lasts
+            and _same(params, self._params)
+            and [p.data_ptr() for p in params] == self._addresses
+            and optimizer.state is self._state
+            and _same(_entries(optimizer), self._entries)
+            and [optimizer.rule.flag_values(group) for group in groups] == self._flags
+        ):
+            return False
+        grads = [p.grad for p in params]
+        if [g is None for g in grads] != self._absent:
+            return False
+        found = [g for g in grads if g is not None]
+        for row, grad in zip(self._rows, found, strict=True):
+            old = row.grad
+            if grad.dtype != old.dtype or grad.device != old.device or grad.layout != old.layout:
+                return False
+            if grad.stride() != old.stride():
+                return False
+        for row, grad in zip(self._rows, found, strict=True):
+            row.grad = grad
+        for work in self.works:
+            work.stamp += 1
+        return True
+
+
+def _entries(optimizer: "ElementwiseOptimizer") -> list:
+    return list(chain.from_iterable(state.values() for state in optimizer.state.values()))
+
+
+def _same(a: Sequence, b: Sequence) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
