@@ -4,6 +4,7 @@ import functools
 import os
 
 import torch
+from ampopt_kernels.compiled import PATIENCE, Compiled, cpp_compiler
 from ampopt_kernels.cpu import Cpu
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
@@ -11,7 +12,7 @@ from ampopt_kernels.work import Backend
 
 __all__ = ["backend_for", "get_backend", "set_backend"]
 
-NAMES = ("auto", "triton", "eager")
+NAMES = ("auto", "triton", "compiled", "eager")
 ENVIRONMENT = "AMPOPT_BACKEND"
 _TRITON_DEVICES = ("cuda", "xpu")
 
@@ -22,11 +23,21 @@ def set_backend(name: str) -> None:
     """Choose the backend of every optimizer, from its next step on.
 
     Args:
-        name: ``"auto"``: Triton on the accelerators it compiles for, else eager. ``"triton"``:
-            Triton always; CPU tensors run in its interpreter, which is for tests, and needs
-            ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.
-            ``"eager"``: torch operations always. The environment variable ``AMPOPT_BACKEND``
-            sets the same until this is called; without either it is ``"auto"``.
+        name:
+            ``"auto"``: Triton on the accelerators it compiles for. On the CPU, eager at first;
+            once the time spent in a rule reaches what compiling it would cost, about ten seconds,
+            and there is a C++ compiler, it is compiled. So a short script never waits for a
+            compiler, and a long run pays at most that much twice. Elsewhere eager.
+
+            ``"triton"``: Triton always. CPU tensors run in its interpreter, which is for tests,
+            and needs ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.
+
+            ``"compiled"``: C++ made by Inductor, at the first use of each rule. For CPU tensors.
+
+            ``"eager"``: torch operations always.
+
+            The environment variable ``AMPOPT_BACKEND`` sets the same until this is called;
+            without either it is ``"auto"``.
 
     Raises:
         ValueError: the name is unknown.
@@ -51,21 +62,35 @@ def backend_for(device: torch.device) -> Backend:
     """
     name = get_backend()
     if name == "auto":
+        if device.type == "cpu":
+            return _cpu_backend(name)
         name = "triton" if HAS_TRITON and device.type in _TRITON_DEVICES else "eager"
-    elif name == "triton" and device.type not in _TRITON_DEVICES:
+    if name == "compiled" and device.type != "cpu":
+        raise RuntimeError(
+            f"the compiled backend cannot run on {device}: it compiles for the CPU; choose "
+            "set_backend('auto')"
+        )
+    if name == "triton" and device.type not in _TRITON_DEVICES:
         if device.type != "cpu" or not INTERPRETED:
             raise RuntimeError(
                 f"the triton backend cannot run on {device}: Triton compiles for "
                 f"{', '.join(_TRITON_DEVICES)}, and CPU tensors need its interpreter. Set "
                 f"TRITON_INTERPRET=1 before importing ampopt, or choose set_backend('auto')"
             )
-    return _backend(name, device.type)
+    if name == "triton":
+        return _triton_backend()
+    return _cpu_backend(name) if device.type == "cpu" else Eager()
 
 
 @functools.cache
-def _backend(name: str, device_type: str) -> Backend:
-    if name == "eager":
-        return Cpu() if device_type == "cpu" else Eager()
+def _cpu_backend(name: str) -> Backend:
+    if name == "eager" or (name == "auto" and cpp_compiler() is None):
+        return Cpu()
+    return Compiled(patience=PATIENCE if name == "auto" else 0.0)
+
+
+@functools.cache
+def _triton_backend() -> Backend:
     from ampopt_kernels.multi_tensor import Triton
 
     return Triton()
@@ -78,5 +103,10 @@ def _checked(name: str, source: str) -> str:
         raise RuntimeError(
             f"{source}: the triton backend needs Triton, which cannot be imported here; "
             "install the triton package, or choose 'auto' or 'eager'"
+        )
+    if name == "compiled" and cpp_compiler() is None:
+        raise RuntimeError(
+            f"{source}: the compiled backend needs a C++ compiler, and neither CXX nor g++ nor "
+            "clang++ names one; install one, or choose 'auto' or 'eager'"
         )
     return name

@@ -1,0 +1,138 @@
+"""The compiled backend: a rule's own body traced once and compiled to C++ for the CPU.
+
+The body that the eager backend runs operation by operation becomes, through torch's Inductor, one
+loop over gradient, parameter and states: each element is read and written once.
+"""
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.cpu import Cpu
+from ampopt_kernels.rule import Rule
+
+__all__ = ["PATIENCE", "Compiled", "cpp_compiler"]
+
+PATIENCE = 10.0
+"""Seconds that ``auto`` spends in a rule eagerly before it has it compiled.
+
+A compilation takes 5 to 15 seconds on two cores. Waiting as long as it would cost bounds the loss
+either way: whenever a run ends, it has taken no more than twice the better choice.
+"""
+
+
+def cpp_compiler() -> str | None:
+    """The path of the C++ compiler that Inductor would use, or ``None``."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            return path
+    return None
+
+
+class Compiled(Cpu):
+    """CPU tensors, with each rule compiled once for its flags and dtypes.
+
+    Sizes, learning rates and all other scalars are arguments of the compiled function, so nothing
+    is ever compiled again for them.
+    """
+
+    name = "compiled"
+
+    def __init__(self, patience: float = 0.0) -> None:
+        """Make the backend.
+
+        Args:
+            patience: seconds to run a rule eagerly before compiling it.
+        """
+        super().__init__()
+        self._patience = patience
+        self._spent: dict[Any, float] = {}
+        self._functions: dict[Any, Callable[..., Any] | None] = {}
+
+    def _apply(
+        self, rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
+    ) -> None:
+        # Traced sizes are symbols, which 0 and 1 are not; scalars that differ from element to
+        # element come up only where gradients come and go.
+        if tensors[0].numel() < 2 or any(isinstance(x, Tensor) for x in h):
+            super()._apply(rule, flags, tensors, h)
+            return
+        dtypes = tuple(t.dtype for t in tensors)
+        key = (rule, flags, dtypes, len(h))
+        if key not in self._functions:
+            if self._spent.get(key, 0.0) < self._patience:
+                start = time.perf_counter()
+                super()._apply(rule, flags, tensors, h)
+                spent = self._spent.get(key, 0.0) + time.perf_counter() - start
+                self._spent[key] = spent
+                return
+            self._functions[key] = self._compile(rule, flags, dtypes, len(h))
+        function = self._functions[key]
+        if function is None:
+            super()._apply(rule, flags, tensors, h)
+        else:
+            function(torch.tensor(h, dtype=_compute_dtype(dtypes)), *tensors)
+
+    def _compile(
+        self,
+        rule: Rule,
+        flags: tuple[bool, ...],
+        dtypes: tuple[torch.dtype, ...],
+        width: int,
+    ) -> Callable[..., Any] | None:
+        """The compiled function; ``None`` if compiling failed where nobody asked for it."""
+        try:
+            return compile_rule(rule, flags, dtypes, width)
+        except Exception as error:
+            message = f"compiling a rule failed, {type(error).__name__}: {error}"
+            if not self._patience:
+                raise RuntimeError(
+                    f"the compiled backend needs a working C++ compiler: {message}. Install g++ or "
+                    "clang++ (or point CXX at one), or choose 'auto' or 'eager'"
+                ) from error
+            warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
+            return None
+
+
+def compile_rule(
+    rule: Rule, flags: tuple[bool, ...], dtypes: tuple[torch.dtype, ...], width: int
+) -> Callable[..., Any]:
+    """``rule`` as one compiled loop, ``function(h, grad, param, *state)``, in place.
+
+    Args:
+        rule: whose ``update`` is compiled.
+        flags: of the rule.
+        dtypes: of gradient, parameter and states, which are flat and of one size, 2 or more.
+        width: of ``h``, a 1-d tensor of the arithmetic dtype: the reciprocal of the scale, the
+            clip coefficient, then what ``update`` takes as ``h``.
+    """
+    from torch._inductor import compile as inductor_compile  # seconds to import
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    compute = _compute_dtype(dtypes)
+
+    def body(h: Tensor, *tensors: Tensor) -> tuple[()]:
+        inverse, clip, *rest = h.unbind()
+        grad, param, *state = (t.to(compute) for t in tensors)
+        grad = grad * inverse * clip
+        new_param, new_state = rule.torch_update(param, grad, tuple(state), tuple(rest), flags)
+        for old, new in zip(tensors[1:], (new_param, *new_state), strict=True):
+            old.copy_(new)
+        return ()
+
+    # Any size will do, as long as it is not that of h: equal sizes would become one symbol.
+    example = [torch.ones(width, dtype=compute), *(torch.ones(width + 64, dtype=d) for d in dtypes)]
+    traced = make_fx(body, tracing_mode="symbolic")(*example)
+    placeholders = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
+    return inductor_compile(traced, placeholders)
+
+
+def _compute_dtype(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
+    return torch.float64 if dtypes[0] == torch.float64 else torch.float32
