@@ -15,6 +15,7 @@ from torch import Tensor
 from ampopt_kernels import stand_in
 from ampopt_kernels.layout import flat
 from ampopt_kernels.policy import next_scale
+from ampopt_kernels.precision import widest
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Backend, Decision, Partials, Request, Row, Work
 
@@ -47,9 +48,9 @@ class Eager(Backend):
         """See :meth:`Backend.detect`. A part is a row."""
         inverse = 1.0
         if request.scale is not None:
-            look = _number if self._reads(work.device) else _float64
+            look = _number if self._reads(work.device) else _wide
             inverse = _reciprocal(look(request.scale))
-        flags, squares = [], []
+        flags, squares, wide = [], [], widest(work.device)
         for row in work.rows:
             grad, dtype = row.grad, row.compute_dtype
             if not grad.numel():
@@ -64,18 +65,18 @@ class Eager(Backend):
                 low, high = (x.to(dtype) * factor for x in grad.aminmax())
             flags.append(~(low.isfinite() & high.isfinite()))
             if request.max_norm is not None:
-                norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+                norm = torch.linalg.vector_norm(grad, dtype=wide)
                 norm = norm if request.write else norm * inverse
                 squares.append(norm * norm)
         return Partials(
             _stack(flags, torch.float32, work.device),
-            None if request.max_norm is None else _stack(squares, torch.float64, work.device),
+            None if request.max_norm is None else _stack(squares, wide, work.device),
         )
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`."""
         device = work.device
-        look = _number if self._reads(device) else _float64
+        look = _number if self._reads(device) else _wide
 
         found: Any = 0.0
         if request.check and partials is not None and partials.flags.numel():
@@ -112,7 +113,7 @@ class Eager(Backend):
 
         return Decision(
             found_inf=_tensor(found, torch.float32, device),
-            factors=_stack((skip, inverse, coefficient), torch.float64, device),
+            factors=_stack((skip, inverse, coefficient), widest(device), device),
             norm=norm,
             scale=scale,
             counters=counters,
@@ -158,17 +159,18 @@ def _advance(
     by_group: dict[int, list[int]] = {}
     for index, row in enumerate(work.rows):
         by_group.setdefault(row.group, []).append(index)
-    zero = torch.zeros((), device=work.device)
+    zero, wide = torch.zeros((), device=work.device), widest(work.device)
     for group, members in by_group.items():
-        h = tuple(x.double() if isinstance(x, Tensor) else x for x in work.hyper[group])
+        h = tuple(_cast(x, wide) for x in work.hyper[group])
         columns = list(zip(*(work.rows[i].scalars for i in members), strict=True))
-        s = tuple(torch.stack([zero if x is None else x for x in c]).double() for c in columns)
+        s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
         new_s, new_h = rule.torch_scalars(s, h)
         for column, old, new in zip(columns, s, new_s, strict=True):
             values = keep(old, new).float().unbind()
             stored = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
             if stored:
-                torch._foreach_copy_([x for x, _ in stored], [v for _, v in stored])
+                copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+                copy([x for x, _ in stored], [v for _, v in stored])
         per_row = [
             x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(members) for x in new_h
         ]
@@ -201,12 +203,12 @@ def _number(tensor: Tensor) -> float:
     return tensor.item()
 
 
-def _float64(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(()).double()
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(()).to(widest(tensor.device))
 
 
 def _unbound(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.double().unbind()
+    return tensor.to(widest(tensor.device)).unbind()
 
 
 def _tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,11 +6,13 @@ stand-in of :mod:`ampopt_kernels.stand_in`, which has the elementwise part of th
 """
 
 import importlib.util
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampopt_kernels import stand_in
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "jit", "power", "tl"]
+__all__ = ["HAS_TRITON", "INTERPRETED", "div_rn", "jit", "kernel", "power", "sqrt_rn", "tl"]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton can be imported."""
@@ -18,10 +20,20 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = False
 """Whether kernels run in Triton's interpreter (``TRITON_INTERPRET=1`` at import), so on the CPU."""
 
-jit: Any
-tl: Any
+if TYPE_CHECKING:
 
-if HAS_TRITON:
+    def jit(fn: Any) -> Any:
+        """What type checkers see: a function of which they know no types."""
+
+    class _Anything(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Anything):
+        """What type checkers see: a language of which they know no types."""
+
+        constexpr: TypeAlias = Any
+
+elif HAS_TRITON:
     import triton
     import triton.language
     from triton import knobs
@@ -34,8 +46,44 @@ else:
     tl = stand_in
 
 
+def kernel(fn: Callable[..., Any]) -> Any:
+    """``jit`` for what is launched: one binary, whatever the values and addresses of arguments.
+
+    Triton would compile a second one the first time that a size is 1 or a multiple of 16, or an
+    address is not, which is mid-training. Kernels say themselves what they know of alignment.
+    """
+    if not HAS_TRITON:
+        return jit(fn)
+    parameters = inspect.signature(fn).parameters.values()
+    runtime = [p.name for p in parameters if p.annotation is inspect.Parameter.empty]
+    triton_jit: Any = jit
+    return triton_jit(fn, do_not_specialize=runtime)
+
+
+@jit
+def sqrt_rn(x):
+    """The correctly rounded square root, as torch has it.
+
+    In float32 ``tl.sqrt`` is an approximation on some accelerators: NVIDIA's takes the root of a
+    subnormal number to be 0.
+    """
+    if x.dtype == tl.float64:
+        return tl.sqrt(x)
+    else:
+        return tl.sqrt_rn(x)
+
+
+@jit
+def div_rn(x, y):
+    """The correctly rounded quotient, as torch has it; in float32 ``/`` may be 2 ulp off."""
+    if (x * y).dtype == tl.float64:
+        return x / y
+    else:
+        return tl.div_rn(x, y)
+
+
 @jit
 def power(base, exponent):
-    """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``; Triton has no operator for it."""
+    """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``, which Triton has not."""
     positive = base > 0
     return tl.where(positive, tl.exp2(exponent * tl.log2(tl.where(positive, base, 1.0))), 0.0)

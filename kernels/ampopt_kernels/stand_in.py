@@ -34,7 +34,7 @@ def _log2(x: float) -> float:
     return math.log2(x) if x > 0 else (-math.inf if x == 0 else math.nan)
 
 
-abs = _unary(torch.abs, abs)  # noqa: A001  # the language's own name
+abs = _unary(torch.abs, abs)  # the language's own name
 sqrt = _unary(torch.sqrt, math.sqrt)
 rsqrt = _unary(torch.rsqrt, lambda x: 1 / math.sqrt(x))
 exp = _unary(torch.exp, math.exp)
@@ -46,6 +46,14 @@ cos = _unary(torch.cos, math.cos)
 floor = _unary(torch.floor, math.floor)
 ceil = _unary(torch.ceil, math.ceil)
 sigmoid = _unary(torch.sigmoid, lambda x: 1 / (1 + math.exp(-x)))
+
+
+def div_rn(x: Any, y: Any) -> Any:
+    """``x / y``, which torch and Python round correctly."""
+    return x / y
+
+
+sqrt_rn = sqrt
 
 
 def where(condition: Any, a: Any, b: Any) -> Any:
@@ -84,19 +92,19 @@ def bind(function: Any) -> Callable[..., Any]:
     """``function``, a ``jit`` function, as an ordinary one on torch tensors.
 
     Its globals are copied with Triton's language replaced by this module and every ``jit``
-    function it calls bound likewise; its code is not touched.
+    function it calls bound likewise; its code is not touched. The helpers of
+    ``ampopt_kernels.language`` that this module has itself are taken from here.
     """
     fn = function.fn
     bound: dict[str, Any] = dict(fn.__globals__)
     for name in fn.__code__.co_names:
-        value = bound.get(name)
+        value: Any = bound.get(name)
         if getattr(value, "__name__", None) == "triton.language":
             bound[name] = _this_module
         elif value is not function and hasattr(value, "fn"):
-            bound[name] = bind(value)
-    return types.FunctionType(
-        fn.__code__, bound, fn.__name__, fn.__defaults__, fn.__closure__
-    )
+            own = value.fn.__module__ == "ampopt_kernels.language" and globals().get(name)
+            bound[name] = own or bind(value)
+    return types.FunctionType(fn.__code__, bound, fn.__name__, fn.__defaults__, fn.__closure__)
 
 
 import sys  # noqa: E402

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
 
@@ -52,7 +53,7 @@ class Row:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The arithmetic dtype: float64 for float64 gradients, else float32."""
-        return torch.float64 if self.grad.dtype == torch.float64 else torch.float32
+        return arithmetic(self.grad.dtype)
 
 
 @dataclass
@@ -64,7 +65,9 @@ class Work:
         hyper: the hyperparameters of each group, as ``rule.hyper_values`` gives them.
         rule: ``None`` where gradients are only read.
         uploads: what the device already holds of the tables, kept from step to step.
-        table: the backend's own form of the rows, once it has made one.
+        table: the backend's own form of the rows, once it has made one. It outlasts the
+            gradients of one step.
+        stamp: changes whenever rows have been given other gradients.
     """
 
     device: torch.device
@@ -73,6 +76,7 @@ class Work:
     hyper: Sequence[Sequence[float | Tensor]] = ()
     uploads: Uploads = field(default_factory=Uploads)
     table: Any = None
+    stamp: int = 0
 
     @property
     def float64(self) -> bool:
@@ -112,9 +116,11 @@ class Request:
 class Partials:
     """What detect found, part by part; a part is a tensor or a piece of one.
 
+    ``widest`` is float64 where the device has it; see ``precision``.
+
     Attributes:
         flags: float32, shape (parts,): 1 where a part has a non-finite unscaled gradient.
-        squares: float64, shape (parts,): sums of squares of unscaled gradients, if asked for.
+        squares: ``widest``, shape (parts,): sums of squares of unscaled gradients, if asked for.
     """
 
     flags: Tensor
@@ -125,9 +131,11 @@ class Partials:
 class Decision:
     """What control decided; all on the device, all new tensors.
 
+    ``widest`` is float64 where the device has it; see ``precision``.
+
     Attributes:
         found_inf: float32, 0-d; more than 0 for overflow.
-        factors: float64, shape (3,): more than 0 to skip; the reciprocal of the scale; the clip
+        factors: ``widest``, shape (3,): more than 0 to skip; the reciprocal of the scale; the clip
             coefficient.
         norm: 0-d global norm of the unscaled gradients, if asked for.
         scale: the successor of the scale, of its shape and dtype, if it has one.
@@ -144,7 +152,7 @@ class Decision:
 
 
 class Backend(ABC):
-    """How the three passes are carried out. Final classes: ``eager.Eager``, ``multi_tensor.Triton``."""
+    """How the three passes are carried out; see ``eager``, ``multi_tensor`` and others."""
 
     name: ClassVar[str]
 
