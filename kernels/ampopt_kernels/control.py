@@ -1,12 +1,12 @@
 """Control: one program that decides the step and advances what it counts."""
 
-from ampopt_kernels.language import jit, tl
+from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.policy import next_scale
 
 __all__ = ["control_kernel"]
 
 
-@jit
+@kernel
 def control_kernel(
     flags,
     squares,
@@ -51,7 +51,7 @@ def control_kernel(
         scale: one element; read if ``HAS_SCALE``.
         constants: float64, ``policy.PolicyConstants``; read if ``HAS_POLICY``.
         counters: int32, (2,); read if ``HAS_POLICY``.
-        max_norm: the norm to clip to, if ``NORM``.
+        max_norm: float64, one element, the norm to clip to; read if ``NORM``.
         found_out: float32, one element, written.
         factors: float64, (3,): skip, reciprocal of the scale, clip coefficient; written if
             ``DECIDE``, else read.
@@ -139,7 +139,7 @@ def _decide(
     coefficient = tl.full((), 1.0, tl.float64)
     if NORM:
         norm = tl.sqrt(tl.sum(total, 0))
-        coefficient = max_norm / (norm + 1e-6)
+        coefficient = tl.load(max_norm) / (norm + 1e-6)
         coefficient = tl.where(coefficient < 1.0, coefficient, 1.0)
         tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
     if HAS_POLICY:

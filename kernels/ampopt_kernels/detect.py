@@ -1,14 +1,15 @@
 """Detect: one read of every gradient, for non-finite values and the squared norm."""
 
-from ampopt_kernels.language import jit, tl
+from ampopt_kernels.language import jit, kernel, tl
 
 __all__ = ["detect_kernel"]
 
 
-@jit
+@kernel
 def detect_kernel(
     table,
     blocks,
+    first,
     scale,
     flags,
     squares,
@@ -28,10 +29,11 @@ def detect_kernel(
 
     Args:
         table: int64, one row of ``COLUMNS`` a parameter; see ``multi_tensor``.
-        blocks: int32, (row, chunk) for each program.
+        blocks: int32, (row, chunk) for each program of every launch.
+        first: the first program that is this launch's.
         scale: one element, the factor the gradients carry; read if ``HAS_SCALE``.
-        flags: float32, one for each program: 1 if the chunk has a non-finite value, else 0.
-        squares: float64, one for each program: sum of squares; written if ``NORM``.
+        flags: float32, one for each of ``blocks``: 1 if it has a non-finite value, else 0.
+        squares: float64, one for each of ``blocks``: sum of squares; written if ``NORM``.
         DTYPE: of the gradients.
         COMPUTE: the arithmetic dtype.
         ALIGN: a power of two that divides every address.
@@ -42,7 +44,7 @@ def detect_kernel(
         CHUNK: elements for each program.
         BLOCK: elements at a time; divides ``CHUNK``.
     """
-    program = tl.program_id(0)
+    program = first + tl.program_id(0)
     row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
     start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
     numel = tl.load(row + COLUMNS - 1)

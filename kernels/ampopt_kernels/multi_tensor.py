@@ -10,7 +10,8 @@ tensors or groups.
 """
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,22 +25,38 @@ from ampopt_kernels.rule import keep
 from ampopt_kernels.update import update_kernel
 from ampopt_kernels.work import Backend, Decision, Partials, Request, Row, Work
 
-__all__ = ["Triton"]
+__all__ = ["BLOCK", "CHUNK", "THREADS", "Launcher", "Triton", "options"]
 
 CHUNK = 1 << 14
 """Elements for each program: enough to hide the loads of the table behind those of the data."""
-BLOCK = 1 << 10 if INTERPRETED else 1 << 11
-"""Elements at a time."""
+THREADS = 1 << 7
+"""Threads of each program, in however many warps that is."""
+BLOCK = 1 << 10
+"""Elements at a time: eight for each thread, so that two-byte ones are read 16 bytes at a time.
+
+Sixteen took Adam from 70 registers to 167, which leaves room for a third as many programs.
+"""
 PARTS = 1 << 10
 """Parts that control reduces at a time."""
 ROWS = 1 << 7
 """Rows that control advances at a time."""
+
+Launcher = Callable[[torch.device, Any, int, dict[str, Any]], None]
+"""``launcher(device, kernel, programs, arguments)``; arguments by name, compile-time ones too."""
 
 
 class Triton(Backend):
     """Triton kernels; on CPU tensors, Triton's interpreter."""
 
     name = "triton"
+
+    def __init__(self, launcher: Launcher | None = None) -> None:
+        """Make the backend.
+
+        Args:
+            launcher: called for each launch in place of launching it, to see what would run.
+        """
+        self._launch = _launch if launcher is None else launcher
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a chunk."""
@@ -49,24 +66,25 @@ class Triton(Backend):
         squares = torch.empty(
             table.n_blocks if norm else 0, dtype=torch.float64, device=work.device
         )
-        with _on(work.device):
-            for launch in table.launches:
-                detect_kernel[(launch.stop - launch.start,)](
-                    table.rows,
-                    table.blocks[launch.start :],
-                    flags if request.scale is None else request.scale,
-                    flags[launch.start :],
-                    squares[launch.start :] if norm else squares,
-                    DTYPE=_DTYPES[launch.like.grad.dtype],
-                    COMPUTE=_DTYPES[launch.like.compute_dtype],
-                    ALIGN=launch.align,
-                    HAS_SCALE=request.scale is not None,
-                    WRITE=request.write,
-                    NORM=norm,
-                    COLUMNS=table.columns,
-                    CHUNK=CHUNK,
-                    BLOCK=BLOCK,
-                )
+        for group in table.launches:
+            arguments = {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "scale": flags if request.scale is None else request.scale,
+                "flags": flags,
+                "squares": squares,
+                "DTYPE": _DTYPES[group.like.grad.dtype],
+                "COMPUTE": _DTYPES[group.like.compute_dtype],
+                "ALIGN": group.align,
+                "HAS_SCALE": request.scale is not None,
+                "WRITE": request.write,
+                "NORM": norm,
+                "COLUMNS": table.columns,
+                "CHUNK": CHUNK,
+                "BLOCK": BLOCK,
+            }
+            self._launch(work.device, detect_kernel, group.stop - group.start, arguments)
         return Partials(flags, squares if norm else None)
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
@@ -86,7 +104,7 @@ class Triton(Backend):
             counters=torch.empty(2, dtype=torch.int32, device=device) if has_policy else None,
             h=_h_table(work) if request.apply else None,
         )
-        _launch_control(work, request, partials, decision, decide=True)
+        self._launch_control(work, request, partials, decision, decide=True)
         return decision
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -95,76 +113,87 @@ class Triton(Backend):
         if h is None:
             h = _h_table(work)
             advanced = Decision(decision.found_inf, decision.factors, h=h)
-            _launch_control(work, Request(), None, advanced, decide=False)
+            self._launch_control(work, Request(), None, advanced, decide=False)
         rule, table = work.rule, _Table.of(work)
         assert rule is not None
-        with _on(work.device):
-            for launch in table.launches:
-                row = launch.like
-                update_kernel[(launch.stop - launch.start,)](
-                    table.rows,
-                    table.blocks[launch.start :],
-                    decision.factors,
-                    h,
-                    RULE=rule.update,
-                    FLAGS=row.flags,
-                    DTYPES=tuple(_DTYPES[t.dtype] for t in row.tensors),
-                    COMPUTE=_DTYPES[row.compute_dtype],
-                    ALIGN=launch.align,
-                    N_H=h.shape[1],
-                    COLUMNS=table.columns,
-                    CHUNK=CHUNK,
-                    BLOCK=BLOCK,
-                )
+        for group in table.launches:
+            row = group.like
+            arguments = {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "factors": decision.factors,
+                "h_table": h,
+                "RULE": rule.update,
+                "FLAGS": row.flags,
+                "DTYPES": tuple(_DTYPES[t.dtype] for t in row.tensors),
+                "COMPUTE": _DTYPES[row.compute_dtype],
+                "ALIGN": group.align,
+                "N_H": h.shape[1],
+                "COLUMNS": table.columns,
+                "CHUNK": CHUNK,
+                "BLOCK": BLOCK,
+            }
+            self._launch(work.device, update_kernel, group.stop - group.start, arguments)
 
+    def _launch_control(
+        self,
+        work: Work,
+        request: Request,
+        partials: Partials | None,
+        decision: Decision,
+        decide: bool,
+    ) -> None:
+        rule, h, factors = work.rule, decision.h, decision.factors
 
-def _launch_control(
-    work: Work, request: Request, partials: Partials | None, decision: Decision, decide: bool
-) -> None:
-    rule, h, factors = work.rule, decision.h, decision.factors
+        def given(tensor: Tensor | None) -> Tensor:
+            return factors if tensor is None else tensor  # any address serves for one never read
 
-    def given(tensor: Tensor | None) -> Tensor:
-        return factors if tensor is None else tensor  # any address serves for one never read
-
-    flags = None if partials is None else partials.flags
-    squares = None if partials is None else partials.squares
-    table = None if h is None else _Table.of(work)
-    hyper = _hyper_table(work) if h is not None else None
-    with _on(work.device):
-        control_kernel[(1,)](
-            given(flags),
-            given(squares),
-            0 if flags is None else flags.numel(),
-            given(request.found_inf),
-            given(request.scale),
-            given(request.constants),
-            given(request.counters),
-            0.0 if request.max_norm is None else float(request.max_norm),
-            decision.found_inf,
-            factors,
-            given(decision.norm),
-            given(decision.scale),
-            given(decision.counters),
-            given(None if table is None else table.rows),
-            given(hyper),
-            given(h),
-            0 if h is None else h.shape[0],
-            DECIDE=decide,
-            CHECK=request.check and flags is not None,
-            HAS_EXTERNAL=request.found_inf is not None,
-            HAS_SCALE=request.scale is not None,
-            HAS_POLICY=decision.scale is not None,
-            NORM=decision.norm is not None,
-            DROP=request.drop,
-            ADVANCE=h is not None,
-            SCALARS=keep if rule is None else rule.scalars,
-            N_HYPER=0 if hyper is None else hyper.shape[1],
-            N_STATES=0 if rule is None else len(rule.state),
-            N_SCALARS=0 if rule is None else len(rule.scalar_state),
-            COLUMNS=4 if table is None else table.columns,
-            PARTS=PARTS,
-            ROWS=ROWS,
-        )
+        flags = None if partials is None else partials.flags
+        squares = None if partials is None else partials.squares
+        table = None if h is None else _Table.of(work)
+        hyper = None if h is None else _hyper_table(work)
+        max_norm = None
+        if decision.norm is not None:
+            assert request.max_norm is not None
+            max_norm = work.uploads.get(
+                "max_norm", [float(request.max_norm)], torch.float64, work.device
+            )
+        arguments = {
+            "flags": given(flags),
+            "squares": given(squares),
+            "n_parts": 0 if flags is None else flags.numel(),
+            "external": given(request.found_inf),
+            "scale": given(request.scale),
+            "constants": given(request.constants),
+            "counters": given(request.counters),
+            "max_norm": given(max_norm),
+            "found_out": decision.found_inf,
+            "factors": factors,
+            "norm_out": given(decision.norm),
+            "scale_out": given(decision.scale),
+            "counters_out": given(decision.counters),
+            "table": given(None if table is None else table.rows),
+            "hyper": given(hyper),
+            "h_out": given(h),
+            "n_rows": 0 if h is None else h.shape[0],
+            "DECIDE": decide,
+            "CHECK": request.check and flags is not None,
+            "HAS_EXTERNAL": request.found_inf is not None,
+            "HAS_SCALE": request.scale is not None,
+            "HAS_POLICY": decision.scale is not None,
+            "NORM": decision.norm is not None,
+            "DROP": request.drop,
+            "ADVANCE": h is not None,
+            "SCALARS": keep if rule is None else rule.scalars,
+            "N_HYPER": 0 if hyper is None else hyper.shape[1],
+            "N_STATES": 0 if rule is None else len(rule.state),
+            "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
+            "COLUMNS": 4 if table is None else table.columns,
+            "PARTS": PARTS,
+            "ROWS": ROWS,
+        }
+        self._launch(work.device, control_kernel, 1, arguments)
 
 
 def _h_table(work: Work) -> Tensor:
@@ -192,7 +221,7 @@ def _hyper_table(work: Work) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Launch:
+class _Group:
     """Programs ``start`` to ``stop`` of the block table, all of the kind of the row ``like``."""
 
     start: int
@@ -207,12 +236,13 @@ class _Table:
     columns: int
     blocks: Tensor
     n_blocks: int
-    launches: list[_Launch]
+    launches: list[_Group]
+    stamp: int
 
     @staticmethod
     def of(work: Work) -> "_Table":
         """The table of ``work``, sent to the device where an address or a size changed."""
-        if work.table is None:
+        if not isinstance(work.table, _Table) or work.table.stamp != work.stamp:
             work.table = _Table._made(work)
         return work.table
 
@@ -230,7 +260,7 @@ class _Table:
             rows += [*addresses, *scalars, row.group, row.grad.numel()]
             kinds.setdefault((row.kind, row.aligned), []).append(index)
         blocks: list[int] = []
-        launches: list[_Launch] = []
+        launches: list[_Group] = []
         for (_, aligned), members in kinds.items():
             start = len(blocks) // 2
             for index in members:
@@ -239,7 +269,7 @@ class _Table:
             stop = len(blocks) // 2
             if stop > start:
                 align = 16 if aligned else 1
-                launches.append(_Launch(start, stop, work.rows[members[0]], align))
+                launches.append(_Group(start, stop, work.rows[members[0]], align))
         kind = "gradients" if work.rule is None else "parameters"
         get = work.uploads.get
         return _Table(
@@ -248,6 +278,7 @@ class _Table:
             blocks=get(f"blocks of {kind}", blocks, torch.int32, work.device),
             n_blocks=len(blocks) // 2,
             launches=launches,
+            stamp=work.stamp,
         )
 
 
@@ -257,6 +288,27 @@ _DTYPES: dict[torch.dtype, Any] = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+
+
+def options(warp_size: int) -> dict[str, int]:
+    """How every kernel is compiled where a warp has so many threads: AMD has some of 64."""
+    return {"num_warps": THREADS // warp_size}
+
+
+def _launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    with _on(device):
+        kernel[(programs,)](**arguments, **_options_on(device))
+
+
+@functools.cache
+def _options_on(device: torch.device) -> dict[str, int]:
+    """:func:`options` for ``device``, the current one."""
+    if INTERPRETED:
+        return {}
+    from triton.runtime import driver
+
+    target: Any = driver.active.get_current_target()
+    return options(target.warp_size)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,15 @@
 """Update: one read, one rule, one write for every parameter and its states, or nothing."""
 
-from ampopt_kernels.language import jit, tl
+from ampopt_kernels.language import jit, kernel, tl
 
 __all__ = ["update_kernel"]
 
 
-@jit
+@kernel
 def update_kernel(
     table,
     blocks,
+    first,
     factors,
     h_table,
     RULE: tl.constexpr,
@@ -25,7 +26,8 @@ def update_kernel(
 
     Args:
         table: int64, one row of ``COLUMNS`` a parameter; see ``multi_tensor``.
-        blocks: int32, (row, chunk) for each program.
+        blocks: int32, (row, chunk) for each program of every launch.
+        first: the first program that is this launch's.
         factors: float64, (3,): skip, reciprocal of the scale, clip coefficient.
         h_table: float64, (rows, N_H), of control.
         RULE: the ``update`` of the rule.
@@ -40,7 +42,7 @@ def update_kernel(
     """
     if tl.load(factors) > 0:
         return
-    program = tl.program_id(0)
+    program = first + tl.program_id(0)
     index = tl.load(blocks + 2 * program).to(tl.int64)
     start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
     row = table + index * COLUMNS
@@ -50,23 +52,28 @@ def update_kernel(
     h = ()
     for i in tl.static_range(N_H):
         h = h + (tl.load(h_table + index * N_H + i).to(COMPUTE),)
+    # Gradient, parameter and states. An address from a table carries no alignment of its own.
+    streams = ()
+    for i in tl.static_range(len(DTYPES)):
+        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i]))
+        streams = streams + (tl.multiple_of(stream, ALIGN),)
 
     end = tl.minimum(start + CHUNK, numel)
     whole = start + (end - start) // BLOCK * BLOCK
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
     for offset in range(start, whole, BLOCK):
         _update_block(
-            row, offset, end, inverse, clip, h, RULE, FLAGS, DTYPES, COMPUTE, ALIGN, False, BLOCK
+            streams, offset, end, inverse, clip, h, RULE, FLAGS, DTYPES, COMPUTE, False, BLOCK
         )
     if whole < end:
         _update_block(
-            row, whole, end, inverse, clip, h, RULE, FLAGS, DTYPES, COMPUTE, ALIGN, True, BLOCK
+            streams, whole, end, inverse, clip, h, RULE, FLAGS, DTYPES, COMPUTE, True, BLOCK
         )
 
 
 @jit
 def _update_block(
-    row,
+    streams,
     offset,
     end,
     inverse,
@@ -76,7 +83,6 @@ def _update_block(
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
     COMPUTE: tl.constexpr,
-    ALIGN: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -84,19 +90,17 @@ def _update_block(
     live = at < end
     values = ()
     for i in tl.static_range(len(DTYPES)):
-        address = tl.multiple_of(tl.load(row + i).to(tl.pointer_type(DTYPES[i])), ALIGN)
         if MASKED:
-            x = tl.load(address + at, mask=live, other=0)
+            x = tl.load(streams[i] + at, mask=live, other=0)
         else:
-            x = tl.load(address + at)
+            x = tl.load(streams[i] + at)
         values = values + (x.to(COMPUTE),)
     # Two products, so that clipping rounds as it does on gradients that were unscaled before.
-    grad = values[0] * inverse * clip
-    param, state = RULE(values[1], grad, values[2:], h, FLAGS)
+    grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
+    param, state = RULE(values[1], grad, values[2:], h, FLAGS)  # pyright: ignore
     new = (param,) + state
     for i in tl.static_range(len(new)):
-        address = tl.multiple_of(tl.load(row + i + 1).to(tl.pointer_type(DTYPES[i + 1])), ALIGN)
         if MASKED:
-            tl.store(address + at, new[i].to(DTYPES[i + 1]), mask=live)
+            tl.store(streams[i + 1] + at, new[i].to(DTYPES[i + 1]), mask=live)
         else:
-            tl.store(address + at, new[i].to(DTYPES[i + 1]))
+            tl.store(streams[i + 1] + at, new[i].to(DTYPES[i + 1]))

@@ -1,0 +1,353 @@
+"""Compile every launch ahead of time, with no accelerator at hand, and read what came out.
+
+    python -m ampopt_kernels.aot [--dump DIR] [--target sm_90 ...] [--rule adam ...] [--quick]
+
+prints one line for each kernel, rule, dtype and target::
+
+    update adam+weight_decay float32 sm_90 ok registers=78 spills=0 vectorized=yes bytes=28
+
+``vectorized`` says whether every access of the loop over whole blocks is 16 bytes wide, and
+``bytes`` what that loop moves for each parameter; both are read from the machine code. ``spills``
+are bytes of a thread's stack on NVIDIA and registers on AMD. What is compiled is what the triton
+backend would launch: it is made to step a small :class:`Work` with its launches recorded.
+"""
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampopt_kernels import rules
+from ampopt_kernels.language import HAS_TRITON, INTERPRETED
+from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.work import Request, Row, Work, run
+
+__all__ = ["Case", "Launch", "Report", "cases", "launches", "main"]
+
+TARGETS = ("sm_80", "sm_90", "gfx942")
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+REQUESTS = ("scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned")
+"""What one step may ask; see :func:`launches`. All but the first are tried with few rules."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of one parameter: its rule by name, the rule's flags, its dtype and a request."""
+
+    rule: str
+    flags: tuple[bool, ...]
+    dtype: str
+    request: str = "scaled"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that a step makes: the kernel and all of its arguments, by name."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """The type of each argument, or ``"constexpr"``."""
+        from triton.runtime.jit import mangle_type
+
+        return {
+            p.name: "constexpr" if p.is_constexpr else mangle_type(self.arguments[p.name])
+            for p in self.kernel.params
+        }
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The compile-time arguments."""
+        return {p.name: self.arguments[p.name] for p in self.kernel.params if p.is_constexpr}
+
+    @property
+    def name(self) -> str:
+        """The pass that it is: detect, control or update."""
+        return self.kernel.fn.__name__.removesuffix("_kernel")
+
+    def variant(self, case: Case) -> str:
+        """Which of the kernel's variants it is, in a word."""
+        constants = self.constants
+        on = [k.lower().removeprefix("has_") for k, v in constants.items() if v is True]
+        if self.name == "control":
+            on = [case.rule, *on]
+        elif self.name == "update":
+            flags = getattr(rules, case.rule).flags
+            on = [case.rule, *itertools.compress(flags, constants["FLAGS"])]
+        if constants.get("ALIGN") == 1:
+            on.append("unaligned")
+        return "+".join(on) or "plain"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Launch number ``index`` of ``case``, for one target."""
+
+    case: Case
+    index: int
+    target: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one compilation gave; ``accesses`` are the widths in bytes of those in the loop."""
+
+    kernel: str
+    variant: str
+    dtype: str
+    target: str
+    assembly: str = ""
+    registers: int = 0
+    spills: int = 0
+    accesses: tuple[int, ...] = ()
+    bytes: float = 0.0
+    error: str = ""
+
+    @property
+    def vectorized(self) -> bool:
+        """Whether every access to tensors is 16 bytes wide; a kernel without a loop has none."""
+        return bool(self.accesses) and all(width >= 16 for width in self.accesses)
+
+    def __str__(self) -> str:
+        """The line of the report."""
+        line = f"{self.kernel} {self.variant} {self.dtype} {self.target}"
+        if self.error:
+            return f"{line} failed {self.error}"
+        line += f" ok registers={self.registers} spills={self.spills}"
+        if self.kernel == "control":
+            return line  # reads a few numbers for each parameter
+        return f"{line} vectorized={'yes' if self.vectorized else 'no'} bytes={self.bytes:g}"
+
+
+def launches(case: Case) -> list[Launch]:
+    """The launches of one step of one parameter, in their order."""
+    from ampopt_kernels.multi_tensor import Triton
+
+    rule: Rule = getattr(rules, case.rule)
+    dtype = getattr(torch, case.dtype)
+
+    def tensor() -> torch.Tensor:
+        elements = torch.zeros(9, dtype=dtype)
+        return elements[1:] if case.request == "unaligned" else elements[:8]
+
+    row = Row(
+        grad=tensor(),
+        param=tensor(),
+        state=tuple(tensor() for _ in rule.state_for(case.flags)),
+        scalars=tuple(
+            torch.zeros(()) if part in rule.scalar_state_for(case.flags) else None
+            for part in rule.scalar_state
+        ),
+        flags=case.flags,
+    )
+    work = Work(torch.device("cpu"), [row], rule, [[0.5] * _count_hyper(rule, case.flags)])
+    scale = torch.ones(())
+    request = {
+        "scaled": Request(
+            scale=scale,
+            constants=torch.zeros(len(PolicyConstants._fields), dtype=torch.float64),
+            counters=torch.zeros(2, dtype=torch.int32),
+        ),
+        "plain": Request(check=False),
+        "flag given": Request(scale=scale, found_inf=torch.zeros(())),
+        "norm": Request(check=False, max_norm=1.0),
+        "scaled norm": Request(scale=scale, max_norm=1.0),
+        "unscale": Request(scale=scale, write=True, apply=False),
+        "unaligned": Request(scale=scale),
+    }[case.request]
+    recorded: list[Launch] = []
+    backend = Triton(lambda device, kernel, n, given: recorded.append(Launch(kernel, given)))
+    run(backend, [work], request)
+    return recorded
+
+
+def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> Iterator[Case]:
+    """What to try of each rule: with float32 all flags, with other dtypes none and all of them."""
+    names = list(names)
+    for name, dtype in itertools.product(names, dtypes):
+        n = len(getattr(rules, name).flags)
+        every = list(itertools.product((False, True), repeat=n))
+        few = dict.fromkeys((every[0], every[-1]))
+        for flags in every if dtype == "float32" and not quick else few:
+            yield Case(name, flags, dtype)
+        if name == names[0]:
+            for request in REQUESTS[1:]:
+                yield Case(name, every[0], dtype, request)
+
+
+def tasks(all_cases: Iterable[Case], targets: Iterable[str]) -> list[Task]:
+    """Each different launch of the cases once, for each target."""
+    different: dict[Any, tuple[Case, int]] = {}
+    for case in all_cases:
+        for index, launch in enumerate(launches(case)):
+            # Tables of several widths give the same code but for one number.
+            constants = {k: v for k, v in launch.constants.items() if k != "COLUMNS"}
+            key = (launch.name, *launch.signature.items(), *constants.items())
+            different.setdefault(key, (case, index))
+    return [Task(*found, target) for target in targets for found in different.values()]
+
+
+def compile_task(task: Task) -> Report:
+    """Compile, and read the machine code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from ampopt_kernels.multi_tensor import BLOCK, THREADS, options
+
+    launch = launches(task.case)[task.index]
+    names = (launch.name, launch.variant(task.case), task.case.dtype, task.target)
+    if task.target.startswith("sm_"):
+        target = GPUTarget("cuda", int(task.target.removeprefix("sm_")), 32)
+    else:
+        target = GPUTarget("hip", task.target, 64 if task.target.startswith("gfx9") else 32)
+    try:
+        compiled = triton.compile(
+            ASTSource(launch.kernel, launch.signature, launch.constants),
+            target=target,
+            options=options(target.warp_size),
+        )
+    except Exception as error:  # whatever the compiler raises is a line of the report
+        return Report(*names, error=" ".join(f"{type(error).__name__}: {error}".split()))
+    if target.backend == "cuda":
+        assembly = compiled.asm["ptx"]
+        registers, spills = _usage_of_cubin(compiled.asm["cubin"])
+    else:
+        assembly = compiled.asm["amdgcn"]
+        registers = _number(r"\.vgpr_count:\s+(\d+)", assembly)
+        spills = _number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
+    accesses = tuple(_accesses(_loop(assembly)))
+    return Report(
+        *names,
+        assembly=assembly,
+        registers=registers,
+        spills=spills,
+        accesses=accesses,
+        bytes=sum(accesses) * THREADS / BLOCK,
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; see the module. Returns the exit status."""
+    known = [name for name in rules.__all__ if isinstance(getattr(rules, name), Rule)]
+    parser = argparse.ArgumentParser(prog="python -m ampopt_kernels.aot", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--dump", type=Path, help="write assembly and report to this directory")
+    parser.add_argument("--target", nargs="+", default=TARGETS, help="sm_NN or gfxNNN")
+    parser.add_argument("--rule", nargs="+", default=known, choices=known)
+    parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=DTYPES)
+    parser.add_argument("--quick", action="store_true", help="of flags, only none and all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    given = parser.parse_args(arguments)
+    for target in given.target:
+        if not re.fullmatch(r"sm_\d+|gfx\w+", target):
+            parser.error(f"--target must be like sm_90 or gfx942, got {target!r}")
+    if not HAS_TRITON:
+        parser.error("there is nothing to compile with: Triton cannot be imported here")
+    if INTERPRETED:
+        parser.error("TRITON_INTERPRET=1 replaces the compiler by the interpreter: unset it")
+
+    todo = tasks(cases(given.rule, given.dtype, given.quick), given.target)
+    lines, failed = [], 0
+    for report in _compiled(todo, given.jobs):
+        lines.append(str(report))
+        failed += bool(report.error)
+        print(report, flush=True)
+        if given.dump is not None and report.assembly:
+            given.dump.mkdir(parents=True, exist_ok=True)
+            suffix = "ptx" if report.target.startswith("sm_") else "amdgcn"
+            name = f"{report.kernel}-{report.variant}-{report.dtype}-{report.target}.{suffix}"
+            (given.dump / name).write_text(report.assembly)
+    print(f"{len(lines)} compiled, {failed} failed")
+    if given.dump is not None:
+        given.dump.mkdir(parents=True, exist_ok=True)
+        (given.dump / "report.txt").write_text("".join(f"{line}\n" for line in lines))
+    return 1 if failed else 0
+
+
+def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
+    if jobs <= 1:
+        yield from map(compile_task, todo)
+        return
+    # A fork of a process that has started torch's threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context) as pool:
+        yield from pool.map(compile_task, todo, chunksize=4)
+
+
+def _count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
+    """How many hyperparameters the rule unpacks: an entry of ``hyper`` may stand for several."""
+    one = torch.ones((), dtype=torch.float64)
+    for n in range(len(rule.hyper), len(rule.hyper) + 9):
+        try:
+            _, h = rule.torch_scalars((one,) * len(rule.scalar_state), (one * 0.5,) * n)
+            rule.torch_update(one, one, (one,) * len(rule.state_for(flags)), h, flags)
+        except (ValueError, IndexError):
+            continue
+        return n
+    raise ValueError(f"the rule takes some other number of hyperparameters than {rule.hyper} says")
+
+
+def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers, and bytes of stack and local memory, of each thread."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    spills = _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage)
+    return _number(r"REG:(\d+)", usage), spills
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, f"{pattern} is not in the compiler's output"
+    return int(found[1])
+
+
+_LABEL = re.compile(r"^\s*(\S*BB\d+_\d+):", re.MULTILINE)
+_BRANCH = re.compile(r"\b(?:bra(?:\.uni)?|s_branch|s_cbranch_\w+)\s+(\S*BB\d+_\d+)")
+_PTX_ACCESS = re.compile(r"\b(?:ld|st)\.global\S*?(?:\.v(\d+))?\.[bfsu](\d+)\s")
+_AMD_ACCESS = re.compile(r"\b(?:global|buffer|flat)_(?:load|store)_(?:dword(?:x(\d))?|\w+)\s")
+
+
+def _loop(assembly: str) -> str:
+    """The loop over whole blocks, the first one: from its label to the last branch back there."""
+    labels = {found[1]: found.end() for found in _LABEL.finditer(assembly)}
+    spans = [
+        (labels[found[1]], found.start())
+        for found in _BRANCH.finditer(assembly)
+        if labels.get(found[1], len(assembly)) < found.start()
+    ]
+    if not spans:
+        return ""
+    first = min(start for start, _ in spans)
+    return assembly[first : max(stop for start, stop in spans if start == first)]
+
+
+def _accesses(text: str) -> Iterator[int]:
+    """The width in bytes of each access to global memory; less than 4 counts as 1."""
+    for found in _PTX_ACCESS.finditer(text):
+        yield int(found[1] or 1) * int(found[2]) // 8
+    for found in _AMD_ACCESS.finditer(text):
+        yield 4 * int(found[1] or 1) if "dword" in found[0] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
