@@ -509,11 +509,15 @@ class TestNextScale:
         expected = scale.next(sum(map(float, several)))
         assert state(next_scale(*(scale.next(f) for f in several))) == state(expected)
 
-    @given(scale=scales(), flag=flags)
-    def test_an_optimizer_that_saw_no_gradients_does_not_count(self, scale, flag):
+    @given(scale=scales())
+    def test_an_overflow_prevails_over_an_optimizer_that_saw_no_gradients(self, scale):
         unchanged = scale._successor(scale.value, counters(scale))
-        if flag > 0:
-            assert state(next_scale(scale.next(flag), unchanged)) == state(scale.next(flag))
+        lowered = scale.next(True)
+        value, (growth, budget) = state(next_scale(lowered, unchanged))
+        assert (value, growth) == (lowered.item(), 0)
+        # At the floor "per_backoff" is refilled without the value showing it.
+        if value != scale.item() or scale._settings()["hysteresis_mode"] != "per_backoff":
+            assert budget == counters(lowered)[1]
 
     def test_a_placed_scale_decides_the_device(self):
         scale = DynamicLossScale()
