@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import Cpu
+from ampopt_kernels.cpu import Cpu, updated
 from ampopt_kernels.rule import Rule
 
 __all__ = ["PATIENCE", "Compiled", "cpp_compiler"]
@@ -109,7 +109,8 @@ def compile_rule(
     Args:
         rule: whose ``update`` is compiled.
         flags: of the rule.
-        dtypes: of gradient, parameter and states, which are flat and of one size, 2 or more.
+        dtypes: of gradient, parameter, states and copy, if there is one, which are flat and of
+            one size, 2 or more.
         width: of ``h``, a 1-d tensor of the arithmetic dtype: the reciprocal of the scale, the
             clip coefficient, then what ``update`` takes as ``h``.
     """
@@ -120,11 +121,10 @@ def compile_rule(
 
     def body(h: Tensor, *tensors: Tensor) -> tuple[()]:
         inverse, clip, *rest = h.unbind()
-        grad, param, *state = (t.to(compute) for t in tensors)
-        grad = grad * inverse * clip
-        new_param, new_state = rule.torch_update(param, grad, tuple(state), tuple(rest), flags)
-        for old, new in zip(tensors[1:], (new_param, *new_state), strict=True):
-            old.copy_(new)
+        grad, *stored = (t.to(compute) for t in tensors)
+        new = updated(rule, flags, grad * inverse * clip, stored, tuple(rest))
+        for old, value in zip(tensors[1:], new, strict=True):
+            old.copy_(value)
         return ()
 
     # Any size will do, as long as it is not that of h: equal sizes would become one symbol.

@@ -58,32 +58,44 @@ class Cpu(Eager):
             if not piece.alone:
                 torch.cat(piece.flat_params, out=piece.param)
             tensors = (grad, piece.param, *piece.state)
+            if piece.alone and row.copy is not None:
+                tensors = (*tensors, flat(row.copy))
             self._apply(rule, row.flags, tensors, (inverse, clip, *h))
             if not piece.alone:
                 torch._foreach_copy_(piece.params, piece.parts)
+                if row.copy is not None:
+                    torch._foreach_copy_([r.copy for r in piece.rows], piece.parts)  # type: ignore[misc]
 
     def _apply(
         self, rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
     ) -> None:
         """Apply the rule to flat gradient, parameter and states, in place.
 
+        One tensor more than the rule has states is a copy of the parameter, which is written.
         ``h`` begins with the reciprocal of the scale and the clip coefficient; its entries are
         numbers, or tensors with an entry for each element.
         """
         dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
         n = tensors[0].numel()
         for start in range(0, n, CHUNK):
-            grad, *stored = (
-                tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
-            )
+            grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
             inverse, clip, *rest = (x.to(dtype) if isinstance(x, Tensor) else x for x in h)
             g = grad.to(dtype)
             if not (inverse == 1 and clip == 1):
                 g = g * inverse * clip
-            param, *state = (t.to(dtype) for t in stored)
-            new_param, new_state = rule.torch_update(param, g, tuple(state), tuple(rest), flags)
-            for old, new in zip(stored, (new_param, *new_state), strict=True):
-                old.copy_(new)
+            new = updated(rule, flags, g, [t.to(dtype) for t in stored], tuple(rest))
+            for old, value in zip(stored, new, strict=True):
+                old.copy_(value)
+
+
+def updated(
+    rule: Rule, flags: tuple[bool, ...], grad: Tensor, stored: Sequence[Tensor], h: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """What the rule makes of parameter, states and, if there is one more tensor, copy."""
+    n = len(rule.state_for(flags))
+    param, state = rule.torch_update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags)
+    copies = len(stored) - 1 - n
+    return (param, *state, *[param] * copies)
 
 
 @dataclass

@@ -135,12 +135,14 @@ class Eager(Backend):
         for row, h in zip(work.rows, _advance(work, rule, keep), strict=True):
             dtype = row.compute_dtype
             h = tuple(_cast(x, dtype) for x in h)
-            for grad, param, *state in _chunks(row):
+            n = 1 + len(row.state)
+            for grad, *stored in _chunks(row):
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
-                old = tuple(t.to(dtype) for t in state)
-                new = rule.torch_update(param.to(dtype), g, old, h, row.flags)
-                for stored, value in zip((param, *state), (new[0], *new[1]), strict=True):
-                    stored.copy_(keep(stored, value.to(stored.dtype)))
+                param, *state = (t.to(dtype) for t in stored[:n])
+                param, state = rule.torch_update(param, g, tuple(state), h, row.flags)
+                copy = () if row.copy is None else (param,)
+                for old, new in zip(stored, (param, *state, *copy), strict=True):
+                    old.copy_(keep(old, new.to(old.dtype)))
 
 
 def _take_new(old: Tensor, new: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 The table has one int64 row for each parameter::
 
-    grad | param | states ... | scalar states ... | group | numel
+    grad | param | states ... copy | scalar states ... | group | numel
 
 with 0 for what a row has not. A launch takes those of its programs' (row, chunk) pairs that
 share dtypes, flags and alignment, so the number of launches does not depend on the number of
@@ -21,7 +21,7 @@ from torch import Tensor
 from ampopt_kernels.control import control_kernel
 from ampopt_kernels.detect import detect_kernel
 from ampopt_kernels.language import INTERPRETED, tl
-from ampopt_kernels.rule import keep
+from ampopt_kernels.rule import Rule, keep
 from ampopt_kernels.update import update_kernel
 from ampopt_kernels.work import Backend, Decision, Partials, Request, Row, Work
 
@@ -127,6 +127,7 @@ class Triton(Backend):
                 "RULE": rule.update,
                 "FLAGS": row.flags,
                 "DTYPES": tuple(_DTYPES[t.dtype] for t in row.tensors),
+                "COPIED": row.copy is not None,
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGN": group.align,
                 "N_H": h.shape[1],
@@ -187,7 +188,7 @@ class Triton(Backend):
             "ADVANCE": h is not None,
             "SCALARS": keep if rule is None else rule.scalars,
             "N_HYPER": 0 if hyper is None else hyper.shape[1],
-            "N_STATES": 0 if rule is None else len(rule.state),
+            "N_STATES": _state_columns(rule),
             "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
             "COLUMNS": 4 if table is None else table.columns,
             "PARTS": PARTS,
@@ -230,6 +231,11 @@ class _Group:
     align: int
 
 
+def _state_columns(rule: Rule | None) -> int:
+    """Columns for states, and for the copy that comes right behind those that a row has."""
+    return 0 if rule is None else len(rule.state) + 1
+
+
 @dataclass(frozen=True)
 class _Table:
     rows: Tensor
@@ -248,7 +254,7 @@ class _Table:
 
     @staticmethod
     def _made(work: Work) -> "_Table":
-        n_states = 0 if work.rule is None else len(work.rule.state)
+        n_states = _state_columns(work.rule)
         n_scalars = 0 if work.rule is None else len(work.rule.scalar_state)
         rows: list[int] = []
         kinds: dict[Any, list[int]] = {}

@@ -15,6 +15,7 @@ def update_kernel(
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
+    COPIED: tl.constexpr,
     COMPUTE: tl.constexpr,
     ALIGN: tl.constexpr,
     N_H: tl.constexpr,
@@ -32,7 +33,8 @@ def update_kernel(
         h_table: float64, (rows, N_H), of control.
         RULE: the ``update`` of the rule.
         FLAGS: tuple of booleans for the rule.
-        DTYPES: of gradient, parameter and each state.
+        DTYPES: of gradient, parameter, each state, and the copy if there is one.
+        COPIED: whether the last is a low-precision copy of the parameter, only written.
         COMPUTE: the arithmetic dtype.
         ALIGN: a power of two that divides every address.
         N_H: scalars that the rule takes.
@@ -63,11 +65,23 @@ def update_kernel(
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
     for offset in range(start, whole, BLOCK):
         _update_block(
-            streams, offset, end, inverse, clip, h, RULE, FLAGS, DTYPES, COMPUTE, False, BLOCK
+            streams,
+            offset,
+            end,
+            inverse,
+            clip,
+            h,
+            RULE,
+            FLAGS,
+            DTYPES,
+            COPIED,
+            COMPUTE,
+            False,
+            BLOCK,
         )
     if whole < end:
         _update_block(
-            streams, whole, end, inverse, clip, h, RULE, FLAGS, DTYPES, COMPUTE, True, BLOCK
+            streams, whole, end, inverse, clip, h, RULE, FLAGS, DTYPES, COPIED, COMPUTE, True, BLOCK
         )
 
 
@@ -82,6 +96,7 @@ def _update_block(
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
+    COPIED: tl.constexpr,
     COMPUTE: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -89,7 +104,7 @@ def _update_block(
     at = offset + tl.arange(0, BLOCK)
     live = at < end
     values = ()
-    for i in tl.static_range(len(DTYPES)):
+    for i in tl.static_range(len(DTYPES) - COPIED):
         if MASKED:
             x = tl.load(streams[i] + at, mask=live, other=0)
         else:
@@ -99,6 +114,8 @@ def _update_block(
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
     param, state = RULE(values[1], grad, values[2:], h, FLAGS)  # pyright: ignore
     new = (param,) + state
+    if COPIED:
+        new = new + (param,)
     for i in tl.static_range(len(new)):
         if MASKED:
             tl.store(streams[i + 1] + at, new[i].to(DTYPES[i + 1]), mask=live)

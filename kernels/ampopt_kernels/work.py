@@ -25,25 +25,28 @@ class Row:
     """One parameter's tensors, all real, dense and laid out alike (see ``layout``).
 
     ``state`` follows ``rule.state_for(flags)``; ``scalars`` follows ``rule.scalar_state``, with
-    ``None`` where the flags leave one out. A row that is only to be read has no ``param``.
+    ``None`` where the flags leave one out. A row that is only to be read has no ``param``. Where
+    ``param`` is a float32 master, ``copy`` is the low-precision parameter that gets it rounded.
     """
 
     grad: Tensor
     param: Tensor | None = None
     state: tuple[Tensor, ...] = ()
+    copy: Tensor | None = None
     scalars: tuple[Tensor | None, ...] = ()
     flags: tuple[bool, ...] = ()
     group: int = 0
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Gradient, parameter and states: what ``update`` reads, in the order of its table."""
-        return (self.grad,) if self.param is None else (self.grad, self.param, *self.state)
+        """Gradient, parameter, states and copy: what ``update`` has to do with, in its order."""
+        optional = (t for t in (self.param, *self.state, self.copy) if t is not None)
+        return (self.grad, *optional)
 
     @property
-    def kind(self) -> tuple[tuple[torch.dtype, ...], tuple[bool, ...]]:
-        """What one launch must have in common: the dtypes and the compile-time flags."""
-        return tuple(t.dtype for t in self.tensors), self.flags
+    def kind(self) -> tuple[tuple[torch.dtype, ...], tuple[bool, ...], bool]:
+        """What one launch must have in common: dtypes, compile-time flags, and being copied."""
+        return tuple(t.dtype for t in self.tensors), self.flags, self.copy is not None
 
     @property
     def aligned(self) -> bool:
