@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from ampopt_kernels.layout import real
-from ampopt_kernels.rule import Rule
+from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.work import Decision, Request, Row, run
 from torch import Tensor
 
@@ -134,12 +134,22 @@ class ElementwiseOptimizer(Optimizer):
         state = self.state[param]
         for part in self.rule.state_for(flags):
             if state.get(part.name) is None:
-                state[part.name] = torch.full_like(
-                    param, part.init, memory_format=torch.preserve_format
-                )
+                state[part.name] = torch.empty_like(param, memory_format=torch.preserve_format)
+                real(state[part.name]).fill_(self._initial(part, param))
         for part in self.rule.scalar_state_for(flags):
-            state[part.name] = _scalar(state.get(part.name, part.init), param.device)
+            value = state.get(part.name)
+            if value is None:
+                value = torch.zeros((), device=param.device).fill_(self._initial(part, param))
+            state[part.name] = _scalar(value, param.device)
         return state
+
+    def _initial(self, part: State, param: Tensor) -> Any:
+        """The value of ``part`` before the first step. Reads no device tensor."""
+        if not isinstance(part.init, str):
+            return part.init
+        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        value = group[part.init]
+        return value.detach().reshape(()) if isinstance(value, Tensor) else value
 
     def _needs_torch(self) -> bool:
         """Whether this step has to be torch's own: differentiable, or of sparse gradients.

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampopt_kernels import stand_in
 
-__all__ = ["HAS_TRITON", "INTERPRETED", "div_rn", "jit", "kernel", "power", "sqrt_rn", "tl"]
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRETED",
+    "as_float32",
+    "div_rn",
+    "jit",
+    "kernel",
+    "power",
+    "sqrt_rn",
+    "tl",
+]
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 """Whether Triton can be imported."""
@@ -80,6 +90,12 @@ def div_rn(x, y):
         return x / y
     else:
         return tl.div_rn(x, y)
+
+
+@jit
+def as_float32(x):
+    """``x`` rounded to float32, as which scalar states are kept, in its own dtype."""
+    return x.to(tl.float32).to(x.dtype)
 
 
 @jit

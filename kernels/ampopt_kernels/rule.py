@@ -26,12 +26,14 @@ class State:
 
     Attributes:
         name: the key in ``optimizer.state[p]``; torch's own name where torch has one.
-        init: its value before the first step.
+        init: its value before the first step: a number, or the name of the param-group entry that
+            holds it. An entry is read when the state is made, which a skipped step may do; a rule
+            that wants the entry's value at the first step taken knows that step by its count.
         when: the flag under which it exists; ``None`` for always.
     """
 
     name: str
-    init: float = 0.0
+    init: float | str = 0.0
     when: str | None = None
 
 

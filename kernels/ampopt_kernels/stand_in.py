@@ -5,6 +5,7 @@ an optimizer is never written a second time. Functions take tensors, or Python n
 few places (the loss-scale schedule on the CPU) where a tensor would only cost time.
 """
 
+import ctypes
 import math
 import types
 from collections.abc import Callable
@@ -56,6 +57,11 @@ def div_rn(x: Any, y: Any) -> Any:
 sqrt_rn = sqrt
 
 
+def as_float32(x: Any) -> Any:
+    """``x`` rounded to float32, in its own dtype."""
+    return x.to(float32).to(x.dtype) if isinstance(x, torch.Tensor) else ctypes.c_float(x).value
+
+
 def where(condition: Any, a: Any, b: Any) -> Any:
     """``a`` where ``condition`` holds, else ``b``; no value of the other one reaches the result."""
     if isinstance(condition, torch.Tensor):
@@ -85,7 +91,18 @@ def __getattr__(name: str) -> Any:
     )
 
 
-_NOT_LANGUAGE = {"bind", "jit", "math", "types", "torch", "Any", "Callable", "offered", "name"}
+_NOT_LANGUAGE = {
+    "bind",
+    "ctypes",
+    "jit",
+    "math",
+    "types",
+    "torch",
+    "Any",
+    "Callable",
+    "offered",
+    "name",
+}
 
 
 def bind(function: Any) -> Callable[..., Any]:

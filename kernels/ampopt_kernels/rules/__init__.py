@@ -1,6 +1,25 @@
 """The rules of the built-in optimizers, one optimizer family a file."""
 
+from ampopt_kernels.rules.adadelta import adadelta
+from ampopt_kernels.rules.adagrad import adagrad
 from ampopt_kernels.rules.adam import adam
+from ampopt_kernels.rules.adamax import adamax
+from ampopt_kernels.rules.asgd import asgd
+from ampopt_kernels.rules.nadam import nadam
+from ampopt_kernels.rules.radam import radam
+from ampopt_kernels.rules.rmsprop import rmsprop
+from ampopt_kernels.rules.rprop import rprop
 from ampopt_kernels.rules.sgd import sgd
 
-__all__ = ["adam", "sgd"]
+__all__ = [
+    "adadelta",
+    "adagrad",
+    "adam",
+    "adamax",
+    "asgd",
+    "nadam",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sgd",
+]

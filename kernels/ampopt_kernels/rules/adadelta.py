@@ -1,0 +1,38 @@
+"""Adadelta, as torch defines it (``torch/optim/adadelta.py``; Zeiler, 1212.5701)."""
+
+from ampopt_kernels.language import div_rn, jit, sqrt_rn, tl
+from ampopt_kernels.rule import Rule, State
+
+__all__ = ["adadelta"]
+
+
+@jit
+def _scalars(s, h):
+    (step,) = s
+    lr, rho, eps, weight_decay = h
+    return (step + 1,), (lr, rho, 1 - rho, eps, weight_decay)
+
+
+@jit
+def _update(p, g, state, h, flags):
+    WEIGHT_DECAY: tl.constexpr = flags[0]
+    MAXIMIZE: tl.constexpr = flags[1]
+    lr, rho, new, eps, weight_decay = h
+    if MAXIMIZE:
+        g = -g
+    if WEIGHT_DECAY:
+        g = g + weight_decay * p
+    square_avg = rho * state[0] + new * g * g
+    delta = div_rn(sqrt_rn(state[1] + eps), sqrt_rn(square_avg + eps)) * g
+    acc_delta = rho * state[1] + new * delta * delta
+    return p - lr * delta, (square_avg, acc_delta)
+
+
+adadelta = Rule(
+    update=_update,
+    scalars=_scalars,
+    hyper=("lr", "rho", "eps", "weight_decay"),
+    flags=("weight_decay", "maximize"),
+    state=(State("square_avg"), State("acc_delta")),
+    scalar_state=(State("step"),),
+)

@@ -1,0 +1,46 @@
+"""Averaged SGD, as torch defines it (``torch/optim/asgd.py``; Polyak and Juditsky, SICON 30, 1992).
+
+The schedules of ``eta`` and ``mu`` are those of Xu, 1107.2490.
+"""
+
+from ampopt_kernels.language import as_float32, jit, power, tl
+from ampopt_kernels.rule import Rule, State
+
+__all__ = ["asgd"]
+
+
+@jit
+def _scalars(s, h):
+    step, eta, mu = s
+    lr, lambd, alpha, t0, weight_decay = h
+    # The learning rate is the first eta, and may have changed since a first step that was skipped
+    # made the state. Like any other it is rounded to float32, as which it is kept.
+    eta = as_float32(tl.where(step > 0, eta, lr))
+    step = step + 1
+    new_eta = lr / power(1 + lambd * lr * step, alpha)
+    new_mu = 1 / tl.maximum(step - t0, 1.0)
+    return (step, new_eta, new_mu), (eta, 1 - lambd * eta, mu, weight_decay)
+
+
+@jit
+def _update(p, g, state, h, flags):
+    WEIGHT_DECAY: tl.constexpr = flags[0]
+    MAXIMIZE: tl.constexpr = flags[1]
+    eta, kept, mu, weight_decay = h
+    if MAXIMIZE:
+        g = -g
+    if WEIGHT_DECAY:
+        g = g + weight_decay * p
+    p = p * kept - eta * g
+    ax = tl.where(mu == 1, p, state[0] + (p - state[0]) * mu)
+    return p, (ax,)
+
+
+asgd = Rule(
+    update=_update,
+    scalars=_scalars,
+    hyper=("lr", "lambd", "alpha", "t0", "weight_decay"),
+    flags=("weight_decay", "maximize"),
+    state=(State("ax"),),
+    scalar_state=(State("step"), State("eta", init="lr"), State("mu", init=1.0)),
+)

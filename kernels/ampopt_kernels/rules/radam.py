@@ -1,0 +1,71 @@
+"""RAdam, as torch defines it (``torch/optim/radam.py``; Liu et al., 1908.03265).
+
+Decoupled weight decay is Loshchilov and Hutter's (1711.05101).
+"""
+
+from ampopt_kernels.language import div_rn, jit, power, sqrt_rn, tl
+from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.rules.averages import lerp
+
+__all__ = ["radam"]
+
+
+@jit
+def _scalars(s, h):
+    (step,) = s
+    lr, beta1, beta2, eps, weight_decay = h
+    step = step + 1
+    power2 = power(beta2, step)
+    correction2 = 1 - power2
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * step * power2 / correction2
+    # Where the average is short, rectify nothing, and compute with a length that can be divided
+    # by. An average that cannot grow beyond 5 never gets there.
+    rectified = length > 5
+    length = tl.where(rectified, length, 6.0)
+    longest = tl.where(longest > 5, longest, 6.0)
+    rectification = (length - 4) * (length - 2) * longest
+    rectification = rectification / ((longest - 4) * (longest - 2) * length)
+    return (step,), (
+        lr,
+        1 - power(beta1, step),
+        tl.sqrt(correction2),
+        tl.where(rectified, tl.sqrt(rectification), 0.0),
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
+        weight_decay,
+        1 - lr * weight_decay,
+    )
+
+
+@jit
+def _update(p, g, state, h, flags):
+    WEIGHT_DECAY: tl.constexpr = flags[0]
+    DECOUPLED: tl.constexpr = flags[1]
+    MAXIMIZE: tl.constexpr = flags[2]
+    lr, correction1, correction2, rectification, new1, beta2, new2, eps, weight_decay, kept = h
+    if MAXIMIZE:
+        g = -g
+    if WEIGHT_DECAY:
+        if DECOUPLED:
+            p = p * kept
+        else:
+            g = g + weight_decay * p
+    exp_avg = lerp(state[0], g, new1)
+    exp_avg_sq = beta2 * state[1] + new2 * g * g
+    change = div_rn(exp_avg, correction1) * lr
+    adaptive = div_rn(correction2, sqrt_rn(exp_avg_sq) + eps)
+    change = tl.where(rectification > 0, change * adaptive * rectification, change)
+    return p - change, (exp_avg, exp_avg_sq)
+
+
+radam = Rule(
+    update=_update,
+    scalars=_scalars,
+    hyper=("lr", "betas", "eps", "weight_decay"),
+    flags=("weight_decay", "decoupled_weight_decay", "maximize"),
+    state=(State("exp_avg"), State("exp_avg_sq")),
+    scalar_state=(State("step"),),
+)
