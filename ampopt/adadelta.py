@@ -1,0 +1,19 @@
+"""Adadelta."""
+
+import torch
+
+from ampopt.elementwise import ElementwiseOptimizer
+from ampopt_kernels import rules
+
+__all__ = ["Adadelta"]
+
+
+class Adadelta(ElementwiseOptimizer, torch.optim.Adadelta):
+    """``torch.optim.Adadelta`` with mixed-precision control points.
+
+    Constructor, defaults and results are torch's. ``foreach`` and ``capturable`` are accepted and
+    change nothing: the backend decides (see :func:`ampopt.set_backend`), and the step count always
+    lives on the parameter's device. ``differentiable=True`` takes torch's own step.
+    """
+
+    rule = rules.adadelta
