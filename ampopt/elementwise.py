@@ -1,5 +1,8 @@
 """Optimizers that are a rule: one step is a few launches, and no host waits for any of them."""
 
+import functools
+import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -36,6 +39,12 @@ class ElementwiseOptimizer(Optimizer):
     ``torch.amp.GradScaler`` finds what it needs (``grad_scale`` and ``found_inf`` attributes, with
     ``found_inf > 0`` meaning skip), so ``scaler.step(optimizer)`` does not wait either.
 
+    **Master weights.** With ``master_weights=True``, a float16 or bfloat16 parameter has a float32
+    master in its state (``master_param``), which steps update, the parameter being its rounded
+    copy; its other states are float32 too. ``unscale`` then leaves ``p.grad`` alone and puts
+    float32 unscaled gradients on the masters, where :meth:`master_params` finds them, until the
+    next step or ``zero_grad``. Made from the parameter at the first use, saved in ``state_dict``.
+
     Attributes:
         rule: the mathematics; see :class:`ampopt_kernels.Rule`.
     """
@@ -45,9 +54,40 @@ class ElementwiseOptimizer(Optimizer):
     """Whether the torch base class takes sparse gradients, in whose case its step is used."""
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler
+    _has_own_step: ClassVar[bool] = False
     _request: Request | None = None
     _decision: Decision | None = None
     _plan: Plan | None = None
+    _master_weights = False
+    _masters_have_gradients = False
+
+    def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
+        """Make the optimizer.
+
+        Args:
+            *args: what the base classes take: ``params`` and ``defaults``, or as torch's optimizer.
+            master_weights: keep a float32 master of each float16 and bfloat16 parameter; see the
+                class. Also an option of a param group.
+            **kwargs: what the base classes take.
+        """
+        self._master_weights = master_weights
+        super().__init__(*args, **kwargs)
+        if self.defaults.get("differentiable") and any(map(_has_masters, self.param_groups)):
+            raise ValueError(
+                "master_weights=True does not go with differentiable=True, which takes torch's own "
+                "step: leave one of them out"
+            )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Treat a subclass that overrides ``step`` as one with an ordinary ``step``.
+
+        Only the step below can be told to skip; around any other the host has to look.
+        """
+        super().__init_subclass__(**kwargs)
+        step = inspect.unwrap(cls.step)
+        if step is not inspect.unwrap(ElementwiseOptimizer.step):
+            cls._has_own_step = True
+            cls._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -60,22 +100,60 @@ class ElementwiseOptimizer(Optimizer):
             What the closure returned, or ``None``.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        request, self._request = self._request, None
-        if request is None:
-            request = self._from_grad_scaler()
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            request = self._from_grad_scaler() if self._request is None else self._request
+        finally:
+            self._request = None  # whatever the closure does, it is for this step alone
         plan = self._planned()
         if plan is None:
             self._decision = self._step_as_torch(request)
         else:
             self._decision = self._run(plan, request)
+        self._drop_master_gradients()
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does, and forget a pending unscale."""
+        super().zero_grad(set_to_none)
+        self._drop_master_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch does; ``master_weights`` may be one of its options."""
+        if self._master_weights:
+            param_group.setdefault("master_weights", True)
+        super().add_param_group(param_group)
+        self._remember_dtypes()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as torch does, of this or torch's optimizer. Nothing is cast.
+
+        Whether there are master weights is decided here, not by the checkpoint.
+        """
+        kept = [_has_masters(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, masters in zip(self.param_groups, kept, strict=True):
+            group.pop("master_weights", None)
+            if masters:
+                group["master_weights"] = True
+        if not any(kept):
+            for state in self.state.values():
+                state.pop("master_param", None)
+
+    def master_params(self) -> Iterator[Tensor]:
+        """See :meth:`Optimizer.master_params`."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                master = self._master_of(group, param)
+                yield param if master is None else master
 
     # --- what Optimizer does in two passes and a look, in one and none -------------------------
 
     def _attempt(self, request: Request) -> Decision | None:
+        if self._has_own_step:
+            return super()._attempt(request)
         self._request, self._decision = request, None
         try:
             self.step()
@@ -85,12 +163,14 @@ class ElementwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def _judge(self, request: Request) -> Decision | None:
+        if self._has_own_step:
+            return super()._judge(request)
         if self._needs_torch():
             decision = super()._judge(request)
             self._request = Request(check=False)
             return decision
         gradients.check(self.param_groups)
-        rows = gradients.rows(self.param_groups, gradients.Staged(), written=False)
+        rows = gradients.rows(self._holders(written=False), gradients.Staged(), written=False)
         if not rows:
             return None
         works = self._works(rows)
@@ -101,10 +181,62 @@ class ElementwiseOptimizer(Optimizer):
         return decision
 
     def _unchanged_until_done(self) -> Snapshot | None:
-        # A closure is evaluated before anything is updated.
-        return None
+        # The step above evaluates a closure before it updates anything.
+        return super()._unchanged_until_done() if self._has_own_step else None
+
+    def _left_scaled_by(self) -> Tensor | None:
+        return None if self._request is None else self._request.scale
+
+    def _holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
+        holders = super()._holders(written=written)
+        if not written:
+            return holders
+        result = []
+        for index, param in holders:
+            master = self._master_of(self.param_groups[index], param)
+            if master is not None:
+                assert param.grad is not None
+                master.grad = param.grad.to(master.dtype)
+                self._masters_have_gradients = True
+            result.append((index, param if master is None else master))
+        return result
 
     # --- the parts ---------------------------------------------------------------------------
+
+    def _master_of(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
+        """The float32 master of ``param``, made where it is missing; ``None`` if it needs none."""
+        if not (_has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)):
+            return None
+        state = self.state[param]
+        if state.get("master_param") is None:
+            state["master_param"] = param.detach().to(torch.float32)
+        return state["master_param"]
+
+    def _drop_master_gradients(self) -> None:
+        if self._masters_have_gradients:
+            self._masters_have_gradients = False
+            for master in self.master_params():
+                master.grad = None
+
+    def _remember_dtypes(self) -> None:
+        """Remember the dtype of each parameter, to notice a model that is cast later."""
+        known = self.__dict__.setdefault("_dtypes", {})
+        for group in self.param_groups:
+            for param in group["params"]:
+                known.setdefault(id(param), param.dtype)
+
+    def _check_dtypes(self) -> None:
+        self._remember_dtypes()
+        for group in self.param_groups:
+            for param in group["params"]:
+                made_with = self._dtypes[id(param)]
+                if param.dtype != made_with:
+                    raise RuntimeError(
+                        f"{gradients.name_of(self.param_groups, param)} was {made_with} when the "
+                        f"optimizer was made and is {param.dtype} now: cast the model first and "
+                        "make the optimizer then (with master_weights=True it keeps float32 "
+                        "masters of half-precision parameters)"
+                    )
 
     def _planned(self) -> Plan | None:
         """What this step works on; ``None`` if torch's own step has to do it."""
@@ -132,9 +264,15 @@ class ElementwiseOptimizer(Optimizer):
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""
         state = self.state[param]
+        master = state.get("master_param")
+        like = param if master is None else master
         for part in self.rule.state_for(flags):
-            if state.get(part.name) is None:
-                state[part.name] = torch.empty_like(param, memory_format=torch.preserve_format)
+            value = state.get(part.name)
+            if value is not None and master is not None:
+                # From torch, or from a run without masters: in the parameter's dtype.
+                state[part.name] = value.to(master.dtype)
+            if value is None:
+                state[part.name] = torch.empty_like(like, memory_format=torch.preserve_format)
                 real(state[part.name]).fill_(self._initial(part, param))
         for part in self.rule.scalar_state_for(flags):
             value = state.get(part.name)
@@ -159,10 +297,10 @@ class ElementwiseOptimizer(Optimizer):
         """
         if self.defaults.get("differentiable"):
             return True
-        for _, param in gradients.present(self.param_groups):
+        for index, param in gradients.present(self.param_groups):
             assert param.grad is not None
             if param.grad.layout != torch.strided:
-                if self.sparse_gradients:
+                if self.sparse_gradients and not _has_masters(self.param_groups[index]):
                     return True
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients, which "
@@ -176,9 +314,14 @@ class ElementwiseOptimizer(Optimizer):
         decision = self._unscale_in_place(request)
         if decision is None or not bool(decision.factors[0] > 0):
             step: Any = super().step
-            # If torch's class has been used, its step has hooks, which have run around ours.
-            step = getattr(step.__func__, "__wrapped__", step.__func__)
-            step(self)
+            if getattr(step, "hooked", False):  # by torch's class, and they have run around ours
+                step = functools.partial(step.__func__.__wrapped__, self)
+            # torch's step refuses what a scaler left here, which has been attended to.
+            left = {k: vars(self).pop(k) for k in ("grad_scale", "found_inf") if k in vars(self)}
+            try:
+                step()
+            finally:
+                vars(self).update(left)
         return decision
 
     def _from_grad_scaler(self) -> Request:
@@ -188,6 +331,10 @@ class ElementwiseOptimizer(Optimizer):
             return Request(check=False)
         # The scaler judged scaled gradients, which may still overflow where they are unscaled.
         return Request(scale=getattr(self, "grad_scale", None), found_inf=found_inf)
+
+
+def _has_masters(group: dict[str, Any]) -> bool:
+    return group.get("master_weights", False)
 
 
 def _scalar(value: Any, device: torch.device) -> Tensor:

@@ -1,5 +1,6 @@
 """Whatever the caller passed as the scale of the gradients, as one thing: a loss scale or none."""
 
+import numbers
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def as_loss_scale(given: Any, device: torch.device) -> "LossScale | BareScale | 
             )
         dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
         return BareScale(given.detach().to(dtype))
-    if isinstance(given, bool) or not isinstance(given, (int, float)):
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(
             "grads_scaled_by must be None, a positive number, a one-element tensor or a "
             f"LossScale, got {type(given).__name__}"

@@ -10,6 +10,18 @@ from torch import Tensor
 
 __all__ = ["Staged", "check", "offenders", "present", "values_of"]
 
+_DTYPES = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
 
 def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
     """``(group, parameter)`` for every parameter that has a gradient."""
@@ -35,12 +47,23 @@ def check(param_groups: list[dict[str, Any]]) -> None:
     """Refuse gradients that no backend can take, before anything has changed.
 
     Raises:
-        RuntimeError: a gradient is on another device than its parameter, or of a dtype that is
-            not floating.
+        RuntimeError: a gradient is on another device than its parameter.
+        TypeError: a gradient or parameter is of a dtype or layout that no kernel takes.
     """
     for _, param in present(param_groups):
         grad = param.grad
         assert grad is not None
+        for tensor, what in ((grad, "the gradient of "), (param, "")):
+            if tensor.dtype not in _DTYPES:
+                raise TypeError(
+                    f"{what}{name_of(param_groups, param)} is {tensor.dtype}; float16, bfloat16, "
+                    "float32, float64 and complex can be optimized: convert it"
+                )
+        if grad.layout not in (torch.strided, torch.sparse_coo):
+            raise TypeError(
+                f"the gradient of {name_of(param_groups, param)} is {grad.layout}; dense and "
+                "torch.sparse_coo gradients can be optimized: convert it"
+            )
         if grad.device != param.device:
             raise RuntimeError(
                 f"the gradient of {name_of(param_groups, param)} is on {grad.device}, the "
@@ -52,8 +75,9 @@ def check(param_groups: list[dict[str, Any]]) -> None:
 def values_of(param: Tensor) -> Tensor:
     """The gradient of ``param`` as the tensor that holds its values, real and strided.
 
-    A sparse gradient is coalesced first, in place of ``param.grad``: duplicates may overflow
-    where they are summed.
+    Where memory does not hold the values, ``param.grad`` is replaced by one that does: a sparse
+    gradient is coalesced, as duplicates may overflow where they are summed, and a lazy conjugate
+    or negative, such as autograd leaves on complex parameters, is carried out.
     """
     grad = param.grad
     assert grad is not None
@@ -61,6 +85,8 @@ def values_of(param: Tensor) -> Tensor:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()
         return real(grad._values())
+    if grad.is_conj() or grad.is_neg():
+        grad = param.grad = grad.resolve_conj().resolve_neg()
     return real(grad.detach())
 
 
@@ -87,17 +113,26 @@ class Staged:
             original.copy_(copy)
 
 
-def offenders(param_groups: list[dict[str, Any]]) -> Iterator[str]:
-    """Names of the parameters whose gradients are not finite. Synchronizes."""
+def offenders(param_groups: list[dict[str, Any]], scale: Tensor | None = None) -> Iterator[str]:
+    """Names of the parameters whose gradients are not finite once unscaled. Synchronizes.
+
+    Args:
+        param_groups: of the optimizer.
+        scale: what the gradients still carry, if they were not unscaled in place.
+    """
+    inverse = 1.0 if scale is None else 1.0 / float(scale)
     for _, param in present(param_groups):
-        if not bool(values_of(param).isfinite().all()):
+        values = values_of(param)
+        dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+        unscaled = values.to(dtype) * torch.tensor(inverse, dtype=dtype)
+        if not bool(unscaled.isfinite().all()):
             yield name_of(param_groups, param)
 
 
-def rows(param_groups: list[dict[str, Any]], staged: Staged, *, written: bool) -> list[Row]:
-    """A read-only row for each gradient, or one to be ``written`` back unscaled."""
+def rows(holders: Iterable[tuple[int, Tensor]], staged: Staged, *, written: bool) -> list[Row]:
+    """A row for the gradient of each ``(group, tensor)``, read, or ``written`` back unscaled."""
     result = []
-    for index, param in present(param_groups):
+    for index, param in holders:
         values = values_of(param)
         if written and torch._debug_has_internal_overlap(values) == 1:
             # An expanded gradient has one element in several places: it cannot be written.

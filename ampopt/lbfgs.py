@@ -1,5 +1,7 @@
 """Limited-memory BFGS."""
 
+from typing import Any
+
 import torch
 
 from ampopt.optimizer import Optimizer
@@ -15,8 +17,17 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     gradients. The scale counts one finite step for a call, however many evaluations it took.
 
     Always needs a closure, and always synchronizes, as torch's does.
+
+    Differs from torch: it can be copied and pickled.
     """
 
     _needs_closure = True
     # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
     _shared_state = frozenset({"d", "old_dirs", "old_stps", "ro", "al"})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support loading, copying and pickling."""
+        super().__setstate__(state)
+        # torch's constructor keeps these beside the state, where copies do not find them.
+        self._params = self.param_groups[0]["params"]
+        self._numel_cache = None

@@ -1,7 +1,7 @@
 """The base optimizer: loss scaling's control points, by inheritance."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,9 +14,9 @@ from torch import Tensor
 from ampopt import gradients
 from ampopt.backend import backend_for
 from ampopt.grad_scale import as_loss_scale, request_fields
-from ampopt.replay import Replay, check_closure, check_loss
+from ampopt.replay import Replay, check_closure, check_loss, check_verdict
 from ampopt.results import StepResult, Unscaled
-from ampopt.snapshot import Snapshot
+from ampopt.snapshot import Snapshot, loaded_uncast
 
 __all__ = ["Optimizer"]
 
@@ -128,7 +128,7 @@ class Optimizer(torch.optim.Optimizer):
                 :attr:`grad_norm`.
             max_replays: how often an evaluation may be run again.
             preserve_rng: give replays the random state of the first attempt (torch's generators of
-                the CPU and of the parameters' CUDA devices).
+                the CPU and of the parameters' CUDA devices), and put it back if they do not help.
 
         Returns:
             ``StepResult(loss, found_inf, scale)``.
@@ -149,6 +149,12 @@ class Optimizer(torch.optim.Optimizer):
         def evaluate(given: Any) -> tuple[Any, Any, Any]:
             scale = self._scale(given)
             loss = closure(given)
+            if self._pending is not None:
+                raise RuntimeError(
+                    "the closure of unscale_and_step must leave the gradients scaled, but called "
+                    "unscale; a closure that unscales belongs to step_after_unscale(closure, "
+                    "current_grad_scale=scale)"
+                )
             if given is None and max_norm is None:
                 return loss, None, None
             check_loss(loss)
@@ -169,6 +175,8 @@ class Optimizer(torch.optim.Optimizer):
         preserve_rng: bool = False,
     ) -> StepResult:
         """Step with the gradients that :meth:`unscale` left, or skip if it found an overflow.
+
+        What was done to the gradients since is applied as it is; it is not judged again.
 
         Args:
             closure: ``closure(scale) -> (loss, found_inf, scale)``: as for
@@ -212,12 +220,21 @@ class Optimizer(torch.optim.Optimizer):
                     "unscale_and_step"
                 )
             self._pending = None
-            check_loss(returned[0])
+            check_verdict(*returned)
             return returned
 
         return self._step_replayed(
             closure, evaluate, current_grad_scale, max_replays=max_replays, preserve_rng=preserve_rng
         )
+
+    def master_params(self) -> Iterator[Tensor]:
+        """The tensors that steps update in full precision: for clipping between the two calls.
+
+        Float32 master weights where there are some, else the parameters themselves. After
+        :meth:`unscale`, the ``grad`` of each holds its unscaled gradient.
+        """
+        for group in self.param_groups:
+            yield from group["params"]
 
     # --- torch's own methods -----------------------------------------------------------------
 
@@ -232,9 +249,14 @@ class Optimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as torch does. A pending unscale is a ``RuntimeError``."""
+        """Load a state, as torch does, but bitwise. A pending unscale is a ``RuntimeError``.
+
+        Differs from torch: a state tensor keeps the dtype it was saved with, where torch casts it
+        to that of its parameter, so that saving and loading changes no later step.
+        """
         self._refuse_pending("load_state_dict")
-        super().load_state_dict(state_dict)
+        with loaded_uncast(self):
+            super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
@@ -245,7 +267,7 @@ class Optimizer(torch.optim.Optimizer):
         # torch calls this after every step(), whichever class defines it.
         super()._optimizer_step_code()
         if self._pending is not None:
-            self._mark_stepped(self._pending.scale)
+            self._mark_stepped(self._pending.scale, self._pending.successor)
             self._pending = None
 
     # --- how a step is carried out: what rule-based optimizers do otherwise -------------------
@@ -269,6 +291,10 @@ class Optimizer(torch.optim.Optimizer):
             self.step()
         return decision
 
+    def _left_scaled_by(self) -> Tensor | None:
+        """The scale that gradients still carry after :meth:`_judge`; ``None`` if it unscaled."""
+        return None
+
     def _unchanged_until_done(self) -> Snapshot | None:
         """What to restore if ``step(closure)`` fails half way; ``None`` if it cannot."""
         return Snapshot(self, shared=self._shared_state)
@@ -278,22 +304,27 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _unscale_in_place(self, request: Request) -> Decision | None:
         """Unscale, judge and clip the gradients. ``None`` if there are none."""
-        if not gradients.present(self.param_groups):
-            return None
         write = request.scale is not None
+        holders = self._holders(written=write)
+        if not holders:
+            return None
         if write:
-            self._refuse_float16()
+            self._refuse_float16(holders)
         staged = gradients.Staged()
-        works = self._works(gradients.rows(self.param_groups, staged, written=write))
+        works = self._works(gradients.rows(holders, staged, written=write))
         backend = backend_for(works[0].device)
         decision = run(backend, works, replace(request, write=write, apply=False))
         staged.store()
         if request.max_norm is not None:
             self.grad_norm = decision.norm
-            for _, param in gradients.present(self.param_groups):
-                values = gradients.values_of(param)
+            for _, holder in holders:
+                values = gradients.values_of(holder)
                 values.mul_(decision.factors[2].to(values.device, values.dtype))
         return decision
+
+    def _holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
+        """``(group, tensor)`` for each tensor whose ``grad`` is read, or unscaled in place."""
+        return gradients.present(self.param_groups)
 
     def _works(self, rows: Sequence[Row], **fields: Any) -> list[Work]:
         """The rows by device, the first parameter's first."""
@@ -312,10 +343,10 @@ class Optimizer(torch.optim.Optimizer):
         if scale is None and max_norm is None:
             return StepResult(self.step(), self._zero(), None)
         decision = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
-        if decision is not None:
-            self._mark_stepped(given)
+        successor = _successor(scale, decision, given)
+        self._mark_stepped(given, successor)
         found_inf = self._zero() if decision is None else decision.found_inf
-        return StepResult(None, found_inf, _successor(scale, decision, given))
+        return StepResult(None, found_inf, successor)
 
     def _step_pending(self, current_grad_scale: Any) -> StepResult:
         pending = self._pending
@@ -334,11 +365,9 @@ class Optimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} needs a closure: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        self._pending = None
         drop = getattr(pending.scale, "drop_overflow_update", True)
-        request = Request(check=False, found_inf=pending.found_inf, drop=drop)
-        if self._attempt(request) is not None:
-            self._mark_stepped(pending.scale)
+        # Stepping or not, this ends the pending state, unless a step hook raises first.
+        self._attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
         return StepResult(None, pending.found_inf, pending.successor)
 
     def _step_replayed(
@@ -359,17 +388,17 @@ class Optimizer(torch.optim.Optimizer):
             max_replays=max_replays,
             preserve_rng=preserve_rng,
             devices=dict.fromkeys(p.device for group in self.param_groups for p in group["params"]),
-            offenders=lambda: gradients.offenders(self.param_groups),
+            offenders=lambda: gradients.offenders(self.param_groups, self._left_scaled_by()),
         )
-        with self._restored_on_failure():
+        with self._restored_on_failure(replay):
             loss = self.step(replay)
-        self._mark_stepped(given)
-        self._mark_stepped(replay.scale)
+        self._mark_stepped(given, replay.successor)
+        self._mark_stepped(replay.scale, replay.successor)
         found_inf = self._zero() + float(replay.overflowed)
         return StepResult(loss, found_inf, replay.successor)
 
     @contextmanager
-    def _restored_on_failure(self):
+    def _restored_on_failure(self, replay: Replay):
         snapshot = self._unchanged_until_done()
         try:
             yield
@@ -377,6 +406,7 @@ class Optimizer(torch.optim.Optimizer):
             self._pending = None
             if snapshot is not None:
                 snapshot.restore()
+            replay.restore_rng()
             raise
 
     # --- bookkeeping -------------------------------------------------------------------------
@@ -384,7 +414,8 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _device(self) -> torch.device:
         params = [p for group in self.param_groups for p in group["params"]]
-        return next((p for p in params if p.grad is not None), params[0]).device
+        first = next((p for p in params if p.grad is not None), next(iter(params), None))
+        return torch.device("cpu") if first is None else first.device
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=self._device)
@@ -400,9 +431,9 @@ class Optimizer(torch.optim.Optimizer):
             )
         return scale
 
-    def _mark_stepped(self, given: Any) -> None:
+    def _mark_stepped(self, given: Any, successor: Any) -> None:
         generation = getattr(given, "_generation", None)
-        if generation is not None:
+        if generation is not None and successor is not given:  # as it is without gradients
             self.__dict__.setdefault("_stepped_with", weakref.WeakSet()).add(generation)
 
     def _refuse_pending(self, call: str) -> None:
@@ -412,15 +443,16 @@ class Optimizer(torch.optim.Optimizer):
                 "to discard it"
             )
 
-    def _refuse_float16(self) -> None:
-        for _, param in gradients.present(self.param_groups):
+    def _refuse_float16(self, holders: list[tuple[int, Tensor]]) -> None:
+        for _, param in holders:
             assert param.grad is not None
             if param.grad.dtype == torch.float16:
                 raise RuntimeError(
                     f"the gradient of {gradients.name_of(self.param_groups, param)} is float16, "
                     "where unscaled values would underflow to zero; keep the parameters in "
-                    "float32 and run the model under torch.autocast, or use unscale_and_step() "
-                    "of a rule-based optimizer, which unscales in float32"
+                    "float32 and run the model under torch.autocast, or use a rule-based optimizer "
+                    "with unscale_and_step(), which unscales in float32, or with "
+                    "master_weights=True, which keeps float32 copies to unscale"
                 )
 
     def _run_step_hooks(self) -> None:
@@ -429,7 +461,8 @@ class Optimizer(torch.optim.Optimizer):
         self._opt_called = True  # where torch's schedulers look for a step before theirs
 
 
-_no_step = torch.optim.Optimizer.profile_hook_step(lambda self: None)
+# A step hook may hand the step other arguments.
+_no_step = torch.optim.Optimizer.profile_hook_step(lambda self, *args, **kwargs: None)
 
 
 def _successor(scale: Any, decision: Decision | None, given: Any) -> Any:

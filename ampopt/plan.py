@@ -38,9 +38,13 @@ class Plan:
         """
         groups, rule = optimizer.param_groups, optimizer.rule
         gradients.check(groups)
+        optimizer._check_dtypes()
         self.staged = gradients.Staged()
         self._flags = [rule.flag_values(group) for group in groups]
         self._params = [p for group in groups for p in group["params"]]
+        self._masters = [
+            optimizer._master_of(group, p) for group in groups for p in group["params"]
+        ]
         present = gradients.present(groups)
         states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
         for part in (*rule.state, *rule.scalar_state):
@@ -60,10 +64,15 @@ class Plan:
         self, optimizer: "ElementwiseOptimizer", group: int, param: Tensor, state: dict
     ) -> Row:
         rule, flags, staged = optimizer.rule, self._flags[group], self.staged
-        p = gradients.real(param.detach())
+        master = optimizer._master_of(optimizer.param_groups[group], param)
+        # After unscale, a master holds the gradient to step with.
+        holder = param if master is None or master.grad is None else master
+        p = gradients.real(param.detach() if master is None else master)
+        copy = None if master is None else staged.dense(param.detach(), p, written=True)
         return Row(
-            grad=staged.dense(gradients.values_of(param), p, written=False),
+            grad=staged.dense(gradients.values_of(holder), p, written=False),
             param=staged.dense(p, p, written=True),
+            copy=copy,
             state=tuple(
                 staged.dense(gradients.real(state[part.name]), p, written=True)
                 for part in rule.state_for(flags)
@@ -90,6 +99,9 @@ class Plan:
         ):
             return False
         grads = [p.grad for p in params]
+        if any(m is not None and m.grad is not None for m in self._masters):
+            held = [None if m is None else m.grad for m in self._masters]
+            grads = [g if h is None or g is None else h for g, h in zip(grads, held, strict=True)]
         if [g is None for g in grads] != self._absent:
             return False
         found = [g for g in grads if g is not None]
@@ -97,7 +109,7 @@ class Plan:
             old = row.grad
             if grad.dtype != old.dtype or grad.device != old.device or grad.layout != old.layout:
                 return False
-            if grad.stride() != old.stride():
+            if grad.shape != old.shape or grad.stride() != old.stride() or grad.is_neg():
                 return False
         for row, grad in zip(self._rows, found, strict=True):
             row.grad = grad

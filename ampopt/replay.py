@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ampopt.errors import NonFiniteGradientError
+from ampopt.loss_scale import LossScale, check_scale_number
 
-__all__ = ["Replay", "check_closure", "check_loss"]
+__all__ = ["Replay", "check_closure", "check_loss", "check_verdict"]
 
 
 class Replay:
@@ -50,7 +51,8 @@ class Replay:
                 leaves them ready for the step.
             scale: to begin with; ``None`` for no scaling, when nothing is checked.
             max_replays: of one evaluation.
-            preserve_rng: give every replay the random state of the first attempt.
+            preserve_rng: give every replay the random state of the first attempt. See also
+                :meth:`restore_rng`.
             devices: whose random state that is, besides the CPU's.
             offenders: names of the parameters whose gradients are not finite now.
         """
@@ -58,9 +60,9 @@ class Replay:
         self.scale = self.successor = scale
         self.overflowed = False
         self._max_replays = max_replays
-        self._preserve_rng = preserve_rng
         self._devices = [d for d in devices if d.type == "cuda"]
         self._offenders = offenders
+        self._rng_before = self._rng_state() if preserve_rng else None
 
     def __call__(self) -> Any:
         """Evaluate until finite; return the loss.
@@ -68,7 +70,7 @@ class Replay:
         Raises:
             NonFiniteGradientError: no replay can help, or none is left.
         """
-        state = self._rng_state() if self._preserve_rng else None
+        state = None if self._rng_before is None else self._rng_state()
         for attempt in range(1 + self._max_replays):
             if attempt and state is not None:
                 self._set_rng_state(state)
@@ -87,6 +89,11 @@ class Replay:
             "replays",
             f"gradients still overflow after {self._max_replays} replays (max_replays)",
         )
+
+    def restore_rng(self) -> None:
+        """Put the random state back that the step began with, if it was to be preserved."""
+        if self._rng_before is not None:
+            self._set_rng_state(self._rng_before)
 
     def _error(self, reason: Any, what: str) -> NonFiniteGradientError:
         names = list(self._offenders())
@@ -114,7 +121,10 @@ def check_closure(closure: Any) -> None:
         TypeError: it is not callable, or not with one argument.
     """
     if not callable(closure):
-        raise TypeError(f"closure must be callable, got {type(closure).__name__}")
+        raise TypeError(
+            f"closure must be callable, got {type(closure).__name__}; a scale is passed by name, "
+            "as in unscale_and_step(grads_scaled_by=scale)"
+        )
     try:
         signature = inspect.signature(closure)
     except ValueError:  # some built-in callables have none to show
@@ -146,6 +156,31 @@ def check_loss(loss: Any) -> None:
     raise TypeError(
         f"closure must return the unscaled loss, a number or a one-element tensor, got {got}"
     )
+
+
+def check_verdict(loss: Any, found_inf: Any, scale: Any) -> None:
+    """Refuse what a closure returned in place of ``(loss, found_inf, scale)``.
+
+    Raises:
+        TypeError: one of them is of the wrong kind.
+        ValueError: the scale is a number that cannot be one.
+    """
+    check_loss(loss)
+    flag = isinstance(found_inf, Tensor) and found_inf.numel() == 1
+    if not flag and not isinstance(found_inf, (bool, int, float)):
+        raise TypeError(
+            "the closure of step_after_unscale must return (loss, found_inf, scale), but its "
+            f"found_inf is {found_inf!r}: return (loss, *optimizer.unscale(scale))"
+        )
+    if scale is None or isinstance(scale, (LossScale, Tensor)):
+        return
+    try:
+        check_scale_number(scale)
+    except TypeError:
+        raise TypeError(
+            "the closure of step_after_unscale must return (loss, found_inf, scale), but its "
+            f"scale is {scale!r}: return (loss, *optimizer.unscale(scale))"
+        ) from None
 
 
 def _finite(loss: Any) -> bool:

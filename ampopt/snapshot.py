@@ -1,18 +1,23 @@
-"""A copy of parameters and optimizer state, to put back when a step gives up half way."""
+"""Parameters and optimizer state put back bitwise: after a step that gave up, and after loading."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "loaded_uncast"]
 
 
 class Snapshot:
     """Everything that ``step`` may change, as it was.
 
     Tensors are restored in place, so that whoever holds them sees the old values again; state
-    that was created since is dropped. Costs a copy of parameters and state.
+    that was created since is dropped. Containers of tensors may be nested. Costs a copy of
+    parameters and state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, shared: frozenset[str] = frozenset()):
@@ -24,9 +29,14 @@ class Snapshot:
                 holding on to them is enough.
         """
         self._optimizer = optimizer
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._params = [(p, p.detach().clone()) for p in params]
+        self._params = [
+            (group["params"], [_Kept(p) for p in group["params"]])
+            for group in optimizer.param_groups
+        ]
+        self._groups = [
+            {k: _kept(v) for k, v in group.items() if k != "params"}
+            for group in optimizer.param_groups
+        ]
         self._state = [
             (key, {k: _kept(v, share=k in shared) for k, v in state.items()})
             for key, state in optimizer.state.items()
@@ -35,26 +45,70 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back, bitwise."""
-        for param, value in self._params:
-            param.copy_(value)
-        for group, entries in zip(self._optimizer.param_groups, self._groups, strict=True):
+        groups = self._optimizer.param_groups
+        for group, entries, (params, kept) in zip(groups, self._groups, self._params, strict=True):
             group.clear()
-            group.update(entries)
+            params[:] = [param.restored() for param in kept]
+            group.update(params=params, **_restored(entries))
         self._optimizer.state.clear()
         for key, state in self._state:
-            self._optimizer.state[key] = {k: _restored(v) for k, v in state.items()}
+            self._optimizer.state[key] = _restored(state)
 
 
-def _kept(value: Any, *, share: bool) -> Any:
-    if isinstance(value, Tensor):
-        return (value, None if share else value.detach().clone())
-    if isinstance(value, list):
-        return [_kept(item, share=share) for item in value]
-    return (value, None)
+class _Kept:
+    """A tensor and its values, or any other object."""
+
+    def __init__(self, value: Any, *, share: bool = False) -> None:
+        self._value = value
+        copied = isinstance(value, Tensor) and not share
+        self._copy = value.detach().clone() if copied else None
+
+    def restored(self) -> Any:
+        return self._value if self._copy is None else self._value.copy_(self._copy)
 
 
-def _restored(kept: Any) -> Any:
-    if isinstance(kept, list):
-        return [_restored(item) for item in kept]
-    value, copy = kept
-    return value if copy is None else value.copy_(copy)
+def _kept(tree: Any, *, share: bool = False) -> Any:
+    return pytree.tree_map(lambda leaf: _Kept(leaf, share=share), tree)
+
+
+def _restored(tree: Any) -> Any:
+    return pytree.tree_map(_Kept.restored, tree)
+
+
+@contextmanager
+def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """State tensors that ``load_state_dict`` loads here keep the dtypes they were saved with.
+
+    Done between the user's hooks: after the last that may change what is loaded, and before the
+    first that looks at what was.
+    """
+    given: list[dict[str, Any]] = []
+
+    def remember(_: Any, state_dict: dict[str, Any]) -> None:
+        given.append(state_dict)
+
+    def uncast(_: Any) -> None:
+        (saved,) = given
+        keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        for key, param in zip(keys, params, strict=True):
+            if key in saved["state"]:
+                optimizer.state[param] = pytree.tree_map(
+                    _with_dtype_of, optimizer.state[param], saved["state"][key]
+                )
+
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(uncast, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_dtype_of(loaded: Any, saved: Any) -> Any:
+    if not isinstance(loaded, Tensor) or loaded.dtype == saved.dtype:
+        return loaded
+    return saved.to(loaded.device)

@@ -1,6 +1,6 @@
 """Detect: one read of every gradient, for non-finite values and the squared norm."""
 
-from ampopt_kernels.language import jit, kernel, tl
+from ampopt_kernels.language import jit, kernel, rounded, tl
 
 __all__ = ["detect_kernel"]
 
@@ -66,7 +66,7 @@ def detect_kernel(
         if NORM:
             total += x.to(tl.float64) * x.to(tl.float64)
         if WRITE:
-            tl.store(grad + at, x.to(DTYPE))
+            tl.store(grad + at, rounded(x, DTYPE))
     if whole < end:
         at = whole + tl.arange(0, BLOCK)
         live = at < end
@@ -77,7 +77,7 @@ def detect_kernel(
             x64 = tl.where(live, x, 0).to(tl.float64)
             total += x64 * x64
         if WRITE:
-            tl.store(grad + at, x.to(DTYPE), mask=live)
+            tl.store(grad + at, rounded(x, DTYPE), mask=live)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
     if NORM:
         tl.store(squares + program, tl.sum(total, 0))

@@ -20,6 +20,7 @@ __all__ = [
     "jit",
     "kernel",
     "power",
+    "rounded",
     "sqrt_rn",
     "tl",
 ]
@@ -96,6 +97,22 @@ def div_rn(x, y):
 def as_float32(x):
     """``x`` rounded to float32, as which scalar states are kept, in its own dtype."""
     return x.to(tl.float32).to(x.dtype)
+
+
+_ROUNDS_BY_HAND = tl.constexpr(INTERPRETED) if HAS_TRITON else False
+
+
+@jit
+def rounded(x, DTYPE: tl.constexpr):
+    """``x`` in ``DTYPE``, to the nearest, ties to even: what a kernel stores."""
+    if _ROUNDS_BY_HAND and DTYPE == tl.bfloat16:
+        # Triton's interpreter cuts float32 off where every device rounds it.
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x == x, nearest, bits)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
 
 
 @jit

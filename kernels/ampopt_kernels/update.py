@@ -1,6 +1,6 @@
 """Update: one read, one rule, one write for every parameter and its states, or nothing."""
 
-from ampopt_kernels.language import jit, kernel, tl
+from ampopt_kernels.language import jit, kernel, rounded, tl
 
 __all__ = ["update_kernel"]
 
@@ -118,6 +118,6 @@ def _update_block(
         new = new + (param,)
     for i in tl.static_range(len(new)):
         if MASKED:
-            tl.store(streams[i + 1] + at, new[i].to(DTYPES[i + 1]), mask=live)
+            tl.store(streams[i + 1] + at, rounded(new[i], DTYPES[i + 1]), mask=live)
         else:
-            tl.store(streams[i + 1] + at, new[i].to(DTYPES[i + 1]))
+            tl.store(streams[i + 1] + at, rounded(new[i], DTYPES[i + 1]))
