@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import stand_in
-from ampopt_kernels.language import jit
+from ampopt_kernels.language import INTERPRETED, jit, tl
 
 __all__ = ["Rule", "State"]
 
@@ -78,6 +78,10 @@ class Rule:
                     f"Rule {role} must be a function marked with @ampopt_kernels.jit, "
                     f"got {getattr(self, role)!r}"
                 )
+            if INTERPRETED:
+                # Triton's interpreter has to find its language among the globals of a function,
+                # which arithmetic alone does not need there.
+                getattr(self, role).fn.__globals__.setdefault("__triton_language__", tl)
         for part in (*self.state, *self.scalar_state):
             if part.when is not None and part.when not in self.flags:
                 raise ValueError(
