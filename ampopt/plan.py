@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from ampopt_kernels.trial import try_out
 from ampopt_kernels.work import Row, Work
 from torch import Tensor
 
@@ -39,6 +40,9 @@ class Plan:
         groups, rule = optimizer.param_groups, optimizer.rule
         gradients.check(groups)
         optimizer._check_dtypes()
+        for group in groups:
+            flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
+            try_out(rule, flags, n_hyper, type(optimizer).__name__)
         self.staged = gradients.Staged()
         self._flags = [rule.flag_values(group) for group in groups]
         self._params = [p for group in groups for p in group["params"]]
