@@ -5,7 +5,7 @@ stand-in of :mod:`ampopt_kernels.stand_in`, which has the elementwise part of th
 ``jit`` only marks a function, so that a rule is written once and imports everywhere.
 """
 
-import importlib.util
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,7 +25,16 @@ __all__ = [
     "tl",
 ]
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+def _can_import(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:  # not installed, or installed and broken
+        return False
+    return True
+
+
+HAS_TRITON = _can_import("triton.language")
 """Whether Triton can be imported."""
 
 INTERPRETED = False
