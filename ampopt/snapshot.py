@@ -109,6 +109,6 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _with_dtype_of(loaded: Any, saved: Any) -> Any:
-    if not isinstance(loaded, Tensor) or loaded.dtype == saved.dtype:
-        return loaded
-    return saved.to(loaded.device)
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype:
+        return saved.to(loaded.device)
+    return loaded  # a number in an older state dict, which torch has made a tensor, included
