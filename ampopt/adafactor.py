@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt import gradients
 from ampopt.optimizer import Optimizer
 
 __all__ = ["Adafactor"]
@@ -20,6 +21,12 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
     without elements is left alone, where torch divides by zero; ``eps[0]=None`` means the epsilon
     of each parameter's dtype, where torch takes the first one's for all of a group.
     """
+
+    _transacts = True
+
+    def _make_state(self) -> None:
+        for _, param in gradients.present(self.param_groups):
+            self._state_of(param)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

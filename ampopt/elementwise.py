@@ -310,18 +310,24 @@ class ElementwiseOptimizer(Optimizer):
         return False
 
     def _step_as_torch(self, request: Request) -> Decision | None:
-        """Take torch's own step, unless the request says to skip it, for which the host looks."""
+        """Take torch's own step, unless the request says to skip it; see ``skip_by``."""
         decision = self._unscale_in_place(request)
-        if decision is None or not bool(decision.factors[0] > 0):
-            step: Any = super().step
-            if getattr(step, "hooked", False):  # by torch's class, and they have run around ours
-                step = functools.partial(step.__func__.__wrapped__, self)
+        step: Any = super().step
+        if getattr(step, "hooked", False):  # by torch's class, and they have run around ours
+            step = functools.partial(step.__func__.__wrapped__, self)
+
+        def take() -> None:
             # torch's step refuses what a scaler left here, which has been attended to.
             left = {k: vars(self).pop(k) for k in ("grad_scale", "found_inf") if k in vars(self)}
             try:
                 step()
             finally:
                 vars(self).update(left)
+
+        if decision is None:
+            take()
+        else:
+            self._skipper.step(self, take, decision.factors[0])
         return decision
 
     def _from_grad_scaler(self) -> Request:

@@ -2,6 +2,7 @@
 
 import torch
 
+from ampopt import gradients
 from ampopt.optimizer import Optimizer
 
 __all__ = ["Muon"]
@@ -13,3 +14,13 @@ class Muon(Optimizer, torch.optim.Muon):
     Constructor, defaults and results are torch's, and so is the step: it orthogonalizes whole
     matrices, in bfloat16, which no elementwise rule can.
     """
+
+    _transacts = True
+
+    def _make_state(self) -> None:
+        for _, param in gradients.present(self.param_groups):
+            state = self.state[param]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(
+                    param, memory_format=torch.preserve_format
+                )

@@ -1,5 +1,6 @@
 """The base optimizer: loss scaling's control points, by inheritance."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import Decision, Request, Row, Work, run
 from torch import Tensor
 
 from ampopt import gradients
@@ -17,6 +16,9 @@ from ampopt.grad_scale import as_loss_scale, request_fields
 from ampopt.replay import Replay, check_closure, check_loss, check_verdict
 from ampopt.results import StepResult, Unscaled
 from ampopt.snapshot import Snapshot, loaded_uncast
+from ampopt.transaction import Skipper
+from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Decision, Request, Row, Work, run
 
 __all__ = ["Optimizer"]
 
@@ -51,9 +53,9 @@ class Optimizer(torch.optim.Optimizer):
     **A skipped step** leaves parameters, optimizer state and random-number generators bitwise as
     they were. Step hooks run on every attempt.
 
-    **Synchronization.** With an ordinary ``step()`` the host waits for the overflow flag once a
-    step, in ``unscale_and_step`` and ``step_after_unscale``; rule-based optimizers never wait. A
-    closure makes the host look at the flag after each evaluation.
+    **Synchronization.** With an ordinary ``step()`` the host waits for the overflow flag where
+    :attr:`skip_by` says so; rule-based optimizers never wait. A closure makes the host look at the
+    flag after each evaluation.
 
     **The scale** is ``None`` (scaling off: nothing is checked), a number or one-element tensor,
     or a :class:`ampopt.LossScale`. Every control point returns the scale to use next: ``None``
@@ -64,11 +66,21 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         grad_norm: global 2-norm of the unscaled gradients of the last ``unscale_and_step`` that
             was given ``max_norm``, before clipping; a 0-d tensor on the parameters' device.
+        skip_by: how an ordinary ``step()`` is skipped; set it on the class or, before its first
+            step, on the instance. ``"host"``: the host looks at the overflow flag first.
+            ``"transaction"``: the step is taken, and undone on the device if it overflowed, at the
+            cost of a copy of what it writes; the host looks only where a step changed more than
+            tensors. Not for a step that writes past torch's dispatcher, as custom kernels may.
+            ``"auto"``: the host where looking costs nothing, as on the CPU; else transactions, once
+            one step has been seen to allow them.
     """
 
     grad_norm: Tensor | None = None
+    skip_by: str = "auto"
     _pending: _Pending | None = None
     _needs_closure = False
+    _transacts: bool | None = None
+    """``True`` where ``step`` is known to allow transactions once :meth:`_make_state` was called."""
     _shared_state: frozenset[str] = frozenset()
     """Keys of the state whose tensors ``step`` replaces and never writes (see ``Snapshot``)."""
 
@@ -224,7 +236,11 @@ class Optimizer(torch.optim.Optimizer):
             return returned
 
         return self._step_replayed(
-            closure, evaluate, current_grad_scale, max_replays=max_replays, preserve_rng=preserve_rng
+            closure,
+            evaluate,
+            current_grad_scale,
+            max_replays=max_replays,
+            preserve_rng=preserve_rng,
         )
 
     def master_params(self) -> Iterator[Tensor]:
@@ -280,16 +296,30 @@ class Optimizer(torch.optim.Optimizer):
     def _attempt(self, request: Request) -> Decision | None:
         """Step as ``request`` says, or skip. ``None`` if there are no gradients.
 
-        Step hooks run in any case. An ordinary step cannot be told of a flag on the device, so
-        the host looks. Synchronizes.
+        Step hooks run in any case. An ordinary step cannot be told of a flag on the device: the
+        host looks, or the step is a transaction (see :attr:`skip_by`).
         """
         gradients.check(self.param_groups)
         decision = self._unscale_in_place(request)
-        if decision is None or bool(decision.factors[0] > 0):
+        if decision is not None:
+            self._make_state()
+        if decision is None or not self._skipper.step(self, self.step, decision.factors[0]):
             self._run_step_hooks()
-        else:
-            self.step()
         return decision
+
+    def _make_state(self) -> None:
+        """Make the state that a first step would, as it would be before: see ``_transacts``."""
+
+    @functools.cached_property
+    def _skipper(self) -> Skipper:
+        """How this optimizer's ordinary step is skipped; see :attr:`skip_by`."""
+        if self.skip_by == "auto":
+            return Skipper(False if backend_for(self._device).host_sees else self._transacts)
+        if self.skip_by not in ("host", "transaction"):
+            raise ValueError(
+                f"skip_by must be 'auto', 'host' or 'transaction', got {self.skip_by!r}"
+            )
+        return Skipper(self.skip_by == "transaction")
 
     def _left_scaled_by(self) -> Tensor | None:
         """The scale that gradients still carry after :meth:`_judge`; ``None`` if it unscaled."""
@@ -339,7 +369,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step_once(self, scale: Any, given: Any, max_norm: float | None) -> StepResult:
         if self._needs_closure:
-            raise TypeError(f"{type(self).__name__} needs a closure: unscale_and_step(closure, ...)")
+            raise TypeError(
+                f"{type(self).__name__} needs a closure: unscale_and_step(closure, ...)"
+            )
         if scale is None and max_norm is None:
             return StepResult(self.step(), self._zero(), None)
         decision = self._attempt(Request(**request_fields(scale), max_norm=max_norm))

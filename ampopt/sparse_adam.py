@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt import gradients
 from ampopt.optimizer import Optimizer
 
 __all__ = ["SparseAdam"]
@@ -21,6 +22,12 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     coalesced, because the number of its elements is known only then. Arithmetic on float16 and
     bfloat16 parameters is float32.
     """
+
+    _transacts = True
+
+    def _make_state(self) -> None:
+        for _, param in gradients.present(self.param_groups):
+            self._state_of(param)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

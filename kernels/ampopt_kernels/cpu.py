@@ -34,6 +34,7 @@ class Cpu(Eager):
     """Torch operations on CPU tensors."""
 
     name = "eager"
+    host_sees = True
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""

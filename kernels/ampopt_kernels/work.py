@@ -55,8 +55,8 @@ class Row:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The arithmetic dtype: float64 for float64 gradients, else float32."""
-        return arithmetic(self.grad.dtype)
+        """The arithmetic dtype: float64 for float64 gradients or parameters, else float32."""
+        return arithmetic(*(t.dtype for t in self.tensors[:2]))
 
 
 @dataclass
@@ -158,6 +158,8 @@ class Backend(ABC):
     """How the three passes are carried out; see ``eager``, ``multi_tensor`` and others."""
 
     name: ClassVar[str]
+    host_sees: ClassVar[bool] = False
+    """Whether the host reads this backend's tensors at no cost, so that it need not avoid it."""
 
     @abstractmethod
     def detect(self, work: Work, request: Request) -> Partials:
