@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu import Cpu, updated
+from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 
 __all__ = ["PATIENCE", "Compiled", "cpp_compiler"]
@@ -78,7 +79,7 @@ class Compiled(Cpu):
         if function is None:
             super()._apply(rule, flags, tensors, h)
         else:
-            function(torch.tensor(h, dtype=_compute_dtype(dtypes)), *tensors)
+            function(torch.tensor(h, dtype=arithmetic(*dtypes[:2])), *tensors)
 
     def _compile(
         self,
@@ -117,7 +118,7 @@ def compile_rule(
     from torch._inductor import compile as inductor_compile  # seconds to import
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    compute = _compute_dtype(dtypes)
+    compute = arithmetic(*dtypes[:2])
 
     def body(h: Tensor, *tensors: Tensor) -> tuple[()]:
         inverse, clip, *rest = h.unbind()
@@ -132,7 +133,3 @@ def compile_rule(
     traced = make_fx(body, tracing_mode="symbolic")(*example)
     placeholders = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
     return inductor_compile(traced, placeholders)
-
-
-def _compute_dtype(dtypes: tuple[torch.dtype, ...]) -> torch.dtype:
-    return torch.float64 if dtypes[0] == torch.float64 else torch.float32

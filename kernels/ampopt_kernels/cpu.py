@@ -19,6 +19,7 @@ from torch._utils import _flatten_dense_tensors
 
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.layout import flat
+from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Decision, Partials, Request, Row, Work
 
@@ -76,7 +77,7 @@ class Cpu(Eager):
         ``h`` begins with the reciprocal of the scale and the clip coefficient; its entries are
         numbers, or tensors with an entry for each element.
         """
-        dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        dtype = arithmetic(*(t.dtype for t in tensors[:2]))
         n = tensors[0].numel()
         for start in range(0, n, CHUNK):
             grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]

@@ -5,9 +5,9 @@ import torch
 __all__ = ["arithmetic", "widest"]
 
 
-def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """What a rule computes in on gradients of ``dtype``: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
+    """What a rule computes in on tensors of these ``dtypes``: float64 if one is, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def widest(device: torch.device) -> torch.dtype:
