@@ -1,0 +1,160 @@
+"""Every example runs as its docstring says, without a warning, and ends with its result."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run(example, *arguments, cwd, **environment):
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("TRITON_INTERPRET", "AMPOPT_BACKEND")
+    }
+    # With eager, no run is long enough to have its rule compiled, which would take a while.
+    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    settings["AMPOPT_BACKEND"] = "eager"
+    return subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / example), *arguments],
+        env=settings | environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def output(done):
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def percentages(text):
+    return [float(number) for number in re.findall(r"([\d.]+)%", text)]
+
+
+class TestTrainDigits:
+    def test_float16_reaches_float32(self, tmp_path):
+        picture = tmp_path / "picture.png"
+        done = run("train_digits.py", "--epochs", "12", "--output", str(picture), cwd=tmp_path)
+        *_, header, full, half, where, verdict = output(done).splitlines()
+        assert header.split() == "test accuracy steps skipped final scale time".split()
+        assert full.split()[0] == "float32" and half.split()[0] == "float16"
+        accuracy32, accuracy16 = percentages(full) + percentages(half)
+        assert accuracy32 > 94 and accuracy16 > accuracy32 - 1
+        steps32, skipped32, scale32 = full.split()[2:5]
+        steps16, skipped16, scale16 = half.split()[2:5]
+        assert steps32 == steps16 == str(12 * 21)
+        assert skipped32 == "0" and scale32 == "-"
+        # From 2**30, at least ten halvings; later ones are those of a scale that has grown.
+        assert 10 <= int(skipped16) <= 30
+        assert 2**12 <= 2 ** int(scale16.removeprefix("2^")) <= 2**24
+        assert where == f"picture: {picture}"
+        assert verdict == "float16 reached float32's accuracy within 1 point"
+        assert "float16: 100%" in done.stderr and "skipped=" in done.stderr  # the progress bar
+
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n")
+        width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))
+        assert width > 600 and height > 400
+        assert 20_000 < len(content) < 400_000
+
+    def test_falling_short_is_a_failure(self, tmp_path):
+        # In one epoch float16 skips half of the steps, so it cannot reach float32.
+        done = run("train_digits.py", "--epochs", "1", cwd=tmp_path)
+        assert done.returncode == 1
+        assert "percentage points behind float32, more than the 1 allowed" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert (tmp_path / "train_digits.png").exists()
+
+    def test_help(self, capsys):
+        assert stopped("--help") == 0
+        explained = capsys.readouterr().out
+        for option in ("--epochs", "--seed", "--device", "--output"):
+            assert option in explained
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [("--epochs", "0"), ("--device", "nowhere"), ("--output", "missing/picture.png")],
+        ids=lambda arguments: arguments[0],
+    )
+    def test_bad_arguments(self, arguments, capsys):
+        assert stopped(*arguments) == 2
+        assert f"error: {arguments[0]}" in capsys.readouterr().err
+
+
+def stopped(*arguments):
+    """The exit status of ``train_digits.py`` where it stops before it does anything."""
+    main = runpy.run_path(str(EXAMPLES / "train_digits.py"))["main"]
+    with pytest.raises(SystemExit) as status:
+        main(arguments)
+    return status.value.code
+
+
+def test_closure_replay(tmp_path):
+    lines = output(run("closure_replay.py", cwd=tmp_path)).splitlines()
+    # Five halvings here; the exact number is the processor's rounding.
+    assert re.fullmatch(
+        r"step 1, evaluation  1: loss 2\.3026, scale 2\^24 2\^23 2\^22 .*\d overflowed", lines[0]
+    )
+    assert sum(line.startswith("step") for line in lines) > 30
+    half, full = lines[-2:]
+    numbers = r"{}: training loss ([\d.]+), test accuracy ([\d.]+)%"
+    loss16, accuracy16 = re.fullmatch(numbers.format("float16"), half).groups()
+    loss32, accuracy32 = re.fullmatch(numbers.format("float32"), full).groups()
+    assert float(loss16) == pytest.approx(float(loss32), rel=0.05)
+    assert float(accuracy16) >= float(accuracy32) - 1 > 95
+
+
+def test_two_optimizers(tmp_path):
+    done = run("two_optimizers.py", "--epochs", "12", cwd=tmp_path)
+    happened, *drawing, real, drawn = output(done).splitlines()
+    skips = re.fullmatch(
+        r"steps skipped: (\d+) by the critic, (\d+) by the generator; "
+        r"the scale went from 2\^24 to 2\^(\d+)",
+        happened,
+    )
+    assert skips is not None
+    critic, generator, exponent = map(int, skips.groups())
+    # Either halves the scale for both, and it has grown at most every hundred steps since.
+    assert critic > 0 and generator > 0
+    assert exponent < 24
+    assert len(drawing) == 8 and all(len(line) == 10 * 8 + 9 * 2 for line in drawing)
+    assert percentages(real)[0] > 95
+    assert percentages(drawn)[0] > 30  # a guess is right in 10%
+
+
+class TestCustomLion:
+    def test_trains_in_both_precisions(self, tmp_path):
+        full, half, hint = output(
+            run("custom_lion.py", "--steps", "200", cwd=tmp_path)
+        ).splitlines()
+        assert full.startswith("Lion in float32") and full.endswith(" 0 of 200 steps skipped")
+        assert half.startswith("Lion in float16") and not half.endswith(" 0 of 200 steps skipped")
+        assert percentages(full)[0] > 90
+        assert percentages(half)[0] > 90
+        assert "TRITON_INTERPRET=1" in hint
+
+    def test_runs_on_triton_too(self, tmp_path):
+        pytest.importorskip("triton")
+        lines = output(
+            run("custom_lion.py", "--steps", "1", cwd=tmp_path, TRITON_INTERPRET="1")
+        ).splitlines()
+        said, difference = lines[-1].split(": ")
+        assert said == "largest difference between the eager and triton backends"
+        # Where rounding turns a sign, a parameter is 2e-3 off after a step; there are twelve.
+        assert float(difference) <= 12 * 2e-3
+
+
+def test_every_example_is_run():
+    text = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.name}"' in text

@@ -1,0 +1,81 @@
+"""The built wheel holds both packages, and works with nothing of the checkout in reach."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+USE = """
+import ampopt, ampopt_kernels, importlib.metadata, pathlib, sys, torch
+
+target = pathlib.Path(sys.argv[1])
+for package in (ampopt, ampopt_kernels):
+    assert pathlib.Path(package.__file__).is_relative_to(target), package.__file__
+    assert pathlib.Path(package.__file__).with_name("py.typed").exists()
+assert importlib.metadata.version("ampopt") == ampopt.__version__
+
+weights = torch.nn.Parameter(torch.ones(3))
+optimizer = ampopt.AdamW([weights], lr=0.1)
+scale = ampopt.DynamicLossScale()
+for expected_skip in (True, False):
+    optimizer.zero_grad()
+    factor = float("inf") if expected_skip else 1.0
+    ampopt.scale_outputs((weights * factor).sum(), scale).backward()
+    result = optimizer.unscale_and_step(grads_scaled_by=scale)
+    assert result.skipped is expected_skip
+    scale = result.scale
+assert (weights < 1).all()
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def pip(*arguments):
+    # No index: the build backend is among the test requirements, and nothing else is needed.
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run([*command, "--no-index"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_holds_what_the_checkout_holds(wheel):
+    def modules(folder, source_root):
+        return {
+            str(path.relative_to(source_root).as_posix())
+            for path in folder.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+
+    packages = modules(ROOT / "ampopt", ROOT)
+    packages |= modules(ROOT / "kernels" / "ampopt_kernels", ROOT / "kernels")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    metadata = {name for name in names if ".dist-info/" in name}
+    assert names - metadata == packages
+    assert {name.rpartition("/")[2] for name in metadata} >= {"METADATA", "LICENSE"}
+
+
+def test_works_from_an_empty_folder(wheel, tmp_path):
+    target, empty = tmp_path / "target", tmp_path / "empty"
+    empty.mkdir()
+    pip("install", "--no-deps", "--target", target, wheel)
+    # Isolated, so that neither PYTHONPATH nor the folder adds to the path; the target comes first,
+    # before an ampopt that may be installed where the tests run.
+    code = f"import sys; sys.path.insert(0, sys.argv[1])\n{USE}"
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "error", "-c", code, str(target)],
+        cwd=empty,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
