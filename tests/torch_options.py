@@ -86,9 +86,11 @@ class OptionSet:
 _DB = {info.name: info for info in _optim_db()}
 
 # What torch's table leaves out: averages that forget fast (torch.lerp computes them from the
-# other end), averages too short for RAdam to rectify, and ASGD's averaging itself.
+# other end), averages too short for RAdam to rectify, ASGD's averaging itself, and epsilons that
+# Adafactor's small gradients meet.
 _MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("SGD", "everything", {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    ("Adafactor", "large epsilons", {"eps": (0.03, 0.5)}),
     ("Adam", "short averages", {"betas": (0.25, 0.5)}),
     ("Adam", "decoupled_weight_decay", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     ("AdamW", "everything", {"amsgrad": True, "maximize": True, "lr": 0.1}),

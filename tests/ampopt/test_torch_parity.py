@@ -117,6 +117,20 @@ def test_complex_parameters_are_pairs_of_reals(options, backend):
     assert_train_alike(ours, torchs, gradients(options, dtype), steps_for(options, backend))
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam"])
+def test_an_average_without_memory_is_the_gradient_to_the_bit(name, backend):
+    options = named(name)
+    ours, torchs = (
+        make([torch.ones(4)], betas=(0.0, 0.9)) for make in (options.ours, options.torchs)
+    )
+    for scale in (1e6, 1e-6):
+        for optimizer in (ours, torchs):
+            give(optimizer, [torch.tensor([0.1, -0.7, 1.3, 0.0])], scale)
+            optimizer.step()
+        (p,), (q,) = ours.param_groups[0]["params"], torchs.param_groups[0]["params"]
+        assert bits(ours.state[p]["exp_avg"]) == bits(torchs.state[q]["exp_avg"]) == bits(p.grad)
+
+
 def test_adagrads_accumulator_begins_alike_in_both_parts_of_a_complex_one(backend):
     ours = ampopt.Adagrad([torch.ones(2)], initial_accumulator_value=0.5)
     late = torch.ones(2, dtype=torch.complex64)
@@ -255,12 +269,12 @@ def test_skipped_steps_leave_no_trace(options, backend):
 
 @each_optimizer
 def test_a_learning_rate_that_changes_after_a_skipped_first_step_is_the_first_one(options, backend):
-    fresh = options.ours(initial(options), lr=0.125)
-    stumbling = options.ours(initial(options), lr=0.5)
+    fresh = options.ours(initial(options), lr=2.0**-5)
+    stumbling = options.ours(initial(options), lr=2.0**-6)
     source = gradients(options)
     give(stumbling, spoiled(source()))
     assert stumbling.unscale_and_step(grads_scaled_by=1.0).skipped
-    stumbling.param_groups[0]["lr"] = 0.125
+    stumbling.param_groups[0]["lr"] = 2.0**-5
     for _ in range(2):
         grads = source()
         for optimizer in (fresh, stumbling):

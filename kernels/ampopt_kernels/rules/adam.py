@@ -6,6 +6,7 @@ Decoupled weight decay is Loshchilov and Hutter's (1711.05101), AMSGrad Reddi et
 
 from ampopt_kernels.language import div_rn, jit, power, sqrt_rn, tl
 from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.rules.averages import lerp
 
 __all__ = ["adam"]
 
@@ -44,7 +45,7 @@ def _update(p, g, state, h, flags):
             p = p * kept
         else:
             g = g + weight_decay * p
-    exp_avg = state[0] + new1 * (g - state[0])
+    exp_avg = lerp(state[0], g, new1)
     exp_avg_sq = beta2 * state[1] + new2 * g * g
     if AMSGRAD:
         largest = tl.maximum(state[2], exp_avg_sq)
