@@ -4,12 +4,13 @@
 
 prints one line for each kernel, rule, dtype and target::
 
-    update adam+weight_decay float32 sm_90 ok registers=78 spills=0 vectorized=yes bytes=28
+    update adam float32 sm_90 ok registers=70 spills=0 vectorized=yes barriers=0 bytes=28
 
-``vectorized`` says whether every access of the loop over whole blocks is 16 bytes wide, and
-``bytes`` what that loop moves for each parameter; both are read from the machine code. ``spills``
-are bytes of a thread's stack on NVIDIA and registers on AMD. What is compiled is what the triton
-backend would launch: it is made to step a small :class:`Work` with its launches recorded.
+Of the loop over whole blocks, the machine code says whether it is ``vectorized``, every access 16
+bytes wide (of tensors narrower than others, as many elements); how often threads wait for each
+other in it; and how many ``bytes`` it moves for each parameter. ``spills`` are bytes of a thread's
+stack on NVIDIA and registers on AMD. What is compiled is what the triton backend would launch: it
+is made to step a small :class:`Work` with its launches recorded.
 """
 
 import argparse
@@ -39,17 +40,21 @@ __all__ = ["Case", "Launch", "Report", "cases", "launches", "main"]
 TARGETS = ("sm_80", "sm_90", "gfx942")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 REQUESTS = ("scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned")
-"""What one step may ask; see :func:`launches`. All but the first are tried with few rules."""
+"""What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of one parameter: its rule by name, the rule's flags, its dtype and a request."""
+    """A step of one parameter: its rule by name, the rule's flags, its dtype, and a request.
+
+    With ``masters``, the optimizer's float32 copy is stepped and the parameter gets it rounded.
+    """
 
     rule: str
     flags: tuple[bool, ...]
     dtype: str
     request: str = "scaled"
+    masters: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,9 @@ class Launch:
         elif self.name == "update":
             flags = getattr(rules, case.rule).flags
             on = [case.rule, *itertools.compress(flags, constants["FLAGS"])]
-        if constants.get("ALIGN") == 1:
+        if constants.get("COPIED"):
+            on.append("masters")
+        if constants.get("ALIGN") == 1 or constants.get("ALIGNS", (2,))[0] == 1:
             on.append("unaligned")
         return "+".join(on) or "plain"
 
@@ -104,7 +111,22 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """What one compilation gave; ``accesses`` are the widths in bytes of those in the loop."""
+    """What one compilation gave.
+
+    Attributes:
+        kernel: which pass.
+        variant: of the kernel.
+        dtype: of the parameter.
+        target: what it was compiled for.
+        assembly: PTX or AMD's assembly.
+        registers: of a thread.
+        spills: registers or bytes that went to memory for want of registers.
+        accesses: widths in bytes of the loop's accesses to tensors.
+        wide: what the widths are to be, at least.
+        barriers: in the loop.
+        bytes: that the loop moves for each parameter.
+        error: why it failed, if it did.
+    """
 
     kernel: str
     variant: str
@@ -114,13 +136,15 @@ class Report:
     registers: int = 0
     spills: int = 0
     accesses: tuple[int, ...] = ()
+    wide: int = 16
+    barriers: int = 0
     bytes: float = 0.0
     error: str = ""
 
     @property
     def vectorized(self) -> bool:
-        """Whether every access to tensors is 16 bytes wide; a kernel without a loop has none."""
-        return bool(self.accesses) and all(width >= 16 for width in self.accesses)
+        """Whether every access is a wide one; a kernel without a loop has none."""
+        return bool(self.accesses) and min(self.accesses) >= self.wide
 
     def __str__(self) -> str:
         """The line of the report."""
@@ -130,7 +154,8 @@ class Report:
         line += f" ok registers={self.registers} spills={self.spills}"
         if self.kernel == "control":
             return line  # reads a few numbers for each parameter
-        return f"{line} vectorized={'yes' if self.vectorized else 'no'} bytes={self.bytes:g}"
+        vectorized = "yes" if self.vectorized else "no"
+        return f"{line} vectorized={vectorized} barriers={self.barriers} bytes={self.bytes:g}"
 
 
 def launches(case: Case) -> list[Launch]:
@@ -138,16 +163,18 @@ def launches(case: Case) -> list[Launch]:
     from ampopt_kernels.multi_tensor import Triton
 
     rule: Rule = getattr(rules, case.rule)
-    dtype = getattr(torch, case.dtype)
+    low = getattr(torch, case.dtype)
+    stored = torch.float32 if case.masters else low
 
-    def tensor() -> torch.Tensor:
+    def tensor(dtype: torch.dtype) -> torch.Tensor:
         elements = torch.zeros(9, dtype=dtype)
         return elements[1:] if case.request == "unaligned" else elements[:8]
 
     row = Row(
-        grad=tensor(),
-        param=tensor(),
-        state=tuple(tensor() for _ in rule.state_for(case.flags)),
+        grad=tensor(low),
+        param=tensor(stored),
+        state=tuple(tensor(stored) for _ in rule.state_for(case.flags)),
+        copy=tensor(low) if case.masters else None,
         scalars=tuple(
             torch.zeros(()) if part in rule.scalar_state_for(case.flags) else None
             for part in rule.scalar_state
@@ -184,6 +211,8 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         few = dict.fromkeys((every[0], every[-1]))
         for flags in every if dtype == "float32" and not quick else few:
             yield Case(name, flags, dtype)
+            if dtype in ("float16", "bfloat16"):
+                yield Case(name, flags, dtype, masters=True)
         if name == names[0]:
             for request in REQUESTS[1:]:
                 yield Case(name, every[0], dtype, request)
@@ -222,7 +251,8 @@ def compile_task(task: Task) -> Report:
             options=options(target.warp_size),
         )
     except Exception as error:  # whatever the compiler raises is a line of the report
-        return Report(*names, error=" ".join(f"{type(error).__name__}: {error}".split()))
+        last = str(error).strip().splitlines()[-1:]
+        return Report(*names, error=f"{type(error).__name__}: {''.join(last)}")
     if target.backend == "cuda":
         assembly = compiled.asm["ptx"]
         registers, spills = _usage_of_cubin(compiled.asm["cubin"])
@@ -230,13 +260,17 @@ def compile_task(task: Task) -> Report:
         assembly = compiled.asm["amdgcn"]
         registers = _number(r"\.vgpr_count:\s+(\d+)", assembly)
         spills = _number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
-    accesses = tuple(_accesses(_loop(assembly)))
+    loop = _loop(assembly)
+    accesses = tuple(_accesses(loop))
+    sizes = [d.primitive_bitwidth // 8 for d in launch.constants.get("DTYPES", ())]
     return Report(
         *names,
         assembly=assembly,
         registers=registers,
         spills=spills,
         accesses=accesses,
+        wide=16 // max(sizes) * min(sizes) if sizes else 16,
+        barriers=len(re.findall(r"\bbar\.sync|\bs_barrier", loop)),
         bytes=sum(accesses) * THREADS / BLOCK,
     )
 
@@ -324,7 +358,7 @@ def _number(pattern: str, text: str) -> int:
 _LABEL = re.compile(r"^\s*(\S*BB\d+_\d+):", re.MULTILINE)
 _BRANCH = re.compile(r"\b(?:bra(?:\.uni)?|s_branch|s_cbranch_\w+)\s+(\S*BB\d+_\d+)")
 _PTX_ACCESS = re.compile(r"\b(?:ld|st)\.global\S*?(?:\.v(\d+))?\.[bfsu](\d+)\s")
-_AMD_ACCESS = re.compile(r"\b(?:global|buffer|flat)_(?:load|store)_(?:dword(?:x(\d))?|\w+)\s")
+_AMD_ACCESS = re.compile(r"\b(?:global|buffer|flat)_(?:load|store)_([a-z]+?)(?:x(\d))?(?:_\w+)?\s")
 
 
 def _loop(assembly: str) -> str:
@@ -342,11 +376,12 @@ def _loop(assembly: str) -> str:
 
 
 def _accesses(text: str) -> Iterator[int]:
-    """The width in bytes of each access to global memory; less than 4 counts as 1."""
+    """The width in bytes of each access to global memory."""
     for found in _PTX_ACCESS.finditer(text):
         yield int(found[1] or 1) * int(found[2]) // 8
     for found in _AMD_ACCESS.finditer(text):
-        yield 4 * int(found[1] or 1) if "dword" in found[0] else 1
+        size = {"dword": 4, "short": 2, "ushort": 2, "sshort": 2}.get(found[1], 1)
+        yield size * int(found[2] or 1)
 
 
 if __name__ == "__main__":

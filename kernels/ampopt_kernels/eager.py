@@ -51,6 +51,7 @@ class Eager(Backend):
             look = _number if self._reads(work.device) else _wide
             inverse = _reciprocal(look(request.scale))
         flags, squares, wide = [], [], widest(work.device)
+        norms = request.max_norm is not None
         for row in work.rows:
             grad, dtype = row.grad, row.compute_dtype
             if not grad.numel():
@@ -60,17 +61,17 @@ class Eager(Backend):
                 unscaled = grad.to(dtype) * factor
                 low, high = unscaled.aminmax()
                 grad.copy_(unscaled)
+                norm = torch.linalg.vector_norm(unscaled, dtype=wide) if norms else None
             else:
                 # Unscaling is monotone: the extremes say whether any element leaves the range.
                 low, high = (x.to(dtype) * factor for x in grad.aminmax())
+                norm = torch.linalg.vector_norm(grad, dtype=wide) * inverse if norms else None
             flags.append(~(low.isfinite() & high.isfinite()))
-            if request.max_norm is not None:
-                norm = torch.linalg.vector_norm(grad, dtype=wide)
-                norm = norm if request.write else norm * inverse
+            if norm is not None:
                 squares.append(norm * norm)
         return Partials(
             _stack(flags, torch.float32, work.device),
-            None if request.max_norm is None else _stack(squares, wide, work.device),
+            _stack(squares, wide, work.device) if norms else None,
         )
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:

@@ -11,7 +11,7 @@ tensors or groups.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,7 @@ class Triton(Backend):
                 "DTYPES": tuple(_DTYPES[t.dtype] for t in row.tensors),
                 "COPIED": row.copy is not None,
                 "COMPUTE": _DTYPES[row.compute_dtype],
-                "ALIGN": group.align,
+                "ALIGNS": _aligns(row, group.align),
                 "N_H": h.shape[1],
                 "COLUMNS": table.columns,
                 "CHUNK": CHUNK,
@@ -231,6 +231,16 @@ class _Group:
     align: int
 
 
+def _aligns(row: Row, align: int) -> tuple[int, ...]:
+    """What to say of the addresses of ``row``, which ``align`` divides: no more than is of use.
+
+    A thread reads as many elements of each tensor as make 16 bytes of the widest. Reading 16 bytes
+    of a narrower one takes another arrangement of threads, and shared memory and barriers between.
+    """
+    sizes = [t.element_size() for t in row.tensors]
+    return tuple(min(align, 16 // max(sizes) * size) for size in sizes)
+
+
 def _state_columns(rule: Rule | None) -> int:
     """Columns for states, and for the copy that comes right behind those that a row has."""
     return 0 if rule is None else len(rule.state) + 1
@@ -317,11 +327,12 @@ def _options_on(device: torch.device) -> dict[str, int]:
     return options(target.warp_size)
 
 
-@contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Launch on ``device``, which Triton takes from the current one."""
     if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
-        yield
+        return torch.cuda.device(device)
+    if INTERPRETED:
+        import numpy
+
+        return numpy.errstate(all="ignore")  # which warns of overflow where devices do not
+    return contextlib.nullcontext()

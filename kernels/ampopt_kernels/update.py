@@ -17,7 +17,7 @@ def update_kernel(
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
     COMPUTE: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ALIGNS: tl.constexpr,
     N_H: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -36,7 +36,7 @@ def update_kernel(
         DTYPES: of gradient, parameter, each state, and the copy if there is one.
         COPIED: whether the last is a low-precision copy of the parameter, only written.
         COMPUTE: the arithmetic dtype.
-        ALIGN: a power of two that divides every address.
+        ALIGNS: powers of two, bytes, that divide the addresses of each.
         N_H: scalars that the rule takes.
         COLUMNS: width of the table.
         CHUNK: elements for each program.
@@ -58,7 +58,8 @@ def update_kernel(
     streams = ()
     for i in tl.static_range(len(DTYPES)):
         stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i]))
-        streams = streams + (tl.multiple_of(stream, ALIGN),)
+        # The call must be written in place: a name would hold a number of the kernel's.
+        streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
 
     end = tl.minimum(start + CHUNK, numel)
     whole = start + (end - start) // BLOCK * BLOCK
