@@ -1,0 +1,138 @@
+"""Control: what is decided from what was found, by the definitions in plain Python."""
+
+import math
+
+import pytest
+import torch
+from bits import bits
+from hypothesis import given
+from hypothesis import strategies as st
+from passes import CPU, ENGINES, each_engine
+
+from ampopt_kernels import stand_in
+from ampopt_kernels.policy import PolicyConstants, next_scale
+from ampopt_kernels.work import Decision, Partials, Request, Work
+
+POLICY = PolicyConstants(2.0, 0.5, 3.0, 2.0, 2.0, 1.0, 0.0, 2.0**-3, 2.0**5)
+MANY = 1025
+"""Parts: one more than control reduces at a time."""
+
+
+def decide(engine, request, partials) -> Decision:
+    return ENGINES[engine]().control(Work(CPU, []), request, partials)
+
+
+def parts(flags=(), squares=None):
+    return Partials(
+        torch.tensor(flags, dtype=torch.float32),
+        None if squares is None else torch.tensor(squares, dtype=torch.float64),
+    )
+
+
+@st.composite
+def some_parts(draw, values):
+    """A few parts, or many that are alike but for one, anywhere."""
+    if draw(st.booleans()):
+        return draw(st.lists(values, max_size=5))
+    many = [draw(values)] * MANY
+    many[draw(st.sampled_from([0, MANY - 2, MANY - 1]) | st.integers(0, MANY - 1))] = draw(values)
+    return many
+
+
+@each_engine
+@given(
+    flags=some_parts(st.sampled_from([0.0, 1.0])),
+    external=st.sampled_from([None, 0.0, 1.0, 2.0]),
+    scale=st.sampled_from([None, 1.0, 2.0**-10, 3.0, 0.0, -0.0, -2.0, math.inf, math.nan]),
+    check=st.booleans(),
+    drop=st.booleans(),
+    shape=st.sampled_from([(), (1,), (1, 1)]),
+)
+def test_decides(engine, flags, external, scale, check, drop, shape):
+    request = Request(
+        scale=None if scale is None else torch.full(shape, scale),
+        check=check,
+        found_inf=None if external is None else torch.full(shape, external),
+        drop=drop,
+        apply=False,
+    )
+    usable = scale is None or 0 < scale < math.inf
+    overflow = (external or 0.0) > 0 or (check and (1.0 in flags or not usable))
+    decision = decide(engine, request, parts(flags))
+    assert (decision.found_inf.dtype, decision.found_inf.shape) == (torch.float32, ())
+    assert (decision.found_inf > 0).item() == overflow
+    skip, inverse, clip = decision.factors.tolist()
+    assert (skip > 0) == (overflow and drop)
+    if usable:
+        assert inverse == 1.0 / (1.0 if scale is None else scale)  # in float64
+    assert clip == 1.0
+    assert decision.norm is None
+    assert decision.scale is None
+    assert decision.counters is None
+
+
+@each_engine
+@given(
+    squares=some_parts(st.sampled_from([0.0, 1.0, 1e-30, 0.3, 1e60])),
+    max_norm=st.sampled_from([0.0, 0.1, 1.0, 1e3, math.inf]),
+)
+def test_clips_as_torch_does(engine, squares, max_norm):
+    decision = decide(
+        engine,
+        Request(check=False, max_norm=max_norm, apply=False),
+        parts([0.0] * len(squares), squares),
+    )
+    norm = math.sqrt(math.fsum(squares))
+    assert decision.norm is not None
+    assert decision.norm.shape == ()
+    # No rows: all of none are float64.
+    assert decision.norm.dtype == torch.float64
+    assert decision.norm.item() == pytest.approx(norm, rel=1e-12)
+    # torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1
+    expected = min(1.0, max_norm / (norm + 1e-6))
+    assert decision.factors[2].item() == pytest.approx(expected, rel=1e-12)
+
+
+@each_engine
+@given(norm=st.sampled_from([math.inf, math.nan]))
+def test_a_norm_that_is_none_does_not_pass_for_one(engine, norm):
+    decision = decide(engine, Request(check=False, max_norm=1.0, apply=False), parts([1.0], [norm]))
+    assert decision.norm is not None
+    assert not decision.norm.isfinite()
+
+
+@each_engine
+@given(
+    value=st.sampled_from([2.0**-3, 1.0, 2.0**5]),
+    growth=st.integers(0, 2),
+    budget=st.integers(0, 2),
+    flags=st.lists(st.sampled_from([0.0, 1.0]), max_size=3),
+    shape=st.sampled_from([(), (1,)]),
+    drop=st.booleans(),
+)
+def test_the_scale_has_a_successor(engine, value, growth, budget, flags, shape, drop):
+    """A new scale and new counters by the policy, dropped or not; the old ones stay."""
+    scale, counters = torch.full(shape, value), torch.tensor([growth, budget], dtype=torch.int32)
+    constants = torch.tensor(POLICY, dtype=torch.float64)
+    before = bits((scale, counters, constants))
+    request = Request(scale, constants, counters, drop=drop, apply=False)
+    decision = decide(engine, request, parts(flags))
+    expected = stand_in.bind(next_scale)(value, growth, budget, max([0.0, *flags]), tuple(POLICY))
+    assert decision.scale is not None
+    assert decision.counters is not None
+    assert (decision.scale.shape, decision.scale.dtype) == (scale.shape, scale.dtype)
+    assert decision.counters.dtype == torch.int32
+    assert [decision.scale.item(), *decision.counters.tolist()] == list(expected)
+    assert bits((scale, counters, constants)) == before
+    assert decision.scale.data_ptr() != scale.data_ptr()
+
+
+@each_engine
+def test_a_scale_that_is_none_backs_off(engine):
+    """An unusable scale is an overflow for the schedule too."""
+    scale, counters = torch.tensor(math.inf), torch.tensor([1, 1], dtype=torch.int32)
+    constants = torch.tensor(POLICY, dtype=torch.float64)
+    decision = decide(engine, Request(scale, constants, counters, apply=False), parts([0.0]))
+    assert decision.found_inf > 0
+    assert decision.counters is not None
+    assert decision.counters[0] == 0

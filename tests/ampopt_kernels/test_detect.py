@@ -1,0 +1,125 @@
+"""Detect: what a pass over the gradients finds, and what it leaves behind."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from passes import (
+    BLOCK,
+    CHUNK,
+    DTYPES,
+    ENGINES,
+    NOT_FINITE,
+    RowPlan,
+    WorkPlan,
+    each_engine,
+    fingerprint,
+    gradient_works,
+)
+
+from ampopt_kernels.work import Request
+
+SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
+
+
+def request(scale, **kwargs):
+    return Request(scale=None if scale is None else torch.tensor(scale), **kwargs)
+
+
+def unscaled(row, scale):
+    """The gradient as a rule sees it, by the definition: in the arithmetic dtype."""
+    inverse = torch.tensor(1.0 / (scale or 1.0), dtype=torch.float64).to(row.compute_dtype)
+    return row.grad.to(row.compute_dtype) * inverse
+
+
+def found(partials):
+    return bool((partials.flags > 0).any())
+
+
+@each_engine
+@given(plan=gradient_works(), scale=SCALES)
+def test_flags_exactly_the_non_finite(engine, plan, scale):
+    built = plan.build()
+    before = built.fingerprints()
+    partials = ENGINES[engine]().detect(built.work, request(scale))
+    assert partials.flags.dtype == torch.float32
+    assert set(partials.flags.tolist()) <= {0.0, 1.0}
+    assert partials.squares is None
+    assert found(partials) == any(not unscaled(r, scale).isfinite().all() for r in built.rows)
+    assert built.fingerprints() == before
+    built.assert_guards()
+
+
+@each_engine
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 3, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1])
+def test_one_bad_element_anywhere_is_found(engine, n, dtype):
+    places = {0, n - 1, n // 2, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK} & set(range(n))
+    for place, bad in zip(sorted(places), NOT_FINITE * 3, strict=False):
+        for spots in ((), ((place, bad),)):
+            # An odd shift: the same elements at addresses that allow no wide access.
+            rows = [
+                RowPlan((n,), dtype, shift, (1.0,), spots) for shift in ((0, 1) if n < 9 else (0,))
+            ]
+            partials = ENGINES[engine]().detect(WorkPlan(tuple(rows)).build().work, request(None))
+            assert found(partials) == bool(spots), (place, bad)
+
+
+@each_engine
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_judges_after_unscaling(engine, sign):
+    """A finite float32 whose unscaled value is not one overflows; a float64 one does not."""
+    for dtype, expected in ((torch.float32, True), (torch.float64, False)):
+        plan = WorkPlan((RowPlan((5,), dtype, 0, (1.0,), ((4, sign * 1e37),)),))
+        partials = ENGINES[engine]().detect(plan.build().work, request(2.0**-10))
+        assert found(partials) == expected, dtype
+
+
+@each_engine
+@given(plan=gradient_works(bad=False), scale=SCALES)
+def test_write_stores_what_it_judged(engine, plan, scale):
+    built = plan.build()
+    # Triton's interpreter cuts bfloat16 off where devices round, and miswrites its subnormals.
+    exact = [row.dtype != torch.bfloat16 or engine != "triton" for row in plan.rows]
+    expected = [unscaled(row, scale).to(row.grad.dtype) for row in built.rows]
+    partials = ENGINES[engine]().detect(built.work, request(scale, write=True))
+    for row, wanted, whole in zip(built.rows, expected, exact, strict=True):
+        if whole:
+            assert fingerprint(row.grad) == fingerprint(wanted)
+        elif wanted.isfinite().all():
+            eps, tiny = torch.finfo(wanted.dtype).eps, torch.finfo(wanted.dtype).tiny
+            torch.testing.assert_close(row.grad, wanted, rtol=eps, atol=2 * tiny)
+    assert found(partials) == any(
+        not unscaled(row, scale).isfinite().all() for row in plan.build().rows
+    )
+    built.assert_guards()
+
+
+@each_engine
+@given(plan=gradient_works(bad=False), scale=st.sampled_from([None, 1.0, 2.0**4, 3.0]))
+@pytest.mark.parametrize("write", [False, True])
+def test_squares_add_up_to_the_norm(engine, write, plan, scale):
+    built = plan.build()
+    wide = [row.grad.double() / (scale or 1.0) for row in built.rows]
+    expected = math.sqrt(sum(float((x * x).sum()) for x in wide))
+    partials = ENGINES[engine]().detect(
+        built.work, request(scale, write=write, check=False, max_norm=1.0)
+    )
+    assert partials.squares is not None
+    assert partials.squares.dtype == torch.float64
+    norm = math.sqrt(float(partials.squares.sum()))
+    # Elements are rounded once, where they are unscaled.
+    assert norm == pytest.approx(expected, rel=1e-6, abs=1e-37)
+
+
+@each_engine
+def test_nothing_to_read(engine):
+    for rows in ((), (RowPlan((0,), torch.float32, 0, (1.0,)),)):
+        partials = ENGINES[engine]().detect(
+            WorkPlan(rows).build().work, request(2.0, check=False, max_norm=1.0)
+        )
+        assert not found(partials)
+        assert partials.squares is not None
+        assert float(partials.squares.sum()) == 0.0
