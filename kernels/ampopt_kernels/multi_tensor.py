@@ -12,7 +12,7 @@ tensors or groups.
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -248,19 +248,35 @@ def _state_columns(rule: Rule | None) -> int:
 
 @dataclass(frozen=True)
 class _Table:
+    """The table of addresses on the device, what it was made from, and the launches over it."""
+
     rows: Tensor
+    numbers: list[int]
     columns: int
     blocks: Tensor
     n_blocks: int
     launches: list[_Group]
+    aligned: list[bool]
     stamp: int
 
     @staticmethod
     def of(work: Work) -> "_Table":
         """The table of ``work``, sent to the device where an address or a size changed."""
-        if not isinstance(work.table, _Table) or work.table.stamp != work.stamp:
-            work.table = _Table._made(work)
+        table = work.table if isinstance(work.table, _Table) else None
+        if table is not None and table.stamp != work.stamp:
+            table = table._with_gradients_of(work)
+        work.table = _Table._made(work) if table is None else table
         return work.table
+
+    def _with_gradients_of(self, work: Work) -> "_Table | None":
+        """This table with other gradients; ``None`` if they are not aligned as the old ones."""
+        addresses = [row.grad.data_ptr() for row in work.rows]
+        if any(a % 16 for a, aligned in zip(addresses, self.aligned, strict=True) if aligned):
+            return None
+        numbers = self.numbers.copy()
+        numbers[:: self.columns] = addresses
+        rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
+        return replace(self, rows=rows, numbers=numbers, stamp=work.stamp)
 
     @staticmethod
     def _made(work: Work) -> "_Table":
@@ -286,16 +302,21 @@ class _Table:
             if stop > start:
                 align = 16 if aligned else 1
                 launches.append(_Group(start, stop, work.rows[members[0]], align))
-        kind = "gradients" if work.rule is None else "parameters"
         get = work.uploads.get
         return _Table(
-            rows=get(f"rows of {kind}", rows, torch.int64, work.device),
+            rows=get(_name("rows", work), rows, torch.int64, work.device),
+            numbers=rows,
             columns=4 + n_states + n_scalars,
-            blocks=get(f"blocks of {kind}", blocks, torch.int32, work.device),
+            blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             n_blocks=len(blocks) // 2,
             launches=launches,
+            aligned=[row.aligned for row in work.rows],
             stamp=work.stamp,
         )
+
+
+def _name(what: str, work: Work) -> str:
+    return f"{what} of {'gradients' if work.rule is None else 'parameters'}"
 
 
 _DTYPES: dict[torch.dtype, Any] = {
