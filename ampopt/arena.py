@@ -1,17 +1,18 @@
-"""Where the states of small parameters live: end to end, so that a CPU can take them as one."""
+"""Where small states live, and step counts: end to end, so that a CPU can take them as one."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from ampopt_kernels.cpu import SMALL
 from torch import Tensor
+
+from ampopt_kernels.cpu import SMALL
 
 __all__ = ["lay_end_to_end"]
 
 
 def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:
-    """Move ``state[name]`` of small CPU parameters into one buffer, as views of it.
+    """Move ``state[name]`` of CPU parameters, where it is small, into one buffer, as views of it.
 
     Values, shapes and dtypes stay. A tensor that shares its storage already, such as one that was
     moved before, stays where it is: parameters whose gradients come and go do not make it move
@@ -21,8 +22,8 @@ def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], n
         (state, state[name])
         for param, state in zip(params, states, strict=True)
         if param.device.type == "cpu"
-        and 0 < param.numel() <= SMALL
         and isinstance(state.get(name), Tensor)
+        and 0 < state[name].numel() <= SMALL  # so step counts of large parameters, too
         and not _shares_storage(state[name])
         and state[name].is_contiguous()
     ]

@@ -6,16 +6,16 @@ until something else changes; that it does hold is checked at every step.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ampopt_kernels.trial import try_out
-from ampopt_kernels.work import Row, Work
 from torch import Tensor
 
 from ampopt import gradients
 from ampopt.arena import lay_end_to_end
+from ampopt_kernels.trial import try_out
+from ampopt_kernels.work import Row, Work
 
 if TYPE_CHECKING:
     from ampopt.elementwise import ElementwiseOptimizer
@@ -46,9 +46,8 @@ class Plan:
         self.staged = gradients.Staged()
         self._flags = [rule.flag_values(group) for group in groups]
         self._params = [p for group in groups for p in group["params"]]
-        self._masters = [
-            optimizer._master_of(group, p) for group in groups for p in group["params"]
-        ]
+        masters = [optimizer._master_of(group, p) for group in groups for p in group["params"]]
+        self._masters = [(place, m) for place, m in enumerate(masters) if m is not None]
         present = gradients.present(groups)
         states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
         for part in (*rule.state, *rule.scalar_state):
@@ -59,7 +58,8 @@ class Plan:
         ]
         self.works: list[Work] = optimizer._works(self._rows, rule=rule)
         self._absent = [p.grad is None for p in self._params]
-        self._addresses = [p.data_ptr() for p in self._params]
+        self._addresses = list(map(Tensor.data_ptr, self._params))
+        self._layouts = [list(map(of, [row.grad for row in self._rows])) for of in _LAYOUT]
         self._state = optimizer.state
         self._entries = _entries(optimizer)
         self._lasts = not self.staged.copies and not any(p.is_complex() for p in self._params)
@@ -96,25 +96,21 @@ class Plan:
         if not (
             self._lasts
             and _same(params, self._params)
-            and [p.data_ptr() for p in params] == self._addresses
+            and list(map(Tensor.data_ptr, params)) == self._addresses
             and optimizer.state is self._state
             and _same(_entries(optimizer), self._entries)
             and [optimizer.rule.flag_values(group) for group in groups] == self._flags
         ):
             return False
         grads = [p.grad for p in params]
-        if any(m is not None and m.grad is not None for m in self._masters):
-            held = [None if m is None else m.grad for m in self._masters]
-            grads = [g if h is None or g is None else h for g, h in zip(grads, held, strict=True)]
+        for place, master in self._masters:
+            if master.grad is not None and grads[place] is not None:
+                grads[place] = master.grad
         if [g is None for g in grads] != self._absent:
             return False
         found = [g for g in grads if g is not None]
-        for row, grad in zip(self._rows, found, strict=True):
-            old = row.grad
-            if grad.dtype != old.dtype or grad.device != old.device or grad.layout != old.layout:
-                return False
-            if grad.shape != old.shape or grad.stride() != old.stride() or grad.is_neg():
-                return False
+        if any(list(map(of, found)) != old for of, old in zip(_LAYOUT, self._layouts, strict=True)):
+            return False
         for row, grad in zip(self._rows, found, strict=True):
             row.grad = grad
         for work in self.works:
@@ -122,8 +118,19 @@ class Plan:
         return True
 
 
+_LAYOUT: tuple[Callable[[Tensor], Any], ...] = (
+    *map(operator.attrgetter, ("layout", "dtype", "device", "shape")),
+    Tensor.stride,  # which sparse tensors, told apart above, do not have
+    Tensor.is_neg,
+)
+"""What one gradient must have in common with another that takes its place in a row.
+
+Each is a function of C, so that mapping it over all gradients runs no Python.
+"""
+
+
 def _entries(optimizer: "ElementwiseOptimizer") -> list:
-    return list(chain.from_iterable(state.values() for state in optimizer.state.values()))
+    return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
 
 def _same(a: Sequence, b: Sequence) -> bool:

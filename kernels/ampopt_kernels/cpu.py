@@ -5,17 +5,17 @@ to end (``ampopt.arena`` lays them so) are gathered into one scratch that fits t
 runs once over all of them, and the parameters are scattered back.
 
 The host may read a CPU tensor at no cost. So a skipped step returns at once, and the ``scalars``
-of a rule run on Python numbers where a bundle's step counts agree, which they do unless gradients
-come and go.
+of a rule run once, on Python numbers, for all rows whose step counts agree, which they do unless
+gradients come and go.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.layout import flat
@@ -23,12 +23,14 @@ from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Decision, Partials, Request, Row, Work
 
-__all__ = ["BUNDLE", "SMALL", "Cpu"]
+__all__ = ["BUNDLE", "SMALL", "Cpu", "updated"]
 
 SMALL = 1 << 14
 """Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
 BUNDLE = 1 << 16
 """Elements of a bundle: its float32 gradient, parameter and two states fit a core's cache."""
+
+_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Cpu(Eager):
@@ -39,10 +41,32 @@ class Cpu(Eager):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""
-        if request.write or work.rule is None:
+        if request.write:
             return super().detect(work, request)
-        gathered = [Row(piece.gather()) for piece in _pieces(work)]
-        return super().detect(Work(work.device, gathered), request)
+        parts: list[tuple[Tensor, torch.dtype]]
+        if work.rule is None:
+            parts = [(row.grad, row.compute_dtype) for row in work.rows]
+        else:
+            pieces = (piece for _, piece in _pieces(work))
+            parts = [(p.gather(work.stamp), p.rows[0].compute_dtype) for p in pieces]
+        inverse = 1.0
+        if request.scale is not None:
+            value = request.scale.item()
+            inverse = 1.0 / value if value else math.inf
+        flags, squares = [], []
+        for grad, dtype in parts:
+            if not grad.numel():
+                continue
+            square = None if request.max_norm is None else _sum_of_squares(grad)
+            flags.append(not _finite(grad, inverse, dtype, square))
+            if square is not None:
+                squares.append(square * inverse * inverse)
+        return Partials(
+            torch.tensor(flags, dtype=torch.float32, device=work.device),
+            None
+            if request.max_norm is None
+            else torch.tensor(squares, dtype=torch.float64, device=work.device),
+        )
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
@@ -50,23 +74,23 @@ class Cpu(Eager):
         rule = work.rule
         assert rule is not None
         known: dict[Any, Any] = {}
-        for piece in _pieces(work):
-            grad = piece.gather()
-            piece.gathered = None
+        last, advanced = None, None
+        for block, piece in _pieces(work):
+            grad = piece.gather(work.stamp, again=False)
+            piece.gathered_at = None
             if skip > 0:
                 continue
-            row = piece.rows[0]
-            h = piece.advance(rule, work.hyper[row.group], known)
+            if block is not last:
+                last, advanced = block, block.advance(rule, work.hyper[block.group], known)
+            assert advanced is not None
             if not piece.alone:
                 torch.cat(piece.flat_params, out=piece.param)
-            tensors = (grad, piece.param, *piece.state)
-            if piece.alone and row.copy is not None:
-                tensors = (*tensors, flat(row.copy))
-            self._apply(rule, row.flags, tensors, (inverse, clip, *h))
+            h = (inverse, clip, *piece.picked(advanced))
+            self._apply(rule, piece.rows[0].flags, (grad, piece.param, *piece.rest), h)
             if not piece.alone:
-                torch._foreach_copy_(piece.params, piece.parts)
-                if row.copy is not None:
-                    torch._foreach_copy_([r.copy for r in piece.rows], piece.parts)  # type: ignore[misc]
+                _copy(piece.params, piece.parts)
+                if piece.copies:
+                    _copy(piece.copies, piece.parts)
 
     def _apply(
         self, rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
@@ -100,71 +124,158 @@ def updated(
     return (param, *state, *[param] * copies)
 
 
+def _finite(grad: Tensor, inverse: float, dtype: torch.dtype, square: float | None) -> bool:
+    """Whether every element of ``grad`` is finite once unscaled.
+
+    Args:
+        grad: not empty.
+        inverse: the reciprocal of the scale, before it is rounded to ``dtype``.
+        dtype: of the arithmetic.
+        square: the sum of the squares of ``grad`` in float64, if that is known.
+    """
+    if 0 <= inverse <= 1:
+        # A sum is finite only if all elements are, and it takes two thirds of the time of the
+        # extremes. That of a half-precision tensor would be half-precision.
+        if square is None and grad.dtype in (torch.float32, torch.float64):
+            square = grad.sum().item()
+        if square is not None and math.isfinite(square):
+            return True
+    # Unscaling is monotone: the extremes say whether any element leaves the range.
+    low, high = (x.item() for x in grad.aminmax())
+    unscaled = torch.tensor((low, high), dtype=dtype) * inverse
+    return bool(unscaled.isfinite().all())
+
+
+def _sum_of_squares(grad: Tensor) -> float:
+    """In float64 and in chunks that fit the cache: ``vector_norm`` takes nine times as long."""
+    wide = torch.empty(min(CHUNK, grad.numel()), dtype=torch.float64)
+    total = 0.0
+    for chunk in flat(grad).split(CHUNK):
+        part = wide[: chunk.numel()].copy_(chunk)
+        total += torch.dot(part, part).item()
+    return total
+
+
 @dataclass
 class _Piece:
     """Rows that are updated together: a bundle of small ones, or one alone.
 
     Attributes:
         rows: all of one kind and group.
+        places: where each row is in its block.
         params: their parameters.
         flat_params: the same, as flat views.
         param: what the rule works on: scratch for all parameters, or the parameter if alone.
         parts: ``param``, as views of the shape of each parameter.
-        state: the states of all rows, end to end, flat.
-        scalars: the scalar states, one for each row; ``None`` where the flags leave one out.
-        gathered: the gradients, from the detect pass to the update of the same step.
+        copies: low-precision copies of ``params``, of a bundle that has them.
+        rest: what the rule works on besides: the states of all rows, end to end, flat; and the
+            copy, if there is one and it is alone.
+        grad: scratch for all gradients; ``None`` if alone.
+        grad_parts: ``grad``, as views of the shape of each; none if all are one-dimensional.
+        gathered_at: the stamp of the work whose gradients ``grad`` holds.
     """
 
     rows: list[Row]
+    places: list[int]
     params: list[Tensor]
     flat_params: list[Tensor]
     param: Tensor
     parts: list[Tensor]
-    state: list[Tensor]
-    scalars: list[Tensor | None]
-    gathered: Tensor | None = None
+    copies: list[Tensor]
+    rest: list[Tensor]
+    grad: Tensor | None
+    grad_parts: list[Tensor]
+    gathered_at: int | None = None
 
     @staticmethod
-    def of(rows: list[Row]) -> "_Piece":
+    def of(rows: list[Row], places: list[int]) -> "_Piece":
         params = [row.param for row in rows if row.param is not None]
         flat_params = [flat(p) for p in params]
-        param, parts = flat_params[0], [params[0]]
-        if len(rows) > 1:
-            param = param.new_empty(sum(p.numel() for p in params))
-            sizes = [p.numel() for p in params]
-            parts = [x.view(p.shape) for x, p in zip(param.split(sizes), params, strict=True)]
-        states = zip(*(row.state for row in rows), strict=True)
-        scalars = zip(*(row.scalars for row in rows), strict=True)
+        copies = [row.copy for row in rows if row.copy is not None]
+        rest = [_spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
+        if len(rows) == 1:
+            rest += map(flat, copies)
+            return _Piece(rows, places, params, flat_params, flat_params[0], [], [], rest, None, [])
+        size = sum(p.numel() for p in params)
+        param, grad = flat_params[0].new_empty(size), rows[0].grad.new_empty(size)
+        one_dimensional = all(p.ndim == 1 for p in params)
         return _Piece(
             rows,
+            places,
             params,
             flat_params,
             param,
-            parts,
-            state=[_spanning(column) for column in states],
-            scalars=[None if column[0] is None else _spanning(column) for column in scalars],
+            parts=_shaped(param, params),
+            copies=copies,
+            rest=rest,
+            grad=grad,
+            grad_parts=[] if one_dimensional else _shaped(grad, params),
         )
 
     @property
     def alone(self) -> bool:
-        return len(self.rows) == 1
+        return self.grad is None
 
-    def gather(self) -> Tensor:
-        """The gradients, end to end, flat."""
-        if self.gathered is None:
+    def gather(self, stamp: int, again: bool = True) -> Tensor:
+        """The gradients, end to end, flat; those gathered at ``stamp``, unless ``again``."""
+        if self.grad is None:
+            return flat(self.rows[0].grad)
+        if again or self.gathered_at != stamp:
             grads = [row.grad for row in self.rows]
-            self.gathered = flat(grads[0]) if self.alone else _flatten_dense_tensors(grads)
-        return self.gathered
+            if self.grad_parts:
+                _copy(self.grad_parts, grads)
+            else:
+                torch.cat(grads, out=self.grad)  # in less than half the time
+            self.gathered_at = stamp
+        return self.grad
+
+    def picked(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``h`` of this piece, from that of its block: numbers, or an entry for each element."""
+        if not any(isinstance(x, Tensor) for x in h):
+            return h
+        if self.alone:
+            (place,) = self.places
+            return tuple(x[place].item() if isinstance(x, Tensor) else x for x in h)
+        sizes = torch.tensor([row.grad.numel() for row in self.rows])
+        places = torch.tensor(self.places)
+        return tuple(x[places].repeat_interleave(sizes) if isinstance(x, Tensor) else x for x in h)
+
+
+@dataclass
+class _Block:
+    """Rows whose scalars advance together.
+
+    Attributes:
+        group: the param group of all of them.
+        rows: in the order in which their scalars lie end to end.
+        scalars: the scalar states, an entry for each row; ``None`` where the flags leave one out.
+        pieces: the same rows, as the rule takes them.
+    """
+
+    group: int
+    rows: list[Row]
+    scalars: list[Tensor | None] = field(default_factory=list)
+    pieces: list[_Piece] = field(default_factory=list)
+
+    @staticmethod
+    def of(rows: list[Row]) -> "_Block":
+        columns = zip(*(row.scalars for row in rows), strict=True)
+        return _Block(
+            rows[0].group,
+            rows,
+            [None if column[0] is None else _spanning(column) for column in columns],
+            [_Piece.of([rows[i] for i in places], places) for places in _runs(rows)],
+        )
 
     def advance(self, rule: Rule, hyper: Sequence[Any], known: dict[Any, Any]) -> tuple[Any, ...]:
-        """Advance the scalars; return ``h``, as numbers or with an entry for each element.
+        """Advance the scalars; return ``h``, as numbers or float64 with an entry for each row.
 
-        ``known`` holds the results of this step: bundles of one group share them.
+        ``known`` holds the results of this step: blocks of one group share them.
         """
         first = [0.0 if s is None else s[0].item() for s in self.scalars]
-        even = all(s is None or self.alone or bool((s == s[0]).all()) for s in self.scalars)
+        even = all(s is None or len(s) == 1 or bool((s == s[0]).all()) for s in self.scalars)
         if even:
-            key = (self.rows[0].group, *first)
+            key = (self.group, *first)
             if key not in known:
                 numbers = tuple(x.item() if isinstance(x, Tensor) else float(x) for x in hyper)
                 known[key] = rule.torch_scalars(tuple(first), numbers)
@@ -173,54 +284,64 @@ class _Piece:
                 if stored is not None:
                     stored.fill_(value)
             return h
-        sizes = torch.tensor([row.grad.numel() for row in self.rows])
         s = tuple(
-            torch.zeros(len(sizes), dtype=torch.float64) if s is None else s.double()
+            torch.zeros(len(self.rows), dtype=torch.float64) if s is None else s.double()
             for s in self.scalars
         )
         new_s, h = rule.torch_scalars(s, tuple(hyper))
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
                 stored.copy_(value)
-        return tuple(
-            x.repeat_interleave(sizes) if isinstance(x, Tensor) and x.ndim else float(x) for x in h
-        )
+        return tuple(x if isinstance(x, Tensor) and x.ndim else float(x) for x in h)
 
 
 @dataclass
 class _Pieces:
-    pieces: list[_Piece]
+    pieces: list[tuple[_Block, _Piece]]
 
 
-def _pieces(work: Work) -> list[_Piece]:
+def _pieces(work: Work) -> list[tuple[_Block, _Piece]]:
     if not isinstance(work.table, _Pieces):
-        work.table = _Pieces([_Piece.of(run) for run in _runs(work.rows)])
+        blocks: list[list[Row]] = []
+        for row in work.rows:
+            if blocks and _advance_together(blocks[-1][-1], row):
+                blocks[-1].append(row)
+            else:
+                blocks.append([row])
+        made = [_Block.of(rows) for rows in blocks]
+        work.table = _Pieces([(block, piece) for block in made for piece in block.pieces])
     return work.table.pieces
 
 
-def _runs(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows in runs that can be a bundle each, in their order."""
-    runs: list[list[Row]] = []
+def _advance_together(last: Row, row: Row) -> bool:
+    return last.group == row.group and all(
+        _adjoins(a, b) for a, b in zip(last.scalars, row.scalars, strict=True)
+    )
+
+
+def _runs(rows: Sequence[Row]) -> list[list[int]]:
+    """The places of the rows in runs that can be a piece each; small ones pass over large ones."""
+    runs: list[list[int]] = []
+    bundle: list[int] | None = None
     total = 0
-    for row in rows:
+    for place, row in enumerate(rows):
         size = row.grad.numel()
-        if runs and total + size <= BUNDLE and _joins(runs[-1][-1], row):
-            runs[-1].append(row)
+        if not 0 < size <= SMALL:
+            runs.append([place])
+        elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
+            bundle.append(place)
             total += size
         else:
-            runs.append([row])
-            total = size
+            bundle, total = [place], size
+            runs.append(bundle)
     return runs
 
 
 def _joins(last: Row, row: Row) -> bool:
     return (
-        last.group == row.group
-        and last.kind == row.kind
-        and all(0 < r.grad.numel() <= SMALL for r in (last, row))
+        last.kind == row.kind
         and all(t.is_contiguous() for r in (last, row) for t in r.tensors)
         and all(_adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
-        and all(_adjoins(a, b) for a, b in zip(last.scalars, row.scalars, strict=True))
     )
 
 
@@ -239,3 +360,9 @@ def _spanning(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return flat(tensors[0])
     return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
+
+
+def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """``buffer`` cut into views of the shapes of ``like``."""
+    parts = buffer.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
