@@ -12,9 +12,9 @@ from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.work import Decision, Request, Row, run
 from torch import Tensor
 
-from ampopt import gradients
+from ampopt import gradients, scaler_protocol
 from ampopt.backend import backend_for
-from ampopt.optimizer import Optimizer
+from ampopt.optimizer import Attempt, Optimizer
 from ampopt.plan import Plan
 from ampopt.snapshot import Snapshot
 
@@ -36,9 +36,6 @@ class ElementwiseOptimizer(Optimizer):
     reals; arithmetic is float32, or float64 for float64. State has the dtype of its parameter and
     torch's names; step counts and other scalars are float32 on the parameter's device.
 
-    ``torch.amp.GradScaler`` finds what it needs (``grad_scale`` and ``found_inf`` attributes, with
-    ``found_inf > 0`` meaning skip), so ``scaler.step(optimizer)`` does not wait either.
-
     **Master weights.** With ``master_weights=True``, a float16 or bfloat16 parameter has a float32
     master in its state (``master_param``), which steps update, the parameter being its rounded
     copy; its other states are float32 too. ``unscale`` then leaves ``p.grad`` alone and puts
@@ -53,7 +50,7 @@ class ElementwiseOptimizer(Optimizer):
     sparse_gradients: ClassVar[bool] = False
     """Whether the torch base class takes sparse gradients, in whose case its step is used."""
 
-    _step_supports_amp_scaling = True  # read by torch.amp.GradScaler
+    _step_supports_amp_scaling = True  # the step below does
     _has_own_step: ClassVar[bool] = False
     _request: Request | None = None
     _decision: Decision | None = None
@@ -81,13 +78,12 @@ class ElementwiseOptimizer(Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Treat a subclass that overrides ``step`` as one with an ordinary ``step``.
 
-        Only the step below can be told to skip; around any other the host has to look.
+        Only the step below can be told to skip; any other is skipped around.
         """
         super().__init_subclass__(**kwargs)
         step = inspect.unwrap(cls.step)
         if step is not inspect.unwrap(ElementwiseOptimizer.step):
             cls._has_own_step = True
-            cls._step_supports_amp_scaling = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -100,19 +96,24 @@ class ElementwiseOptimizer(Optimizer):
             What the closure returned, or ``None``.
         """
         loss = None
+        left = scaler_protocol.take(self, (closure,), {})
         try:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            request = self._from_grad_scaler() if self._request is None else self._request
+            request = self._request or Request(check=False)
         finally:
             self._request = None  # whatever the closure does, it is for this step alone
+        if left is not None:
+            request = left.request(self)
         plan = self._planned()
         if plan is None:
             self._decision = self._step_as_torch(request)
         else:
             self._decision = self._run(plan, request)
         self._drop_master_gradients()
+        if left is not None:
+            left.put_back(self, self._decision)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -151,7 +152,7 @@ class ElementwiseOptimizer(Optimizer):
 
     # --- what Optimizer does in two passes and a look, in one and none -------------------------
 
-    def _attempt(self, request: Request) -> Decision | None:
+    def _attempt(self, request: Request) -> Attempt:
         if self._has_own_step:
             return super()._attempt(request)
         self._request, self._decision = request, None
@@ -159,7 +160,7 @@ class ElementwiseOptimizer(Optimizer):
             self.step()
         finally:
             self._request = None
-        return self._decision
+        return Attempt(self._decision)
 
     @torch.no_grad()
     def _judge(self, request: Request) -> Decision | None:
@@ -315,28 +316,11 @@ class ElementwiseOptimizer(Optimizer):
         step: Any = super().step
         if getattr(step, "hooked", False):  # by torch's class, and they have run around ours
             step = functools.partial(step.__func__.__wrapped__, self)
-
-        def take() -> None:
-            # torch's step refuses what a scaler left here, which has been attended to.
-            left = {k: vars(self).pop(k) for k in ("grad_scale", "found_inf") if k in vars(self)}
-            try:
-                step()
-            finally:
-                vars(self).update(left)
-
         if decision is None:
-            take()
+            step()
         else:
-            self._skipper.step(self, take, decision.factors[0])
+            self._skipper.step(self, step, decision.factors[0])
         return decision
-
-    def _from_grad_scaler(self) -> Request:
-        """What ``torch.amp.GradScaler`` left on the optimizer, if a scaler is stepping it."""
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is None:
-            return Request(check=False)
-        # The scaler judged scaled gradients, which may still overflow where they are unscaled.
-        return Request(scale=getattr(self, "grad_scale", None), found_inf=found_inf)
 
 
 def _has_masters(group: dict[str, Any]) -> bool:

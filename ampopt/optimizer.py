@@ -5,12 +5,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampopt import gradients
+from ampopt import gradients, scaler_protocol
 from ampopt.backend import backend_for
 from ampopt.grad_scale import as_loss_scale, request_fields
 from ampopt.replay import Replay, check_closure, check_loss, check_verdict
@@ -34,6 +34,20 @@ class _Pending:
     successor: Any
 
 
+class Attempt(NamedTuple):
+    """A step that was taken or skipped.
+
+    Attributes:
+        decision: ``None`` if there were no gradients.
+        returned: by the step; ``None`` if it was not called.
+        called: whether it was.
+    """
+
+    decision: Decision | None
+    returned: Any = None
+    called: bool = True
+
+
 class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with mixed-precision control points.
 
@@ -52,6 +66,9 @@ class Optimizer(torch.optim.Optimizer):
 
     **A skipped step** leaves parameters, optimizer state and random-number generators bitwise as
     they were. Step hooks run on every attempt.
+
+    ``torch.amp.GradScaler`` works with it: ``scaler.step(optimizer)`` leaves its flag to the
+    optimizer, which unscales, judges unscaled gradients too, and skips where either overflowed.
 
     **Synchronization.** With an ordinary ``step()`` the host waits for the overflow flag where
     :attr:`skip_by` says so; rule-based optimizers never wait. A closure makes the host look at the
@@ -83,6 +100,18 @@ class Optimizer(torch.optim.Optimizer):
     """``True`` where ``step`` is known to allow transactions once :meth:`_make_state` was called."""
     _shared_state: frozenset[str] = frozenset()
     """Keys of the state whose tensors ``step`` replaces and never writes (see ``Snapshot``)."""
+
+    _step_supports_amp_scaling = True
+    """Read by ``torch.amp.GradScaler``, which then leaves its flag to ``step``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Make an ordinary ``step`` heed what ``torch.amp.GradScaler`` leaves on the optimizer.
+
+        An author whose step reads ``self.grad_scale`` and ``self.found_inf`` itself says so by
+        ``_step_supports_amp_scaling = True`` in the class.
+        """
+        super().__init_subclass__(**kwargs)
+        scaler_protocol.heed_in(cls, Optimizer)
 
     # --- control points ---------------------------------------------------------------------
 
@@ -293,19 +322,27 @@ class Optimizer(torch.optim.Optimizer):
         gradients.check(self.param_groups)
         return self._unscale_in_place(request)
 
-    def _attempt(self, request: Request) -> Decision | None:
-        """Step as ``request`` says, or skip. ``None`` if there are no gradients.
+    def _attempt(self, request: Request) -> Attempt:
+        """Step as ``request`` says, or skip. Step hooks run in any case."""
+        attempt = self._skip_or(self.step, request)
+        if not attempt.called:
+            self._run_step_hooks()
+        return attempt
 
-        Step hooks run in any case. An ordinary step cannot be told of a flag on the device: the
-        host looks, or the step is a transaction (see :attr:`skip_by`).
+    def _skip_or(self, step: Callable[[], Any], request: Request) -> Attempt:
+        """Unscale and call ``step`` as ``request`` says, or skip it.
+
+        An ordinary step cannot be told of a flag on the device: the host looks, or the step is a
+        transaction (see :attr:`skip_by`).
         """
         gradients.check(self.param_groups)
         decision = self._unscale_in_place(request)
-        if decision is not None:
-            self._make_state()
-        if decision is None or not self._skipper.step(self, self.step, decision.factors[0]):
-            self._run_step_hooks()
-        return decision
+        if decision is None:
+            return Attempt(None, called=False)
+        self._make_state()
+        returned: list[Any] = []
+        called = self._skipper.step(self, lambda: returned.append(step()), decision.factors[0])
+        return Attempt(decision, returned[0] if returned else None, called)
 
     def _make_state(self) -> None:
         """Make the state that a first step would, as it would be before: see ``_transacts``."""
@@ -374,11 +411,11 @@ class Optimizer(torch.optim.Optimizer):
             )
         if scale is None and max_norm is None:
             return StepResult(self.step(), self._zero(), None)
-        decision = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
+        decision, returned, _ = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
         successor = _successor(scale, decision, given)
         self._mark_stepped(given, successor)
         found_inf = self._zero() if decision is None else decision.found_inf
-        return StepResult(None, found_inf, successor)
+        return StepResult(returned, found_inf, successor)
 
     def _step_pending(self, current_grad_scale: Any) -> StepResult:
         pending = self._pending
@@ -399,8 +436,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         drop = getattr(pending.scale, "drop_overflow_update", True)
         # Stepping or not, this ends the pending state, unless a step hook raises first.
-        self._attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
-        return StepResult(None, pending.found_inf, pending.successor)
+        attempt = self._attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
+        return StepResult(attempt.returned, pending.found_inf, pending.successor)
 
     def _step_replayed(
         self,

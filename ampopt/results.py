@@ -24,7 +24,8 @@ class StepResult(NamedTuple):
     """What a step did.
 
     Attributes:
-        loss: what the closure returned, or ``None`` without one.
+        loss: what the closure returned; without one, what an ordinary ``step()`` returned, which
+            is ``None`` as a rule.
         found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not
             finite after unscaling.
         scale: what to scale the next loss by.

@@ -599,7 +599,6 @@ def test_a_subclass_without_a_step_of_its_own_is_still_told_to_skip():
     assert Renamed._step_supports_amp_scaling
     assert not Renamed._has_own_step
     assert Derived._has_own_step
-    assert not Derived._step_supports_amp_scaling
 
 
 # --- torch.amp.GradScaler -------------------------------------------------------------------------
@@ -661,18 +660,6 @@ def test_any_flag_above_zero_skips(cls, flag, shape):
     optimizer.found_inf = torch.zeros(shape)
     optimizer.step()
     assert bits(param) != before
-
-
-def test_grad_scaler_with_a_closure_judges_what_the_closure_left(param):
-    """Given by position the closure runs after GradScaler's look at the gradients (PEERS T1)."""
-    optimizer = sgd(param)
-    before = bits(param)
-
-    def closure() -> None:
-        overflow(param)
-
-    scaler_for(param).step(optimizer, closure)
-    assert bits(param) == before
 
 
 def test_grad_scaler_cannot_make_us_apply_an_overflow_by_unscaling(param):

@@ -1,0 +1,106 @@
+"""What ``torch.amp.GradScaler`` leaves on an optimizer for its step, and steps that heed it.
+
+For an optimizer whose ``_step_supports_amp_scaling`` is true, ``scaler.step(optimizer)`` does not
+look at its flag. It sets ``optimizer.grad_scale`` (the factor that the gradients carry, ``None``
+after ``scaler.unscale_``) and ``optimizer.found_inf`` (a sum of flags of the gradients as they
+are), calls ``optimizer.step()`` and deletes both.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ampopt_kernels.work import Decision, Request
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ampopt.optimizer import Optimizer
+
+__all__ = ["Left", "heed_in", "take"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a scaler left on an optimizer.
+
+    Attributes:
+        grad_scale: the factor that the gradients carry; ``None`` for 1.
+        found_inf: one element, more than 0 for overflow; the number 0 without gradients.
+    """
+
+    grad_scale: Tensor | None
+    found_inf: Any
+
+    def request(self, optimizer: "Optimizer") -> Request:
+        """The step to take. The scaler judged scaled gradients, which may overflow unscaled."""
+        device = optimizer._device
+        scale, found_inf = (
+            x.to(device, non_blocking=True) if isinstance(x, Tensor) else None
+            for x in (self.grad_scale, self.found_inf)
+        )
+        return Request(scale=scale, found_inf=found_inf)
+
+    def put_back(self, optimizer: Any, decision: Decision | None) -> None:
+        """Leave it for the scaler to delete, the flag being ours, which step hooks can read."""
+        optimizer.grad_scale = self.grad_scale
+        optimizer.found_inf = self.found_inf if decision is None else decision.found_inf
+
+
+def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Left | None:
+    """Take away what a scaler left; ``None`` if no scaler is stepping ``optimizer``.
+
+    Args:
+        optimizer: about to step.
+        args: what the step is given.
+        kwargs: likewise.
+
+    Raises:
+        RuntimeError: that has a closure, whose gradients the scaler has not seen.
+    """
+    attributes = vars(optimizer)
+    if "found_inf" not in attributes or "grad_scale" not in attributes:
+        return None
+    left = Left(attributes.pop("grad_scale"), attributes.pop("found_inf"))
+    if any(callable(argument) for argument in (*args, kwargs.get("closure"))):
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            "torch.amp.GradScaler.step(optimizer, closure) looks at the gradients before the "
+            "closure makes them, so what it found says nothing about this step. Use "
+            "ampopt.GradScaler, whose step(optimizer, closure) runs an overflowed closure again "
+            f"with a smaller scale; or {name}.unscale_and_step(closure, grads_scaled_by=scale), "
+            "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
+        )
+    return left
+
+
+def heed_in(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
+    """Give ``cls`` a ``step`` that does what a scaler asks for, unless its author has seen to it.
+
+    An author has if ``_step_supports_amp_scaling`` stands where the step does, or nearer; that of
+    ``root``, the base of all, is nobody's.
+    """
+    for base in cls.__mro__:
+        if "_step_supports_amp_scaling" in vars(base) and base is not root:
+            return
+        if "step" in vars(base):
+            break
+    step: Any = cls.step
+    if getattr(step, "hooked", False):  # by torch, which does it again
+        step = step.__wrapped__
+    if not getattr(step, "_heeds_scaler", False):
+        cls.step = _heeding(step)
+
+
+def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def heeding(self: "Optimizer", *args: Any, **kwargs: Any) -> Any:
+        left = take(self, args, kwargs)
+        if left is None:
+            return step(self, *args, **kwargs)
+        attempt = self._skip_or(functools.partial(step, self, *args, **kwargs), left.request(self))
+        left.put_back(self, attempt.decision)
+        return attempt.returned
+
+    heeding._heeds_scaler = True  # type: ignore[attr-defined]
+    return heeding
