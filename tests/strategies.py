@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from optimizers import RULE_BASED, torch_twin
 from torch import Tensor
@@ -45,7 +45,12 @@ NON_FINITE = (math.inf, -math.inf, math.nan)
 
 def fewer(factor: float) -> settings:
     """The caller's profile with ``factor`` times its examples; Triton's interpreter is slow."""
-    return settings(max_examples=max(1, round(settings().max_examples * factor)))
+    profile = settings()
+    return settings(
+        max_examples=max(1, round(profile.max_examples * factor)),
+        # To explain a failure, every line of torch that is run would be traced, for minutes.
+        phases=[phase for phase in profile.phases if phase is not Phase.explain],
+    )
 
 
 # --- tensors -------------------------------------------------------------------------------------
@@ -60,10 +65,12 @@ class Blueprint:
     dtype: torch.dtype = torch.float32
     layout: Layout = "contiguous"
 
-    def tensor(self) -> Tensor:
-        """A fresh tensor."""
+    def tensor(self, scale: float = 1.0) -> Tensor:
+        """A fresh tensor, times ``scale`` in its own dtype."""
         wide = torch.complex128 if self.dtype.is_complex else torch.float64
         plain = torch.tensor(self.numbers, dtype=wide).to(self.dtype).reshape(self.shape)
+        # Part by part, as the product of a complex number and a real one loses signs of zeros.
+        (torch.view_as_real(plain) if self.dtype.is_complex else plain).mul_(scale)
         return _laid_out(plain, self.layout)
 
     def parameter(self) -> Parameter:
@@ -179,11 +186,7 @@ def set_gradients(
 ) -> None:
     """Give each parameter its gradient times ``scale``, fresh, in the gradient's own layout."""
     for p, grad in zip(params, step, strict=True):
-        if grad is None:
-            p.grad = None
-            continue
-        built = grad.tensor()
-        p.grad = built if scale == 1.0 or grad.layout == "expanded" else built.mul_(scale)
+        p.grad = None if grad is None else grad.tensor(scale)
 
 
 @st.composite
@@ -261,7 +264,7 @@ def cases(
         # Where decay is added to gradients that it cancels, a small eps makes noise of rounding.
         options["eps"] = 0.125 if options["weight_decay"] else draw(st.sampled_from([1e-8, 0.125]))
         if draw(st.booleans()):
-            options["lr"] = torch.tensor(lr)
+            options["lr"] = torch.tensor(lr, dtype=torch.float64)
     return Case(cls, options)
 
 

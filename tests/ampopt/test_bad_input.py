@@ -1,0 +1,243 @@
+"""What cannot be right is refused, with the value, what is allowed and a way out, and no harm."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, everything
+from optimizers import RULE_BASED, Plain
+from torch import Tensor
+from torch.nn import Parameter
+
+import ampopt
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+INF = float("inf")
+NAN = float("nan")
+META = torch.device("meta")
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "unscale": lambda opt, scale: opt.unscale(grads_scaled_by=scale),
+    "unscale_and_step": lambda opt, scale: opt.unscale_and_step(grads_scaled_by=scale),
+    "unscale_and_step(closure)": lambda opt, scale: opt.unscale_and_step(never, scale),
+    "step_after_unscale(closure)": lambda opt, scale: opt.step_after_unscale(never, scale),
+}
+
+
+def never(scale: Any) -> Any:
+    raise AssertionError("the closure ran")
+
+
+def trained(cls: type[ampopt.Optimizer]) -> tuple[Parameter, Any]:
+    """An optimizer with state, in the middle of a training."""
+    param = Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    optimizer = cls([param])
+    param.grad = torch.ones(3)
+    optimizer.step()
+    param.grad = torch.tensor([0.5, -0.0, INF])
+    return param, optimizer
+
+
+def refused(
+    call: Callable[[], Any], error: type[Exception], match: str, param: Parameter, optimizer: Any
+) -> None:
+    """``call`` is refused, and parameters, state, gradients and what may follow are as before."""
+    before = everything(optimizer), bits(param.grad)
+    with pytest.raises(error, match=match):
+        call()
+    assert (everything(optimizer), bits(param.grad)) == before
+    with pytest.raises(RuntimeError, match="nothing is unscaled"):
+        optimizer.step_after_unscale()
+
+
+every_call = pytest.mark.parametrize("call", CALLS)
+some_optimizers = pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.AdamW, Plain])
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+@every_call
+@some_optimizers
+@pytest.mark.parametrize("number", [0, 0.0, -0.0, -1.0, NAN, INF, -INF, 1e-40, 1e39, -(10**400)])
+def test_a_number_that_cannot_be_a_scale(call, cls, number):
+    param, optimizer = trained(cls)
+    shown = re.escape(f"got {number!r}")
+    refused(lambda: CALLS[call](optimizer, number), ValueError, shown, param, optimizer)
+    if number == number:
+        with pytest.raises(ValueError, match="positive, finite.*None instead of a number turns"):
+            CALLS[call](optimizer, number)
+
+
+@every_call
+@some_optimizers
+@pytest.mark.parametrize("thing", [True, False, "2.0", [2.0], {"scale": 2.0}, 2j, object])
+def test_a_thing_that_is_no_scale(call, cls, thing):
+    param, optimizer = trained(cls)
+    match = (
+        f"None, a positive number, a one-element tensor or a LossScale, got {type(thing).__name__}"
+    )
+    refused(lambda: CALLS[call](optimizer, thing), TypeError, match, param, optimizer)
+
+
+@every_call
+@some_optimizers
+@pytest.mark.parametrize(
+    "tensor, shown",
+    [
+        (torch.ones(2), r"shape \(2,\) of torch.float32"),
+        (torch.ones(0), r"shape \(0,\) of torch.float32"),
+        (torch.ones(1, 2), r"shape \(1, 2\) of torch.float32"),
+        (torch.tensor(2), r"shape \(\) of torch.int64"),
+        (torch.tensor(True), r"shape \(\) of torch.bool"),
+        (torch.tensor(2 + 0j), r"shape \(\) of torch.complex64"),
+    ],
+)
+def test_a_tensor_of_another_shape_or_kind(call, cls, tensor, shown):
+    param, optimizer = trained(cls)
+    match = f"one floating-point element, got {shown}"
+    refused(lambda: CALLS[call](optimizer, tensor), ValueError, match, param, optimizer)
+
+
+@every_call
+@some_optimizers
+def test_a_tensor_on_another_device(call, cls):
+    param, optimizer = trained(cls)
+    scale = torch.tensor(2.0, device=META)
+    match = r"the scale is on meta, the parameters on cpu; move it there with scale.to\('cpu'\)"
+    refused(lambda: CALLS[call](optimizer, scale), ValueError, match, param, optimizer)
+
+
+@every_call
+@some_optimizers
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ampopt.DynamicLossScale(device="meta"),
+        lambda: ampopt.StaticLossScale(2.0, device="meta"),
+    ],
+)
+def test_a_loss_scale_on_another_device(call, cls, make):
+    param, optimizer = trained(cls)
+    scale = make()
+    match = "lives on meta, but is used on cpu"
+    refused(lambda: CALLS[call](optimizer, scale), ValueError, match, param, optimizer)
+
+
+# --- clipping -------------------------------------------------------------------------------------
+
+
+@some_optimizers
+@pytest.mark.parametrize("closure", [None, never])
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("bad", [-1.0, NAN, True, "1", torch.ones(())])
+def test_a_norm_that_nothing_can_be_clipped_to(cls, closure, scale, bad):
+    param, optimizer = trained(cls)
+    refused(
+        lambda: optimizer.unscale_and_step(closure, scale, max_norm=bad),
+        ValueError,
+        "max_norm must be a number, 0 or more, or None, got ",
+        param,
+        optimizer,
+    )
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+class Misplaced(Parameter):
+    """A parameter whose gradient is somewhere else, as after moving a model late."""
+
+    @property
+    def grad(self) -> Tensor:  # type: ignore[override]
+        return torch.ones(3, device=META)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        raise AssertionError("the gradient was replaced")
+
+
+@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda opt: opt.unscale(grads_scaled_by=2.0),
+        lambda opt: opt.unscale_and_step(grads_scaled_by=2.0),
+        lambda opt: opt.unscale_and_step(lambda scale: 1.0, 2.0),
+        lambda opt: opt.step_after_unscale(lambda scale: (1.0, *opt.unscale(scale)), 2.0),
+    ],
+)
+def test_a_gradient_on_another_device(cls, call):
+    params = [Parameter(torch.ones(3)), Misplaced(torch.ones(3))]
+    optimizer = cls([("near", params[0]), ("far", params[1])])
+    params[0].grad = torch.ones(3)
+    before = everything(optimizer), bits(params[0].grad)
+    match = "gradient of far is on meta, the parameter on cpu: move the model before"
+    with pytest.raises(RuntimeError, match=match):
+        call(optimizer)
+    assert (everything(optimizer), bits(params[0].grad)) == before
+    assert optimizer._pending is None
+
+
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
+def test_gradients_of_a_dtype_that_has_no_arithmetic(cls):
+    param = Parameter(torch.ones(3))
+    param.grad_dtype = None  # type: ignore[attr-defined]  # any will do
+    optimizer = cls([param])
+    param.grad = torch.ones(3, dtype=torch.int32)
+    match = "the gradient of group 0, parameter 0 is torch.int32; float16, bfloat16, .*: convert it"
+    for call in (lambda: optimizer.unscale(2.0), lambda: optimizer.unscale_and_step(None, 2.0)):
+        refused(call, TypeError, match, param, optimizer)
+
+
+@pytest.mark.parametrize("cls", [ampopt.Adam, ampopt.AdamW])
+@pytest.mark.parametrize("how", ["step", "joined", "split"])
+def test_sparse_gradients_where_torch_takes_none(cls, how):
+    param = Parameter(torch.ones(2, 1))
+    optimizer = cls([("embedding", param)])
+    indices, values = torch.tensor([[1]]), torch.ones(1, 1)
+    param.grad = torch.sparse_coo_tensor(indices, values, (2, 1), check_invariants=True)
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="not support sparse gradients, which embedding has"):
+        if how == "step":
+            optimizer.step()
+        elif how == "joined":
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+        else:
+            optimizer.unscale(grads_scaled_by=2.0)
+            optimizer.step_after_unscale()
+    assert everything(optimizer) == before
+
+
+@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+def test_float16_gradients_cannot_be_unscaled_in_place(cls):
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(3, dtype=torch.float16))]
+    optimizer = cls([("wide", params[0]), ("narrow", params[1])])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = everything(optimizer), bits([p.grad for p in params])
+    with pytest.raises(RuntimeError, match="gradient of narrow is float16.*unscale_and_step"):
+        optimizer.unscale(grads_scaled_by=2.0)
+    assert (everything(optimizer), bits([p.grad for p in params])) == before
+    assert optimizer._pending is None
+
+
+# --- constructors and backends --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.Adam, ampopt.AdamW, ampopt.LBFGS])
+@pytest.mark.parametrize(
+    "options", [{"lr": -1.0}, {"weight_decay": -1.0}, {"betas": (1.5, 0.9)}, {"unknown": 1}]
+)
+def test_constructors_validate_as_torchs_do(cls, options):
+    def error(of: Any) -> str:
+        try:
+            of([Parameter(torch.ones(1))], **options)
+        except (TypeError, ValueError) as e:
+            return f"{type(e).__name__}: {e}"
+        return "none"
+
+    assert error(cls) == error(getattr(torch.optim, cls.__name__))

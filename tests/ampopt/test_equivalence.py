@@ -1,0 +1,750 @@
+"""Finite steps are torch's steps, and what should not matter does not: scale, split, order, copies.
+
+Where the mathematics is exact, so is the comparison; against torch, whose operations round in
+another order, it is to a few units in the last place.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_close, bits, state_of
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from optimizers import RULE_BASED, HostCounted, Plain
+from strategies import (
+    Blueprint,
+    Case,
+    History,
+    Scale,
+    cases,
+    fewer,
+    histories,
+    loss_scales,
+    powers_of_two,
+    set_gradients,
+)
+from torch import Tensor
+from torch.nn import Parameter
+
+import ampopt
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+INF = float("inf")
+TORCH = (ampopt.SGD, ampopt.Adam, ampopt.AdamW)
+FULL = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+HALF = (torch.bfloat16, torch.float16)
+SCALABLE = (*FULL, torch.bfloat16)  # bfloat16 has float32's range
+
+Step = Callable[[Any, Any], Any]
+
+
+def joined(optimizer: Any, scale: Any) -> Any:
+    return optimizer.unscale_and_step(grads_scaled_by=scale)
+
+
+def split(optimizer: Any, scale: Any) -> Any:
+    optimizer.unscale(grads_scaled_by=scale)
+    return optimizer.step_after_unscale()
+
+
+def plain(optimizer: Any, scale: Any) -> Any:
+    return optimizer.step()
+
+
+def train(
+    case: Case,
+    history: History,
+    scale: Scale,
+    step: Step,
+    groups: Callable[[list[Parameter]], Any] = list,
+) -> tuple[list[Parameter], Any]:
+    """Train on ``history`` scaled by a number, handing ``scale`` on from step to step."""
+    torch.manual_seed(0)
+    params = history.build()
+    optimizer = case.make(groups(params))
+    given_scale = scale.make()
+    for gradients in history.steps:
+        number = 1.0 if given_scale is None else float(given_scale)
+        set_gradients(params, gradients, number)
+        result = step(optimizer, given_scale)
+        given_scale = None if result is None else result.scale
+    return params, optimizer
+
+
+def any_case() -> st.SearchStrategy[Case]:
+    return cases() | st.sampled_from([Case(Plain), Case(HostCounted)])
+
+
+# --- torch ----------------------------------------------------------------------------------------
+
+
+@fewer(0.6)
+@given(
+    cases(classes=TORCH),
+    histories(dtypes=FULL, overflows=False, expanded=True),
+    st.sampled_from([plain, joined]),
+)
+def test_finite_steps_are_torchs_for_loop_steps(case, history, step):
+    params, optimizer = train(case, history, Scale("none", 1.0), step)
+    twins = history.build()
+    reference = case.torch(twins)
+    for gradients in history.steps:
+        set_gradients(twins, gradients)
+        reference.step()
+    assert_same_training(params, optimizer, twins, reference)
+
+
+def assert_same_training(
+    params: Sequence[Tensor], optimizer: Any, twins: Sequence[Tensor], reference: Any
+) -> None:
+    """To a few units in the last place of the numbers that took part, none of them above 64."""
+    for p, twin in zip(params, twins, strict=True):
+        assert_close(p, twin, ulps=4, size=16)
+        ours, theirs = optimizer.state[p], reference.state.get(twin, {})
+        for name, value in theirs.items():
+            if isinstance(value, Tensor):
+                assert_close(ours[name].to(value.dtype), value, ulps=4, size=16)
+
+
+@fewer(0.4)
+@given(cases(classes=TORCH), st.data())
+@pytest.mark.parametrize("dtype", HALF)
+def test_half_precision_parameters_step_as_well_as_torchs(dtype, case, data):
+    """The arithmetic is float32 and rounds once, so the error is at most that of torch's."""
+    history = data.draw(histories(dtypes=[dtype], max_steps=2, overflows=False, absent=False))
+    params, _ = train(case, history, Scale("none", 1.0), plain)
+    twins = history.build()
+    exact = [p.detach().double().requires_grad_() for p in twins]
+    reference, truth = case.torch(twins), case.torch(exact)
+    for gradients in history.steps:
+        set_gradients(twins, gradients)
+        for p, twin in zip(exact, twins, strict=True):
+            p.grad = None if twin.grad is None else twin.grad.double()
+        reference.step()
+        truth.step()
+    for p, twin, true in zip(params, twins, exact, strict=True):
+        # torch's own may be NaN, where float16 cannot hold eps.
+        theirs = (twin.double() - true).abs().nan_to_num(torch.inf)
+        allowed = 2 * theirs + 2 * torch.finfo(dtype).eps * true.abs().clamp_min(1.0)
+        assert ((p.double() - true).abs() <= allowed).all(), (p, twin, true)
+
+
+@fewer(0.3)
+@given(cases(classes=TORCH), histories(overflows=False), st.integers(0, 3), st.booleans())
+def test_training_moves_between_torch_and_ampopt_at_any_step(case, history, at, to_torch):
+    params = history.build()
+    optimizer: Any = case.make(params) if to_torch else case.torch(params)
+    twins = history.build()
+    reference = case.torch(twins)
+    for index, gradients in enumerate(history.steps):
+        if index == at:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = case.torch(params) if to_torch else case.make(params)
+            optimizer.load_state_dict(saved)
+        for of, opt in ((params, optimizer), (twins, reference)):
+            set_gradients(of, gradients)
+            opt.step()
+    assert_same_training(params, optimizer, twins, reference)
+
+
+def test_loading_torchs_checkpoint_of_a_first_undampened_step():
+    """Torch tells a first step by the missing buffer; a buffer that is there is not the first."""
+    params = [Parameter(torch.ones(2)) for _ in range(2)]
+    reference = torch.optim.SGD([params[0]], lr=0.5, momentum=0.5, dampening=0.5)
+    params[0].grad = torch.ones(2)
+    reference.step()
+    optimizer = ampopt.SGD([params[1]], lr=0.5, momentum=0.5, dampening=0.5)
+    with torch.no_grad():
+        params[1].copy_(params[0])
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for p, opt in zip(params, (reference, optimizer), strict=True):
+        p.grad = torch.full((2,), 3.0)
+        opt.step()
+    assert bits(params[0]) == bits(params[1])
+
+
+# --- the scale ------------------------------------------------------------------------------------
+
+
+@fewer(0.6)
+@given(any_case(), histories(dtypes=SCALABLE, overflows=False), loss_scales(off=False), st.data())
+def test_a_power_of_two_changes_not_one_bit(case, history, scale, data):
+    step = data.draw(st.sampled_from([joined, split]))
+    # An ordinary step of no gradients may do something; with a scale it is not taken.
+    assume(case.cls is not HostCounted or all(any(step) for step in history.steps))
+    params, optimizer = train(case, history, scale, step)
+    unscaled_params, unscaled = train(case, history, Scale("none", 1.0), plain)
+    assert bits(params) == bits(unscaled_params)
+    assert state_of(optimizer) == state_of(unscaled)
+
+
+@fewer(0.3)
+@given(cases(), histories(dtypes=[torch.float16], overflows=False), powers_of_two(-4, 10))
+def test_scaled_float16_gradients_step_as_unscaled_ones(case, history, number):
+    params, _ = train(case, history, Scale("number", number), joined)
+    unscaled_params, _ = train(case, history, Scale("none", 1.0), plain)
+    assert bits(params) == bits(unscaled_params)
+
+
+@fewer(0.3)
+@given(cases(), histories(overflows=False), st.floats(0.01, 100.0))
+def test_any_other_scale_changes_little(case, history, number):
+    params, _ = train(case, history, Scale("number", number), joined)
+    unscaled_params, _ = train(case, history, Scale("none", 1.0), plain)
+    eps = case.options.get("eps", 1.0)
+    for p, twin in zip(params, unscaled_params, strict=True):
+        if eps >= 0.125:  # a smaller one turns the rounding of a gradient near zero into a step
+            assert_close(p, twin, ulps=64, size=16)
+
+
+# --- split and joined -----------------------------------------------------------------------------
+
+
+@fewer(0.6)
+@given(any_case(), histories(dtypes=(*FULL, torch.bfloat16), expanded=True), loss_scales())
+def test_split_is_joined(case, history, scale):
+    if scale.kind == "none":
+        history = History(
+            history.params,
+            tuple(s for s, bad in zip(history.steps, history.overflows, strict=True) if not bad),
+            (),
+        )
+    one, first = train(case, history, scale, joined)
+    two, second = train(case, history, scale, split)
+    assert bits(one) == bits(two)
+    # A skip may create fresh state on the one way and not on the other.
+    for ours, theirs in zip(state_of(first), state_of(second), strict=True):
+        assert (ours or theirs) == (theirs or ours)
+
+
+def clipped(optimizer: Any, scale: Any) -> Any:
+    return optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=0.5)
+
+
+def clipped_by_torch(optimizer: Any, scale: Any) -> Any:
+    optimizer.unscale(grads_scaled_by=scale)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(params, 0.5)
+    return optimizer.step_after_unscale()
+
+
+@fewer(0.5)
+@given(
+    any_case(),
+    # torch takes the norm of mixed dtypes in the narrowest.
+    st.sampled_from([torch.float32, torch.float64]).flatmap(lambda d: histories(dtypes=[d])),
+    loss_scales(),
+)
+def test_max_norm_clips_as_torch_does_between_unscale_and_step(case, history, scale):
+    assume(scale.kind != "none" or not any(history.overflows))
+    one, _ = train(case, history, scale, clipped)
+    two, _ = train(case, history, scale, clipped_by_torch)
+    loose = case.options.get("eps", 1.0) < 0.125
+    for p, twin in zip(one, two, strict=True):
+        # Each is scaled by one factor, which cancels where only a gradient's sign matters.
+        assert_close(p, twin, ulps=2**12 if loose else 64, size=4)
+
+
+@fewer(0.4)
+@given(any_case(), histories(dtypes=(torch.float32, torch.float64), max_steps=1), loss_scales())
+def test_grad_norm_is_the_norm_of_unscaled_gradients_before_clipping(case, history, scale):
+    assume(not any(history.overflows))
+    params, optimizer = train(case, history, scale, clipped)
+    grads = [g.tensor().double().reshape(-1) for g in history.steps[0] if g is not None]
+    if not grads:
+        assert optimizer.grad_norm is None
+        return
+    expected = torch.linalg.vector_norm(torch.cat(grads))
+    torch.testing.assert_close(optimizer.grad_norm.double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+def test_an_infinite_max_norm_only_measures(cls):
+    twins = [Parameter(torch.ones(3)) for _ in range(2)]
+    measured, reference = (cls([p]) for p in twins)
+    for p in twins:
+        p.grad = torch.full((3,), 1e10)
+    measured.unscale_and_step(grads_scaled_by=1.0, max_norm=INF)
+    reference.unscale_and_step(grads_scaled_by=1.0)
+    assert bits(twins[0]) == bits(twins[1])
+    torch.testing.assert_close(measured.grad_norm, torch.tensor(3e20).sqrt())
+
+
+def test_the_norm_of_float32_gradients_may_exceed_float32_when_squared():
+    param = Parameter(torch.zeros(2))
+    optimizer = ampopt.SGD([param], lr=1.0)
+    param.grad = torch.tensor([3e30, 4e30])
+    result = optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=5.0)
+    assert not result.skipped
+    torch.testing.assert_close(optimizer.grad_norm, torch.tensor(5e30))
+    torch.testing.assert_close(param.detach(), torch.tensor([-3.0, -4.0]))
+
+
+# --- groups, order, layouts, dtypes ---------------------------------------------------------------
+
+
+@fewer(0.5)
+@given(any_case(), histories(dtypes=SCALABLE), loss_scales(off=False), st.data())
+def test_partition_into_groups_and_order_do_not_matter(case, history, scale, data):
+    assume(case.cls is not HostCounted)  # its random numbers follow the order
+    indices = data.draw(st.permutations(range(len(history.params))))
+    cuts = data.draw(st.sets(st.integers(1, 2)))
+
+    def regrouped(params: list[Parameter]) -> Any:
+        ordered = [params[i] for i in indices]
+        bounds = [0, *sorted(cuts), len(ordered)]
+        parts = [ordered[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [{"params": part} for part in parts if part]
+
+    one, first = train(case, history, scale, joined)
+    two, second = train(case, history, scale, joined, groups=regrouped)
+    assert bits(one) == bits(two)
+    for p, twin in zip(one, two, strict=True):
+        assert bits(dict(first.state[p])) == bits(dict(second.state[twin]))
+
+
+@fewer(0.4)
+@given(any_case(), histories(dtypes=FULL), loss_scales(off=False))
+def test_layout_does_not_matter_and_stays(case, history, scale):
+    dense = History(
+        tuple(contiguous(p) for p in history.params),
+        tuple(tuple(contiguous(g) for g in step) for step in history.steps),
+        history.overflows,
+    )
+    one, first = train(case, history, scale, joined)
+    two, second = train(case, dense, scale, joined)
+    assert bits(one) == bits(two)
+    assert state_of(first) == state_of(second)
+    for p, blueprint in zip(one, history.params, strict=True):
+        assert p.stride() == blueprint.tensor().stride()
+
+
+def contiguous(blueprint: Any) -> Any:
+    if blueprint is None:
+        return None
+    return Blueprint(blueprint.shape, blueprint.numbers, blueprint.dtype)
+
+
+@fewer(0.4)
+@given(cases(), histories(dtypes=[torch.complex64, torch.complex128]), loss_scales(off=False))
+def test_complex_parameters_are_pairs_of_reals(case, history, scale):
+    def as_real(blueprint: Any) -> Any:
+        if blueprint is None:
+            return None
+        parts = tuple(x for z in map(complex, blueprint.numbers) for x in (z.real, z.imag))
+        return Blueprint((*blueprint.shape, 2), parts, blueprint.dtype.to_real())
+
+    real = History(
+        tuple(map(as_real, history.params)),
+        tuple(tuple(map(as_real, step)) for step in history.steps),
+        history.overflows,
+    )
+    one, _ = train(case, history, scale, joined)
+    two, _ = train(case, real, scale, joined)
+    assert bits([torch.view_as_real(p.detach()) for p in one]) == bits(two)
+
+
+@pytest.mark.parametrize("step", [plain, joined, split])
+@pytest.mark.parametrize("view", ["conjugate", "negative"])
+def test_lazy_conjugates_and_negatives_are_what_they_stand_for(step, view):
+    """Autograd leaves a conjugate that nobody has carried out on a complex parameter."""
+    if view == "conjugate":
+        param = Parameter(torch.tensor([1 + 1j, 2 - 1j]))
+        (param.conj() * torch.tensor([1j, 2j])).real.sum().backward()
+        assert param.grad is not None
+        assert param.grad.is_conj()
+        expected = torch.tensor([1 - 0.5 + 0j, 0]) * 0 + param.detach() - 0.5 * param.grad.clone()
+    else:
+        param = Parameter(torch.tensor([1.0, 2.0]))
+        param.grad = torch.tensor([1j, 2j]).conj().imag
+        assert param.grad.is_neg()
+        expected = torch.tensor([1.5, 3.0])
+    for _ in range(2):  # a second time, the plan of the first step is there
+        grad = param.grad
+        step(ampopt.SGD([param], lr=0.5), 1.0)
+        assert_close(param.detach(), expected.resolve_conj())
+        with torch.no_grad():
+            param.add_(0.5 * grad)
+
+
+def test_a_lazy_negative_is_noticed_between_ordinary_gradients():
+    param = Parameter(torch.zeros(2))
+    optimizer = ampopt.SGD([param], lr=1.0)
+    for _ in range(2):
+        param.grad = torch.ones(2)
+        optimizer.step()
+        param.grad = torch.ones(2)._neg_view()
+        optimizer.step()
+        assert param.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("step", [plain, joined, split])
+@pytest.mark.parametrize("wide", ["gradient", "parameter"])
+def test_float64_on_either_side_is_computed_in_float64(step, wide):
+    param = Parameter(torch.zeros(2, dtype=torch.float64 if wide == "parameter" else torch.float32))
+    other = torch.float32 if wide == "parameter" else torch.float64
+    param.grad_dtype = other  # type: ignore[attr-defined]
+    optimizer = ampopt.SGD([param], lr=0.1)
+    with torch.no_grad():
+        param.fill_(1 + 2.0**-40)
+    param.grad = torch.full((2,), 0.5, dtype=other)
+    step(optimizer, 1.0)
+    assert param.dtype == (torch.float64 if wide == "parameter" else torch.float32)
+    expected = torch.full((2,), (1 + 2.0**-40) - 0.1 * 0.5, dtype=torch.float64)
+    torch.testing.assert_close(param.detach(), expected.to(param.dtype), rtol=1e-15, atol=0)
+
+
+def test_low_precision_parameters_may_have_float32_gradients():
+    param = Parameter(torch.zeros(2, dtype=torch.float16))
+    param.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    for step in (plain, joined, split):
+        with torch.no_grad():
+            param.zero_()
+        param.grad = torch.full((2,), 2.0**-30)
+        step(ampopt.SGD([param], lr=2.0**30), 1.0)
+        assert param.tolist() == [-1.0, -1.0]
+
+
+# --- what changes between steps -------------------------------------------------------------------
+
+
+def twins_of(case: Case, count: int = 2) -> tuple[list[Parameter], Any, list[Parameter], Any]:
+    params, twins = ([Parameter(torch.ones(3)) for _ in range(count)] for _ in range(2))
+    return params, case.make(params), twins, case.torch(twins)
+
+
+def both_step(*trainings: tuple[Sequence[Parameter], Any], grads: Sequence[float | None]) -> None:
+    for params, optimizer in trainings:
+        for p, g in zip(params, grads, strict=True):
+            p.grad = None if g is None else torch.tensor([g, -g, 2 * g])
+        optimizer.step()
+
+
+CHANGES: dict[str, tuple[type, Callable[[Any, list[Parameter]], None]]] = {
+    "learning rate": (ampopt.AdamW, lambda o, ps: o.param_groups[0].update(lr=0.25)),
+    "learning rate to a tensor": (
+        ampopt.AdamW,
+        lambda o, ps: o.param_groups[0].update(lr=torch.tensor(0.25)),
+    ),
+    "weight decay": (ampopt.SGD, lambda o, ps: o.param_groups[0].update(weight_decay=0.5)),
+    "momentum on": (ampopt.SGD, lambda o, ps: o.param_groups[0].update(momentum=0.5)),
+    "maximize": (ampopt.Adam, lambda o, ps: o.param_groups[0].update(maximize=True)),
+    "betas": (ampopt.Adam, lambda o, ps: o.param_groups[0].update(betas=(0.5, 0.5))),
+    "frozen": (ampopt.Adam, lambda o, ps: ps[0].requires_grad_(False)),
+    "data replaced": (ampopt.Adam, lambda o, ps: setattr(ps[0], "data", torch.full((3,), 9.0))),
+    "data written": (ampopt.Adam, lambda o, ps: ps[0].data.fill_(9.0)),
+    "data grown": (ampopt.SGD, lambda o, ps: setattr(ps[0], "data", torch.ones(6)[:3])),
+    "state cleared": (ampopt.Adam, lambda o, ps: o.state.clear()),
+    "state of one dropped": (ampopt.Adam, lambda o, ps: o.state.pop(ps[0], None)),
+    "state written": (ampopt.Adam, lambda o, ps: o.state[ps[0]]["exp_avg"].fill_(3.0)),
+    "state replaced": (
+        ampopt.Adam,
+        lambda o, ps: o.state[ps[0]].update(exp_avg=torch.full((3,), 3.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_is_noticed_as_torch_notices_it(change):
+    cls, apply = CHANGES[change]
+    params, optimizer, twins, reference = twins_of(Case(cls, {"lr": 0.1}))
+    trainings = ((params, optimizer), (twins, reference))
+    for _ in range(3):
+        both_step(*trainings, grads=(1.0, 2.0))
+    for ps, opt in trainings:
+        apply(opt, ps)
+    for grads in ((1.0, 3.0), (-1.0, 2.0)):
+        both_step(*trainings, grads=grads)
+    assert_same_training(params, optimizer, twins, reference)
+
+
+def test_momentum_switched_off_and_on_again_keeps_its_buffer():
+    params, optimizer, twins, reference = twins_of(Case(ampopt.SGD, {"lr": 0.1, "momentum": 0.9}))
+    trainings = ((params, optimizer), (twins, reference))
+    for momentum in (0.9, 0.0, 0.0, 0.9, 0.5):
+        for _, opt in trainings:
+            opt.param_groups[0]["momentum"] = momentum
+        both_step(*trainings, grads=(1.0, -2.0))
+    assert_same_training(params, optimizer, twins, reference)
+
+
+def test_a_learning_rate_tensor_may_be_changed_in_place():
+    params, optimizer, twins, reference = twins_of(Case(ampopt.AdamW, {"lr": torch.tensor(0.1)}))
+    trainings = ((params, optimizer), (twins, reference))
+    for lr in (0.1, 0.5, 0.25):
+        for _, opt in trainings:
+            opt.param_groups[0]["lr"].fill_(lr)
+        both_step(*trainings, grads=(1.0, -2.0))
+    assert_same_training(params, optimizer, twins, reference)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_learning_rate_tensor_has_one_element_of_any_shape(shape):
+    params = [Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = ampopt.AdamW(params, lr=torch.full(shape, 0.5))
+    for p in params:
+        p.grad = torch.ones(3)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    twin = Parameter(torch.ones(3))
+    twin.grad = torch.ones(3)
+    ampopt.AdamW([twin], lr=0.5).step()
+    assert all(bits(p) == bits(twin) for p in params)
+
+
+def test_amsgrad_may_be_switched_on_mid_training():
+    """Torch raises a KeyError there; ours begins the maximum with the next step."""
+    params = [Parameter(torch.ones(3))]
+    optimizer = ampopt.Adam(params, lr=0.1)
+    both_step((params, optimizer), grads=(1.0,))
+    optimizer.param_groups[0]["amsgrad"] = True
+    both_step((params, optimizer), grads=(0.5,))
+    state = optimizer.state[params[0]]
+    assert bits(state["max_exp_avg_sq"]) == bits(state["exp_avg_sq"])
+
+
+def test_gradients_come_and_go():
+    params, optimizer, twins, reference = twins_of(Case(ampopt.Adam, {"lr": 0.1}), count=3)
+    trainings = ((params, optimizer), (twins, reference))
+    for grads in (
+        (1.0, None, 2.0),
+        (None, None, 1.0),
+        (None, None, None),
+        (1.0, 2.0, None),
+        (3.0, 1.0, 2.0),
+    ):
+        both_step(*trainings, grads=grads)
+    assert_same_training(params, optimizer, twins, reference)
+    assert [float(optimizer.state[p]["step"]) for p in params] == [3.0, 2.0, 3.0]
+
+
+def test_groups_may_be_added_mid_training():
+    params, optimizer, twins, reference = twins_of(Case(ampopt.AdamW, {"lr": 0.1}))
+    trainings = ((params, optimizer), (twins, reference))
+    both_step(*trainings, grads=(1.0, 2.0))
+    for ps, opt in trainings:
+        ps.append(Parameter(torch.full((3,), 5.0)))
+        opt.add_param_group({"params": [ps[-1]], "lr": 0.5, "weight_decay": 0.0, "amsgrad": True})
+    for _ in range(2):
+        both_step(*trainings, grads=(1.0, 2.0, 3.0))
+    assert_same_training(params, optimizer, twins, reference)
+
+
+def test_a_parameter_may_shrink_in_place_of_its_storage():
+    """The same address and stride, and fewer elements: nothing beyond them may be written."""
+    storage = torch.ones(4)
+    param = Parameter(storage)
+    optimizer = ampopt.SGD([param], lr=0.5)
+    param.grad = torch.ones(4)
+    optimizer.step()
+    param.grad = None
+    param.data = storage[:2]
+    param.grad = torch.ones(2)
+    optimizer.step()
+    assert storage.tolist() == [0.0, 0.0, 0.5, 0.5]
+
+
+# --- torch's own step -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [plain, joined, split])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sparse_gradients_step_as_torchs(step, momentum):
+    tables = [Parameter(torch.ones(4, 2)) for _ in range(2)]
+    optimizer = ampopt.SGD([tables[0]], lr=0.5, momentum=momentum)
+    reference = torch.optim.SGD([tables[1]], lr=0.5, momentum=momentum)
+    for index in ([0, 2, 2], [1], [2, 0]):
+        for table, scale in zip(tables, (1.0 if step is plain else 8.0, 1.0), strict=True):
+            table.grad = None
+            looked_up = torch.nn.functional.embedding(torch.tensor(index), table, sparse=True)
+            (looked_up.sum() * scale).backward()
+        step(optimizer, 8.0)
+        reference.step()
+    assert bits(tables[0]) == bits(tables[1])
+
+
+@pytest.mark.parametrize("step", [joined, split])
+def test_sparse_duplicates_that_overflow_in_their_sum_are_skipped(step):
+    table = Parameter(torch.ones(2, 1))
+    optimizer = ampopt.SGD([table], lr=0.5)
+    table.grad = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1]]), torch.full((2, 1), 3e38), (2, 1), check_invariants=True
+    )
+    assert step(optimizer, 1.0).skipped
+    assert table.tolist() == [[1.0], [1.0]]
+
+
+def test_differentiable_steps_are_torchs():
+    """Also in a process in which torch's own class was never used."""
+    start = torch.tensor([1.0, 2.0], requires_grad=True)
+    moved = []
+    for cls in (ampopt.SGD, torch.optim.SGD):
+        weight = torch.tensor(0.5, requires_grad=True)
+        param = start.detach().clone().requires_grad_()
+        updated = param.clone()
+        optimizer = cls([updated.detach().requires_grad_()], lr=0.1, differentiable=True)
+        (inner,) = optimizer.param_groups[0]["params"]
+        inner = inner.detach().requires_grad_()
+        optimizer.param_groups[0]["params"] = [inner.clone()]
+        (carried,) = optimizer.param_groups[0]["params"]
+        carried.grad = weight * torch.tensor([1.0, 3.0])
+        optimizer.step()
+        (derivative,) = torch.autograd.grad(carried.sum(), weight)
+        moved.append((bits(carried), bits(derivative)))
+    assert moved[0] == moved[1]
+    assert moved[0][1].shown == repr(torch.tensor(-0.4).item())
+
+
+# --- saving and loading ---------------------------------------------------------------------------
+
+
+@fewer(0.5)
+@given(any_case(), histories(dtypes=(*FULL, *HALF), max_steps=3), st.data())
+def test_saving_and_loading_at_any_point_changes_nothing(case, history, data):
+    assume(case.cls not in (Plain, HostCounted) or torch.float16 not in dtypes_of(history))
+    at = data.draw(st.integers(0, len(history.steps) - 1), label="saved before step")
+    trained = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        params = history.build()
+        optimizer = case.make(params)
+        scale = ampopt.DynamicLossScale(init_scale=1.0, growth_interval=1000)
+        for index, gradients in enumerate(history.steps):
+            if saves and index == at:
+                optimizer, scale = reloaded(case, params, optimizer, scale)
+            set_gradients(params, gradients, scale.item())
+            _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+        trained.append((bits(params), states_taken(optimizer), scale.state_dict()))
+    assert trained[0] == trained[1]
+
+
+def dtypes_of(history: History) -> set[torch.dtype]:
+    return {p.dtype for p in history.params}
+
+
+def reloaded(case: Case, params: list[Parameter], optimizer: Any, scale: Any) -> tuple[Any, Any]:
+    file = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "scale": scale.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    new, new_scale = case.make(params), ampopt.DynamicLossScale()
+    new.load_state_dict(saved["optimizer"])
+    new_scale.load_state_dict(saved["scale"])
+    return new, new_scale
+
+
+def states_taken(optimizer: Any) -> list[Any]:
+    """States that a step has been taken with; one made by a skip alone is as good as none."""
+    return [
+        state if state and any(any(value.data) for value in state.values()) else None
+        for state in state_of(optimizer)
+    ]
+
+
+def test_loading_keeps_the_dtype_that_a_state_was_saved_with():
+    """Torch casts a state to the dtype of its parameter, and the next steps differ."""
+
+    class Float32State(Plain):
+        def update(self) -> None:
+            for p in self.param_groups[0]["params"]:
+                mean = self.state[p].setdefault("mean", [torch.zeros(p.shape)])[0]
+                mean.add_(p.grad.float() - mean, alpha=0.1)
+                p.sub_(mean.to(p.dtype))
+
+    param = Parameter(torch.ones(2, dtype=torch.bfloat16))
+    optimizer = Float32State([param])
+    param.grad = torch.ones(2, dtype=torch.bfloat16)
+    optimizer.step()
+    loaded = Float32State([param])
+    seen: list[torch.dtype] = []
+    loaded.register_load_state_dict_post_hook(
+        lambda opt: seen.append(opt.state[param]["mean"][0].dtype)
+    )
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert state_of(loaded) == state_of(optimizer)
+    assert seen == [torch.float32]
+
+
+def test_loading_goes_by_what_the_users_hook_made_of_the_checkpoint():
+    param = Parameter(torch.ones(2))
+    optimizer = ampopt.Adam([param])
+    param.grad = torch.ones(2)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def renamed(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = {0: {k.removeprefix("old_"): v for k, v in state_dict["state"][0].items()}}
+        return {**state_dict, "state": state}
+
+    loaded = ampopt.Adam([param])
+    loaded.register_load_state_dict_pre_hook(renamed)
+    old = {f"old_{key}": value for key, value in saved["state"][0].items()}
+    loaded.load_state_dict({**saved, "state": {0: old}})
+    assert state_of(loaded) == state_of(optimizer)
+
+
+# --- backends -------------------------------------------------------------------------------------
+
+
+@fewer(0.5)
+@given(cases(), histories(dtypes=(*FULL, *HALF)), loss_scales())
+def test_backends_agree(backend, case, history, scale):
+    assume(scale.kind != "none" or not any(history.overflows))
+    assume(not dtypes_of(history) & {torch.float16} or scale.number == 1.0)
+    one, first = train(case, history, scale, clipped)
+    ampopt.set_backend("eager")
+    try:
+        two, second = train(case, history, scale, clipped)
+    finally:
+        ampopt.set_backend(backend)
+    loose = case.options.get("eps", 1.0) < 0.125
+    for p, twin in zip(one, two, strict=True):
+        assert_close(p, twin, ulps=2**12 if loose else 4, size=16)
+    assert [s and s.keys() for s in state_of(first)] == [s and s.keys() for s in state_of(second)]
+
+
+# --- the whole story ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.AdamW, Plain])
+@pytest.mark.parametrize("step", [joined, split])
+def test_the_story_of_a_training(cls, step):
+    """A good step, two overflows, recovery and growth, with every counter looked at."""
+    param = Parameter(torch.tensor([1.0, 2.0]))
+    reference = Parameter(param.detach().clone())
+    optimizer, unscaled = cls([param], lr=0.25), cls([reference], lr=0.25)
+    limit = 2.0**15  # what a gradient may be times the scale; think of float16
+    scale: Any = ampopt.DynamicLossScale(init_scale=2.0**15, growth_interval=3, hysteresis=1)
+    story = [
+        # gradient, skipped, scale after, finite steps counted after
+        (1.0, False, 2.0**15, 1),
+        (4.0, True, 2.0**14, 0),
+        (4.0, True, 2.0**13, 0),
+        (4.0, False, 2.0**13, 1),
+        (1.0, False, 2.0**13, 2),
+        (2.0, False, 2.0**14, 0),
+        (1.0, False, 2.0**14, 1),
+    ]
+    taken = 0
+    for size, skipped, scale_after, counted in story:
+        scaled = torch.tensor([size, -size]) * scale.value
+        param.grad = torch.where(scaled.abs() > limit, INF, scaled)
+        before = bits(param)
+        result = step(optimizer, scale)
+        scale = result.scale
+
+        assert result.skipped is skipped
+        assert (bits(param) == before) is skipped
+        assert scale.item() == scale_after
+        assert scale.state_dict()["growth"] == counted
+        if not skipped:
+            taken += 1
+            reference.grad = torch.tensor([size, -size])
+            unscaled.step()
+        assert bits(param) == bits(reference)
+        if "step" in optimizer.state[param]:
+            assert float(optimizer.state[param]["step"]) == taken

@@ -1,0 +1,224 @@
+"""On the step path the host reads nothing back from the device.
+
+CPU tensors under Triton's interpreter stand in for a device: every way for Python to look at the
+values of a tensor is made an error, dispatched by torch or not. What only a real device can show,
+such as a copy that waits, is left to tests on one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optimizers import Signed
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ampopt
+from ampopt_kernels.language import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+
+INF = float("inf")
+
+RULE_BASED = [
+    cls
+    for cls in vars(ampopt).values()
+    if isinstance(cls, type)
+    and issubclass(cls, ampopt.ElementwiseOptimizer)
+    and cls is not ampopt.ElementwiseOptimizer
+] + [Signed]
+
+
+class ReadBack(AssertionError):
+    """The host looked at the values of a tensor."""
+
+
+class _Refusing(TorchDispatchMode):
+    """Refuses the operations whose result depends on values, in Python or in its shape."""
+
+    REFUSED = (
+        "_local_scalar_dense",
+        "item",
+        "is_nonzero",
+        "equal",
+        "allclose",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.REFUSED:
+            raise ReadBack(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_read_back() -> Iterator[None]:
+    """Raise :class:`ReadBack` where Python looks at the values of a tensor."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise ReadBack(f"Tensor.{name}")
+
+        return refuse
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("item", "tolist", "numpy", "cpu", "__array__"):
+            patch.setattr(Tensor, name, refusing(name))
+        with _Refusing():
+            yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def triton() -> Iterator[None]:
+    ampopt.set_backend("triton")
+    yield
+    ampopt.set_backend("auto")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: bool(x),
+        lambda x: float(x),
+        lambda x: int(x),
+        lambda x: [0, 1][x.long()],
+        lambda x: x.nonzero(),
+        lambda x: x.equal(x),
+        lambda x: torch.allclose(x, x),
+        lambda x: x[x > 0],
+        lambda x: np.asarray(x),
+        lambda x: f"{x}",
+        lambda x: 1.0 if x > 0 else 2.0,
+    ],
+)
+def test_the_detector_catches_a_planted_look(look):
+    with pytest.raises(ReadBack), no_read_back():
+        look(torch.ones(()))
+
+
+def test_the_detector_catches_a_look_within_a_step():
+    class Looks(Signed):
+        def _run(self, *args: Any) -> Any:
+            decision = super()._run(*args)
+            if decision is not None and decision.found_inf.item() > 0:
+                raise RuntimeError
+            return decision
+
+    with pytest.raises(ReadBack), no_read_back():
+        optimizer, _ = trained(Looks)
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+
+
+def trained(cls: Any) -> tuple[Any, list[Parameter]]:
+    """A fresh optimizer of a class that was used before: a rule is tried out once, on the CPU."""
+    made(cls)[0].step()
+    return made(cls)
+
+
+def made(cls: Any) -> tuple[Any, list[Parameter]]:
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones((), dtype=torch.float64))]
+    for p in params:
+        p.grad = torch.full_like(p, 2.0)
+    return cls([{"params": [p]} for p in params]), params
+
+
+SCALES: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "number": lambda: 2.0,
+    "tensor": lambda: torch.tensor(2.0),
+    "static": lambda: ampopt.StaticLossScale(2.0),
+    "dynamic": lambda: ampopt.DynamicLossScale(init_scale=2.0, growth_interval=1),
+    "dynamic with hysteresis": lambda: ampopt.DynamicLossScale(init_scale=2.0, hysteresis=2),
+}
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("split", [False, True])
+def test_no_kind_of_scale_is_looked_at(kind, split):
+    optimizer, params = trained(ampopt.AdamW)
+    scale = SCALES[kind]()
+    with no_read_back():
+        for value in (2.0, INF, 2.0):
+            params[0].grad = torch.full((3,), value)
+            if split:
+                optimizer.unscale(grads_scaled_by=scale)
+                scale = optimizer.step_after_unscale().scale
+            else:
+                scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0).scale
+            ampopt.scale_outputs(torch.ones(()), scale)
+            optimizer.zero_grad()
+    if kind not in ("none", "static"):
+        assert float(scale) != 2.0 or kind == "dynamic with hysteresis"
+
+
+@pytest.mark.parametrize("cls", RULE_BASED)
+def test_no_control_point_of_any_rule_looks(cls):
+    optimizer, params = trained(cls)
+    scale: Any = ampopt.DynamicLossScale(init_scale=2.0)
+    with no_read_back():
+        for value in (2.0, INF, 2.0):
+            for p in params:
+                p.grad = torch.full_like(p, value)
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0).scale
+        for p in params:
+            p.grad = torch.full_like(p, 2.0)
+        optimizer.unscale(grads_scaled_by=scale)
+        optimizer.step_after_unscale()
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+    assert scale.item() == 1.0
+
+
+@pytest.mark.parametrize("cls", RULE_BASED)
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_loop_written_for_grad_scaler_looks_nowhere(cls, unscale_first):
+    optimizer, params = trained(cls)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = params[0].detach().clone()
+    with no_read_back():
+        for value in (INF, 2.0):
+            optimizer.zero_grad()
+            scaler.scale(params[0].sum() + params[1].float())
+            for p in params:
+                p.grad = torch.full_like(p, value)
+            if unscale_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert params[0].isfinite().all()
+    assert not torch.equal(params[0], before)
+
+
+def test_growing_and_changing_between_steps_is_not_looked_at():
+    """Groups added, learning rates changed, gradients gone: tables are sent, nothing comes back."""
+    optimizer, params = trained(ampopt.AdamW)
+    with no_read_back():
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        optimizer.param_groups[0]["lr"] = 0.5
+        params[0].grad = None
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        params.append(Parameter(torch.ones(2)))
+        params[-1].grad = torch.ones(2)
+        optimizer.add_param_group({"params": [params[-1]]})
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert not torch.equal(params[-1].detach(), torch.ones(2))
+
+
+def test_the_parts_of_an_answer_that_do_look_say_so():
+    optimizer, _ = trained(ampopt.SGD)
+    result = optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert "ynchronizes" in (ampopt.StepResult.skipped.__doc__ or "")
+    with pytest.raises(ReadBack), no_read_back():
+        _ = result.skipped
