@@ -1,0 +1,1 @@
+"""Measure ampopt against torch on the machine at hand: ``python -m ampopt.bench --help``."""

@@ -1,0 +1,180 @@
+"""``python -m ampopt.bench``: ampopt beside torch's for-loop, foreach and fused optimizers.
+
+Every contender steps under a loss scale, torch's under ``torch.amp.GradScaler`` (step and update)
+and ampopt's by ``unscale_and_step`` with a ``DynamicLossScale``, without clipping and with.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ampopt
+from ampopt.bench import contenders, report, rows, workloads
+from ampopt.bench.measure import bandwidth
+from ampopt.bench.overhead import overhead
+from ampopt.bench.plot import plot, require_matplotlib
+from ampopt_kernels.compiled import cpp_compiler
+
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the arguments ask for and print it."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.plot:
+        try:
+            require_matplotlib()
+        except ImportError as error:
+            parser.error(str(error))
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    if device.type not in ("cpu", "cuda"):
+        parser.error(f"--device: {device} has no clock here; choose cpu or cuda")
+    if options.backend is None:
+        options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
+    before = ampopt.get_backend()
+    try:
+        ampopt.set_backend(options.backend)
+        _run(options, device)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        ampopt.set_backend(before)
+
+
+def _run(options: argparse.Namespace, device: torch.device) -> None:
+    dtype = getattr(torch, options.dtype)
+    chosen = options.optimizer or contenders.optimizers()
+    about = report.environment(device)
+    print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
+    speed = bandwidth(device)
+    what = "memory streams" if device.type == "cpu" else "copies on the device run"
+    print(f"{what} at {speed / 1e9:.1f} GB/s, which is the floor", flush=True)
+    sizes = [
+        workloads.make(name, device, _room(device, dtype))
+        for name in options.workload or workloads.WORKLOADS
+    ]
+    measured: list[rows.Row] = []
+    jobs = [(optimizer, workload) for workload in sizes for optimizer in chosen]
+    left = options.seconds
+    for done, (optimizer, workload) in enumerate(jobs):
+        start = time.perf_counter()
+        if options.profile:
+            print(f"\n{overhead(optimizer, workload, dtype=dtype, device=device)}", flush=True)
+            continue
+        _note(f"{done + 1}/{len(jobs)} {optimizer} {workload.name}")
+        new = rows.measure(
+            optimizer,
+            workload,
+            dtype=dtype,
+            device=device,
+            bandwidth=speed,
+            rounds=options.repeats,
+            seconds=left / (len(jobs) - done),
+        )
+        left = max(0.0, left - (time.perf_counter() - start))
+        measured += new
+    if options.profile:
+        return
+    _note("")
+    _print(measured, device)
+    if options.json:
+        text = json.dumps(report.as_json(measured, about, speed), indent=1)
+        Path(options.json).write_text(text + "\n")
+    if options.plot:
+        plot(measured, options.plot)
+
+
+def _print(measured: list[rows.Row], device: torch.device) -> None:
+    print("\nmilliseconds a step: median, and half the range of the middle half of the rounds;")
+    print("ampopt to torch's best: medians, and fastest rounds; ampopt to the floor: median")
+    print(report.table(measured))
+    if device.type == "cuda":
+        print("\nbesides time, for one step")
+        print(report.costs(measured))
+    missing = {
+        f"{row.optimizer}, {name}: {reason}"
+        for row in measured
+        for name, reason in row.missing.items()
+    }
+    if missing:
+        print("\nleft out:", *sorted(missing), sep="\n  ")
+
+
+def _room(device: torch.device, dtype: torch.dtype) -> int | None:
+    """Elements for which parameters, gradients and everyone's states fit a GPU; else ``None``."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    # Parameters, two sets of gradients, two states of each contender, and foreach's copies.
+    copies = 3 + 2 * len(contenders.names(device)) + 4
+    return int(0.9 * free) // (copies * dtype.itemsize)
+
+
+def _note(text: str) -> None:
+    """Say on a terminal what is going on, over what was said before."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ampopt.bench", description=__doc__)
+    known = contenders.optimizers()
+    parser.add_argument(
+        "--optimizer",
+        action="append",
+        choices=known,
+        metavar="NAME",
+        help=f"repeatable; default: all of {', '.join(known)}",
+    )
+    parser.add_argument(
+        "--workload",
+        action="append",
+        choices=list(workloads.WORKLOADS),
+        metavar="NAME",
+        help=f"repeatable; default: all of {', '.join(workloads.WORKLOADS)}",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "triton", "compiled", "eager"),
+        help="of ampopt; default: compiled on a CPU with a C++ compiler, else auto",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the parameters")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, help="cpu or cuda; default here: %(default)s")
+    parser.add_argument("--repeats", type=_positive(int), default=200, help="rounds at most")
+    parser.add_argument(
+        "--seconds",
+        type=_positive(float),
+        default=240.0,
+        help="to spend on all rows, however little remains for each; default: %(default)s",
+    )
+    parser.add_argument("--threads", type=_positive(int), help="for torch on the CPU")
+    parser.add_argument("--json", metavar="FILE", help="write all figures there")
+    parser.add_argument("--plot", metavar="FILE", help="draw the ratios; needs matplotlib")
+    parser.add_argument(
+        "--profile", action="store_true", help="show where the host's time goes, nothing else"
+    )
+    return parser
+
+
+def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+        return value
+
+    return number
+
+
+if __name__ == "__main__":
+    main()

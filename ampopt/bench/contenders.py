@@ -1,0 +1,137 @@
+"""Who steps: torch's implementations under its own loss scaler, ampopt, and others installed."""
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ampopt
+from ampopt.bench.workloads import SCALE
+
+__all__ = ["AMPOPT", "TORCH", "Contender", "enter", "names", "optimizers"]
+
+AMPOPT = "ampopt"
+TORCH = ("for-loop", "foreach", "fused")
+_OTHERS = ("apex", "optimi")
+
+_MAX_NORM = 1.0
+_NEVER = 1 << 30
+"""Growth interval: a scale that grew in one run and not in another would not be the same work."""
+_SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
+"""Arguments besides the defaults: without momentum, SGD is a copy with a factor."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One implementation, ready to step.
+
+    Attributes:
+        name: the column.
+        optimizer: what steps, over the parameters it was entered with.
+        step: unscale, look for overflow, step, and find the next scale.
+        clipped: the same, clipping by global norm on the way.
+    """
+
+    name: str
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], Any]
+    clipped: Callable[[], Any]
+
+
+def optimizers() -> list[str]:
+    """The optimizers that are a rule here and exist in torch, by name."""
+    return [
+        name
+        for name in ampopt.__all__
+        if inspect.isclass(kind := getattr(ampopt, name))
+        and issubclass(kind, ampopt.ElementwiseOptimizer)
+        and hasattr(torch.optim, name)
+        and hasattr(kind, "rule")
+    ]
+
+
+def names(device: torch.device) -> tuple[str, ...]:
+    """The columns: torch's, ampopt, and on a GPU what else can be imported."""
+    others = _OTHERS if device.type == "cuda" else ()
+    return (*TORCH, AMPOPT, *(name for name in others if importlib.util.find_spec(name)))
+
+
+def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> Contender:
+    """The contender ``name`` with ``optimizer`` over ``params``.
+
+    Raises:
+        NotImplementedError: it has no such optimizer, or not for such parameters.
+    """
+    settings = _SETTINGS.get(optimizer, {})
+    if name == AMPOPT:
+        return _ampopt(getattr(ampopt, optimizer)(params, **settings))
+    makers = {"apex": _apex, "optimi": _optimi}
+    if name in makers:
+        return _under_scaler(name, makers[name](optimizer, params, settings), params)
+    kind = getattr(torch.optim, optimizer)
+    flag = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    if next(iter(flag[name])) not in inspect.signature(kind).parameters:
+        raise NotImplementedError(f"torch has no {name} {optimizer}")
+    try:
+        made = kind(params, **settings, **flag[name])
+    except (RuntimeError, ValueError) as error:
+        raise NotImplementedError(f"torch's {name} {optimizer}: {error}") from error
+    return _under_scaler(name, made, params)
+
+
+def _ampopt(optimizer: Any) -> Contender:
+    scale = ampopt.DynamicLossScale(init_scale=SCALE, growth_interval=_NEVER)
+
+    def step(max_norm: float | None = None) -> None:
+        nonlocal scale
+        result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
+        scale = result.scale
+
+    return Contender(AMPOPT, optimizer, step, lambda: step(_MAX_NORM))
+
+
+def _under_scaler(
+    name: str, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
+) -> Contender:
+    scaler = torch.amp.GradScaler(  # pyright: ignore[reportPrivateImportUsage]
+        params[0].device.type, init_scale=SCALE, growth_interval=_NEVER
+    )
+    # A loop scales its loss, which is where the scaler makes its tensors.
+    scaler.scale(torch.zeros((), device=params[0].device))
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    def clipped() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, _MAX_NORM)
+        step()
+
+    return Contender(name, optimizer, step, clipped)
+
+
+def _apex(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
+    module: Any = importlib.import_module("apex.optimizers")
+    made = {
+        "Adam": lambda: module.FusedAdam(params, adam_w_mode=False, **settings),
+        "AdamW": lambda: module.FusedAdam(params, weight_decay=1e-2, **settings),
+        "SGD": lambda: module.FusedSGD(params, lr=1e-3, **settings),
+        "Adagrad": lambda: module.FusedAdagrad(params, **settings),
+    }
+    if optimizer not in made:
+        raise NotImplementedError(f"apex has no {optimizer}")
+    return made[optimizer]()
+
+
+def _optimi(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
+    module: Any = importlib.import_module("optimi")
+    kind = getattr(module, optimizer, None)
+    if kind is None:
+        raise NotImplementedError(f"optimi has no {optimizer}")
+    return kind(params, lr=1e-3, triton=True, **settings)

@@ -1,0 +1,226 @@
+"""How times are taken: interleaved, warm, each step on fresh gradients, nothing else running."""
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+
+__all__ = ["DeviceCost", "Times", "bandwidth", "device_cost", "interleaved", "warmed"]
+
+_WARM_STEPS = 3
+_BEYOND_CACHES = 1 << 26
+"""Float32 elements, 256 MiB, of an array that no cache holds."""
+_L2 = 1 << 28
+"""Bytes that are written before a step on a GPU, so that no one finds tensors in its cache."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of one contender in one row, in seconds.
+
+    Attributes:
+        median: of all rounds.
+        low: the first quartile.
+        high: the third quartile.
+        least: the fastest round.
+        rounds: how many there were.
+        host: median time after which the host could go on; the same as ``median`` on the CPU.
+    """
+
+    median: float
+    low: float
+    high: float
+    least: float
+    rounds: int
+    host: float
+
+    @staticmethod
+    def of(times: list[float], hosts: list[float]) -> "Times":
+        """The summary of what every round took."""
+        low, median, high = _quartiles(times)
+        return Times(median, low, high, min(times), len(times), statistics.median(hosts))
+
+    @property
+    def spread(self) -> float:
+        """Half of the range that the middle half of the rounds lies in."""
+        return (self.high - self.low) / 2
+
+    def as_dict(self) -> dict[str, float]:
+        """For JSON."""
+        return asdict(self)
+
+
+def _quartiles(times: list[float]) -> tuple[float, float, float]:
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, median, high
+
+
+def warmed(step: Callable[[], object], restore: Callable[[], None]) -> None:
+    """Step until states exist and what is compiled has been compiled."""
+    for _ in range(_WARM_STEPS):
+        restore()
+        step()
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[], object]],
+    restore: Callable[[], None],
+    device: torch.device,
+    *,
+    rounds: int,
+    seconds: float,
+) -> dict[str, Times]:
+    """Time ``steps`` in turn, so that what slows the machine down slows all of them.
+
+    Each round times each step once, beginning with another one; before each, outside of the time,
+    gradients are restored. So whatever a step finds in a cache, the others have found as well.
+
+    Args:
+        steps: what to time, warm.
+        restore: puts the gradients back.
+        device: where they run.
+        rounds: how many at most.
+        seconds: after which no round begins; there are three in any case, if ``rounds`` allows.
+    """
+    order = list(steps)
+    times: dict[str, list[float]] = {name: [] for name in order}
+    hosts: dict[str, list[float]] = {name: [] for name in order}
+    clock = _on_host if device.type == "cpu" else _on_cuda(device)
+    with _no_collection():
+        end = time.perf_counter() + seconds
+        for done in range(rounds):
+            if done >= 3 and time.perf_counter() > end:
+                break
+            first = done % len(order)
+            for name in order[first:] + order[:first]:
+                restore()
+                taken, host = clock(steps[name])
+                times[name].append(taken)
+                hosts[name].append(host)
+    return {name: Times.of(times[name], hosts[name]) for name in order}
+
+
+def _on_host(step: Callable[[], object]) -> tuple[float, float]:
+    start = time.perf_counter()
+    step()
+    taken = time.perf_counter() - start
+    return taken, taken
+
+
+def _on_cuda(device: torch.device) -> Callable[[Callable[[], object]], tuple[float, float]]:
+    """A clock that reads the device's own, and beside it what the host waited."""
+    flush = torch.empty(_L2, dtype=torch.int8, device=device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def clock(step: Callable[[], object]) -> tuple[float, float]:
+        flush.zero_()
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        begin.record()
+        step()
+        end.record()
+        host = time.perf_counter() - start
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3, host
+
+    return clock
+
+
+@contextmanager
+def _no_collection():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def bandwidth(device: torch.device, elements: int = _BEYOND_CACHES) -> float:
+    """Bytes per second that memory is read and written at, the best of several streams.
+
+    On a GPU a copy from device to device. On the CPU also streams that write what they have read,
+    as a step does: a copy into other memory has to fetch it first.
+    """
+    a, b = torch.ones(elements, device=device), torch.ones(elements, device=device)
+    streams: dict[str, tuple[Callable[[], object], int]] = {"copy": (lambda: b.copy_(a), 2)}
+    if device.type == "cpu":
+        streams["scale"] = (lambda: a.mul_(1.0), 2)
+        streams["add"] = (lambda: a.add_(b), 3)
+    timed = interleaved(
+        {name: stream for name, (stream, _) in streams.items()},
+        lambda: None,
+        device,
+        rounds=10,
+        seconds=5.0,
+    )
+    return max(
+        streams[name][1] * a.nbytes / times.least for name, times in timed.items() if times.least
+    )
+
+
+@dataclass(frozen=True)
+class DeviceCost:
+    """What one step costs a GPU besides time.
+
+    Attributes:
+        launches: kernels launched.
+        synchronizations: times the host waited for the device.
+        extra_bytes: memory allocated at the peak, beyond what was there before.
+    """
+
+    launches: int
+    synchronizations: int
+    extra_bytes: int
+
+
+def device_cost(
+    step: Callable[[], object], restore: Callable[[], None], device: torch.device
+) -> DeviceCost:
+    """Count what a warm ``step`` does on a GPU; three steps are taken for it."""
+    restore()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    extra = torch.cuda.max_memory_allocated(device) - before
+    restore()
+    synchronizations = _synchronizations(step)
+    restore()
+    torch.cuda.synchronize(device)
+    return DeviceCost(_launches(step, device), synchronizations, extra)
+
+
+def _synchronizations(step: Callable[[], object]) -> int:
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+def _launches(step: Callable[[], object], device: torch.device) -> int:
+    from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize(device)
+    return sum(
+        event.device_type == DeviceType.CUDA
+        and not event.is_user_annotation  # torch's optimizers mark their steps so
+        and not event.name.startswith(("Memcpy", "Memset"))
+        for event in profiler.events() or []
+    )

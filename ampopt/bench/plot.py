@@ -1,0 +1,61 @@
+"""The table as a picture. matplotlib is needed for this alone."""
+
+from collections.abc import Sequence
+
+from ampopt.bench.rows import Row
+
+__all__ = ["plot", "require_matplotlib"]
+
+
+def require_matplotlib() -> None:
+    """Find out before measuring, rather than after, that the picture cannot be drawn.
+
+    Raises:
+        ImportError: it cannot; the message names the fix.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "--plot needs matplotlib, which cannot be imported: install it, or leave --plot out "
+            "and use --json"
+        ) from error
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Draw one panel for each workload: every contender's time as a multiple of torch's best."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row.workload for row in rows))
+    height = 1.5 + 0.45 * max(sum(row.workload == name for row in rows) for name in names)
+    figure, panels = pyplot.subplots(
+        1, len(names), figsize=(5 * len(names), height), squeeze=False, layout="constrained"
+    )
+    columns = list(dict.fromkeys(column for row in rows for column in row.times))
+    for panel, name in zip(panels[0], names, strict=True):
+        shown = [row for row in rows if row.workload == name]
+        thickness = 0.8 / len(columns)
+        for i, column in enumerate(columns):
+            there = [(y, row) for y, row in enumerate(shown) if column in row.times]
+            panel.barh(
+                [y + i * thickness for y, _ in there],
+                [row.times[column].median / _unit(row) for _, row in there],
+                height=thickness,
+                label=column,
+            )
+        labels = [f"{row.optimizer}{', clipped' if row.clip else ''}" for row in shown]
+        panel.set_yticks([y + 0.4 - thickness / 2 for y in range(len(shown))], labels)
+        panel.invert_yaxis()
+        panel.axvline(1.0, color="black", linewidth=0.8)
+        panel.set_title(name)
+        panel.set_xlabel("time, torch's best = 1")
+    panels[0][0].legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _unit(row: Row) -> float:
+    return row.times[row.best or "ampopt"].median

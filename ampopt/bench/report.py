@@ -1,0 +1,126 @@
+"""The tables a person reads, and the same for programs."""
+
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+import ampopt
+from ampopt.bench.rows import Row
+from ampopt.bench.targets import judge
+
+__all__ = ["as_json", "costs", "environment", "table"]
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    found: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "ampopt": ampopt.__version__,
+        "backend": ampopt.get_backend(),
+    }
+    if device.type == "cuda":
+        found["gpu"] = torch.cuda.get_device_name(device)
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float) -> dict[str, Any]:
+    """Everything that was measured, times in seconds and bandwidths in bytes per second."""
+    return {
+        "environment": about,
+        "bandwidth": bandwidth,
+        "rows": [
+            {**row.as_dict(), "targets": [vars(verdict) for verdict in judge(row)]} for row in rows
+        ],
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Milliseconds a step: median, and half the range of the middle half of all rounds.
+
+    Then our time to that of torch's best, by medians and by fastest rounds, which a busy machine
+    disturbs less, and to the floor.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in (*row.times, *row.missing)))
+    lines = [["optimizer", "workload", "clip", *columns, "/best", "fastest", "/floor", "targets"]]
+    for row in rows:
+        cells = [row.optimizer, row.workload, "yes" if row.clip else "no"]
+        for name in columns:
+            times = row.times.get(name)
+            cells.append("-" if times is None else _milliseconds(times.median, times.spread))
+        cells += ["-" if x is None else f"{x:.2f}" for x in (row.ratio, row.ratio_of_least)]
+        cells.append(f"{row.to_floor:.2f}")
+        cells.append("; ".join(map(str, judge(row))) or "-")
+        lines.append(cells)
+    return _aligned(lines, left=(0, 1, 2, len(lines[0]) - 1))
+
+
+def costs(rows: Sequence[Row]) -> str:
+    """What each step costs besides time; counted on a GPU only."""
+    head = ["optimizer", "workload", "clip", "contender", "GB/s", "of copy", "host us"]
+    lines = [[*head, "launches", "syncs", "extra MB"]]
+    for row in rows:
+        for name, times in row.times.items():
+            cost = row.costs.get(name)
+            ours = name == "ampopt"  # the bytes are counted from our rule, and no one else's
+            lines.append(
+                [
+                    row.optimizer,
+                    row.workload,
+                    "yes" if row.clip else "no",
+                    name,
+                    f"{row.bytes / times.median / 1e9:.1f}" if ours else "-",
+                    f"{1 / row.to_floor:.2f}" if ours else "-",
+                    f"{times.host * 1e6:.0f}",
+                    "-" if cost is None else str(cost.launches),
+                    "-" if cost is None else str(cost.synchronizations),
+                    "-" if cost is None else f"{cost.extra_bytes / 1e6:.1f}",
+                ]
+            )
+    return _aligned(lines, left=(0, 1, 2, 3))
+
+
+def _milliseconds(median: float, spread: float) -> str:
+    digits = 3 if median < 0.01 else 2
+    return f"{median * 1e3:.{digits}f} ±{spread * 1e3:.{digits}f}"
+
+
+def _aligned(lines: list[list[str]], left: tuple[int, ...]) -> str:
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

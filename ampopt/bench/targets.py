@@ -1,0 +1,74 @@
+"""The speeds ampopt sets itself, and whether a row reaches them."""
+
+from dataclasses import dataclass
+
+from ampopt.bench.rows import Row
+
+__all__ = ["Verdict", "judge"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target and what was measured.
+
+    Attributes:
+        target: what was aimed at, in words and numbers.
+        value: what was measured, likewise.
+        met: whether it was reached.
+    """
+
+    target: str
+    value: str
+    met: bool
+
+    def __str__(self) -> str:
+        """As the table shows it."""
+        return f"target {self.target}: {self.value} {'met' if self.met else 'MISSED'}"
+
+
+def judge(row: Row) -> list[Verdict]:
+    """What is aimed at for ``row``; nothing where nothing is.
+
+    On the CPU, to the best of torch's implementations: never more than 1.05 where one of them is
+    fused; where none is, at large tensors 0.5, or else 1.3 times what memory allows; at small
+    ones 0.5 in any case. On a GPU: 0.9 of the bandwidth of a copy at large tensors, where torch's
+    fused AdamW is to be beaten by 1.2, and by 1.4 when clipping; never a synchronization; at
+    small tensors no more time of the host than torch's fused step.
+    """
+    return _on_cpu(row) if row.device == "cpu" else _on_gpu(row)
+
+
+def _on_cpu(row: Row) -> list[Verdict]:
+    ratio = row.ratio
+    if ratio is None:
+        return []
+    if row.workload == "small":
+        return [Verdict("<= 0.50", f"{ratio:.2f}", ratio <= 0.5)]
+    if "fused" in row.times:
+        return [Verdict("<= 1.05", f"{ratio:.2f}", ratio <= 1.05)]
+    if row.workload != "large":
+        return []
+    value = f"{ratio:.2f}, {row.to_floor:.2f} x floor"
+    met = ratio <= 0.5 or row.to_floor <= 1.3
+    return [Verdict("<= 0.50 or <= 1.30 x floor", value, met)]
+
+
+def _on_gpu(row: Row) -> list[Verdict]:
+    verdicts = []
+    if row.workload == "large":
+        fraction = 1 / row.to_floor
+        verdicts.append(Verdict(">= 0.90 of copy", f"{fraction:.2f}", fraction >= 0.9))
+        ratio = row.ratio_to("fused")
+        if row.optimizer == "AdamW" and ratio is not None:
+            least = 1.4 if row.clip else 1.2
+            value = f"{1 / ratio:.2f}x"
+            verdicts.append(Verdict(f">= {least:.1f}x fused", value, 1 / ratio >= least))
+    if row.workload == "small" and "fused" in row.times:
+        host, fused = row.ampopt.host, row.times["fused"].host
+        value = f"{host * 1e6:.0f} us"
+        verdicts.append(Verdict(f"host <= fused {fused * 1e6:.0f} us", value, host <= fused))
+    cost = row.costs.get("ampopt")
+    if cost is not None:
+        waits = cost.synchronizations
+        verdicts.append(Verdict("no synchronization", str(waits), waits == 0))
+    return verdicts

@@ -1,0 +1,246 @@
+"""The benchmark measures what it says: the same work by everyone, every row, every column."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import ampopt
+from ampopt.bench import __main__ as bench
+from ampopt.bench import contenders, measure, rows, workloads
+from ampopt.bench.count import bytes_moved
+from ampopt.bench.targets import judge
+
+CPU = torch.device("cpu")
+TINY = {
+    "large": lambda on_cpu, room: ((3, 5), (7,)),
+    "small": lambda on_cpu, room: ((2,),) * 4,
+    "mix": lambda on_cpu, room: ((), (4, 4), (1,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    ampopt.set_backend("eager")
+    yield
+    ampopt.set_backend("auto")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(workloads, "WORKLOADS", TINY)
+    monkeypatch.setattr(bench, "bandwidth", lambda device: 1e9)
+
+
+def run(*arguments):
+    bench.main(["--device", "cpu", "--backend", "eager", "--seconds", "0.1", *arguments])
+
+
+def test_finds_the_optimizers_that_torch_has_too():
+    found = contenders.optimizers()
+    assert {"SGD", "Adam", "AdamW", "RMSprop"} <= set(found)
+    assert not {"Optimizer", "ElementwiseOptimizer", "LBFGS"} & set(found)
+
+
+def test_tables_and_json_have_every_row_and_column(tiny, tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    run("--optimizer", "AdamW", "--optimizer", "RMSprop", "--repeats", "2", "--json", str(path))
+    figures = json.loads(path.read_text())
+    expected = [
+        (optimizer, workload, clip)
+        for workload in TINY
+        for optimizer in ("AdamW", "RMSprop")
+        for clip in (False, True)
+    ]
+    assert [(r["optimizer"], r["workload"], r["clip"]) for r in figures["rows"]] == expected
+    for row in figures["rows"]:
+        assert list(row["contenders"]) == (
+            ["for-loop", "foreach", "fused", "ampopt"]
+            if row["optimizer"] == "AdamW"
+            else ["for-loop", "foreach", "ampopt", "fused"]
+        )
+        for name, there in row["contenders"].items():
+            if (row["optimizer"], name) == ("RMSprop", "fused"):
+                assert there == {"missing": "torch has no fused RMSprop"}
+            else:
+                assert there["rounds"] == 2
+                assert 0 < there["least"] <= there["low"] <= there["median"] <= there["high"]
+        assert row["best"] in contenders.TORCH
+        ours, best = row["contenders"]["ampopt"], row["contenders"][row["best"]]
+        assert row["ratio"] == ours["median"] / best["median"]
+        assert row["to_floor"] == ours["median"] / row["floor"]
+    assert figures["bandwidth"] == 1e9
+    assert {"cpu", "cores", "threads", "torch", "python", "date"} <= set(figures["environment"])
+    assert figures["environment"]["backend"] == "eager"
+
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
+    assert [line for line in lines if line[:1] == ["optimizer"]][0][3:7] == [
+        "for-loop",
+        "foreach",
+        "fused",
+        "ampopt",
+    ]
+    for optimizer, workload, clip in expected:
+        assert any(line[:3] == [optimizer, workload, "yes" if clip else "no"] for line in lines)
+    assert "RMSprop, fused: torch has no fused RMSprop" in printed
+    assert ampopt.get_backend() == "eager"
+
+
+def test_profile_shows_functions_of_ours(tiny, capsys):
+    run("--optimizer", "SGD", "--workload", "small", "--profile")
+    printed = capsys.readouterr().out
+    assert "SGD, small: " in printed
+    assert "ampopt/" in printed
+
+
+def test_plot_draws_every_workload(tiny, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "figures.png"
+    run("--optimizer", "SGD", "--repeats", "1", "--plot", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optimizer", "LBFGS"], "LBFGS"),
+        (["--repeats", "0"], "more than 0"),
+        (["--device", "meta"], "choose cpu or cuda"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(*arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="2"):
+        run("--plot", "figures.png")
+    assert "needs matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("optimizer", contenders.optimizers())
+def test_contenders_do_the_same_work(optimizer, clip):
+    workload = workloads.Workload("some", ((3, 5), (7,), (300,)))
+    reached = {}
+    for name in contenders.names(CPU):
+        params = workload.parameters(torch.float32, CPU)
+        gradients = workloads.Gradients(params)
+        start = [p.detach().clone() for p in params]
+        try:
+            contender = contenders.enter(name, optimizer, params)
+        except NotImplementedError:
+            assert name == "fused"
+            continue
+        for _ in range(3):
+            gradients.restore()
+            (contender.clipped if clip else contender.step)()
+        assert all((p != old).all() for p, old in zip(params, start, strict=True))
+        reached[name] = params
+    assert "ampopt" in reached
+    for params in reached.values():
+        torch.testing.assert_close(params, reached["ampopt"], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_are_the_same_before_every_step_and_in_new_tensors():
+    params = workloads.Workload("some", ((4, 4), (3,))).parameters(torch.float32, CPU)
+    gradients = workloads.Gradients(params)
+    gradients.restore()
+    first = [p.grad for p in params if p.grad is not None]
+    values = [g.clone() for g in first]
+    for grad in first:
+        grad.zero_()
+    gradients.restore()
+    second = [p.grad for p in params if p.grad is not None]
+    assert len(first) == len(second) == 2
+    assert all(new is not old for new, old in zip(second, first, strict=True))
+    assert all(map(torch.equal, second, values))
+
+
+def test_rounds_are_interleaved_and_begin_with_restored_gradients():
+    happened = []
+    times = measure.interleaved(
+        {name: lambda name=name: happened.append(name) for name in "ab"},
+        lambda: happened.append("restore"),
+        CPU,
+        rounds=3,
+        seconds=0.0,
+    )
+    assert [h for h in happened if h != "restore"] == ["a", "b", "b", "a", "a", "b"]
+    assert happened[::2] == ["restore"] * 6
+    assert times["a"].rounds == 3
+
+
+def test_float16_leaves_out_who_cannot_unscale_it():
+    workload = workloads.Workload("some", ((5,),))
+    row, _ = rows.measure(
+        "AdamW",
+        workload,
+        dtype=torch.float16,
+        device=CPU,
+        bandwidth=1e9,
+        rounds=1,
+        seconds=0.0,
+    )
+    assert "ampopt" in row.times
+    assert "FP16" in row.missing["foreach"]
+
+
+@pytest.mark.parametrize(
+    ("make", "each"),
+    [
+        (lambda params: ampopt.AdamW(params), 32),
+        (lambda params: ampopt.Adam(params, amsgrad=True), 40),
+        (lambda params: ampopt.SGD(params), 16),
+        (lambda params: ampopt.SGD(params, momentum=0.9), 24),
+    ],
+)
+def test_bytes_follow_the_states_that_the_rule_has(make, each):
+    params = workloads.Workload("some", ((5, 2),)).parameters(torch.float32, CPU)
+    workloads.Gradients(params).restore()
+    optimizer = make(params)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert bytes_moved(optimizer) == 10 * each
+
+
+def row_with(workload, seconds, device="cpu", clip=False, optimizer="AdamW", **others):
+    given = {"ampopt": seconds, **others}
+    times = {k: measure.Times(v, v, v, v, 1, v) for k, v in given.items()}
+    costs = {"ampopt": measure.DeviceCost(3, 0, 0)} if device == "cuda" else {}
+    return rows.Row(optimizer, workload, clip, device, 1, 1, 100, 100.0, times, {}, costs)
+
+
+@pytest.mark.parametrize(
+    ("row", "met"),
+    [
+        (row_with("large", 1.04, foreach=4.0, fused=1.0), [True]),
+        (row_with("large", 1.06, foreach=4.0, fused=1.0), [False]),
+        (row_with("large", 2.0, foreach=4.0), [True]),
+        (row_with("large", 1.2, foreach=1.3), [True]),
+        (row_with("large", 2.1, foreach=4.0), [False]),
+        (row_with("small", 0.5, foreach=4.0, fused=1.0), [True]),
+        (row_with("small", 0.51, foreach=4.0, fused=1.0), [False]),
+        (row_with("mix", 1.06, fused=1.0), [False]),
+        (row_with("mix", 3.0, foreach=4.0), []),
+        (row_with("large", 1.1, "cuda", fused=1.33), [True, True, True]),
+        (row_with("large", 1.2, "cuda", fused=1.33), [False, False, True]),
+        (row_with("large", 1.1, "cuda", clip=True, fused=1.5), [True, False, True]),
+        (row_with("large", 1.1, "cuda", optimizer="SGD", fused=1.0), [True, True]),
+        (row_with("small", 1.1, "cuda", fused=1.0), [False, True]),
+    ],
+)
+def test_targets_are_judged_as_design_sets_them(row, met):
+    verdicts = judge(row)
+    assert [verdict.met for verdict in verdicts] == met
+    assert all(str(v).endswith("met" if v.met else "MISSED") for v in verdicts)
+
+
+def test_a_row_names_the_best_of_torchs_alone():
+    row = row_with("large", 1.0, foreach=3.0, fused=2.0, apex=0.1)
+    assert row.best == "fused"
+    assert row.ratio == 0.5
