@@ -1,8 +1,10 @@
 """Adagrad."""
 
+from typing import Any
+
 import torch
 
-from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.elementwise import ElementwiseOptimizer, needs_master
 from ampopt_kernels import rules
 
 __all__ = ["Adagrad"]
@@ -19,3 +21,12 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
 
     rule = rules.adagrad
     sparse_gradients = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make the optimizer; see the class."""
+        super().__init__(*args, **kwargs)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if needs_master(group, param):
+                    # torch has made it in the parameter's dtype, rounding its initial value.
+                    del self.state[param]["sum"]

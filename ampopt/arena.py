@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ampopt_kernels.cpu import SMALL
 
-__all__ = ["lay_end_to_end"]
+__all__ = ["lay_end_to_end", "shares_storage"]
 
 
 def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:
@@ -24,7 +24,7 @@ def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], n
         if param.device.type == "cpu"
         and isinstance(state.get(name), Tensor)
         and 0 < state[name].numel() <= SMALL  # so step counts of large parameters, too
-        and not _shares_storage(state[name])
+        and not shares_storage(state[name])
         and state[name].is_contiguous()
     ]
     by_dtype: dict[torch.dtype, list[tuple[dict[str, Any], Tensor]]] = {}
@@ -39,5 +39,6 @@ def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], n
             state[name] = part.view(value.shape)
 
 
-def _shares_storage(tensor: Tensor) -> bool:
+def shares_storage(tensor: Tensor) -> bool:
+    """Whether there is more in the memory of ``tensor`` than ``tensor``."""
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()

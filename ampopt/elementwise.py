@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,12 +14,13 @@ from ampopt_kernels.work import Decision, Request, Row, run
 from torch import Tensor
 
 from ampopt import gradients, scaler_protocol
+from ampopt.arena import shares_storage
 from ampopt.backend import backend_for
 from ampopt.optimizer import Attempt, Optimizer
 from ampopt.plan import Plan
 from ampopt.snapshot import Snapshot
 
-__all__ = ["ElementwiseOptimizer"]
+__all__ = ["ElementwiseOptimizer", "needs_master"]
 
 
 class ElementwiseOptimizer(Optimizer):
@@ -41,6 +43,12 @@ class ElementwiseOptimizer(Optimizer):
     copy; its other states are float32 too. ``unscale`` then leaves ``p.grad`` alone and puts
     float32 unscaled gradients on the masters, where :meth:`master_params` finds them, until the
     next step or ``zero_grad``. Made from the parameter at the first use, saved in ``state_dict``.
+    Whatever else writes to the parameter from then on is lost to the next step, unless it writes
+    to the master or drops it (``del optimizer.state[p]["master_param"]``).
+
+    **Layouts.** Parameters, gradients and states may be laid out in memory each in its own way;
+    where they differ, a step makes copies. Parameters may share storage, one beside another or
+    interleaved. Which of two updates an element of both of them gets is not defined.
 
     Attributes:
         rule: the mathematics; see :class:`ampopt_kernels.Rule`.
@@ -139,15 +147,41 @@ class ElementwiseOptimizer(Optimizer):
             group.pop("master_weights", None)
             if masters:
                 group["master_weights"] = True
-        if not any(kept):
-            for state in self.state.values():
-                state.pop("master_param", None)
+            for param in group["params"]:
+                if param in self.state and not needs_master(group, param):
+                    self.state[param].pop("master_param", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's. A parameter that never had a gradient has none."""
+        state_dict = super().state_dict()
+        states = state_dict["state"]
+        for group in state_dict["param_groups"]:
+            flags = self.rule.flag_values(group)
+            if not (self.rule.state_for(flags) or self.rule.scalar_state_for(flags)):
+                continue
+            for key in group["params"]:
+                # A master alone is the parameter, and torch would take it for a state that is all
+                # there.
+                if states.get(key, {}).keys() == {"master_param"}:
+                    del states[key]
+        return state_dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or pickle, in which every tensor has memory of its own."""
+        copied = super().__getstate__()
+        copied["state"] = copied["state"].copy()
+        for param, state in copied["state"].items():
+            # Pickle would write the whole of the buffer that states of small parameters share
+            # for each of them.
+            copied["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
+        return {**copied, "_master_weights": self._master_weights}
 
     def master_params(self) -> Iterator[Tensor]:
-        """See :meth:`Optimizer.master_params`."""
+        """See :meth:`Optimizer.master_params`. A frozen parameter stands for itself."""
         for group in self.param_groups:
             for param in group["params"]:
-                master = self._master_of(group, param)
+                frozen = not param.requires_grad and "master_param" not in self.state.get(param, {})
+                master = None if frozen else self._master_of(group, param)
                 yield param if master is None else master
 
     # --- what Optimizer does in two passes and a look, in one and none -------------------------
@@ -185,6 +219,14 @@ class ElementwiseOptimizer(Optimizer):
         # The step above evaluates a closure before it updates anything.
         return super()._unchanged_until_done() if self._has_own_step else None
 
+    @contextmanager
+    def _restored_on_failure(self, replay: Any) -> Iterator[None]:
+        try:
+            with super()._restored_on_failure(replay):
+                yield
+        finally:  # unscaled ones that no step took
+            self._drop_master_gradients()
+
     def _left_scaled_by(self) -> Tensor | None:
         return None if self._request is None else self._request.scale
 
@@ -192,6 +234,7 @@ class ElementwiseOptimizer(Optimizer):
         holders = super()._holders(written=written)
         if not written:
             return holders
+        self._needs_torch()  # refuses sparse gradients where the step would
         result = []
         for index, param in holders:
             master = self._master_of(self.param_groups[index], param)
@@ -204,9 +247,15 @@ class ElementwiseOptimizer(Optimizer):
 
     # --- the parts ---------------------------------------------------------------------------
 
+    def _holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
+        """Whose ``grad`` to step with: after ``unscale`` the master's, if there is one."""
+        if not self._masters_have_gradients:
+            return param
+        return param if (master := self._master_of(group, param)) is None else master
+
     def _master_of(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
         """The float32 master of ``param``, made where it is missing; ``None`` if it needs none."""
-        if not (_has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)):
+        if not needs_master(group, param):
             return None
         state = self.state[param]
         if state.get("master_param") is None:
@@ -258,6 +307,7 @@ class ElementwiseOptimizer(Optimizer):
             work.hyper = hyper
         decision = run(backend_for(plan.works[0].device), plan.works, request)
         plan.staged.store()
+        plan.release()
         if request.max_norm is not None:
             self.grad_norm = decision.norm
         return decision
@@ -301,10 +351,12 @@ class ElementwiseOptimizer(Optimizer):
         for index, param in gradients.present(self.param_groups):
             assert param.grad is not None
             if param.grad.layout != torch.strided:
-                if self.sparse_gradients and not _has_masters(self.param_groups[index]):
+                masters = _has_masters(self.param_groups[index])
+                if self.sparse_gradients and not masters:
                     return True
+                how = " with master_weights=True" * (self.sparse_gradients and masters)
                 raise RuntimeError(
-                    f"{type(self).__name__} does not support sparse gradients, which "
+                    f"{type(self).__name__}{how} does not support sparse gradients, which "
                     f"{gradients.name_of(self.param_groups, param)} has; make the layer with "
                     "sparse=False, or choose an optimizer that takes them"
                 )
@@ -325,6 +377,16 @@ class ElementwiseOptimizer(Optimizer):
 
 def _has_masters(group: dict[str, Any]) -> bool:
     return group.get("master_weights", False)
+
+
+def needs_master(group: dict[str, Any], param: Tensor) -> bool:
+    """Whether ``param`` of ``group`` has a float32 master."""
+    return _has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
+
+
+def _on_its_own(value: Any) -> Any:
+    """``value``; if a tensor that is part of a larger buffer, a copy."""
+    return value.detach().clone() if isinstance(value, Tensor) and shares_storage(value) else value
 
 
 def _scalar(value: Any, device: torch.device) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ampopt import gradients
@@ -46,9 +47,20 @@ class Plan:
         self.staged = gradients.Staged()
         self._flags = [rule.flag_values(group) for group in groups]
         self._params = [p for group in groups for p in group["params"]]
-        masters = [optimizer._master_of(group, p) for group in groups for p in group["params"]]
-        self._masters = [(place, m) for place, m in enumerate(masters) if m is not None]
-        present = gradients.present(groups)
+        present = [
+            (group, p)
+            for group, p in gradients.present(groups)
+            if optimizer._holder(groups[group], p).grad is not None
+        ]
+        for _, param in present:
+            _check_written_once(groups, param)
+        masters = {p: optimizer._master_of(groups[group], p) for group, p in present}
+        self._absent = [p not in masters for p in self._params]
+        self._masters = [
+            (place, master)
+            for place, p in enumerate(self._params)
+            if (master := masters.get(p)) is not None
+        ]
         states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
@@ -57,8 +69,8 @@ class Plan:
             for (group, param), state in zip(present, states, strict=True)
         ]
         self.works: list[Work] = optimizer._works(self._rows, rule=rule)
-        self._absent = [p.grad is None for p in self._params]
         self._addresses = list(map(Tensor.data_ptr, self._params))
+        self._strides = list(map(Tensor.stride, self._params))
         self._layouts = [list(map(of, [row.grad for row in self._rows])) for of in _LAYOUT]
         self._state = optimizer.state
         self._entries = _entries(optimizer)
@@ -69,8 +81,7 @@ class Plan:
     ) -> Row:
         rule, flags, staged = optimizer.rule, self._flags[group], self.staged
         master = optimizer._master_of(optimizer.param_groups[group], param)
-        # After unscale, a master holds the gradient to step with.
-        holder = param if master is None or master.grad is None else master
+        holder = optimizer._holder(optimizer.param_groups[group], param)
         p = gradients.real(param.detach() if master is None else master)
         copy = None if master is None else staged.dense(param.detach(), p, written=True)
         return Row(
@@ -97,15 +108,17 @@ class Plan:
             self._lasts
             and _same(params, self._params)
             and list(map(Tensor.data_ptr, params)) == self._addresses
+            and list(map(Tensor.stride, params)) == self._strides
             and optimizer.state is self._state
             and _same(_entries(optimizer), self._entries)
             and [optimizer.rule.flag_values(group) for group in groups] == self._flags
         ):
             return False
         grads = [p.grad for p in params]
-        for place, master in self._masters:
-            if master.grad is not None and grads[place] is not None:
-                grads[place] = master.grad
+        if optimizer._masters_have_gradients:
+            for place, master in self._masters:
+                if grads[place] is not None:
+                    grads[place] = master.grad
         if [g is None for g in grads] != self._absent:
             return False
         found = [g for g in grads if g is not None]
@@ -117,6 +130,13 @@ class Plan:
             work.stamp += 1
         return True
 
+    def release(self) -> None:
+        """Let go of the gradients, whose memory the next backward pass may need."""
+        for row in self._rows:
+            row.grad = _RELEASED
+
+
+_RELEASED = torch.empty(0)
 
 _LAYOUT: tuple[Callable[[Tensor], Any], ...] = (
     *map(operator.attrgetter, ("layout", "dtype", "device", "shape")),
@@ -127,6 +147,14 @@ _LAYOUT: tuple[Callable[[Tensor], Any], ...] = (
 
 Each is a function of C, so that mapping it over all gradients runs no Python.
 """
+
+
+def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
+    if torch._debug_has_internal_overlap(param) == 1:
+        raise RuntimeError(
+            f"{gradients.name_of(groups, param)} is expanded: several of its elements share one "
+            "place in memory, and each would be updated; make it of expanded.clone()"
+        )
 
 
 def _entries(optimizer: "ElementwiseOptimizer") -> list:

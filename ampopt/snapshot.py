@@ -79,6 +79,9 @@ def _restored(tree: Any) -> Any:
 def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """State tensors that ``load_state_dict`` loads here keep the dtypes they were saved with.
 
+    They are copies: torch shares what it need not cast with whoever saved it, so that the steps of
+    two optimizers would write to one state.
+
     Done between the user's hooks: after the last that may change what is loaded, and before the
     first that looks at what was.
     """
@@ -94,7 +97,7 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         for key, param in zip(keys, params, strict=True):
             if key in saved["state"]:
                 optimizer.state[param] = pytree.tree_map(
-                    _with_dtype_of, optimizer.state[param], saved["state"][key]
+                    _uncast_copy, optimizer.state[param], saved["state"][key]
                 )
 
     handles = (
@@ -108,7 +111,9 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             handle.remove()
 
 
-def _with_dtype_of(loaded: Any, saved: Any) -> Any:
-    if isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype:
-        return saved.to(loaded.device)
-    return loaded  # a number in an older state dict, which torch has made a tensor, included
+def _uncast_copy(loaded: Any, saved: Any) -> Any:
+    if not (isinstance(loaded, Tensor) and isinstance(saved, Tensor)):
+        return loaded  # a number in an older state dict, which torch has made a tensor, included
+    if loaded.dtype != saved.dtype:
+        return saved.to(loaded.device, copy=True)
+    return loaded.clone() if loaded is saved else loaded
