@@ -1,6 +1,7 @@
 """The base optimizer: loss scaling's control points, by inheritance."""
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,20 +85,28 @@ class Optimizer(torch.optim.Optimizer):
         grad_norm: global 2-norm of the unscaled gradients of the last ``unscale_and_step`` that
             was given ``max_norm``, before clipping; a 0-d tensor on the parameters' device.
         skip_by: how an ordinary ``step()`` is skipped; set it on the class or, before its first
-            step, on the instance. ``"host"``: the host looks at the overflow flag first.
+            step, on the instance.
+
+            ``"auto"``: the host looks at the overflow flag first, where that costs nothing, as on
+            the CPU; else transactions, once a step has been seen to allow them.
+
+            ``"host"``: the host looks first, always.
+
             ``"transaction"``: the step is taken, and undone on the device if it overflowed, at the
-            cost of a copy of what it writes; the host looks only where a step changed more than
-            tensors. Not for a step that writes past torch's dispatcher, as custom kernels may.
-            ``"auto"``: the host where looking costs nothing, as on the CPU; else transactions, once
-            one step has been seen to allow them.
+            cost of a copy of what it writes; the host looks only where a step changed more than the
+            contents of tensors. Not for a step that writes past torch's dispatcher, as custom
+            kernels may, nor for one that a non-finite gradient makes read out of bounds.
+
+            ``"step"``: the step skips by itself: a control point hands it the flag as
+            :attr:`found_inf`. For a step that is a kernel of your own.
     """
 
     grad_norm: Tensor | None = None
     skip_by: str = "auto"
     _pending: _Pending | None = None
     _needs_closure = False
-    _transacts: bool | None = None
-    """``True`` where ``step`` is known to allow transactions once :meth:`_make_state` was called."""
+    _transacts = False
+    """Whether ``step`` is known to allow transactions once :meth:`_make_state` was called."""
     _shared_state: frozenset[str] = frozenset()
     """Keys of the state whose tensors ``step`` replaces and never writes (see ``Snapshot``)."""
 
@@ -112,6 +121,38 @@ class Optimizer(torch.optim.Optimizer):
         """
         super().__init_subclass__(**kwargs)
         scaler_protocol.heed_in(cls, Optimizer)
+
+    # --- for authors ------------------------------------------------------------------------
+
+    @property
+    def found_inf(self) -> Tensor | None:
+        """The overflow flag on the device, to hand to a kernel; more than 0 means to skip.
+
+        In a ``step()`` with ``skip_by = "step"``, the flag of the control point that takes the
+        step, float32 and 0-d; ``None`` in a plain ``step()``. In a class that overrides
+        :meth:`step_after_unscale`, also that of a pending unscale. While ``torch.amp.GradScaler``
+        steps an optimizer that it leaves the skipping to, what it has put here.
+        """
+        given = vars(self).get("found_inf")
+        taken_over = type(self).step_after_unscale is not Optimizer.step_after_unscale
+        if given is None and taken_over and self._pending is not None:
+            return self._pending.found_inf
+        return given
+
+    @found_inf.setter
+    def found_inf(self, value: Tensor | None) -> None:
+        vars(self)["found_inf"] = value
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        if vars(self).pop("found_inf", _REQUIRED) is _REQUIRED:
+            raise AttributeError("found_inf")
+
+    @property
+    def pending(self) -> Unscaled | None:
+        """What the last :meth:`unscale` returned, if no step has followed it yet."""
+        pending = self._pending
+        return None if pending is None else Unscaled(pending.found_inf, pending.successor)
 
     # --- control points ---------------------------------------------------------------------
 
@@ -311,9 +352,7 @@ class Optimizer(torch.optim.Optimizer):
     def _optimizer_step_code(self) -> None:
         # torch calls this after every step(), whichever class defines it.
         super()._optimizer_step_code()
-        if self._pending is not None:
-            self._mark_stepped(self._pending.scale, self._pending.successor)
-            self._pending = None
+        self._end_pending()
 
     # --- how a step is carried out: what rule-based optimizers do otherwise -------------------
 
@@ -350,13 +389,18 @@ class Optimizer(torch.optim.Optimizer):
     @functools.cached_property
     def _skipper(self) -> Skipper:
         """How this optimizer's ordinary step is skipped; see :attr:`skip_by`."""
-        if self.skip_by == "auto":
-            return Skipper(False if backend_for(self._device).host_sees else self._transacts)
-        if self.skip_by not in ("host", "transaction"):
+        if self.skip_by in ("host", "transaction"):
+            return Skipper(self.skip_by, settled=True)  # type: ignore[arg-type]
+        if self.skip_by not in ("auto", "step"):
             raise ValueError(
-                f"skip_by must be 'auto', 'host' or 'transaction', got {self.skip_by!r}"
+                f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {self.skip_by!r}"
             )
-        return Skipper(self.skip_by == "transaction")
+        if backend_for(self._device).host_sees:
+            return Skipper("host", settled=True)
+        known = next((cls for cls in type(self).__mro__ if "_transacts" in vars(cls)), type(self))
+        if self._transacts and inspect.unwrap(known.step) is inspect.unwrap(type(self).step):
+            return Skipper("transaction")
+        return Skipper("probation")
 
     def _left_scaled_by(self) -> Tensor | None:
         """The scale that gradients still carry after :meth:`_judge`; ``None`` if it unscaled."""
@@ -505,6 +549,11 @@ class Optimizer(torch.optim.Optimizer):
         if generation is not None and successor is not given:  # as it is without gradients
             self.__dict__.setdefault("_stepped_with", weakref.WeakSet()).add(generation)
 
+    def _end_pending(self) -> None:
+        if self._pending is not None:
+            self._mark_stepped(self._pending.scale, self._pending.successor)
+            self._pending = None
+
     def _refuse_pending(self, call: str) -> None:
         if self._pending is not None:
             raise RuntimeError(
@@ -528,6 +577,19 @@ class Optimizer(torch.optim.Optimizer):
         """What an attempt that does not step still does: hooks run, and schedulers see a step."""
         _no_step(self)
         self._opt_called = True  # where torch's schedulers look for a step before theirs
+
+
+def _beneath_hooks(optimizer: Optimizer) -> Callable[..., Any] | None:
+    """The function of ``optimizer.step`` without the hooks that torch puts around it.
+
+    ``None`` if somebody has put another step on the instance, whose hooks cannot be told apart.
+    """
+    hooked = type(optimizer).step
+    given = vars(optimizer).get("step")
+    if given is not None:  # as a scheduler's wrapper is
+        if not hasattr(given, "_wrapped_by_lr_sched") or given.__wrapped__ is not hooked:
+            return None
+    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))
 
 
 # A step hook may hand the step other arguments.
