@@ -19,13 +19,15 @@ PRINTED = {
 
 
 def blocks():
-    """Each Python block, with the heading it stands under."""
-    for section in re.split(r"^## ", README, flags=re.MULTILINE):
-        for block in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE):
-            yield pytest.param(section.partition("\n")[0], block, id=section.partition("\n")[0])
+    """``(heading, block)`` for each Python block and the heading it stands under."""
+    return [
+        (section.partition("\n")[0], block)
+        for section in re.split(r"^## ", README, flags=re.MULTILINE)
+        for block in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    ]
 
 
-@pytest.mark.parametrize(("heading", "block"), list(blocks()))
+@pytest.mark.parametrize(("heading", "block"), blocks(), ids=[heading for heading, _ in blocks()])
 def test_block(heading, block, tmp_path, capsys):
     # A file, as a reader would make one: Triton has to find the source of a rule.
     script = tmp_path / "block.py"
@@ -36,7 +38,7 @@ def test_block(heading, block, tmp_path, capsys):
 
 
 def test_every_block_is_found():
-    assert sorted(parameters.id for parameters in blocks()) == sorted(PRINTED)
+    assert [heading for heading, _ in blocks()] == list(PRINTED)
     assert README.count("```python") == len(PRINTED)
 
 
