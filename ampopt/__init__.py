@@ -20,6 +20,7 @@ from ampopt.results import StepResult, Unscaled
 from ampopt.rmsprop import RMSprop
 from ampopt.rprop import Rprop
 from ampopt.scaling import scale_outputs
+from ampopt.several import unscale_and_step
 from ampopt.sgd import SGD
 from ampopt.sparse_adam import SparseAdam
 
@@ -53,4 +54,5 @@ __all__ = [
     "next_scale",
     "scale_outputs",
     "set_backend",
+    "unscale_and_step",
 ]

@@ -113,7 +113,7 @@ class ElementwiseOptimizer(Optimizer):
         finally:
             self._request = None  # whatever the closure does, it is for this step alone
         if left is not None:
-            request = left.request(self)
+            request = left.request
         plan = self._planned()
         if plan is None:
             self._decision = self._step_as_torch(request)
@@ -214,6 +214,13 @@ class ElementwiseOptimizer(Optimizer):
         # The gradients stay scaled; the step that follows unscales and clips as it reads them.
         self._request = Request(scale=request.scale, check=False, max_norm=request.max_norm)
         return decision
+
+    def _refuse_gradients(self) -> None:
+        gradients.check(self.param_groups)
+        self._check_dtypes()
+        if self._needs_torch() or self._has_own_step:
+            present = gradients.present(self.param_groups)
+            self._refuse_float16([x for x in present if not _has_masters(self.param_groups[x[0]])])
 
     def _unchanged_until_done(self) -> Snapshot | None:
         # The step above evaluates a closure before it updates anything.

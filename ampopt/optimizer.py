@@ -21,7 +21,7 @@ from ampopt.transaction import Skipper
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Decision, Request, Row, Work, run
 
-__all__ = ["Optimizer"]
+__all__ = ["Attempt", "Optimizer", "check_max_norm", "successor_of"]
 
 _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
 
@@ -183,7 +183,7 @@ class Optimizer(torch.optim.Optimizer):
         if scale is not None:
             decision = self._unscale_in_place(Request(**request_fields(scale)))
         found_inf = self._zero() if decision is None else decision.found_inf
-        successor = _successor(scale, decision, grads_scaled_by)
+        successor = successor_of(scale, decision, grads_scaled_by)
         self._pending = _Pending(found_inf, grads_scaled_by, successor)
         return Unscaled(found_inf, successor)
 
@@ -224,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._refuse_pending("unscale_and_step")
         scale = self._scale(grads_scaled_by)
-        _check_max_norm(max_norm)
+        check_max_norm(max_norm)
         if closure is None:
             return self._step_once(scale, grads_scaled_by, max_norm)
 
@@ -242,7 +242,7 @@ class Optimizer(torch.optim.Optimizer):
             check_loss(loss)
             decision = self._judge(Request(**request_fields(scale), max_norm=max_norm))
             found_inf = 0.0 if decision is None else decision.found_inf
-            return loss, found_inf, _successor(scale, decision, given)
+            return loss, found_inf, successor_of(scale, decision, given)
 
         return self._step_replayed(
             closure, evaluate, grads_scaled_by, max_replays=max_replays, preserve_rng=preserve_rng
@@ -456,7 +456,7 @@ class Optimizer(torch.optim.Optimizer):
         if scale is None and max_norm is None:
             return StepResult(self.step(), self._zero(), None)
         decision, returned, _ = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
-        successor = _successor(scale, decision, given)
+        successor = successor_of(scale, decision, given)
         self._mark_stepped(given, successor)
         found_inf = self._zero() if decision is None else decision.found_inf
         return StepResult(returned, found_inf, successor)
@@ -535,14 +535,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _scale(self, given: Any) -> Any:
         scale = as_loss_scale(given, self._device)
+        self._refuse_stepped(given)
+        return scale
+
+    def _refuse_stepped(self, given: Any) -> None:
         stepped = self.__dict__.get("_stepped_with", ())
-        if scale is not None and not scale._reusable and scale._generation in stepped:
+        if not getattr(given, "_reusable", True) and given._generation in stepped:
             raise RuntimeError(
                 f"this {type(given).__name__} was stepped with already: every control point "
                 "returns the scale to use next, so rebind it, as in `_, _, scale = "
                 "optimizer.unscale_and_step(grads_scaled_by=scale)`"
             )
-        return scale
 
     def _mark_stepped(self, given: Any, successor: Any) -> None:
         generation = getattr(given, "_generation", None)
@@ -560,6 +563,11 @@ class Optimizer(torch.optim.Optimizer):
                 f"{call}: an unscale is pending. Call step_after_unscale() first, or zero_grad() "
                 "to discard it"
             )
+
+    def _refuse_gradients(self) -> None:
+        """Refuse gradients that cannot be unscaled and stepped with, before anything has changed."""
+        gradients.check(self.param_groups)
+        self._refuse_float16(gradients.present(self.param_groups))
 
     def _refuse_float16(self, holders: list[tuple[int, Tensor]]) -> None:
         for _, param in holders:
@@ -596,7 +604,7 @@ def _beneath_hooks(optimizer: Optimizer) -> Callable[..., Any] | None:
 _no_step = torch.optim.Optimizer.profile_hook_step(lambda self, *args, **kwargs: None)
 
 
-def _successor(scale: Any, decision: Decision | None, given: Any) -> Any:
+def successor_of(scale: Any, decision: Decision | None, given: Any) -> Any:
     """The scale to use next."""
     if scale is None:
         return None
@@ -605,7 +613,7 @@ def _successor(scale: Any, decision: Decision | None, given: Any) -> Any:
     return scale._successor(decision.scale, decision.counters)
 
 
-def _check_max_norm(max_norm: Any) -> None:
+def check_max_norm(max_norm: Any) -> None:
     if max_norm is None:
         return
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:

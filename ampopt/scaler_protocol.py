@@ -32,14 +32,11 @@ class Left:
     grad_scale: Tensor | None
     found_inf: Any
 
-    def request(self, optimizer: "Optimizer") -> Request:
+    @property
+    def request(self) -> Request:
         """The step to take. The scaler judged scaled gradients, which may overflow unscaled."""
-        device = optimizer._device
-        scale, found_inf = (
-            x.to(device, non_blocking=True) if isinstance(x, Tensor) else None
-            for x in (self.grad_scale, self.found_inf)
-        )
-        return Request(scale=scale, found_inf=found_inf)
+        found_inf = self.found_inf if isinstance(self.found_inf, Tensor) else None
+        return Request(scale=self.grad_scale, found_inf=found_inf)
 
     def put_back(self, optimizer: Any, decision: Decision | None) -> None:
         """Leave it for the scaler to delete, the flag being ours, which step hooks can read."""
@@ -98,7 +95,7 @@ def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
         left = take(self, args, kwargs)
         if left is None:
             return step(self, *args, **kwargs)
-        attempt = self._skip_or(functools.partial(step, self, *args, **kwargs), left.request(self))
+        attempt = self._skip_or(functools.partial(step, self, *args, **kwargs), left.request)
         left.put_back(self, attempt.decision)
         return attempt.returned
 

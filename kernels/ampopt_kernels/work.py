@@ -7,7 +7,7 @@ rule or returns at once. :func:`run` is their order; a :class:`Backend` carries 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -185,15 +185,27 @@ def run(backend: Backend, works: Sequence[Work], request: Request) -> Decision:
     """
     partials = None
     if request.check or request.write or request.max_norm is not None:
-        partials = _joined([backend.detect(work, request) for work in works], works[0].device)
+        found = [backend.detect(work, _on(work.device, request)) for work in works]
+        partials = _joined(found, works[0].device)
     first, *others = works
-    decision = backend.control(first, request, partials)
+    decision = backend.control(first, _on(first.device, request), partials)
     if request.apply:
         backend.update(first, decision)
         for work in others:
             factors = decision.factors.to(work.device, non_blocking=True)
             backend.update(work, Decision(found_inf=decision.found_inf, factors=factors))
     return decision
+
+
+def _on(device: torch.device, request: Request) -> Request:
+    """``request`` with the scale and the flag from elsewhere where a kernel can read them."""
+    scale, flag = (
+        None if x is None else x.to(device, non_blocking=True)
+        for x in (request.scale, request.found_inf)
+    )
+    if scale is request.scale and flag is request.found_inf:
+        return request
+    return replace(request, scale=scale, found_inf=flag)
 
 
 def _joined(parts: list[Partials], device: torch.device) -> Partials:
