@@ -6,16 +6,14 @@ such as a copy that waits, is left to tests on one.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from optimizers import Signed
-from torch import Tensor
+from read_back import ReadBack, no_read_back
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
 from ampopt_kernels.language import HAS_TRITON
@@ -31,48 +29,6 @@ RULE_BASED = [
     and issubclass(cls, ampopt.ElementwiseOptimizer)
     and cls is not ampopt.ElementwiseOptimizer
 ] + [Signed]
-
-
-class ReadBack(AssertionError):
-    """The host looked at the values of a tensor."""
-
-
-class _Refusing(TorchDispatchMode):
-    """Refuses the operations whose result depends on values, in Python or in its shape."""
-
-    REFUSED = (
-        "_local_scalar_dense",
-        "item",
-        "is_nonzero",
-        "equal",
-        "allclose",
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "unique_dim",
-    )
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in self.REFUSED:
-            raise ReadBack(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_read_back() -> Iterator[None]:
-    """Raise :class:`ReadBack` where Python looks at the values of a tensor."""
-
-    def refusing(name: str) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise ReadBack(f"Tensor.{name}")
-
-        return refuse
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("item", "tolist", "numpy", "cpu", "__array__"):
-            patch.setattr(Tensor, name, refusing(name))
-        with _Refusing():
-            yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -109,8 +65,8 @@ def test_the_detector_catches_a_planted_look(look):
 
 def test_the_detector_catches_a_look_within_a_step():
     class Looks(Signed):
-        def _run(self, *args: Any) -> Any:
-            decision = super()._run(*args)
+        def _run(self, plan: Any, request: Any) -> Any:
+            decision = super()._run(plan, request)
             if decision is not None and decision.found_inf.item() > 0:
                 raise RuntimeError
             return decision
