@@ -35,7 +35,7 @@ from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Request, Row, Work, run
 
-__all__ = ["Case", "Launch", "Report", "cases", "launches", "main"]
+__all__ = ["Case", "Launch", "Report", "cases", "count_hyper", "launches", "main"]
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -181,7 +181,7 @@ def launches(case: Case) -> list[Launch]:
         ),
         flags=case.flags,
     )
-    work = Work(torch.device("cpu"), [row], rule, [[0.5] * _count_hyper(rule, case.flags)])
+    work = Work(torch.device("cpu"), [row], rule, [[0.5] * count_hyper(rule, case.flags)])
     scale = torch.ones(())
     request = {
         "scaled": Request(
@@ -323,7 +323,7 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
         yield from pool.map(compile_task, todo, chunksize=4)
 
 
-def _count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
+def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
     """How many hyperparameters the rule unpacks: an entry of ``hyper`` may stand for several."""
     one = torch.ones((), dtype=torch.float64)
     for n in range(len(rule.hyper), len(rule.hyper) + 9):

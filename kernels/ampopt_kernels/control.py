@@ -127,7 +127,8 @@ def _decide(
             total += tl.load(squares + at, mask=at < n_parts, other=0.0)
     found = tl.max(worst, 0).to(tl.float64)
     if HAS_EXTERNAL:
-        found = tl.maximum(found, tl.load(external).to(tl.float64))
+        flag = tl.load(external).to(tl.float64)
+        found = tl.where(flag > 0, flag, found)
     inverse = tl.full((), 1.0, tl.float64)
     if HAS_SCALE:
         value = tl.load(scale).to(tl.float64)

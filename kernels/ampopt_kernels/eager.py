@@ -83,7 +83,8 @@ class Eager(Backend):
         if request.check and partials is not None and partials.flags.numel():
             found = look(partials.flags.max())
         if request.found_inf is not None:
-            found = stand_in.maximum(look(request.found_inf), found)
+            flag = look(request.found_inf)
+            found = stand_in.where(flag > 0, flag, found)
         inverse: Any = 1.0
         if request.scale is not None:
             value = look(request.scale)

@@ -82,7 +82,7 @@ def kernel(fn: Callable[..., Any]) -> Any:
 
 @jit
 def sqrt_rn(x):
-    """The correctly rounded square root, as torch has it.
+    """The square root, correctly rounded.
 
     In float32 ``tl.sqrt`` is an approximation on some accelerators: NVIDIA's takes the root of a
     subnormal number to be 0.
@@ -95,7 +95,7 @@ def sqrt_rn(x):
 
 @jit
 def div_rn(x, y):
-    """The correctly rounded quotient, as torch has it; in float32 ``/`` may be 2 ulp off."""
+    """The quotient, correctly rounded; in float32 ``/`` is 2 ulp off on some accelerators."""
     if (x * y).dtype == tl.float64:
         return x / y
     else:
@@ -108,7 +108,7 @@ def as_float32(x):
     return x.to(tl.float32).to(x.dtype)
 
 
-_ROUNDS_BY_HAND = tl.constexpr(INTERPRETED) if HAS_TRITON else False
+_ROUNDS_BY_HAND = tl.constexpr(INTERPRETED) if HAS_TRITON else False  # pyright: ignore[reportCallIssue]
 
 
 @jit

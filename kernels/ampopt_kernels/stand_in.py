@@ -28,11 +28,15 @@ def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unary(on_tensor: Callable[..., Any], on_number: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x: on_tensor(x) if isinstance(x, torch.Tensor) else on_number(x)
+    def function(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return on_tensor(x)
+        try:
+            return on_number(x)
+        except (ValueError, ArithmeticError):  # where tensors have an infinity or NaN
+            return on_tensor(torch.tensor(x, dtype=float64)).item()
 
-
-def _log2(x: float) -> float:
-    return math.log2(x) if x > 0 else (-math.inf if x == 0 else math.nan)
+    return function
 
 
 abs = _unary(torch.abs, abs)  # the language's own name
@@ -41,7 +45,7 @@ rsqrt = _unary(torch.rsqrt, lambda x: 1 / math.sqrt(x))
 exp = _unary(torch.exp, math.exp)
 exp2 = _unary(torch.exp2, lambda x: 2.0**x)
 log = _unary(torch.log, math.log)
-log2 = _unary(torch.log2, _log2)
+log2 = _unary(torch.log2, math.log2)
 sin = _unary(torch.sin, math.sin)
 cos = _unary(torch.cos, math.cos)
 floor = _unary(torch.floor, math.floor)
@@ -50,7 +54,7 @@ sigmoid = _unary(torch.sigmoid, lambda x: 1 / (1 + math.exp(-x)))
 
 
 def div_rn(x: Any, y: Any) -> Any:
-    """``x / y``, which torch and Python round correctly."""
+    """``x / y``, to which torch and Python give the nearest number."""
     return x / y
 
 
