@@ -42,7 +42,7 @@ def some_parts(draw, values):
 @each_engine
 @given(
     flags=some_parts(st.sampled_from([0.0, 1.0])),
-    external=st.sampled_from([None, 0.0, 1.0, 2.0]),
+    external=st.sampled_from([None, 0.0, -1.0, 1.0, 2.0, math.inf, math.nan]),
     scale=st.sampled_from([None, 1.0, 2.0**-10, 3.0, 0.0, -0.0, -2.0, math.inf, math.nan]),
     check=st.booleans(),
     drop=st.booleans(),

@@ -1,0 +1,147 @@
+"""Compilation without a GPU, in a process of its own: this one has Triton interpret."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ampopt_kernels import aot, rules
+from ampopt_kernels.language import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+
+LINE = re.compile(
+    r"(?P<kernel>\w+) (?P<variant>\S+) (?P<dtype>\w+) (?P<target>\w+) ok "
+    r"registers=(?P<registers>\d+) spills=(?P<spills>\d+)"
+    r"(?: vectorized=(?P<vectorized>yes|no) barriers=(?P<barriers>\d+) bytes=(?P<bytes>\S+))?"
+)
+
+
+def command(*arguments, **environment):
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, "-m", "ampopt_kernels.aot", *arguments],
+        env={**kept, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def adam(tmp_path_factory):
+    """The lines for Adam, by kernel, variant, dtype and target, and the directory of assembly."""
+    directory = tmp_path_factory.mktemp("aot")
+    done = command(
+        *["--dump", str(directory), "--quick"],
+        *["--rule", "adam", "--dtype", "float32", "bfloat16"],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *lines, total = done.stdout.splitlines()
+    assert total == f"{len(lines)} compiled, 0 failed"
+    assert (directory / "report.txt").read_text().splitlines() == lines
+    matches = [LINE.fullmatch(line) for line in lines]
+    assert all(matches), [line for line, m in zip(lines, matches, strict=True) if not m]
+    found = [m for m in matches if m is not None]
+    assert len(list(directory.glob("*.ptx"))) + len(list(directory.glob("*.amdgcn"))) == len(lines)
+    return found
+
+
+def of(lines, kernel, variant, dtype):
+    chosen = [m for m in lines if m.group("kernel", "variant", "dtype") == (kernel, variant, dtype)]
+    assert sorted(m["target"] for m in chosen) == sorted(aot.TARGETS)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("kernel", "variant", "dtype", "bytes_moved"),
+    [
+        # DESIGN.md, section 6: AdamW in float32 moves 4 in detect and 28 in update; float16
+        # gradients and parameters with float32 masters move 30 in all.
+        ("detect", "scale", "float32", 4),
+        ("detect", "scale+norm", "float32", 4),
+        ("detect", "scale", "bfloat16", 2),
+        ("detect", "scale+write", "float32", 8),
+        ("detect", "scale+write", "bfloat16", 4),
+        ("update", "adam", "float32", 28),
+        ("update", "adam", "bfloat16", 14),
+        ("update", "adam+masters", "bfloat16", 28),
+    ],
+)
+def test_moves_each_byte_once_sixteen_at_a_time(adam, kernel, variant, dtype, bytes_moved):
+    for line in of(adam, kernel, variant, dtype):
+        assert line["vectorized"] == "yes", line[0]
+        assert line["barriers"] == "0", line[0]
+        assert line["spills"] == "0", line[0]
+        assert float(line["bytes"]) == bytes_moved, line[0]
+
+
+def test_unaligned_tensors_take_narrow_accesses(adam):
+    """Also that the report can say so."""
+    for line in of(adam, "update", "adam+unaligned", "float32"):
+        assert line["vectorized"] == "no"
+        assert float(line["bytes"]) == 28
+
+
+def test_control_does_not_spill(adam):
+    lines = [m for m in adam if m["kernel"] == "control"]
+    assert len(lines) >= 7 * len(aot.TARGETS)
+    assert all(m["spills"] == "0" for m in lines)
+
+
+def test_says_that_the_interpreter_compiles_nothing():
+    done = command(TRITON_INTERPRET="1")
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET=1 replaces the compiler by the interpreter: unset it" in done.stderr
+
+
+def test_refuses_what_is_no_target():
+    done = command("--target", "h100")
+    assert done.returncode == 2
+    assert "--target must be like sm_90 or gfx942, got 'h100'" in done.stderr
+
+
+@pytest.mark.parametrize("name", rules.__all__)
+def test_every_built_in_rule_is_among_the_cases(name):
+    """A new rule is compiled without being named anywhere else."""
+    tried = [case for case in aot.cases(rules.__all__, aot.DTYPES) if case.rule == name]
+    assert {case.dtype for case in tried} == set(aot.DTYPES)
+    flags = getattr(rules, name).flags
+    assert len({case.flags for case in tried}) == 2 ** len(flags)
+    kernels = [launch.name for launch in aot.launches(tried[0])]
+    assert kernels == ["detect", "control", "update"]
+
+
+PTX = """
+$L__BB0_1:
+ ld.global.b64 %rd1, [ %rd2 + 0 ];
+$L__BB0_2:
+ ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+ bar.sync 0;
+ @%p1 st.global.b16 [ %rd3 + 0 ], { %rs1 };
+ @%p2 bra $L__BB0_2;
+ @%p3 bra $L__BB0_3;
+ st.global.b32 [ %rd3 + 0 ], { %r1 };
+$L__BB0_3:
+"""
+AMD = """
+.LBB0_1:
+	global_load_dwordx2 v[0:1], v2, s[4:5]
+.LBB0_2:
+	global_load_dwordx4 v[20:23], v[36:37], off
+	global_load_ushort v1, v[0:1], off
+	global_load_short_d16_hi v1, v[0:1], off
+	global_store_dword v[40:41], v20, off
+	s_cbranch_vccnz .LBB0_2
+	global_store_byte v[40:41], v20, off
+"""
+
+
+@pytest.mark.parametrize(("assembly", "widths"), [(PTX, [16, 2]), (AMD, [16, 2, 2, 4])])
+def test_reads_the_loop(assembly, widths):
+    assert list(aot._accesses(aot._loop(assembly))) == widths
+
+
+def test_reads_no_loop_where_there_is_none():
+    assert aot._loop("ld.global.b64 %rd1, [ %rd2 + 0 ];") == ""

@@ -1,0 +1,84 @@
+"""Flat views of tensors in whatever layout."""
+
+import math
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given
+
+from ampopt_kernels.layout import dense_like, flat, is_dense, real
+
+
+@st.composite
+def tensors(draw, shape=None):
+    """Contiguous, permuted, stepped over, expanded: distinct elements where memory is."""
+    if shape is None:
+        shape = tuple(draw(st.lists(st.integers(0, 3), max_size=4)))
+    order = draw(st.permutations(range(len(shape))))
+    stretch = [draw(st.sampled_from([1, 1, 1, 2])) for _ in shape]
+    base = [shape[axis] * stretch[axis] for axis in order]
+    memory = torch.arange(float(math.prod(base))).reshape(base)
+    back = [order.index(axis) for axis in range(len(shape))]
+    tensor = memory.permute(back)
+    for axis, step in enumerate(stretch):
+        tensor = tensor[(slice(None),) * axis + (slice(None, None, step),)]
+    expanded = draw(st.sampled_from([None, None, *range(len(shape))]))
+    if expanded is not None and shape[expanded] > 1:
+        tensor = tensor.narrow(expanded, 0, 1).expand(shape)
+    assert tensor.shape == shape
+    return tensor
+
+
+def places(tensor):
+    """Where in memory each element is, from the first."""
+    where = [0]
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        where = [at + i * stride for at in where for i in range(size)]
+    return sorted(where)
+
+
+@given(tensor=tensors())
+def test_is_dense_by_the_definition(tensor):
+    assert is_dense(tensor) == (places(tensor) == list(range(tensor.numel())))
+
+
+@given(tensor=tensors())
+def test_flat_is_the_memory_of_a_dense_tensor(tensor):
+    if not is_dense(tensor):
+        return
+    view = flat(tensor)
+    assert view.data_ptr() == tensor.data_ptr()
+    assert view.shape == (tensor.numel(),)
+    assert sorted(view.tolist()) == sorted(tensor.reshape(-1).tolist())
+    view.add_(1000)
+    assert all(x >= 1000 for x in tensor.reshape(-1).tolist())
+
+
+@given(data=st.data(), like=tensors())
+def test_dense_like_lines_elements_up(data, like):
+    tensor = data.draw(tensors(like.shape))
+    laid_out = dense_like(tensor, like)
+    assert torch.equal(laid_out, tensor)
+    assert is_dense(laid_out)
+    model = torch.empty_like(like)
+    if is_dense(like):
+        # Sizes of 1 and of 0 have strides that mean nothing.
+        for size, a, b in zip(like.shape, laid_out.stride(), like.stride(), strict=True):
+            assert size <= 1 or like.numel() == 0 or a == b
+    else:
+        assert laid_out.numel() == 0 or places(laid_out) == places(model)
+        assert flat(laid_out).tolist() == flat(model.copy_(tensor)).tolist()
+
+
+@given(tensor=tensors())
+def test_dense_like_itself_copies_nothing(tensor):
+    if is_dense(tensor):
+        assert dense_like(tensor, tensor) is tensor
+
+
+def test_complex_numbers_are_pairs():
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    assert real(tensor).tolist() == [[1.0, 2.0], [3.0, -4.0]]
+    assert real(tensor).data_ptr() == tensor.data_ptr()
+    plain = torch.ones(2)
+    assert real(plain) is plain

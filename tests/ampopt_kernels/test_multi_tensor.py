@@ -1,0 +1,98 @@
+"""The triton backend's tables and launches, with nothing launched."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from passes import CHUNK, CPU, RowPlan, WorkPlan, works
+
+from ampopt_kernels import rules
+from ampopt_kernels.control import control_kernel
+from ampopt_kernels.detect import detect_kernel
+from ampopt_kernels.multi_tensor import Triton
+from ampopt_kernels.update import update_kernel
+from ampopt_kernels.work import Request, Work, run
+
+OFF = (False,) * 4
+HYPER = (0.1, 0.0, 0.0, 0.0)
+
+
+def launched(work, request=None):
+    """(kernel, programs, arguments) of every launch of one step."""
+    launches = []
+    backend = Triton(lambda device, *launch: launches.append(launch))
+    run(backend, [work], Request() if request is None else request)
+    return launches
+
+
+def row(n=3, dtype=torch.float32, shift=0, **kwargs):
+    return RowPlan((n,), dtype, shift, (1.0,), flags=kwargs.pop("flags", OFF), **kwargs)
+
+
+@given(sizes=st.lists(st.integers(1, 3 * CHUNK), min_size=1, max_size=20))
+def test_three_launches_however_many_tensors_and_groups(sizes):
+    rows = tuple(row(n, group=i % 2) for i, n in enumerate(sizes))
+    launches = launched(WorkPlan(rows, rules.sgd, (HYPER, HYPER)).build().work)
+    assert [launch[0] for launch in launches] == [detect_kernel, control_kernel, update_kernel]
+    chunks = sum(-(-n // CHUNK) for n in sizes)
+    assert [launch[1] for launch in launches] == [chunks, 1, chunks]
+
+
+@given(plan=works(max_rows=6))
+def test_one_more_detect_and_update_for_each_further_kind(plan):
+    work = plan.build().work
+    kinds = {(r.kind, r.aligned) for r in work.rows if r.grad.numel()}
+    kernels = [launch[0] for launch in launched(work)]
+    assert kernels.count(detect_kernel) == kernels.count(update_kernel) == len(kinds)
+    assert kernels.count(control_kernel) == 1
+
+
+@given(plan=works(max_rows=6))
+def test_every_chunk_once(plan):
+    """The launches of a pass cover each chunk of each row, and no other, each of its own kind."""
+    work = plan.build().work
+    covered = []
+    for kernel, programs, arguments in launched(work):
+        if kernel is not update_kernel:
+            continue
+        first = arguments["first"]
+        for index, chunk in arguments["blocks"].view(-1, 2)[first : first + programs].tolist():
+            covered.append((index, chunk))
+            assert arguments["FLAGS"] == work.rows[index].flags
+            assert len(arguments["DTYPES"]) == len(work.rows[index].tensors)
+            assert work.rows[index].aligned or max(arguments["ALIGNS"]) == 1
+    assert sorted(covered) == [
+        (i, chunk) for i, r in enumerate(work.rows) for chunk in range(-(-r.grad.numel() // CHUNK))
+    ]
+
+
+def test_no_detect_where_nothing_is_judged():
+    work = WorkPlan((row(),), rules.sgd, (HYPER,)).build().work
+    kernels = [launch[0] for launch in launched(work, Request(check=False))]
+    assert kernels == [control_kernel, update_kernel]
+
+
+def test_tables_are_sent_when_an_address_changed():
+    built = WorkPlan((row(), row()), rules.sgd, (HYPER,)).build()
+    work = built.work
+
+    def tables(rows):
+        again = Work(CPU, rows, work.rule, work.hyper, work.uploads)
+        arguments = launched(again)[-1][2]
+        return arguments["table"], arguments["blocks"]
+
+    first = tables(built.rows)
+    same = tables(built.rows)
+    assert all(a is b for a, b in zip(first, same, strict=True))
+    built.rows[1].grad = built.rows[1].grad.clone()
+    table, blocks = tables(built.rows)
+    assert table is not first[0]
+    assert table.view(2, -1)[1, 0] == built.rows[1].grad.data_ptr()
+    assert blocks is first[1]
+
+
+def test_masters_are_read_as_many_elements_at_a_time():
+    """16 bytes of float32 and 8 of float16, so that no thread needs another's elements."""
+    half = row(dtype=torch.float16, master=True)
+    arguments = launched(WorkPlan((half,), rules.sgd, (HYPER,)).build().work)[-1][2]
+    assert arguments["ALIGNS"] == (8, 16, 8)
+    assert arguments["COPIED"]

@@ -1,0 +1,178 @@
+"""The language on torch tensors and numbers: a rule's own code, run without Triton."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampopt_kernels import jit, power, stand_in, tl
+from ampopt_kernels.language import HAS_TRITON, div_rn, sqrt_rn
+
+FLOATS = st.floats(-100, 100) | st.sampled_from([0.0, -0.0, 1e300, -1e300, math.inf, -math.inf])
+UNARY = "abs sqrt rsqrt exp exp2 log log2 sin cos floor ceil sigmoid".split()
+
+
+@jit
+def square(x):
+    return x * x
+
+
+@jit
+def nested(x, y, FLAG: tl.constexpr):
+    LOCAL: tl.constexpr = FLAG
+    if LOCAL:
+        x = tl.maximum(x, y)
+    else:
+        x = tl.where(x > y, square(x), tl.minimum(power(tl.abs(y), 2.0), 9.0))
+    return x, (x + 1,)
+
+
+@jit
+def unknown(x):
+    return tl.hyperbolic(x)
+
+
+@jit
+def with_default(x, factor=3.0):
+    return x * factor
+
+
+def same(a, b, rel=1e-12):
+    return (math.isnan(a) and math.isnan(b)) or a == pytest.approx(b, rel=rel, abs=1e-300)
+
+
+@given(x=st.floats(-8, 8), y=st.floats(-8, 8), flag=st.booleans())
+def test_one_body_for_tensors_and_numbers(x, y, flag):
+    bound = stand_in.bind(nested)
+    wide = (torch.tensor([v], dtype=torch.float64) for v in (x, y))
+    tensor, (next_tensor,) = bound(*wide, flag)
+    number, (next_number,) = bound(x, y, flag)
+    expected = max(x, y) if flag else (x * x if x > y else min(y * y, 9.0))
+    assert same(number, expected)
+    assert same(tensor.item(), expected)
+    assert next_number == number + 1
+    assert next_tensor.item() == tensor.item() + 1
+
+
+def test_bind_leaves_the_function_as_it_was():
+    before = dict(nested.fn.__globals__)
+    stand_in.bind(nested)
+    assert nested.fn.__globals__ == before
+    assert nested.fn.__globals__["tl"] is tl
+
+
+def test_bind_keeps_defaults():
+    assert stand_in.bind(with_default)(2.0) == 6.0
+
+
+def test_an_unknown_function_is_named_with_those_there_are():
+    with pytest.raises(AttributeError, match=r"the rule uses tl\.hyperbolic") as raised:
+        stand_in.bind(unknown)(torch.ones(1))
+    offered = str(raised.value).split("It has: ")[1].split(". Write")[0].split(", ")
+    assert set(UNARY) | {"where", "maximum", "minimum", "float32", "sqrt_rn"} <= set(offered)
+    # What is offered is of the language, not of the module's own making.
+    assert not {"torch", "math", "Callable", "bind", "jit", "types", "Any"} & set(offered)
+
+
+@given(name=st.sampled_from(UNARY), x=FLOATS)
+def test_numbers_have_the_results_of_tensors(name, x):
+    """Also where Python would raise: a CPU step may run on numbers, a device step on tensors."""
+    function = getattr(stand_in, name)
+    assert same(function(x), function(torch.tensor(x, dtype=torch.float64)).item())
+
+
+@given(x=FLOATS, y=FLOATS, of_tensors=st.tuples(st.booleans(), st.booleans()))
+def test_choosing(x, y, of_tensors):
+    a, b = (
+        torch.tensor(v, dtype=torch.float64) if t else v
+        for v, t in zip((x, y), of_tensors, strict=True)
+    )
+    assert float(stand_in.maximum(a, b)) == max(x, y)
+    assert float(stand_in.minimum(a, b)) == min(x, y)
+    assert float(stand_in.where(a > b, a, b)) == max(x, y)
+    assert float(stand_in.where(x > y, a, b)) == max(x, y)
+
+
+@given(base=st.floats(0, 1), exponent=st.integers(1, 10**6))
+def test_power(base, exponent):
+    function = stand_in.bind(power)
+    expected = base**exponent
+    # exp2(e log2 b) loses what digits the size of the exponent takes.
+    assert same(function(base, float(exponent)), expected, rel=1e-9)
+    wide = torch.tensor(base, dtype=torch.float64)
+    assert same(function(wide, float(exponent)).item(), expected, rel=1e-9)
+
+
+def test_power_of_nothing():
+    assert stand_in.bind(power)(0.0, 3.0) == 0.0
+    assert stand_in.bind(power)(torch.zeros(2), 3.0).tolist() == [0.0, 0.0]
+
+
+@jit
+def rounded(x, y):
+    return sqrt_rn(x), div_rn(x, y)
+
+
+def test_rounded_functions_take_either_dtype_and_numbers():
+    function = stand_in.bind(rounded)
+    for dtype in (torch.float32, torch.float64):
+        x, y = torch.tensor([2.0, 1e-40], dtype=dtype), torch.tensor([3.0, 7.0], dtype=dtype)
+        root, quotient = function(x, y)
+        assert torch.equal(root, x.sqrt())
+        assert root.dtype == dtype
+        assert torch.equal(quotient, x / y)
+    assert function(2.0, 3.0) == (math.sqrt(2.0), 2.0 / 3.0)
+
+
+if HAS_TRITON:
+
+    @jit
+    def on_device(source, target, FUNCTION: tl.constexpr, N: tl.constexpr):
+        at = tl.arange(0, N)
+        x = tl.load(source + at)
+        y = tl.load(source + N + at)
+        for i, value in enumerate(FUNCTION(x, y)):
+            tl.store(target + i * N + at, value)
+
+    @jit
+    def all_functions(x, y):
+        return (
+            sqrt_rn(x),
+            div_rn(y, x),
+            power(x, 3.0),
+            tl.where(x > y, x, y),
+            tl.maximum(x, y),
+            tl.minimum(x, y),
+            tl.exp2(y),
+            tl.log2(x),
+            tl.exp(y),
+            tl.log(x),
+            tl.floor(y),
+            tl.ceil(y),
+            tl.abs(y),
+            tl.rsqrt(x),
+            tl.sigmoid(y),
+        )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@given(data=st.data())
+def test_triton_agrees(dtype, data):
+    """The same functions in a kernel; the correctly rounded ones are."""
+    positive = data.draw(st.lists(st.floats(0.0625, 8, width=32), min_size=4, max_size=4))
+    any_sign = data.draw(st.lists(st.floats(-8, 8, width=32), min_size=4, max_size=4))
+    source = torch.tensor([positive, any_sign], dtype=dtype)
+    expected = torch.stack(stand_in.bind(all_functions)(*source))
+    target = torch.empty_like(expected)
+    on_device[(1,)](source, target, FUNCTION=all_functions, N=4)
+    # In float64, rounded once more for float32, which finds the nearest as well.
+    nearest = [
+        [math.sqrt(x) for x in source[0].tolist()],
+        (source[1].double() / source[0]).tolist(),
+    ]
+    assert torch.equal(target[:2], torch.tensor(nearest, dtype=torch.float64).to(dtype))
+    eps = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(target, expected, rtol=eps, atol=eps)

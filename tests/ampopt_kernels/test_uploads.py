@@ -1,0 +1,51 @@
+"""Tables on the device: sent when they changed, and only then."""
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given
+
+from ampopt_kernels.uploads import Uploads
+
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+
+@given(tables=st.lists(st.lists(st.integers(-(2**62), 2**62), max_size=4), max_size=8))
+def test_sends_only_what_changed(tables):
+    uploads, last, held = Uploads(), None, None
+    for values in tables:
+        table = uploads.get("rows", list(values), torch.int64, CPU)
+        assert table.tolist() == values
+        assert (table is held) == (values == last)
+        last, held = values, table
+
+
+def test_names_do_not_meet():
+    uploads = Uploads()
+    first = uploads.get("a", [1.0], torch.float64, CPU)
+    second = uploads.get("b", [2.0], torch.float64, CPU)
+    assert uploads.get("a", [1.0], torch.float64, CPU) is first
+    assert uploads.get("b", [2.0], torch.float64, CPU) is second
+
+
+def test_queued_work_keeps_the_table_it_was_given():
+    uploads = Uploads()
+    old = uploads.get("hyper", [1.0, 2.0], torch.float64, CPU)
+    uploads.get("hyper", [3.0, 4.0], torch.float64, CPU)
+    assert old.tolist() == [1.0, 2.0]
+
+
+def test_another_device_gets_its_own():
+    uploads = Uploads()
+    uploads.get("rows", [1], torch.int64, CPU)
+    assert uploads.get("rows", [1], torch.int64, META).device == META
+    assert uploads.get("rows", [1], torch.int64, CPU).tolist() == [1]
+
+
+def test_whole_numbers_are_exact():
+    addresses = [2**63 - 1, 2**53 + 1]
+    assert Uploads().get("rows", addresses, torch.int64, CPU).tolist() == addresses
+
+
+def test_numbers_are_not_rounded():
+    assert Uploads().get("hyper", [0.1], torch.float64, CPU).item() == 0.1
