@@ -10,6 +10,7 @@ from ampopt.asgd import ASGD
 from ampopt.backend import get_backend, set_backend
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.errors import NonFiniteGradientError
+from ampopt.grad_scaler import GradScaler
 from ampopt.lbfgs import LBFGS
 from ampopt.loss_scale import DynamicLossScale, LossScale, StaticLossScale, next_scale
 from ampopt.muon import Muon
@@ -38,6 +39,7 @@ __all__ = [
     "Adamax",
     "DynamicLossScale",
     "ElementwiseOptimizer",
+    "GradScaler",
     "LossScale",
     "Muon",
     "NAdam",

@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import Decision, Request, Row, Work, run
 from torch import Tensor
 
 from ampopt import gradients
 from ampopt.backend import backend_for
+from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Decision, Request, Row, Work, run
 
 __all__ = ["device_of", "judge"]
 

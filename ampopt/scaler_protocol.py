@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ampopt_kernels.work import Decision, Request
 from torch import Tensor
+
+from ampopt_kernels.work import Decision, Request
 
 if TYPE_CHECKING:
     from ampopt.optimizer import Optimizer

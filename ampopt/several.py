@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from ampopt_kernels.work import Decision, Request
 from torch import Tensor
 
 from ampopt import gradients
@@ -12,6 +11,7 @@ from ampopt.grad_scale import as_loss_scale, request_fields
 from ampopt.judge import device_of, judge
 from ampopt.optimizer import Optimizer, check_max_norm, successor_of
 from ampopt.results import StepResult
+from ampopt_kernels.work import Decision, Request
 
 __all__ = ["unscale_and_step"]
 
