@@ -478,8 +478,10 @@ class Optimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} needs a closure: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        drop = getattr(pending.scale, "drop_overflow_update", True)
         # Stepping or not, this ends the pending state, unless a step hook raises first.
+        if pending.scale is None:
+            return StepResult(self.step(), pending.found_inf, None)
+        drop = getattr(pending.scale, "drop_overflow_update", True)
         attempt = self._attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
         return StepResult(attempt.returned, pending.found_inf, pending.successor)
 
