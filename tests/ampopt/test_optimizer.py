@@ -172,6 +172,19 @@ def test_none_is_a_plain_step_that_checks_nothing(param, split):
 
 
 @both_ways
+def test_none_is_a_plain_step_also_without_gradients(split):
+    """What a step does without gradients is its own affair where nothing is checked."""
+    param = Parameter(torch.ones(2))
+    optimizer = HostCounted([param])
+    if split:
+        optimizer.unscale()
+        optimizer.step_after_unscale()
+    else:
+        optimizer.unscale_and_step()
+    assert optimizer.param_groups[0]["step"] == 1
+
+
+@both_ways
 @pytest.mark.parametrize("bad", [False, True])
 def test_the_flag_is_a_float32_scalar(param, split, bad):
     if bad:
