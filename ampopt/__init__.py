@@ -13,6 +13,7 @@ from ampopt.errors import NonFiniteGradientError
 from ampopt.grad_scaler import GradScaler
 from ampopt.lbfgs import LBFGS
 from ampopt.loss_scale import DynamicLossScale, LossScale, StaticLossScale, next_scale
+from ampopt.lr_scheduler_gate import lr_scheduler_gate
 from ampopt.muon import Muon
 from ampopt.nadam import NAdam
 from ampopt.optimizer import Optimizer
@@ -53,6 +54,7 @@ __all__ = [
     "StepResult",
     "Unscaled",
     "get_backend",
+    "lr_scheduler_gate",
     "next_scale",
     "scale_outputs",
     "set_backend",

@@ -234,6 +234,12 @@ class ElementwiseOptimizer(Optimizer):
         finally:  # unscaled ones that no step took
             self._drop_master_gradients()
 
+    @property
+    def _skip_flag(self) -> Tensor | None:
+        if self._has_own_step or self._decision is None:
+            return super()._skip_flag
+        return self._decision.factors[0]
+
     def _left_scaled_by(self) -> Tensor | None:
         return None if self._request is None else self._request.scale
 

@@ -104,6 +104,8 @@ class Optimizer(torch.optim.Optimizer):
     grad_norm: Tensor | None = None
     skip_by: str = "auto"
     _pending: _Pending | None = None
+    _judged: Decision | None = None
+    """The decision that an ordinary step is under, while it and its hooks run."""
     _needs_closure = False
     _transacts = False
     """Whether ``step`` is known to allow transactions once :meth:`_make_state` was called."""
@@ -363,9 +365,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _attempt(self, request: Request) -> Attempt:
         """Step as ``request`` says, or skip. Step hooks run in any case."""
-        attempt = self._skip_or(self.step, request)
-        if not attempt.called:
-            self._run_step_hooks()
+        try:
+            attempt = self._skip_or(self.step, request)
+            if not attempt.called:
+                self._run_step_hooks()
+        finally:
+            self._judged = None
         return attempt
 
     def _skip_or(self, step: Callable[[], Any], request: Request) -> Attempt:
@@ -378,10 +383,16 @@ class Optimizer(torch.optim.Optimizer):
         decision = self._unscale_in_place(request)
         if decision is None:
             return Attempt(None, called=False)
+        self._judged = decision
         self._make_state()
         returned: list[Any] = []
         called = self._skipper.step(self, lambda: returned.append(step()), decision.factors[0])
         return Attempt(decision, returned[0] if returned else None, called)
+
+    @property
+    def _skip_flag(self) -> Tensor | None:
+        """To a step hook: more than 0 if its step is skipped; ``None`` if certainly not."""
+        return None if self._judged is None else self._judged.factors[0]
 
     def _make_state(self) -> None:
         """Make the state that a first step would, as it would be before: see ``_transacts``."""
