@@ -6,7 +6,7 @@ until something else changes; that it does hold is checked at every step.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ampopt import gradients
+from ampopt.alike import Alike
 from ampopt.arena import lay_end_to_end
 from ampopt_kernels.trial import try_out
 from ampopt_kernels.work import Row, Work
@@ -70,8 +71,8 @@ class Plan:
         ]
         self.works: list[Work] = optimizer._works(self._rows, rule=rule)
         self._addresses = list(map(Tensor.data_ptr, self._params))
-        self._strides = list(map(Tensor.stride, self._params))
-        self._layouts = [list(map(of, [row.grad for row in self._rows])) for of in _LAYOUT]
+        self._params_alike = Alike(self._params)
+        self._grads_alike = Alike([row.grad for row in self._rows])
         self._state = optimizer.state
         self._entries = _entries(optimizer)
         self._lasts = not self.staged.copies and not any(p.is_complex() for p in self._params)
@@ -108,7 +109,7 @@ class Plan:
             self._lasts
             and _same(params, self._params)
             and list(map(Tensor.data_ptr, params)) == self._addresses
-            and list(map(Tensor.stride, params)) == self._strides
+            and self._params_alike.to(params)
             and optimizer.state is self._state
             and _same(_entries(optimizer), self._entries)
             and [optimizer.rule.flag_values(group) for group in groups] == self._flags
@@ -122,7 +123,7 @@ class Plan:
         if [g is None for g in grads] != self._absent:
             return False
         found = [g for g in grads if g is not None]
-        if any(list(map(of, found)) != old for of, old in zip(_LAYOUT, self._layouts, strict=True)):
+        if not self._grads_alike.to(found):
             return False
         for row, grad in zip(self._rows, found, strict=True):
             row.grad = grad
@@ -137,16 +138,6 @@ class Plan:
 
 
 _RELEASED = torch.empty(0)
-
-_LAYOUT: tuple[Callable[[Tensor], Any], ...] = (
-    *map(operator.attrgetter, ("layout", "dtype", "device", "shape")),
-    Tensor.stride,  # which sparse tensors, told apart above, do not have
-    Tensor.is_neg,
-)
-"""What one gradient must have in common with another that takes its place in a row.
-
-Each is a function of C, so that mapping it over all gradients runs no Python.
-"""
 
 
 def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
