@@ -364,30 +364,66 @@ class Optimizer(torch.optim.Optimizer):
         return self._unscale_in_place(request)
 
     def _attempt(self, request: Request) -> Attempt:
-        """Step as ``request`` says, or skip. Step hooks run in any case."""
+        """Step as ``request`` says, or skip. Step hooks run in any case, after unscaling.
+
+        What they do is not part of the step, so it is neither undone nor a reason to look.
+        """
+        gradients.check(self.param_groups)
+        self._judged = self._unscale_in_place(request)
         try:
-            attempt = self._skip_or(self.step, request)
-            if not attempt.called:
-                self._run_step_hooks()
+            return self._attempt_as(self._judged)
         finally:
             self._judged = None
-        return attempt
+
+    def _attempt_as(self, decision: Decision | None) -> Attempt:
+        step = _beneath_hooks(self)
+        if step is None:
+            attempt = self._decided(self.step, decision)
+            if not attempt.called:
+                self._run_step_hooks()
+            return attempt
+        attempts: list[Attempt] = []
+
+        def within_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            attempts.append(self._decided(functools.partial(step, self, *args, **kwargs), decision))
+            return attempts[-1].returned
+
+        torch.optim.Optimizer.profile_hook_step(within_hooks)(self)
+        self._opt_called = True  # where torch's schedulers look for a step before theirs
+        return attempts[-1]
 
     def _skip_or(self, step: Callable[[], Any], request: Request) -> Attempt:
-        """Unscale and call ``step`` as ``request`` says, or skip it.
+        """Unscale and call ``step`` as ``request`` says, or skip it."""
+        gradients.check(self.param_groups)
+        self._judged = self._unscale_in_place(request)
+        try:
+            return self._decided(step, self._judged)
+        finally:
+            self._judged = None
+
+    def _decided(self, step: Callable[[], Any], decision: Decision | None) -> Attempt:
+        """Call ``step`` or skip it.
 
         An ordinary step cannot be told of a flag on the device: the host looks, or the step is a
         transaction (see :attr:`skip_by`).
         """
-        gradients.check(self.param_groups)
-        decision = self._unscale_in_place(request)
         if decision is None:
             return Attempt(None, called=False)
-        self._judged = decision
+        skip = decision.factors[0]
+        if self.skip_by == "step":
+            return Attempt(decision, self._told(step, skip))
         self._make_state()
         returned: list[Any] = []
-        called = self._skipper.step(self, lambda: returned.append(step()), decision.factors[0])
+        called = self._skipper.step(self, lambda: returned.append(step()), skip)
         return Attempt(decision, returned[0] if returned else None, called)
+
+    def _told(self, step: Callable[[], Any], skip: Tensor) -> Any:
+        """Call a ``step`` that skips by itself where ``found_inf`` says so."""
+        self.found_inf = skip.to(torch.float32)
+        try:
+            return step()
+        finally:
+            vars(self).pop("found_inf", None)
 
     @property
     def _skip_flag(self) -> Tensor | None:
@@ -489,11 +525,13 @@ class Optimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} needs a closure: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        # Stepping or not, this ends the pending state, unless a step hook raises first.
         if pending.scale is None:
             return StepResult(self.step(), pending.found_inf, None)
         drop = getattr(pending.scale, "drop_overflow_update", True)
         attempt = self._attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
+        # Stepping or not, unless a step hook has raised. Not every wrapper's step has hooks that
+        # would have done it.
+        self._end_pending()
         return StepResult(attempt.returned, pending.found_inf, pending.successor)
 
     def _step_replayed(
