@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from ampopt_kernels.layout import real
-from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.work import Decision, Request, Row, run
 from torch import Tensor
 
@@ -149,7 +149,7 @@ class ElementwiseOptimizer(Optimizer):
                 group["master_weights"] = True
             for param in group["params"]:
                 if param in self.state and not needs_master(group, param):
-                    self.state[param].pop("master_param", None)
+                    self.state[param].pop(MASTER, None)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. A parameter that never had a gradient has none."""
@@ -162,7 +162,7 @@ class ElementwiseOptimizer(Optimizer):
             for key in group["params"]:
                 # A master alone is the parameter, and torch would take it for a state that is all
                 # there.
-                if states.get(key, {}).keys() == {"master_param"}:
+                if states.get(key, {}).keys() == {MASTER}:
                     del states[key]
         return state_dict
 
@@ -180,7 +180,7 @@ class ElementwiseOptimizer(Optimizer):
         """See :meth:`Optimizer.master_params`. A frozen parameter stands for itself."""
         for group in self.param_groups:
             for param in group["params"]:
-                frozen = not param.requires_grad and "master_param" not in self.state.get(param, {})
+                frozen = not param.requires_grad and MASTER not in self.state.get(param, {})
                 master = None if frozen else self._master_of(group, param)
                 yield param if master is None else master
 
@@ -271,9 +271,9 @@ class ElementwiseOptimizer(Optimizer):
         if not needs_master(group, param):
             return None
         state = self.state[param]
-        if state.get("master_param") is None:
-            state["master_param"] = param.detach().to(torch.float32)
-        return state["master_param"]
+        if state.get(MASTER) is None:
+            state[MASTER] = param.detach().to(torch.float32)
+        return state[MASTER]
 
     def _drop_master_gradients(self) -> None:
         if self._masters_have_gradients:
@@ -328,7 +328,7 @@ class ElementwiseOptimizer(Optimizer):
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""
         state = self.state[param]
-        master = state.get("master_param")
+        master = state.get(MASTER)
         like = param if master is None else master
         for part in self.rule.state_for(flags):
             value = state.get(part.name)

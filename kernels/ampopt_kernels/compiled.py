@@ -4,6 +4,7 @@ The body that the eager backend runs operation by operation becomes, through tor
 loop over gradient, parameter and states: each element is read and written once.
 """
 
+import math
 import os
 import shutil
 import time
@@ -14,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import Cpu, updated
+from ampopt_kernels.cpu import Cpu, pieces_of, updated
 from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.work import Work
 
 __all__ = ["PATIENCE", "Compiled", "cpp_compiler"]
 
@@ -67,19 +69,26 @@ class Compiled(Cpu):
             return
         dtypes = tuple(t.dtype for t in tensors)
         key = (rule, flags, dtypes, len(h))
-        if key not in self._functions:
-            if self._spent.get(key, 0.0) < self._patience:
-                start = time.perf_counter()
-                super()._apply(rule, flags, tensors, h)
-                spent = self._spent.get(key, 0.0) + time.perf_counter() - start
-                self._spent[key] = spent
-                return
-            self._functions[key] = self._compile(rule, flags, dtypes, len(h))
-        function = self._functions[key]
-        if function is None:
-            super()._apply(rule, flags, tensors, h)
-        else:
+        function = self._functions.get(key)
+        if function is not None:
             function(torch.tensor(h, dtype=arithmetic(*dtypes[:2])), *tensors)
+            return
+        start = time.perf_counter()
+        super()._apply(rule, flags, tensors, h)
+        self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
+
+    def _prepare(self, work: Work) -> None:
+        # While nothing has changed yet that a failure would leave half done.
+        rule = work.rule
+        assert rule is not None
+        for block, piece in pieces_of(work):
+            row = piece.rows[0]
+            if row.grad.numel() * len(piece.rows) >= 2:
+                dtypes = (row.grad.dtype, piece.param.dtype, *(t.dtype for t in piece.rest))
+                width = 2 + rule.width(len(work.hyper[block.group]))
+                key = (rule, row.flags, dtypes, width)
+                if key not in self._functions and self._spent.get(key, 0.0) >= self._patience:
+                    self._functions[key] = self._compile(*key)
 
     def _compile(
         self,
@@ -90,16 +99,24 @@ class Compiled(Cpu):
     ) -> Callable[..., Any] | None:
         """The compiled function; ``None`` if compiling failed where nobody asked for it."""
         try:
-            return compile_rule(rule, flags, dtypes, width)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of what it uses itself
+                return compile_rule(rule, flags, dtypes, width)
         except Exception as error:
-            message = f"compiling a rule failed, {type(error).__name__}: {error}"
+            message = f"compiling a rule failed, {type(error).__name__}: {_first_line(error)}"
             if not self._patience:
                 raise RuntimeError(
                     f"the compiled backend needs a working C++ compiler: {message}. Install g++ or "
                     "clang++ (or point CXX at one), or choose 'auto' or 'eager'"
                 ) from error
+            self._patience = math.inf  # with the next rule the compiler would fail again
             warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
             return None
+
+
+def _first_line(error: Exception) -> str:
+    """What went wrong, without the command line, the source and the traceback that may follow."""
+    return next((line for line in str(error).splitlines() if line.strip()), "no message")
 
 
 def compile_rule(
@@ -132,4 +149,6 @@ def compile_rule(
     example = [torch.ones(width, dtype=compute), *(torch.ones(width + 64, dtype=d) for d in dtypes)]
     traced = make_fx(body, tracing_mode="symbolic")(*example)
     placeholders = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
-    return inductor_compile(traced, placeholders)
+    # Kept by this backend, so never looked up; and torch 2.11 cannot pickle the key of the lookup,
+    # which it reports with a traceback.
+    return inductor_compile(traced, placeholders, options={"fx_graph_cache": False})

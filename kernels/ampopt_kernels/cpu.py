@@ -23,7 +23,7 @@ from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Decision, Partials, Request, Row, Work
 
-__all__ = ["BUNDLE", "SMALL", "Cpu", "updated"]
+__all__ = ["BUNDLE", "SMALL", "Cpu", "pieces_of", "updated"]
 
 SMALL = 1 << 14
 """Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
@@ -47,7 +47,7 @@ class Cpu(Eager):
         if work.rule is None:
             parts = [(row.grad, row.compute_dtype) for row in work.rows]
         else:
-            pieces = (piece for _, piece in _pieces(work))
+            pieces = (piece for _, piece in pieces_of(work))
             parts = [(p.gather(work.stamp), p.rows[0].compute_dtype) for p in pieces]
         inverse = 1.0
         if request.scale is not None:
@@ -73,9 +73,11 @@ class Cpu(Eager):
         skip, inverse, clip = decision.factors.tolist()
         rule = work.rule
         assert rule is not None
+        if not skip > 0:
+            self._prepare(work)
         known: dict[Any, Any] = {}
         last, advanced = None, None
-        for block, piece in _pieces(work):
+        for block, piece in pieces_of(work):
             grad = piece.gather(work.stamp, again=False)
             piece.gathered_at = None
             if skip > 0:
@@ -91,6 +93,9 @@ class Cpu(Eager):
                 _copy(piece.params, piece.parts)
                 if piece.copies:
                     _copy(piece.copies, piece.parts)
+
+    def _prepare(self, work: Work) -> None:
+        """Do beforehand what may fail."""
 
     def _apply(
         self, rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
@@ -300,7 +305,8 @@ class _Pieces:
     pieces: list[tuple[_Block, _Piece]]
 
 
-def _pieces(work: Work) -> list[tuple[_Block, _Piece]]:
+def pieces_of(work: Work) -> list[tuple[_Block, _Piece]]:
+    """What the rule is applied to at a time, of all rows; made once for each plan."""
     if not isinstance(work.table, _Pieces):
         blocks: list[list[Row]] = []
         for row in work.rows:

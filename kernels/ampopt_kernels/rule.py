@@ -11,7 +11,10 @@ from torch import Tensor
 from ampopt_kernels import stand_in
 from ampopt_kernels.language import INTERPRETED, jit, tl
 
-__all__ = ["Rule", "State"]
+__all__ = ["MASTER", "Rule", "State"]
+
+MASTER = "master_param"
+"""Where ``optimizer.state[p]`` keeps the float32 master of ``p``, beside the states of the rule."""
 
 
 @jit
@@ -82,6 +85,11 @@ class Rule:
                 # Triton's interpreter has to find its language among the globals of a function,
                 # which arithmetic alone does not need there.
                 getattr(self, role).fn.__globals__.setdefault("__triton_language__", tl)
+        names = [part.name for part in (*self.state, *self.scalar_state)]
+        for name in names:
+            if name == MASTER or names.count(name) > 1:
+                why = "is where masters are kept" if name == MASTER else "is declared twice"
+                raise ValueError(f"State {name!r} {why}: give each state a name of its own")
         for part in (*self.state, *self.scalar_state):
             if part.when is not None and part.when not in self.flags:
                 raise ValueError(

@@ -39,34 +39,56 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
         (one,) * len(scalars),
         (one * 0.5,) * n_hyper,
     )
-    if len(s) != len(scalars):
+    if not isinstance(s, tuple) or len(s) != len(scalars):
         raise ValueError(
-            f"scalars of {owner}'s rule returned {len(s)} scalar states, but the rule declares "
+            f"scalars of {owner}'s rule returned {_count(s)} scalar states, but the rule declares "
             f"{len(scalars)}, {scalars}: return one for each, in their order"
         )
-    block = torch.ones(2)
-    p, new = _called(
-        f"update of {owner}'s rule, which declares state={states} under {given}, {declared}",
-        rule.torch_update,
-        block,
-        block,
-        (block,) * len(states),
-        tuple(float(x) for x in h),
-        flags,
-    )
-    if not isinstance(new, tuple) or len(new) != len(states):
-        count = len(new) if isinstance(new, tuple) else f"{type(new).__name__} in place of a tuple"
-        raise ValueError(
-            f"update of {owner}'s rule returned {count} states, but under {given} the rule "
-            f"declares {len(states)}, {states}: return one for each, in their order"
-        )
-    for name, value in zip(("p", *states), (p, *new), strict=True):
-        if not isinstance(value, Tensor) or value.shape != block.shape:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    for what, values in (("scalar states", s), ("h", h)):
+        if not isinstance(values, tuple) or not all(map(_is_number, values)):
             raise ValueError(
-                f"update of {owner}'s rule made {name!r} of {shape} from blocks of shape "
-                f"{tuple(block.shape)}: a rule is elementwise, and returns a block for each"
+                f"scalars of {owner}'s rule returned {values!r} as {what}: return a tuple of "
+                "numbers, one for each that update takes"
             )
+    update = f"update of {owner}'s rule"
+    both = f"{update}, which declares state={states} under {given}, {declared}"
+
+    def updated(block: Tensor) -> tuple[Any, ...]:
+        numbers = tuple(float(x) for x in h)
+        state = tuple(block + i for i in range(1, 1 + len(states)))
+        p, new = _called(both, rule.torch_update, block + 0, -block, state, numbers, flags)
+        if not isinstance(new, tuple) or len(new) != len(states):
+            raise ValueError(
+                f"{update} returned {_count(new)} states, but under {given} the rule "
+                f"declares {len(states)}, {states}: return one for each, in their order"
+            )
+        return (p, *new)
+
+    block = torch.tensor([0.5, 2.0])
+    together, apart = updated(block), zip(*map(updated, block.split(1)), strict=True)
+    for name, value, each in zip(("p", *states), together, apart, strict=True):
+        for made, of in ((value, block), *zip(each, block.split(1), strict=True)):
+            if not isinstance(made, Tensor) or made.shape != of.shape:
+                shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+                raise ValueError(
+                    f"{update} made {name!r} of {shape} from blocks of shape {tuple(of.shape)}: "
+                    "a rule is elementwise, and returns a block for each"
+                )
+        if not torch.allclose(value.float(), torch.cat(each).float(), rtol=1e-4, equal_nan=True):
+            raise ValueError(
+                f"{update} made another {name!r} of two elements than of each alone: a rule is "
+                "elementwise, and no element may depend on others"
+            )
+
+
+def _count(returned: Any) -> str:
+    if isinstance(returned, tuple):
+        return str(len(returned))
+    return f"{type(returned).__name__} in place of a tuple of"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 def _called(what: str, function: Any, *arguments: Any) -> tuple[Any, Any]:

@@ -1,0 +1,416 @@
+"""A rule that does not keep to its declaration is refused by name, and a good one runs as it is."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_close, bits, everything
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import fewer
+from torch.nn import Parameter
+
+import ampopt
+from ampopt_kernels import Rule, State, jit, tl
+
+STATE = (State("average"),)
+COUNT = (State("count"),)
+HYPER = ("lr", "decay")
+
+
+def optimizer_of(rule: Rule) -> type[ampopt.ElementwiseOptimizer]:
+    class Author(ampopt.ElementwiseOptimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.5, "decay": 0.25, "extra": False})
+
+    Author.rule = rule
+    return Author
+
+
+def assert_refused(rule: Rule, error: type[Exception], *message: str) -> None:
+    """By the first step, whichever it is, with nothing changed."""
+    for step in (
+        lambda optimizer: optimizer.step(),
+        lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0),
+        lambda optimizer: optimizer.step(lambda: torch.ones(())),
+    ):
+        param = Parameter(torch.ones(3))
+        param.grad = torch.ones(3)
+        optimizer = optimizer_of(rule)([param])
+        before = everything(optimizer), bits(param.grad)
+        with pytest.raises(error) as raised:
+            step(optimizer)
+        for part in ("Author's rule", *message):
+            assert part in str(raised.value)
+        assert (everything(optimizer), bits(param.grad)) == before
+
+
+# --- update --------------------------------------------------------------------------------------
+
+
+@jit
+def one_state(p, g, state, h, flags):
+    return p - h[0] * g, (state[0] + g,)
+
+
+@jit
+def no_state(p, g, state, h, flags):
+    return p - h[0] * g, ()
+
+
+@jit
+def param_alone(p, g, state, h, flags):
+    return p - h[0] * g
+
+
+@jit
+def bare_state(p, g, state, h, flags):
+    return p - h[0] * g, state[0] + g
+
+
+def test_a_state_too_few_or_too_many_is_refused():
+    assert_refused(
+        Rule(update=no_state, hyper=HYPER, state=STATE),
+        ValueError,
+        "update of",
+        "returned 0 states",
+        "declares 1, ['average']",
+    )
+    assert_refused(
+        Rule(update=one_state, hyper=HYPER, state=(*STATE, State("other"))),
+        ValueError,
+        "returned 1 states",
+        "declares 2, ['average', 'other']",
+    )
+
+
+def test_states_that_depend_on_a_flag_are_counted_under_that_flag():
+    rule = Rule(
+        update=one_state, hyper=HYPER, state=(State("average", when="extra"),), flags=("extra",)
+    )
+    assert_refused(rule, ValueError, "state=[]", "{'extra': False}", "IndexError")
+    optimizer = optimizer_of(rule)([Parameter(torch.ones(3))])
+    optimizer.param_groups[0]["extra"] = True
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    optimizer.step()  # keeps to it under this one
+
+
+@pytest.mark.parametrize("function", [param_alone, bare_state])
+def test_what_is_no_parameter_and_tuple_of_states_is_refused(function):
+    rule = Rule(update=function, hyper=HYPER, state=STATE)
+    assert_refused(rule, ValueError, "update of", "['average']")
+
+
+@jit
+def reads_second_state(p, g, state, h, flags):
+    return p - h[0] * state[1], (state[0],)
+
+
+@jit
+def unpacks_two_states(p, g, state, h, flags):
+    first, second = state
+    return p - h[0] * second, (first,)
+
+
+@pytest.mark.parametrize("function", [reads_second_state, unpacks_two_states])
+def test_a_state_that_is_not_declared_is_refused(function):
+    rule = Rule(update=function, hyper=HYPER, state=STATE)
+    assert_refused(rule, ValueError, "state=['average']", "does not keep to that")
+
+
+@jit
+def reads_third_hyper(p, g, state, h, flags):
+    return p - h[2] * g, state
+
+
+@jit
+def unpacks_three_hypers(p, g, state, h, flags):
+    lr, decay, eps = h
+    return p - lr * g, state
+
+
+@pytest.mark.parametrize("function", [reads_third_hyper, unpacks_three_hypers])
+def test_a_hyperparameter_that_is_not_declared_is_refused(function):
+    rule = Rule(update=function, hyper=HYPER)
+    assert_refused(rule, ValueError, "hyper=('lr', 'decay')", "does not keep to that")
+
+
+def test_a_hyperparameter_that_no_group_has_is_refused():
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = optimizer_of(Rule(update=no_state, hyper=("lr", "momentum")))([param])
+    before = everything(optimizer)
+    with pytest.raises(KeyError, match="'momentum' from each param group.*optimizer's defaults"):
+        optimizer.step()
+    assert everything(optimizer) == before
+
+
+@jit
+def reads_a_flag(p, g, state, h, flags):
+    if flags[0]:
+        g = -g
+    return p - h[0] * g, state
+
+
+def test_a_flag_that_is_not_declared_is_refused():
+    assert_refused(Rule(update=reads_a_flag, hyper=HYPER), ValueError, "flags=()", "IndexError")
+
+
+@jit
+def uses_what_torch_lacks(p, g, state, h, flags):
+    return p - h[0] * tl.erf(g), state
+
+
+@jit
+def calls_what_uses_it(p, g, state, h, flags):
+    return uses_what_torch_lacks(p, g, state, h, flags)
+
+
+@pytest.mark.parametrize("function", [uses_what_torch_lacks, calls_what_uses_it])
+def test_a_function_that_not_every_backend_has_is_refused(function):
+    rule = Rule(update=function, hyper=HYPER)
+    assert_refused(rule, AttributeError, "tl.erf", "It has:", "sqrt")
+
+
+def test_a_misspelt_name_is_refused():
+    assert_refused(Rule(update=misspelt, hyper=HYPER), ValueError, "NameError", "momentun")
+
+
+@jit
+def misspelt(p, g, state, h, flags):
+    return p - momentun * g, state  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+
+@jit
+def reduces(p, g, state, h, flags):
+    return p - h[0] * g.sum(), state
+
+
+@jit
+def reduces_state(p, g, state, h, flags):
+    return p - h[0] * g, (state[0].max(),)
+
+
+@jit
+def returns_a_number(p, g, state, h, flags):
+    return p - h[0] * g, (h[1],)
+
+
+def test_a_result_that_is_not_elementwise_is_refused():
+    assert_refused(
+        Rule(update=reduces, hyper=HYPER), ValueError, "'p'", "no element may depend on others"
+    )
+    for function in (reduces_state, returns_a_number):
+        rule = Rule(update=function, hyper=HYPER, state=STATE)
+        assert_refused(rule, ValueError, "'average'", "a rule is elementwise")
+
+
+# --- scalars -------------------------------------------------------------------------------------
+
+
+@jit
+def counts(s, h):
+    return (s[0] + 1,), h
+
+
+@jit
+def counts_nothing(s, h):
+    return (), h
+
+
+@jit
+def counts_bare(s, h):
+    return s[0] + 1, h
+
+
+@jit
+def hands_on_no_tuple(s, h):
+    return s, h[0]
+
+
+@jit
+def hands_on_a_list(s, h):
+    return s, [h[0]]
+
+
+@jit
+def forgets_h(s, h):
+    return (s[0] + 1,)
+
+
+@jit
+def unpacks_three(s, h):
+    lr, decay, eps = h
+    return s, (lr,)
+
+
+def test_scalars_too_few_or_too_many_are_refused():
+    assert_refused(
+        Rule(update=no_state, hyper=HYPER, scalars=counts_nothing, scalar_state=COUNT),
+        ValueError,
+        "scalars of",
+        "returned 0 scalar states",
+        "declares 1, ['count']",
+    )
+    assert_refused(
+        Rule(update=no_state, hyper=HYPER, scalars=counts, scalar_state=(*COUNT, State("b"))),
+        ValueError,
+        "returned 1 scalar states",
+    )
+    rule = Rule(update=no_state, hyper=HYPER, scalars=counts)
+    assert_refused(rule, ValueError, "scalar_state=[]", "IndexError")
+
+
+@pytest.mark.parametrize(
+    "function", [counts_bare, hands_on_no_tuple, hands_on_a_list, forgets_h, unpacks_three]
+)
+def test_scalars_that_return_no_two_tuples_are_refused(function):
+    rule = Rule(update=no_state, hyper=HYPER, scalars=function, scalar_state=COUNT)
+    assert_refused(rule, ValueError, "scalars of")
+
+
+def test_an_update_that_takes_more_than_scalars_hand_on_is_refused():
+    rule = Rule(update=unpacks_three_hypers, hyper=HYPER, scalars=counts, scalar_state=COUNT)
+    assert_refused(rule, ValueError, "update of", "does not keep to that")
+
+
+# --- the declaration -----------------------------------------------------------------------------
+
+
+def plain(p, g, state, h, flags):
+    return p, state
+
+
+@pytest.mark.parametrize(
+    "declare, error, message",
+    [
+        (lambda: Rule(update=plain, hyper=()), TypeError, "marked with @ampopt_kernels.jit"),
+        (lambda: Rule(update=one_state, hyper=(), scalars=plain), TypeError, "Rule scalars"),
+        (
+            lambda: Rule(update=one_state, hyper=(), state=(State("a", when="nesterov"),)),
+            ValueError,
+            "'nesterov', which is not among the rule's flags",
+        ),
+        (
+            lambda: Rule(update=one_state, hyper=(), state=(*STATE, *STATE)),
+            ValueError,
+            "'average' is declared twice",
+        ),
+        (
+            lambda: Rule(update=one_state, hyper=(), state=STATE, scalar_state=STATE),
+            ValueError,
+            "'average' is declared twice",
+        ),
+        (
+            lambda: Rule(update=one_state, hyper=(), state=(State("master_param"),)),
+            ValueError,
+            "'master_param' is where masters are kept",
+        ),
+    ],
+)
+def test_a_slip_in_a_declaration_is_refused_where_it_is_made(declare, error, message):
+    with pytest.raises(error, match=message):
+        declare()
+
+
+# --- good rules ----------------------------------------------------------------------------------
+
+
+@jit
+def _warming_scalars(s, h):
+    (count,) = s
+    lr, decay, limit = h
+    count = count + 1
+    return (count,), (lr * tl.minimum(count / 4, 1.0), decay, limit)
+
+
+@jit
+def _warming_update(p, g, state, h, flags):
+    SIGNED: tl.constexpr = flags[0]
+    rate, decay, limit = h
+    average = state[0] + decay * (g - state[0])
+    size = tl.abs(average)
+    if SIGNED:
+        step = tl.where(average > 0, 1.0, tl.where(average < 0, -1.0, 0.0))
+    else:
+        step = tl.where(size > limit, limit * average / tl.maximum(size, limit), average)
+    return p - rate * step, (average, tl.maximum(state[1], size))
+
+
+class Warming(ampopt.ElementwiseOptimizer):
+    """An author's optimizer that uses all there is: states, flags, scalars that it counts."""
+
+    rule = Rule(
+        update=_warming_update,
+        scalars=_warming_scalars,
+        hyper=("lr", "decay", "limit"),
+        flags=("signed",),
+        state=(State("average"), State("largest", init="floor")),
+        scalar_state=(State("count"),),
+    )
+
+    def __init__(self, params: Any, lr: Any = 0.5, limit: float = 0.75, signed: bool = False):
+        defaults = {"lr": lr, "decay": 0.25, "limit": limit, "signed": signed, "floor": 0.125}
+        super().__init__(params, defaults)
+
+
+def warming(
+    p: torch.Tensor, grads: list[torch.Tensor], limit: float, signed: bool
+) -> dict[str, torch.Tensor]:
+    """What :class:`Warming` says, in float64 and in so many words."""
+    p, average, largest = p.double(), torch.zeros_like(p).double(), torch.full_like(p, 0.125)
+    for count, g in enumerate(grads, 1):
+        average = average + 0.25 * (g.double() - average)
+        step = average.sign() if signed else average.clamp(-limit, limit)
+        p = p - 0.5 * min(count / 4, 1.0) * step
+        largest = torch.maximum(largest.double(), average.abs())
+    return {"param": p, "average": average, "largest": largest}
+
+
+every_backend = pytest.mark.parametrize("backend", ["eager", "triton", "compiled"], indirect=True)
+
+
+@every_backend
+@fewer(0.25)
+@given(
+    numbers=st.lists(st.integers(-8, 8).map(lambda n: n / 4), min_size=15, max_size=15),
+    signed=st.just(False),
+    scale=st.sampled_from([1.0, 2.0**8, 2.0**-8]),
+    skips=st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_a_good_rule_does_what_it_says(backend, numbers, signed, scale, skips):
+    param = Parameter(torch.tensor([1.0, -2.0, 0.5]))
+    grads = list(torch.tensor(numbers).reshape(5, 3))
+    optimizer = Warming([param], signed=signed)
+    expected = warming(param.detach(), grads, 0.75, signed)
+    for grad, skip in zip(grads, skips, strict=True):
+        if skip:
+            param.grad = torch.full((3,), float("inf"))
+            assert optimizer.unscale_and_step(grads_scaled_by=scale).skipped
+        param.grad = grad * scale
+        optimizer.unscale_and_step(grads_scaled_by=scale)
+    actual = {"param": param.detach(), **optimizer.state[param]}
+    for name, value in expected.items():
+        assert_close(actual[name], value.float(), size=4.0)
+    assert float(optimizer.state[param]["count"]) == 5
+
+
+@every_backend
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_an_authors_optimizer_can_be_copied_and_pickled(backend, duplicate):
+    param = Parameter(torch.tensor([1.0, -2.0, 0.5]))
+    optimizer = Warming([param])
+    param.grad = torch.tensor([1.0, 2.0, -3.0])
+    optimizer.step()
+    twin = duplicate(optimizer)
+    (twins,) = twin.param_groups[0]["params"]
+    assert type(twin) is Warming
+    assert everything(twin) == everything(optimizer)
+    before = everything(twin)
+    optimizer.step()
+    assert everything(twin) == before  # nothing is shared
+    twins.grad = torch.tensor([1.0, 2.0, -3.0])
+    twin.step()
+    assert everything(twin) == everything(optimizer)
