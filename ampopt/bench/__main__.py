@@ -16,7 +16,7 @@ import torch
 
 import ampopt
 from ampopt.bench import contenders, report, rows, workloads
-from ampopt.bench.measure import bandwidth
+from ampopt.bench.measure import CLOCKS, bandwidth
 from ampopt.bench.overhead import overhead
 from ampopt.bench.plot import plot, require_matplotlib
 from ampopt_kernels.compiled import cpp_compiler
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     if device.type not in ("cpu", "cuda"):
         parser.error(f"--device: {device} has no clock here; choose cpu or cuda")
+    if options.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
+        parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
     if options.backend is None:
         options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
     before = ampopt.get_backend()
@@ -53,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(options: argparse.Namespace, device: torch.device) -> None:
     dtype = getattr(torch, options.dtype)
     chosen = options.optimizer or contenders.optimizers()
-    about = report.environment(device)
+    about = {**report.environment(device), "clock": options.clock, "dtype": options.dtype}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
-    speed = bandwidth(device)
+    speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
     print(f"{what} at {speed / 1e9:.1f} GB/s, which is the floor", flush=True)
     sizes = [
@@ -79,6 +81,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
             bandwidth=speed,
             rounds=options.repeats,
             seconds=left / (len(jobs) - done),
+            clock=options.clock,
         )
         left = max(0.0, left - (time.perf_counter() - start))
         measured += new
@@ -158,6 +161,12 @@ def _parser() -> argparse.ArgumentParser:
         help="to spend on all rows, however little remains for each; default: %(default)s",
     )
     parser.add_argument("--threads", type=_positive(int), help="for torch on the CPU")
+    parser.add_argument(
+        "--clock",
+        choices=list(CLOCKS),
+        default="wall",
+        help="cpu: the processor's time, for a machine that is busy otherwise; default: wall",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", metavar="FILE", help="draw the ratios; needs matplotlib")
     parser.add_argument(

@@ -118,6 +118,7 @@ def measure(
     bandwidth: float,
     rounds: int,
     seconds: float,
+    clock: str = "wall",
 ) -> list[Row]:
     """The rows of ``optimizer`` on ``workload``: without clipping, and with.
 
@@ -144,7 +145,9 @@ def measure(
     rows = []
     for clip in (False, True):
         steps = {c.name: c.clipped if clip else c.step for c in entered}
-        times = interleaved(steps, gradients.restore, device, rounds=rounds, seconds=seconds / 2)
+        times = interleaved(
+            steps, gradients.restore, device, rounds=rounds, seconds=seconds / 2, clock=clock
+        )
         costs = {}
         if device.type == "cuda":
             costs = {n: device_cost(step, gradients.restore, device) for n, step in steps.items()}

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -30,7 +31,14 @@ def eager():
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(workloads, "WORKLOADS", TINY)
-    monkeypatch.setattr(bench, "bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(bench, "bandwidth", lambda device, clock: 1e9)
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def run(*arguments):
@@ -102,15 +110,31 @@ def test_plot_draws_every_workload(tiny, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_processors_time_is_less_than_what_passes():
+    times = {
+        clock: measure.interleaved(
+            {"sleep": lambda: time.sleep(0.02)},
+            lambda: None,
+            CPU,
+            rounds=1,
+            seconds=0.0,
+            clock=clock,
+        )["sleep"].median
+        for clock in measure.CLOCKS
+    }
+    assert times["cpu"] < 0.02 <= times["wall"] + 1e-3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--optimizer", "LBFGS"], "LBFGS"),
         (["--repeats", "0"], "more than 0"),
         (["--device", "meta"], "choose cpu or cuda"),
+        (["--threads", "2", "--clock", "cpu"], "--threads 1"),
     ],
 )
-def test_bad_arguments_are_refused_by_name(arguments, message, capsys):
+def test_bad_arguments_are_refused_by_name(threads, arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(*arguments)
     assert message in capsys.readouterr().err
