@@ -71,11 +71,10 @@ def detect_kernel(
         at = whole + tl.arange(0, BLOCK)
         live = at < end
         x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
-        # A masked lane is 0 times the reciprocal, which is NaN if the reciprocal overflowed.
-        bad = bad | (_not_finite(x) & live)
+        # A masked lane is 0, or NaN if the reciprocal overflowed; but then the others are not finite.
+        bad = bad | _not_finite(x)
         if NORM:
-            x64 = tl.where(live, x, 0).to(tl.float64)
-            total += x64 * x64
+            total += x.to(tl.float64) * x.to(tl.float64)
         if WRITE:
             tl.store(grad + at, rounded(x, DTYPE), mask=live)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))

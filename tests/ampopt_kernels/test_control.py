@@ -128,6 +128,17 @@ def test_the_scale_has_a_successor(engine, value, growth, budget, flags, shape, 
 
 
 @each_engine
+@pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scale_that_is_none_is_an_overflow(engine, scale, dtype):
+    """Gradients divided by infinity are finite zeros, so the scale is looked at too."""
+    request = Request(torch.tensor(scale, dtype=dtype), apply=False)
+    decision = decide(engine, request, parts([0.0]))
+    assert decision.found_inf > 0
+    assert decision.factors[0] > 0
+
+
+@each_engine
 def test_a_scale_that_is_none_backs_off(engine):
     """An unusable scale is an overflow for the schedule too."""
     scale, counters = torch.tensor(math.inf), torch.tensor([1, 1], dtype=torch.int32)

@@ -69,10 +69,11 @@ def test_one_bad_element_anywhere_is_found(engine, n, dtype):
 
 @each_engine
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_judges_after_unscaling(engine, sign):
+@pytest.mark.parametrize(("n", "place"), [(5, 4), (CHUNK, 0), (CHUNK + 1, CHUNK)])
+def test_judges_after_unscaling(engine, n, place, sign):
     """A finite float32 whose unscaled value is not one overflows; a float64 one does not."""
     for dtype, expected in ((torch.float32, True), (torch.float64, False)):
-        plan = WorkPlan((RowPlan((5,), dtype, 0, (1.0,), ((4, sign * 1e37),)),))
+        plan = WorkPlan((RowPlan((n,), dtype, 0, (1.0,), ((place, sign * 1e37),)),))
         partials = ENGINES[engine]().detect(plan.build().work, request(2.0**-10))
         assert found(partials) == expected, dtype
 
