@@ -5,6 +5,7 @@ import ctypes
 import enum
 import functools
 import logging
+import operator
 import random
 import sys
 import types
@@ -81,12 +82,13 @@ class _Kept:
     was: Any
     grows: bool  # it holds names, to which a first step may add some
 
-    def difference(self) -> str | None:
+    def differs(self) -> bool:
+        return not _same(self.was, self.read())
+
+    def difference(self) -> str:
         now = self.read()
-        if _same(self.was, now):
-            return None
         if isinstance(now, dict):
-            for key in chain(now, self.was):
+            for key in chain(self.was, now):
                 if key not in now or key not in self.was or not _same(self.was[key], now[key]):
                     return f"{self.what}[{key!r}]" if isinstance(key, str) else self.what
         return self.what
@@ -125,9 +127,9 @@ class HostState:
         self._find()
 
     def changed(self) -> str | None:
-        """The name of something that is different now, or ``None``."""
-        differences = (kept.difference() for kept in self._kept)
-        return next((name for name in differences if name is not None), None)
+        """The name of something that is different now, or ``None``. Names only added come last."""
+        found = [(kept.only_grew(), kept.difference()) for kept in self._kept if kept.differs()]
+        return min(found, key=operator.itemgetter(0))[1] if found else None
 
     def only_grew(self) -> bool:
         """Whether all that is different is names that were not there before."""
@@ -136,7 +138,7 @@ class HostState:
     def restore(self) -> None:
         """Put it back. Tensors that stood there do again, with the contents that they have now."""
         for kept in self._kept:
-            if kept.difference() is not None:
+            if kept.differs():
                 kept.write(kept.was)
 
     def _add(self, value: Any, what: str) -> None:
