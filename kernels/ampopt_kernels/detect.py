@@ -71,7 +71,7 @@ def detect_kernel(
         at = whole + tl.arange(0, BLOCK)
         live = at < end
         x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
-        # A masked lane is 0, or NaN if the reciprocal overflowed; but then the others are not finite.
+        # A masked lane is 0; NaN if the reciprocal overflowed, but so then are others.
         bad = bad | _not_finite(x)
         if NORM:
             total += x.to(tl.float64) * x.to(tl.float64)
