@@ -29,4 +29,5 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
             for param in group["params"]:
                 if needs_master(group, param):
                     # torch has made it in the parameter's dtype, rounding its initial value.
-                    del self.state[param]["sum"]
+                    state, initial = self.state[param], self.defaults["initial_accumulator_value"]
+                    state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)

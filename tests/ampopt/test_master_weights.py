@@ -1,0 +1,684 @@
+"""Float16 and bfloat16 parameters, with float32 masters and without."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_close, bits, everything, state_of
+from hypothesis import given
+from hypothesis import strategies as st
+from optimizers import RULE_BASED, Signed
+from strategies import (
+    Case,
+    History,
+    cases,
+    fewer,
+    gradients,
+    histories,
+    non_finite_steps,
+    parameters,
+    set_gradients,
+)
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_
+from torch_options import ELEMENTWISE, OptionSet, named
+
+import ampopt
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+HALF = (torch.float16, torch.bfloat16)
+INF = float("inf")
+RICH = {
+    "SGD": "nesterov",
+    "Adam": "amsgrad",
+    "AdamW": "amsgrad",
+    "Adagrad": "initial_accumulator_value",
+    "Adamax": "nonzero weight_decay",
+    "ASGD": "averaging",
+    "NAdam": "weight_decay, momentum_decay",
+    "RMSprop": "momentum",
+    "Rprop": "odd etas",
+}
+"""Options under which an optimizer keeps all the state that it can."""
+
+both_ways = pytest.mark.parametrize("split", [False, True], ids=["joined", "split"])
+each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
+scales = st.sampled_from([1.0, 2.0**3, 2.0**-3])  # by which half-precision gradients stay exact
+
+
+def half(*numbers: float, dtype: torch.dtype = torch.float16) -> Parameter:
+    return Parameter(torch.tensor(numbers, dtype=dtype))
+
+
+def attempt(optimizer: Any, scale: Any, split: bool) -> Any:
+    if not split:
+        return optimizer.unscale_and_step(grads_scaled_by=scale)
+    optimizer.unscale(grads_scaled_by=scale)
+    return optimizer.step_after_unscale()
+
+
+def masters_of(optimizer: Any) -> list[Tensor]:
+    return list(optimizer.master_params())
+
+
+def states(optimizer: Any) -> list[Any]:
+    """Those that steps have been taken with, without masters."""
+    return [
+        None
+        if not state
+        or not any(
+            any(value.data) for name, value in state.items() if name not in ("master_param", "sum")
+        )
+        else {name: value for name, value in state.items() if name != "master_param"}
+        for state in state_of(optimizer)
+    ]
+
+
+def assert_rounded(optimizer: Any) -> None:
+    """Every parameter is its master in its own dtype."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p, master in zip(params, masters_of(optimizer), strict=True):
+        assert master.dtype == torch.float32
+        assert bits(p) == bits(master.to(p.dtype))
+
+
+# --- masters are a float32 run -------------------------------------------------------------------
+
+
+@fewer(0.6)
+@given(cases(), histories(dtypes=HALF), scales, st.booleans())
+def test_masters_train_as_float32_parameters_do_on_the_same_gradients(case, history, scale, split):
+    params = history.build()
+    wide = [Parameter(p.detach().float()) for p in params]
+    optimizer, reference = with_masters(case, params), case.make(wide)
+    for step, overflows in zip(history.steps, history.overflows, strict=True):
+        set_gradients(params, step, scale)
+        if not overflows:
+            for p, grad in zip(wide, step, strict=True):
+                p.grad = None if grad is None else grad.tensor().float()
+            reference.step()
+        assert attempt(optimizer, scale, split).skipped is overflows
+        assert_rounded(optimizer)
+    assert bits(masters_of(optimizer)) == bits(wide)
+    assert states(optimizer) == states(reference)
+
+
+def with_masters(case: Case, params: list[Parameter], masters: bool = True) -> Any:
+    """As an option of the group, which the optimizer of an author need not know of."""
+    return case.make([{"params": params, "master_weights": masters}])
+
+
+@each_half
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_every_rule_keeps_masters_and_float32_states(name, dtype):
+    options = rich(name)
+    params = [half(0.3, -1.7, 2.1, dtype=dtype), half(*[0.7] * 5, dtype=dtype)]
+    wide = [Parameter(p.detach().float()) for p in params]
+    optimizer = options.ours(params, master_weights=True)
+    reference = options.ours(wide)
+    for step in range(1, 4):
+        for p, q in zip(params, wide, strict=True):
+            p.grad = torch.linspace(-1.0, 2.0, p.numel()).div(step).to(dtype)
+            q.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+        assert_rounded(optimizer)
+    assert bits(masters_of(optimizer)) == bits(wide)
+    for p, q in zip(params, wide, strict=True):
+        state = dict(optimizer.state[p])
+        assert state.pop("master_param") is not None
+        assert all(value.dtype == torch.float32 for value in state.values())
+        assert bits(state) == bits(dict(reference.state[q]))
+
+
+def rich(name: str) -> OptionSet:
+    return named(name, RICH.get(name, "default"))
+
+
+@each_half
+@given(exponent=st.integers(1, 6), steps=st.integers(1, 9), sign=st.sampled_from([1.0, -1.0]))
+@fewer(0.2)
+def test_updates_below_half_an_ulp_add_up_in_masters_and_are_lost_without(
+    dtype, exponent, steps, sign
+):
+    # Below 1 numbers are half as far apart as above, and half of that rounds to 1, which is even.
+    tiny = torch.finfo(dtype).eps / 4 * 2.0**-exponent
+    params = [half(1.0, dtype=dtype) for _ in range(2)]
+    kept = ampopt.SGD([params[0]], lr=tiny, master_weights=True)
+    lost = ampopt.SGD([params[1]], lr=tiny)
+    for _ in range(steps):
+        for p, optimizer in zip(params, (kept, lost), strict=True):
+            p.grad = torch.full_like(p, sign)
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert masters_of(kept)[0].item() == 1.0 - sign * steps * tiny
+    assert_rounded(kept)
+    assert params[1].item() == 1.0
+
+
+@given(cases(), histories(dtypes=(torch.float32, torch.float64, torch.complex64)), scales)
+@fewer(0.3)
+def test_other_parameters_need_no_masters_and_get_none(case, history, scale):
+    def train(masters: bool) -> tuple[Any, Any]:
+        params = history.build()
+        optimizer = with_masters(case, params, masters)
+        for step in history.steps:
+            set_gradients(params, step, scale)
+            optimizer.unscale_and_step(grads_scaled_by=scale)
+        assert all(a is b for a, b in zip(optimizer.master_params(), params, strict=True))
+        return bits(params), state_of(optimizer)
+
+    assert train(True) == train(False)
+
+
+def test_groups_choose_for_themselves():
+    params = [half(1.0), half(1.0), Parameter(torch.ones(1)), half(1.0, dtype=torch.bfloat16)]
+    groups = [
+        {"params": [params[0], params[2]], "master_weights": True},
+        {"params": [params[1]]},
+        {"params": [params[3]], "master_weights": True},
+    ]
+    optimizer = ampopt.SGD(groups, lr=2.0**-13, momentum=0.5)
+    for _ in range(8):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    has = {i: "master_param" in optimizer.state[p] for i, p in enumerate(params)}
+    assert has == {0: True, 1: False, 2: False, 3: True}
+    expected = params[2].item()  # a float32 parameter beside them
+    assert expected < 1.0
+    for p in (params[0], params[3]):
+        assert optimizer.state[p]["master_param"].item() == expected
+        assert optimizer.state[p]["momentum_buffer"].dtype == torch.float32
+    assert params[1].item() == 1.0
+    assert optimizer.state[params[1]]["momentum_buffer"].dtype == torch.float16
+
+
+def test_a_group_added_later_has_what_the_constructor_was_told():
+    optimizer = ampopt.AdamW([half(1.0)], master_weights=True)
+    for which in (optimizer, copy.deepcopy(optimizer)):
+        late = [half(1.0), half(1.0)]
+        which.add_param_group({"params": [late[0]]})
+        which.add_param_group({"params": [late[1]], "master_weights": False})
+        for p in late:
+            p.grad = torch.ones_like(p)
+        which.step()
+        assert "master_param" in which.state[late[0]]
+        assert "master_param" not in which.state[late[1]]
+
+
+def test_an_initial_value_is_not_rounded_to_the_parameters_dtype():
+    """Torch makes Adagrad's sums in the constructor, in float16."""
+    p, q = half(1.0), Parameter(torch.ones(1))
+    optimizer = ampopt.Adagrad([p], initial_accumulator_value=0.1, master_weights=True)
+    reference = ampopt.Adagrad([q], initial_accumulator_value=0.1)
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    optimizer.step()
+    reference.step()
+    assert bits(optimizer.state[p]["sum"]) == bits(reference.state[q]["sum"])
+
+
+# --- unscale -------------------------------------------------------------------------------------
+
+
+@fewer(0.4)
+@given(cases(), parameters(dtypes=HALF), scales, st.data())
+def test_unscale_puts_float32_gradients_on_masters_and_leaves_the_others_alone(
+    case, params, scale, data
+):
+    made = [p.parameter() for p in params]
+    optimizer = with_masters(case, made)
+    step = data.draw(gradients(params))
+    set_gradients(made, step, scale)
+    before = bits([p.grad for p in made])
+    found_inf, _ = optimizer.unscale(grads_scaled_by=scale)
+    assert found_inf == 0
+    assert bits([p.grad for p in made]) == before
+    for master, grad in zip(masters_of(optimizer), step, strict=True):
+        if grad is None:
+            assert master.grad is None
+        else:
+            assert master.grad is not None
+            assert torch.equal(master.grad, grad.tensor().float())
+    optimizer.step_after_unscale()
+    assert bits([p.grad for p in made]) == before
+    assert all(master.grad is None for master in masters_of(optimizer))
+
+
+@fewer(0.4)
+@given(cases(), parameters(dtypes=HALF), st.sampled_from([0.125, 1.0, 64.0]), st.data())
+def test_clipping_masters_between_the_calls_is_max_norm(case, params, max_norm, data):
+    step = data.draw(gradients(params))
+    trained = []
+    for split in (False, True):
+        made = [p.parameter() for p in params]
+        optimizer = with_masters(case, made)
+        for _ in range(2):
+            set_gradients(made, step, 4.0)
+            if split:
+                optimizer.unscale(grads_scaled_by=4.0)
+                norm = clip_grad_norm_(optimizer.master_params(), max_norm)
+                optimizer.step_after_unscale()
+            else:
+                optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=max_norm)
+                norm = optimizer.grad_norm
+        trained.append((masters_of(optimizer), norm))
+    (joined, norm), (split_up, expected) = trained
+    if norm is not None:
+        assert_close(norm, expected)
+    if case.cls is not Signed:  # which makes a step of the sign of noise
+        for ours, theirs in zip(joined, split_up, strict=True):
+            # A denominator may be as small as the numbers that rounding leaves of 1 / 256.
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+@both_ways
+@given(cases(), non_finite_steps(dtypes=HALF), st.integers(0, 2), st.data())
+@fewer(0.4)
+def test_a_skip_changes_no_bit_of_masters_parameters_and_states(split, case, drawn, steps, data):
+    params, bad = drawn
+    made = [p.parameter() for p in params]
+    optimizer = with_masters(case, made)
+    for _ in range(steps):
+        set_gradients(made, data.draw(gradients(params, absent=False)))
+        optimizer.step()
+    before = everything(optimizer)
+    set_gradients(made, bad)
+    assert attempt(optimizer, 1.0, split).skipped
+    after = everything(optimizer)
+    assert after["parameters"] == before["parameters"]
+    assert after["random"] == before["random"]
+    assert all(master.grad is None for master in masters_of(optimizer))
+    for p, old, new in zip(made, before["state"], after["state"], strict=True):
+        if old:
+            assert new == old
+        elif new:
+            # Made by the skip: the master is the parameter, the others are as if fresh.
+            assert new.pop("master_param") == bits(p.detach().float())
+            assert not any(any(value.data) for value in new.values())
+
+
+@both_ways
+@pytest.mark.parametrize("cls", [cls for cls in RULE_BASED if cls is not Signed])
+def test_tiny_float16_gradients_are_not_flushed(cls, split):
+    """Unscaled in float16, 2 ** -10 / 2 ** 16 would be 0."""
+    param, wide = half(0.0), Parameter(torch.zeros(1))
+    options = {"lr": 2.0**20} if cls is ampopt.SGD else {"lr": 2.0, "eps": 2.0**-26}
+    optimizer, reference = cls([param], master_weights=True, **options), cls([wide], **options)
+    param.grad = torch.full((1,), 2.0**-10, dtype=torch.float16)
+    wide.grad = torch.full((1,), 2.0**-26)
+    attempt(optimizer, 2.0**16, split)
+    reference.step()
+    assert wide.item() != 0
+    assert bits(masters_of(optimizer)) == bits([wide])
+
+
+@pytest.mark.parametrize("leave", ["step", "skip", "plain step", "zero_grad", "failed closure"])
+def test_the_gradients_of_masters_are_dropped_in_the_end(leave):
+    param = half(1.0, 2.0)
+    optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
+    param.grad = torch.tensor([2.0, INF if leave == "skip" else 2.0], dtype=torch.float16)
+    if leave == "failed closure":
+
+        def closure(scale: Any) -> Any:
+            optimizer.unscale(scale)
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step_after_unscale(closure, 4.0)
+    else:
+        optimizer.unscale(grads_scaled_by=4.0)
+        ends: dict[str, Any] = {"plain step": optimizer.step, "zero_grad": optimizer.zero_grad}
+        ends.get(leave, optimizer.step_after_unscale)()
+    (master,) = optimizer.master_params()
+    assert master.grad is None
+    # The next step takes the parameter's own gradient.
+    before = master.clone()
+    param.grad = torch.ones_like(param)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert torch.equal(master, before - 0.5)
+
+
+def test_between_the_calls_a_master_without_gradient_is_left_out():
+    """Not stepped with the parameter's own gradient, which is still scaled."""
+    params = [half(1.0), half(1.0)]
+    optimizer = ampopt.SGD(params, lr=0.5, master_weights=True)
+    for rest in (0, 1):
+        for p in params:
+            p.grad = torch.full_like(p, 4.0)
+        optimizer.unscale(grads_scaled_by=4.0)
+        masters_of(optimizer)[rest].grad = None
+        before = bits(params[rest])
+        optimizer.step_after_unscale()
+        assert bits(params[rest]) == before
+        assert params[1 - rest].item() == 0.5
+
+
+def test_between_the_calls_a_parameter_without_gradient_is_left_out():
+    """As ``model.zero_grad()`` leaves them, and without masters."""
+    param = half(1.0)
+    optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
+    param.grad = torch.ones_like(param)
+    optimizer.unscale(grads_scaled_by=1.0)
+    param.grad = None
+    optimizer.step_after_unscale()
+    assert param.item() == 1.0
+
+
+def test_edits_of_a_masters_gradient_are_what_is_stepped_with():
+    param = half(1.0, 1.0)
+    optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
+    for _ in range(2):  # with a plan, and with one that is renewed
+        param.grad = torch.full_like(param, 8.0)
+        optimizer.unscale(grads_scaled_by=4.0)
+        (master,) = optimizer.master_params()
+        master.grad = torch.tensor([0.5, 1.0])
+        optimizer.step_after_unscale()
+    assert param.tolist() == [0.5, 0.0]
+
+
+def test_a_frozen_parameter_has_no_master():
+    params = [half(1.0), half(2.0).requires_grad_(False)]
+    optimizer = ampopt.AdamW(params, master_weights=True)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert masters_of(optimizer)[1] is params[1]
+    assert params[1] not in optimizer.state
+    params[1].requires_grad_(True)
+    assert masters_of(optimizer)[1].dtype == torch.float32
+
+
+# --- without masters -----------------------------------------------------------------------------
+
+
+def test_float16_without_masters_is_not_unscaled_and_the_message_says_what_to_do():
+    params = [half(1.0, dtype=torch.bfloat16), half(1.0)]
+    optimizer = ampopt.AdamW(params)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    before = everything(optimizer), bits([p.grad for p in params])
+    with pytest.raises(RuntimeError, match=r"unscale_and_step\(\)") as raised:
+        optimizer.unscale(grads_scaled_by=2.0)
+    assert "group 0, parameter 1 is float16" in str(raised.value)
+    assert "master_weights=True" in str(raised.value)
+    assert (everything(optimizer), bits([p.grad for p in params])) == before
+    optimizer.unscale_and_step(grads_scaled_by=2.0)  # nothing is pending
+
+
+@fewer(0.3)
+@given(cases(), histories(dtypes=(torch.bfloat16,), overflows=False), scales)
+def test_bfloat16_without_masters_is_unscaled_in_place(case, history, scale):
+    def train(split: bool) -> tuple[Any, Any]:
+        params = history.build()
+        optimizer = case.make(params)
+        for step in history.steps:
+            set_gradients(params, step, scale)
+            attempt(optimizer, scale, split)
+            if split:
+                for p, grad in zip(params, step, strict=True):
+                    assert (p.grad is None) == (grad is None)
+                    if grad is not None:
+                        assert torch.equal(p.grad, grad.tensor())
+        return bits(params), state_of(optimizer)
+
+    assert train(split=True) == train(split=False)
+
+
+@each_half
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_without_masters_arithmetic_is_float32_and_storage_the_parameters(name, dtype):
+    param = half(0.3, -1.7, 2.1, dtype=dtype)
+    wide = Parameter(param.detach().float())
+    optimizer, reference = rich(name).ours([param]), rich(name).ours([wide])
+    param.grad = torch.tensor([0.1, -0.2, 0.7]).to(dtype)
+    wide.grad = param.grad.float()
+    optimizer.step()
+    reference.step()
+    # From one and the same start: rounded once.
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-7}
+    torch.testing.assert_close(param.float(), wide, **close)
+    for key, value in optimizer.state[param].items():
+        assert value.dtype == (torch.float32 if value.ndim == 0 else dtype), key
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def train(optimizer: Any, history: History, steps: slice = slice(None)) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for step in history.steps[steps]:
+        set_gradients(params, step, 2.0)
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+
+
+@fewer(0.5)
+@given(cases(), histories(dtypes=HALF, max_steps=5), st.integers(0, 5))
+def test_masters_are_saved_and_loaded_bitwise_at_any_point(case, history, when):
+    def make() -> Any:
+        return with_masters(case, history.build())
+
+    optimizer, resumed = make(), make()
+    train(optimizer, history, slice(when))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, q in zip(*(o.param_groups[0]["params"] for o in (resumed, optimizer)), strict=True):
+        p.data.copy_(q)
+    train(optimizer, history, slice(when, None))
+    train(resumed, history, slice(when, None))
+    assert bits(masters_of(resumed)) == bits(masters_of(optimizer))
+    assert_rounded(resumed)
+    assert states(resumed) == states(optimizer)
+
+
+@each_half
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_checkpoint_of_torchs_continues_with_masters(name, dtype):
+    torchs_param = half(0.3, -1.7, dtype=dtype)
+    torchs = rich(name).torchs([torchs_param])
+    for _ in range(2):
+        torchs_param.grad = torch.ones_like(torchs_param)
+        torchs.step()
+    param = Parameter(torchs_param.detach().clone())
+    optimizer = rich(name).ours([param], master_weights=True)
+    optimizer.load_state_dict(copy.deepcopy(torchs.state_dict()))
+    assert optimizer.param_groups[0]["master_weights"] is True
+    wide = Parameter(param.detach().float())
+    reference = rich(name).ours([wide])
+    widened = copy.deepcopy(torchs.state_dict())
+    for key, value in widened["state"][0].items() if widened["state"] else ():
+        widened["state"][0][key] = value.float() if isinstance(value, Tensor) else value
+    reference.load_state_dict(widened)
+    param.grad, wide.grad = torch.ones_like(param), torch.ones_like(wide)
+    optimizer.step()
+    reference.step()
+    assert bits(masters_of(optimizer)) == bits([wide])
+    assert states(optimizer) == states(reference)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_torch_continues_a_checkpoint_with_masters(name):
+    """Also where a parameter never had a gradient, of which a master alone says nothing."""
+    params = [half(0.3, -1.7, dtype=torch.bfloat16) for _ in range(2)]
+    optimizer = rich(name).ours(params, master_weights=True)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert len(masters_of(optimizer)) == 2
+    twins = [Parameter(p.detach().clone()) for p in params]
+    torchs = rich(name).torchs(twins)
+    torchs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p in twins:
+        p.grad = torch.ones_like(p)
+    torchs.step()
+    assert all(torch.isfinite(p).all() for p in twins)
+
+
+@fewer(0.3)
+@given(st.lists(st.booleans(), min_size=2, max_size=2), st.booleans())
+def test_whether_there_are_masters_is_decided_by_the_optimizer_not_the_checkpoint(mine, saved):
+    def make(*with_masters: bool) -> ampopt.AdamW:
+        return ampopt.AdamW(
+            [{"params": [half(1.0, 0.3)], "master_weights": each} for each in with_masters]
+        )
+
+    source, optimizer = make(saved, saved), make(*mine)
+    for group in source.param_groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    source.step()
+    optimizer.load_state_dict(source.state_dict())
+    for group, wanted in zip(optimizer.param_groups, mine, strict=True):
+        (param,) = group["params"]
+        assert group.get("master_weights", False) is wanted
+        assert ("master_param" in optimizer.state[param]) is (wanted and saved)
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    for group, wanted in zip(optimizer.param_groups, mine, strict=True):
+        assert ("master_param" in optimizer.state[group["params"][0]]) is wanted
+
+
+# --- what does not go ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+@pytest.mark.parametrize("after_a_step", [False, True])
+@pytest.mark.parametrize("to", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_cast_after_the_optimizer_was_made_is_refused(master_weights, after_a_step, to):
+    model = torch.nn.Linear(2, 2)
+    optimizer = ampopt.AdamW(model.named_parameters(), master_weights=master_weights)
+    if after_a_step:
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to(to)
+    model(torch.ones(2, dtype=to)).sum().backward()
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="weight was torch.float32 when") as raised:
+        optimizer.step()
+    assert f"is {to} now: cast the model first and make the optimizer then" in str(raised.value)
+    assert "master_weights=True" in str(raised.value)
+    assert everything(optimizer) == before
+
+
+def test_a_parameter_that_takes_the_place_of_one_that_is_gone_may_have_another_dtype():
+    """Its id may be the same."""
+    optimizer = ampopt.SGD([half(1.0)], lr=0.5)
+    for dtype in (torch.float32, torch.float16) * 8:
+        optimizer.param_groups.clear()
+        param = half(1.0, dtype=dtype)
+        optimizer.add_param_group({"params": [param]})
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert param.item() == 0.5
+        del param
+
+
+def test_masters_do_not_go_with_torchs_own_step():
+    with pytest.raises(ValueError, match="differentiable=True.*leave one of them out"):
+        ampopt.Adam([half(1.0)], differentiable=True, master_weights=True)
+    with pytest.raises(ValueError, match="differentiable=True"):
+        groups = [{"params": [half(1.0)], "master_weights": True}]
+        ampopt.Adam(groups, differentiable=True)
+
+
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.Adagrad])
+@pytest.mark.parametrize("call", ["step", "unscale", "unscale_and_step"])
+def test_masters_do_not_go_with_sparse_gradients(cls, call):
+    param = Parameter(torch.ones(3, 2, dtype=torch.float16))
+    optimizer = cls([param], lr=0.5, master_weights=True)
+    rows, values = torch.tensor([[1]]), torch.ones(1, 2, dtype=torch.float16)
+    param.grad = torch.sparse_coo_tensor(rows, values, (3, 2), check_invariants=True)
+    before = everything(optimizer)
+    calls: dict[str, Any] = {
+        "step": optimizer.step,
+        "unscale": lambda: optimizer.unscale(grads_scaled_by=2.0),
+        "unscale_and_step": lambda: optimizer.unscale_and_step(grads_scaled_by=2.0),
+    }
+    with pytest.raises(RuntimeError, match="with master_weights=True does not support sparse"):
+        calls[call]()
+    assert everything(optimizer) == before
+    param.grad = torch.ones_like(param)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)  # nothing is pending
+
+
+# --- closures and torch's scaler -----------------------------------------------------------------
+
+
+@each_half
+@both_ways
+def test_a_closure_is_replayed_until_gradients_are_finite(dtype, split):
+    param, wide = half(1.0, -2.0, dtype=dtype), Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = ampopt.AdamW([param], lr=0.1, master_weights=True)
+    reference = ampopt.AdamW([wide], lr=0.1)
+    scale: Any = 4 * torch.finfo(dtype).max
+    if scale == INF or scale > torch.finfo(torch.float32).max:
+        scale = torch.tensor(scale, dtype=torch.float64)
+    seen = []
+
+    def closure(given: Any) -> Any:
+        optimizer.zero_grad()
+        loss = (param.float() ** 2).sum()
+        ampopt.scale_outputs(loss, given).backward()
+        seen.append(float(given))
+        return (loss, *optimizer.unscale(given)) if split else loss
+
+    for _ in range(2):
+        if split:
+            result = optimizer.step_after_unscale(closure, scale)
+        else:
+            result = optimizer.unscale_and_step(closure, scale)
+        scale = result.scale
+        wide.grad = 2 * wide.detach().to(dtype).float()
+        reference.step()
+    assert len(seen) > 2  # the first scale was too much
+    assert result.loss is not None
+    assert_close(masters_of(optimizer)[0], wide.detach(), size=2.0)
+    assert_rounded(optimizer)
+
+
+@each_half
+def test_step_and_its_closure_work_on_masters(dtype):
+    param, wide = half(1.0, -2.0, dtype=dtype), Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = ampopt.SGD([param], lr=2.0**-14, master_weights=True)
+    reference = ampopt.SGD([wide], lr=2.0**-14)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = param.sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        assert optimizer.step(closure) is not None
+        wide.grad = torch.ones(2)
+        reference.step()
+    assert bits(masters_of(optimizer)) == bits([wide])
+    assert_rounded(optimizer)
+
+
+@each_half
+@pytest.mark.parametrize("master_weights", [False, True])
+@given(st.lists(st.booleans(), min_size=1, max_size=5))
+@fewer(0.3)
+def test_torchs_grad_scaler_steps_half_precision_parameters(dtype, master_weights, overflows):
+    param, wide = half(1.0, -2.0, dtype=dtype), Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = ampopt.SGD([param], lr=0.25, momentum=0.5, master_weights=master_weights)
+    reference = ampopt.SGD([wide], lr=0.25, momentum=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for overflow in overflows:
+        optimizer.zero_grad()
+        scale = scaler.get_scale()
+        scaler.scale(param.sum().float()).backward()
+        assert param.grad is not None
+        assert param.grad.tolist() == [scale, scale]
+        if overflow:
+            param.grad[1] = INF
+        else:
+            wide.grad = torch.ones(2)
+            reference.step()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale / (2.0 if overflow else 1.0)
+    # Sums of powers of two, which every dtype holds.
+    assert torch.equal(param.float(), wide)
+    if master_weights:
+        assert bits(masters_of(optimizer)) == bits([wide])
