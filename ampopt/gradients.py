@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from ampopt_kernels.layout import dense_like, real
 from ampopt_kernels.work import Row
-from torch import Tensor
 
 __all__ = ["Staged", "check", "offenders", "present", "values_of"]
 
@@ -129,12 +130,17 @@ def offenders(param_groups: list[dict[str, Any]], scale: Tensor | None = None) -
             yield name_of(param_groups, param)
 
 
+def _overlaps_itself(tensor: Tensor) -> bool:
+    overlap = torch._debug_has_internal_overlap(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    return overlap == 1  # 0 for no, 2 for unknown
+
+
 def rows(holders: Iterable[tuple[int, Tensor]], staged: Staged, *, written: bool) -> list[Row]:
     """A row for the gradient of each ``(group, tensor)``, read, or ``written`` back unscaled."""
     result = []
     for index, param in holders:
         values = values_of(param)
-        if written and torch._debug_has_internal_overlap(values) == 1:
+        if written and _overlaps_itself(values):
             # An expanded gradient has one element in several places: it cannot be written.
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
             values = values_of(param)
