@@ -4,10 +4,10 @@ import numbers
 from typing import Any
 
 import torch
-from ampopt_kernels.policy import PolicyConstants
 from torch import Tensor
 
 from ampopt.loss_scale import LossScale, check_scale_number
+from ampopt_kernels.policy import PolicyConstants
 
 __all__ = ["BareScale", "as_loss_scale", "request_fields"]
 

@@ -616,7 +616,7 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def _refuse_gradients(self) -> None:
-        """Refuse gradients that cannot be unscaled and stepped with, before anything has changed."""
+        """Refuse gradients that cannot be unscaled and stepped with, before anything changes."""
         gradients.check(self.param_groups)
         self._refuse_float16(gradients.present(self.param_groups))
 
@@ -665,6 +665,11 @@ def successor_of(scale: Any, decision: Decision | None, given: Any) -> Any:
 
 
 def check_max_norm(max_norm: Any) -> None:
+    """Refuse what is no norm to clip to.
+
+    Raises:
+        ValueError: it is neither ``None`` nor a number that is 0 or more.
+    """
     if max_norm is None:
         return
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:

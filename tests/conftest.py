@@ -5,11 +5,12 @@ import os
 # Read by Triton when it is imported, so set before anything imports it.
 os.environ["TRITON_INTERPRET"] = "1"
 
-import ampopt  # noqa: E402
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from ampopt_kernels.language import HAS_TRITON  # noqa: E402
+import hypothesis
+import pytest
+import torch
+
+import ampopt
+from ampopt_kernels.language import HAS_TRITON
 
 # Times vary with the machine, so no example has a deadline.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=40, print_blob=True)
