@@ -1,0 +1,426 @@
+"""A loop written for ``torch.amp.GradScaler``, with the optimizer's import swapped."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, everything, state_of
+from hypothesis import given
+from hypothesis import strategies as st
+from loops import EVERY, INF, Step, give, made, steps
+from optimizers import HostCounted, Plain, Signed
+from read_back import no_read_back
+from strategies import fewer
+from torch.nn import Parameter
+
+import ampopt
+from ampopt_kernels.language import HAS_TRITON
+
+OWN = (Plain, HostCounted, Signed)
+RULES = [cls for cls in EVERY if issubclass(cls, ampopt.ElementwiseOptimizer)]
+ORDINARY = [cls for cls in EVERY if cls not in RULES]
+
+on_each_backend = pytest.mark.usefixtures("backend")
+each_optimizer = pytest.mark.parametrize("cls", EVERY)
+each_of_all = pytest.mark.parametrize("cls", [*EVERY, *OWN])
+both_ways = pytest.mark.parametrize("unscale_first", [False, True])
+
+
+def scaler_at(scale: float, cls: Any = torch.amp.GradScaler, **options: Any) -> Any:
+    """A scaler that has scaled a loss, as ``step`` demands."""
+    scaler = cls("cpu", init_scale=scale, **options)
+    scaler.scale(torch.zeros(()))
+    return scaler
+
+
+def iterate(scaler: Any, optimizer: Any, step: Any, unscale_first: bool, clip: float = 0) -> None:
+    give(optimizer, step, scaler.get_scale())
+    if unscale_first or clip:
+        scaler.unscale_(optimizer)
+    if clip:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in params:  # torch clips no sparse gradients, so that this is by value
+            assert p.grad is not None
+            (p.grad._values() if p.grad.is_sparse else p.grad).clamp_(-clip, clip)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+# --- the same results ----------------------------------------------------------------------------
+
+
+@on_each_backend
+@each_optimizer
+@fewer(0.1)
+@given(steps(), st.booleans(), st.sampled_from([0.0, 0.5]))
+def test_results_are_those_of_torchs_loop(cls, steps, unscale_first, clip):
+    runs = []
+    for optimizer_class in (cls, getattr(torch.optim, cls.__name__)):
+        optimizer, params = made(optimizer_class)
+        scaler = scaler_at(2.0**10, growth_interval=2)
+        for step in steps:
+            iterate(scaler, optimizer, step, unscale_first, clip)
+        runs.append((params, scaler.state_dict(), optimizer.state_dict()["state"]))
+    (ours, our_scale, our_state), (theirs, their_scale, their_state) = runs
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert our_scale == their_scale
+    for key, state in their_state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(our_state[key][name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", EVERY)
+def test_several_optimizers_with_one_scaler_skip_each_for_itself(first):
+    runs = []
+    for of in (ampopt, torch.optim):
+        pair = [made(getattr(of, name))[0] for name in (first.__name__, "AdamW")]
+        scaler = scaler_at(2.0**4, growth_interval=2)
+        for numbers in ((1.0, 2.0), (INF, 2.0), (1.0, INF), (3.0, 1.0)):
+            for optimizer, number in zip(pair, numbers, strict=True):
+                give(optimizer, number, scaler.get_scale())
+                scaler.step(optimizer)
+            scaler.update()
+        params = [p for o in pair for group in o.param_groups for p in group["params"]]
+        runs.append((params, scaler.state_dict()))
+    (ours, our_scale), (theirs, their_scale) = runs
+    assert our_scale == their_scale
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_whole_loop_with_autocast_and_clipping():
+    results: list[Any] = []
+    for of in (ampopt, torch.optim):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        optimizer = of.AdamW(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        x, y = torch.randn(16, 4), torch.randint(2, (16,))
+        loss = torch.zeros(())
+        for _ in range(12):
+            with torch.autocast("cpu", torch.float16):
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((loss.detach(), scaler.get_scale()))
+    assert results[0][1] == results[1][1] < 2.0**20
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-4)
+
+
+# --- the traps of PEERS, by number ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [*EVERY, *OWN, ampopt.LBFGS])
+def test_t1_a_closure_by_position_is_refused_with_the_way_to_do_it(cls):
+    # torch.optim.LBFGS takes one group of any shape, and the others matrices.
+    optimizer, _ = made(cls)
+    give(optimizer, 1.0)
+    before = everything(optimizer)
+    scaler = scaler_at(4.0)
+    ran = []
+    with pytest.raises(RuntimeError, match=r"ampopt\.GradScaler.*unscale_and_step\(closure"):
+        scaler.step(optimizer, lambda: ran.append(1))
+    assert not ran
+    assert everything(optimizer) == before
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+    if cls is not ampopt.LBFGS:  # the scaler goes on, and takes no closure where it is said so
+        scaler.step(optimizer, None)
+        assert everything(optimizer) != before
+
+
+@on_each_backend
+@each_of_all
+def test_t2_a_flag_of_2_skips(cls):
+    optimizer, params = made(cls)
+    give(optimizer, 1.0)
+    before = everything(optimizer)["parameters"]
+    scaler = scaler_at(4.0)
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    found["one device"], found["another"] = torch.ones(()), torch.ones(())
+    scaler.step(optimizer)
+    assert everything(optimizer)["parameters"] == before
+    assert not any(state["step"].any() for state in optimizer.state.values() if "step" in state)
+
+
+@on_each_backend
+@each_of_all
+def test_t3_a_flag_of_one_dimension_as_sharded_scalers_make_skips(cls):
+    optimizer, _ = made(cls)
+    give(optimizer, 1.0)
+    before = everything(optimizer)["parameters"]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor([2.0]), torch.ones(1)
+    optimizer.step()
+    assert everything(optimizer)["parameters"] == before
+    optimizer.found_inf = torch.zeros(1)
+    optimizer.step()
+    assert everything(optimizer)["parameters"] != before
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A world of one."""
+    dist: Any = torch.distributed
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("this build of torch has no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@each_of_all
+@pytest.mark.parametrize("bad", [False, True])
+def test_t3_a_sharded_scaler_steps_after_unscale(cls, bad, process_group):
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    optimizer, _ = made(cls)
+    give(optimizer, INF if bad else 1.0, 4.0)
+    before = everything(optimizer)["parameters"]
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    if not issubclass(cls, torch.optim.SparseAdam):  # whose gradients that scaler cannot unscale
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert (everything(optimizer)["parameters"] == before) is bad
+    if not bad:
+        reference, _ = made(cls)
+        give(reference, 1.0)
+        if cls is not HostCounted:  # which draws random numbers
+            reference.step()
+            assert everything(reference)["parameters"] == everything(optimizer)["parameters"]
+
+
+@on_each_backend
+@each_of_all
+@both_ways
+def test_t5_an_overflow_by_unscaling_is_not_applied(cls, unscale_first):
+    optimizer, _ = made(cls)
+    before = everything(optimizer)["parameters"]
+    give(optimizer, 1e37)
+    scaler = scaler_at(2.0**-10)
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert everything(optimizer)["parameters"] == before
+
+
+@each_of_all
+def test_t5_a_scale_that_ran_down_to_0_applies_nothing(cls):
+    optimizer, _ = made(cls)
+    before = everything(optimizer)["parameters"]
+    scaler = scaler_at(2.0**-149)
+    for _ in range(3):
+        give(optimizer, INF)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 0.0
+    give(optimizer, 0.0)  # as a loss times 0 has
+    scaler.step(optimizer)
+    assert everything(optimizer)["parameters"] == before
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_t6_a_parameter_of_two_optimizers_is_unscaled_once_for_each(cls):
+    runs = []
+    for scale in (1.0, 2.0**10):
+        first, params = made(cls)
+        second = cls(params[:1])
+        give(first, 0.5, scale)
+        scaler = scaler_at(scale)
+        scaler.step(first)
+        scaler.step(second)
+        runs.append(bits(params))
+    assert runs[0] == runs[1]
+
+
+@each_of_all
+@both_ways
+def test_t8_step_hooks_run_on_every_attempt(cls, unscale_first):
+    optimizer, _ = made(cls)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    scaler = scaler_at(4.0)
+    for step in (INF, 1.0, INF):
+        calls.clear()
+        iterate(scaler, optimizer, step, unscale_first)
+        assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("bad", [False, True])
+def test_t8_a_rule_leaves_gradients_as_they_were(cls, bad):
+    optimizer, params = made(cls)
+    give(optimizer, INF if bad else 1.0)
+    before = bits([p.grad for p in params])
+    scaler_at(4.0).step(optimizer)
+    assert bits([p.grad for p in params]) == before
+
+
+@on_each_backend
+@each_of_all
+def test_a_skipped_first_step_leaves_the_state_as_if_fresh(cls):
+    skipping, _ = made(cls)
+    clean, _ = made(cls)
+    scaler = scaler_at(2.0**4)
+    torch.manual_seed(0)
+    iterate(scaler, skipping, INF, False)
+    iterate(scaler, skipping, 1.0, False)
+    torch.manual_seed(0)
+    iterate(scaler_at(2.0**3), clean, 1.0, False)
+    assert everything(skipping)["parameters"] == everything(clean)["parameters"]
+    assert state_of(skipping) == state_of(clean)
+
+
+# --- an author's own part in it ------------------------------------------------------------------
+
+
+def test_a_step_that_reads_the_flag_itself_is_left_alone():
+    class Own(Plain):
+        _step_supports_amp_scaling = True
+        seen: list[Any] = []
+
+        def step(self, closure: Any = None) -> Any:
+            self.seen.append((vars(self).get("grad_scale"), vars(self).get("found_inf")))
+
+    class Derived(Own):
+        pass
+
+    for cls in (Own, Derived):
+        cls.seen.clear()
+        optimizer, _ = made(cls)
+        give(optimizer, INF)
+        scaler_at(4.0).step(optimizer)
+        ((scale, found_inf),) = cls.seen
+        assert (float(scale), float(found_inf)) == (4.0, 1.0)
+
+
+def test_what_an_ordinary_step_returns_comes_back():
+    class Returns(Plain):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            return "taken"
+
+    optimizer, _ = made(Returns)
+    scaler = scaler_at(4.0)
+    give(optimizer, 1.0)
+    assert scaler.step(optimizer) == "taken"
+    scaler.update()
+    give(optimizer, INF)
+    assert scaler.step(optimizer) is None
+    give(optimizer, 1.0)
+    assert optimizer.unscale_and_step(grads_scaled_by=1.0).loss == "taken"
+
+
+@pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.Muon, Plain])
+def test_a_step_that_raises_leaves_no_flag_to_the_next(cls, monkeypatch):
+    optimizer, _ = made(cls)
+    give(optimizer, INF)
+    before = everything(optimizer)["parameters"]
+
+    def refuse(*_: Any) -> None:
+        raise KeyError("check")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ampopt.gradients.check", refuse)
+        with pytest.raises(KeyError, match="check"):
+            scaler_at(4.0).step(optimizer)
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+    give(optimizer, 1.0)
+    optimizer.step()
+    assert everything(optimizer)["parameters"] != before
+
+
+# --- nothing is read back -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def triton() -> Iterator[None]:
+    """On the CPU's own backends looking costs nothing, and is done."""
+    if not HAS_TRITON:
+        pytest.skip("Triton cannot be imported here")
+    ampopt.set_backend("triton")
+    yield
+    ampopt.set_backend("auto")
+
+
+@each_optimizer
+@both_ways
+def test_no_loop_looks_at_a_value(cls, unscale_first, triton):
+    made_before, _ = made(cls)  # a rule is tried out once, on the CPU
+    give(made_before, 1.0)
+    made_before.step()
+    optimizer, params = made(cls)
+    scaler = scaler_at(4.0)
+    steps = [Step((number,) * 10) for number in (INF, 2.0, INF, 1.0)]
+    before = bits(params)
+    for step in steps:
+        give(optimizer, step)
+        with no_read_back():
+            if unscale_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert bits(params) != before
+    assert all(p.isfinite().all() for p in params)
+    assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampopt.GradScaler])
+@both_ways
+def test_tensors_without_values_will_do(cls, scaler_class, unscale_first):
+    """Meta tensors stand in for a device: whoever looks at one, or mixes it with others, fails.
+
+    Fake CUDA tensors cannot, where torch was built without CUDA: it has no copies for them.
+    """
+    made_before, _ = made(cls)
+    give(made_before, 1.0)
+    made_before.step()
+    params = [Parameter(torch.ones(3, 2, device="meta")) for _ in range(2)]
+    optimizer = cls(params)
+    scaler = scaler_class("cpu", init_scale=4.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(sum((p * p).sum() for p in params)).backward()
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    with pytest.raises(RuntimeError, match="meta"):
+        scaler.get_scale()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("cls", [cls for cls in EVERY if cls is not ampopt.SparseAdam])
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampopt.GradScaler])
+@both_ways
+def test_no_loop_synchronizes_on_a_gpu(cls, scaler_class, unscale_first):
+    """Not SparseAdam, which coalesces its gradients: on a GPU that waits for their number."""
+    try:
+        params = [Parameter(torch.ones(64, 32, device="cuda")) for _ in range(2)]
+        optimizer, scaler = cls(params), scaler_class("cuda", init_scale=2.0**10)
+        infinite = torch.full((), INF, device="cuda")
+        for step in range(6):
+            if step == 2:  # kernels are compiled and memory is there
+                torch.cuda.set_sync_debug_mode("error")
+            optimizer.zero_grad()
+            loss = torch.stack([(p * p).sum() for p in params]).sum()
+            scaler.scale(loss * infinite if step in (0, 3) else loss).backward()
+            if unscale_first:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        torch.cuda.set_sync_debug_mode("default")
+        assert all(p.isfinite().all() for p in params)
+        assert scaler.get_scale() == 2.0**8
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

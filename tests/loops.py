@@ -1,0 +1,80 @@
+"""Training loops of every optimizer: what they train, and the gradients that they are given."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch.nn import Parameter
+
+import ampopt
+
+__all__ = ["EVERY", "INF", "Step", "give", "losses", "made", "steps"]
+
+INF = float("inf")
+SHAPES = ((3, 2), (2, 2))
+
+EVERY: list[Any] = [
+    cls
+    for name in ampopt.__all__
+    if isinstance(cls := getattr(ampopt, name), type)
+    and issubclass(cls, torch.optim.Optimizer)
+    and hasattr(torch.optim, name)
+    and cls not in (ampopt.Optimizer, ampopt.LBFGS)
+]
+"""Every drop-in for an optimizer of torch's that steps without a closure."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The gradients of one step, and whether they overflow.
+
+    Attributes:
+        numbers: of all gradients, one after another.
+        bad: what stands in place of the first number if it overflows, else ``None``.
+    """
+
+    numbers: tuple[float, ...]
+    bad: float | None = None
+
+
+def steps(max_size: int = 4, overflows: bool = True) -> st.SearchStrategy[list[Step]]:
+    """One to ``max_size`` steps."""
+    numbers = st.integers(-64, 64).map(lambda n: n / 16)
+    size = sum(rows * columns for rows, columns in SHAPES)
+    bad = st.sampled_from([None, None, INF, -INF, float("nan")]) if overflows else st.none()
+    step = st.builds(Step, st.tuples(*[numbers] * size), bad)
+    return st.lists(step, min_size=1, max_size=max_size)
+
+
+def made(cls: Any, **options: Any) -> tuple[Any, list[Parameter]]:
+    """A fresh optimizer and its parameters, matrices as all of them take."""
+    start = [torch.arange(6.0).reshape(3, 2) / 4, torch.tensor([[1.0, -2.0], [0.5, 0.25]])]
+    params = [Parameter(p.clone()) for p in start]
+    return cls(params, **options), params
+
+
+def give(optimizer: Any, step: Step | float, scale: Any = 1.0) -> None:
+    """Give the parameters the gradients of ``step``, or all of one number, times ``scale``."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    numbers: Iterable[float]
+    if isinstance(step, Step):
+        numbers = step.numbers if step.bad is None else (step.bad, *step.numbers[1:])
+    else:
+        numbers = (step,) * sum(p.numel() for p in params)
+    given = torch.tensor(tuple(numbers)).split([p.numel() for p in params])
+    for p, values in zip(params, given, strict=True):
+        grad = values.reshape(p.shape) * scale
+        if sparse:
+            rows = torch.arange(p.shape[0])[None]
+            grad = torch.sparse_coo_tensor(rows, grad, p.shape, check_invariants=True)
+        p.grad = grad
+
+
+def losses(optimizer: Any, coefficients: Sequence[float]) -> torch.Tensor:
+    """A loss of all parameters whose gradients differ."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    terms = [c * (p - 1).square().sum() for c, p in zip(coefficients, params, strict=False)]
+    return torch.stack(terms).sum()
