@@ -1,9 +1,9 @@
 """Adam."""
 
 import torch
-from ampopt_kernels import rules
 
 from ampopt.elementwise import ElementwiseOptimizer
+from ampopt_kernels import rules
 
 __all__ = ["Adam"]
 

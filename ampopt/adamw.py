@@ -1,9 +1,9 @@
 """AdamW."""
 
 import torch
-from ampopt_kernels import rules
 
 from ampopt.elementwise import ElementwiseOptimizer
+from ampopt_kernels import rules
 
 __all__ = ["AdamW"]
 

@@ -4,6 +4,7 @@ import functools
 import os
 
 import torch
+
 from ampopt_kernels.compiled import PATIENCE, Compiled, cpp_compiler
 from ampopt_kernels.cpu import Cpu
 from ampopt_kernels.eager import Eager

@@ -8,9 +8,6 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from ampopt_kernels.layout import real
-from ampopt_kernels.rule import MASTER, Rule, State
-from ampopt_kernels.work import Decision, Request, Row, run
 from torch import Tensor
 
 from ampopt import gradients, scaler_protocol
@@ -19,6 +16,9 @@ from ampopt.backend import backend_for
 from ampopt.optimizer import Attempt, Optimizer
 from ampopt.plan import Plan
 from ampopt.snapshot import Snapshot
+from ampopt_kernels.layout import real
+from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.work import Decision, Request, run
 
 __all__ = ["ElementwiseOptimizer", "needs_master"]
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from ampopt_kernels import rules
 from torch import Tensor
 
 from ampopt.elementwise import ElementwiseOptimizer
+from ampopt_kernels import rules
 
 __all__ = ["SGD"]
 
