@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt import gradients, scaler_protocol
 from ampopt.arena import shares_storage
@@ -283,16 +284,17 @@ class ElementwiseOptimizer(Optimizer):
 
     def _remember_dtypes(self) -> None:
         """Remember the dtype of each parameter, to notice a model that is cast later."""
-        known = self.__dict__.setdefault("_dtypes", {})
+        # Weak, for an identity is used again when a parameter is gone.
+        known = self._dtypes = self.__dict__.get("_dtypes", WeakIdKeyDictionary())
         for group in self.param_groups:
             for param in group["params"]:
-                known.setdefault(id(param), param.dtype)
+                known.setdefault(param, param.dtype)
 
     def _check_dtypes(self) -> None:
         self._remember_dtypes()
         for group in self.param_groups:
             for param in group["params"]:
-                made_with = self._dtypes[id(param)]
+                made_with = self._dtypes[param]
                 if param.dtype != made_with:
                     raise RuntimeError(
                         f"{gradients.name_of(self.param_groups, param)} was {made_with} when the "

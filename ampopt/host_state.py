@@ -216,7 +216,8 @@ class HostState:
             self._add(value, f"{what}[{key!r}]" if isinstance(key, (str, int)) else f"{what}[...]")
 
     def _find_tensor(self, tensor: Tensor, what: str) -> None:
-        special = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+        dispatch = "__torch_dispatch__"
+        special = getattr(type(tensor), dispatch) is not getattr(Tensor, dispatch)
         if special or tensor.layout != torch.strided:  # it is not one piece of memory
             self.hidden = self.hidden or f"{what}, a {type(tensor).__name__} of {tensor.layout}"
             return

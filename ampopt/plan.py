@@ -141,7 +141,7 @@ _RELEASED = torch.empty(0)
 
 
 def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
-    if torch._debug_has_internal_overlap(param) == 1:
+    if torch._debug_has_internal_overlap(param) == 1:  # pyright: ignore[reportPrivateImportUsage]
         raise RuntimeError(
             f"{gradients.name_of(groups, param)} is expanded: several of its elements share one "
             "place in memory, and each would be updated; make it of expanded.clone()"

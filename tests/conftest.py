@@ -22,7 +22,7 @@ hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "de
 def poisoned_memory():
     """``torch.empty`` gives NaN, so that whoever reads what nobody wrote is found out."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     assert torch.empty(3).isnan().all()
 
 

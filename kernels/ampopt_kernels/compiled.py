@@ -151,4 +151,5 @@ def compile_rule(
     placeholders = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
     # Kept by this backend, so never looked up; and torch 2.11 cannot pickle the key of the lookup,
     # which it reports with a traceback.
-    return inductor_compile(traced, placeholders, options={"fx_graph_cache": False})
+    compiled: Any = inductor_compile(traced, placeholders, options={"fx_graph_cache": False})
+    return compiled

@@ -264,7 +264,7 @@ def test_clipping_masters_between_the_calls_is_max_norm(case, params, max_norm, 
             else:
                 optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=max_norm)
                 norm = optimizer.grad_norm
-        trained.append((masters_of(optimizer), norm))
+        trained.append((masters_of(optimizer), norm))  # pyright: ignore
     (joined, norm), (split_up, expected) = trained
     if norm is not None:
         assert_close(norm, expected)
@@ -306,7 +306,7 @@ def test_tiny_float16_gradients_are_not_flushed(cls, split):
     """Unscaled in float16, 2 ** -10 / 2 ** 16 would be 0."""
     param, wide = half(0.0), Parameter(torch.zeros(1))
     options = {"lr": 2.0**20} if cls is ampopt.SGD else {"lr": 2.0, "eps": 2.0**-26}
-    optimizer, reference = cls([param], master_weights=True, **options), cls([wide], **options)
+    optimizer, reference = cls([param], master_weights=True, **options), cls([wide], **options)  # pyright: ignore
     param.grad = torch.full((1,), 2.0**-10, dtype=torch.float16)
     wide.grad = torch.full((1,), 2.0**-26)
     attempt(optimizer, 2.0**16, split)
@@ -438,7 +438,7 @@ def test_without_masters_arithmetic_is_float32_and_storage_the_parameters(name, 
     reference.step()
     # From one and the same start: rounded once.
     close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-7}
-    torch.testing.assert_close(param.float(), wide, **close)
+    torch.testing.assert_close(param.float(), wide, **close)  # pyright: ignore
     for key, value in optimizer.state[param].items():
         assert value.dtype == (torch.float32 if value.ndim == 0 else dtype), key
 
@@ -630,7 +630,7 @@ def test_a_closure_is_replayed_until_gradients_are_finite(dtype, split):
         wide.grad = 2 * wide.detach().to(dtype).float()
         reference.step()
     assert len(seen) > 2  # the first scale was too much
-    assert result.loss is not None
+    assert result.loss is not None  # pyright: ignore
     assert_close(masters_of(optimizer)[0], wide.detach(), size=2.0)
     assert_rounded(optimizer)
 
@@ -657,7 +657,7 @@ def test_step_and_its_closure_work_on_masters(dtype):
 
 @each_half
 @pytest.mark.parametrize("master_weights", [False, True])
-@given(st.lists(st.booleans(), min_size=1, max_size=5))
+@given(st.lists(st.booleans(), min_size=1, max_size=4))
 @fewer(0.3)
 def test_torchs_grad_scaler_steps_half_precision_parameters(dtype, master_weights, overflows):
     param, wide = half(1.0, -2.0, dtype=dtype), Parameter(torch.tensor([1.0, -2.0]))
@@ -678,7 +678,7 @@ def test_torchs_grad_scaler_steps_half_precision_parameters(dtype, master_weight
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == scale / (2.0 if overflow else 1.0)
-    # Sums of powers of two, which every dtype holds.
+    # Sums of powers of two; those of four steps fit the eight bits of bfloat16.
     assert torch.equal(param.float(), wide)
     if master_weights:
         assert bits(masters_of(optimizer)) == bits([wide])

@@ -30,7 +30,7 @@ INF = float("inf")
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch):
     """The host may not look at CPU tensors at no cost; else there would be no transactions."""
-    monkeypatch.setattr(ampopt.optimizer, "backend_for", lambda _: Eager(reads_cpu=False))
+    monkeypatch.setattr(ampopt.optimizer, "backend_for", lambda _: Eager(reads_cpu=False))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # --- steps that authors write --------------------------------------------------------------------
@@ -47,7 +47,7 @@ class Author(ampopt.Optimizer):
         pass
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None
         self.update(
             [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -74,8 +74,8 @@ class Author(ampopt.Optimizer):
 class Foreach(Author):
     def update(self, params):
         grads, average = [p.grad for p in params], list(self.average.values())
-        torch._foreach_lerp_(average, grads, 0.25)
-        torch._foreach_add_(params, average, alpha=-0.125)
+        torch._foreach_lerp_(average, grads, 0.25)  # pyright: ignore
+        torch._foreach_add_(params, average, alpha=-0.125)  # pyright: ignore
 
 
 class Fused(ampopt.Optimizer, torch.optim.Adam):
@@ -157,7 +157,7 @@ class Slow(Author):
             if not state:
                 state.update(count=torch.zeros(()), slow=p.detach().clone())
             state["count"] += 1
-            p.sub_(p.grad, alpha=0.125)
+            p.sub_(p.grad, alpha=0.125)  # pyright: ignore[reportArgumentType]
             third = state["count"] % 3 == 0
             state["slow"].copy_(torch.where(third, p, state["slow"]))
 
@@ -220,7 +220,7 @@ class Holding(Foreach):
     change: Callable[[Any], Any]
 
     def begin(self):
-        self.held = type(self).make()
+        self.held = type(self).make()  # pyright: ignore[reportAttributeAccessIssue]
 
     def update(self, params):
         super().update(params)
@@ -403,7 +403,7 @@ def made(cls: type[ampopt.Optimizer]) -> tuple[Any, list[Parameter]]:
     np.random.seed(0)
     numbers = torch.arange(13.0) / 8
     params = [Parameter(numbers[:4].clone().view(2, 2)), Parameter(numbers[4:].clone().view(3, 3))]
-    return cls(params), params
+    return cls(params), params  # pyright: ignore[reportCallIssue]
 
 
 def set_gradients(params: list[Parameter], step: tuple[float | None, ...]) -> None:
@@ -549,7 +549,9 @@ def test_an_unknown_way_to_skip_is_refused():
 
 def test_where_the_host_sees_the_flag_anyway_it_looks(monkeypatch):
     monkeypatch.setattr(
-        ampopt.optimizer, "backend_for", lambda _: ampopt.backend._cpu_backend("eager")
+        ampopt.optimizer,  # pyright: ignore
+        "backend_for",
+        lambda _: ampopt.backend._cpu_backend("eager"),  # pyright: ignore[reportAttributeAccessIssue]
     )
     skipper = after_steps(Foreach)
     assert (skipper.mode, skipper.reason) == ("host", None)
@@ -892,9 +894,9 @@ def test_tensors_are_found_wherever_they_are():
     inner = torch.optim.SGD([model.weight], momentum=0.5)
     inner.state[model.weight]["deep"] = deque([{"x": torch.ones(1)}])
     optimizer.model, optimizer.inner = model, inner
-    params[0].noted = torch.zeros(1)
+    params[0].noted = torch.zeros(1)  # pyright: ignore[reportAttributeAccessIssue]
     found = {id(t) for t in HostState(optimizer).tensors}
-    expected = [*params, params[0].noted, *model.parameters()]
+    expected = [*params, params[0].noted, *model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
     expected.append(inner.state[model.weight]["deep"][0]["x"])
     assert {id(t) for t in expected} <= found
 
