@@ -126,6 +126,19 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @jit
 def power(base, exponent):
-    """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``, which Triton has not."""
+    """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``, which Triton has not.
+
+    Near 1 it is all but correctly rounded: rules take ``1 - power(beta, step)``, and in the first
+    steps that is little more than the rounding of the power. ``tl.exp2`` by itself may be a unit in
+    the last place off, on some processors and accelerators.
+    """
     positive = base > 0
-    return tl.where(positive, tl.exp2(exponent * tl.log2(tl.where(positive, base, 1.0))), 0.0)
+    exponent2 = exponent * tl.log2(tl.where(positive, base, 1.0))
+    x = exponent2 * 0.6931471805599453
+    near = (x > -0.5) & (x < 0.5)
+    # exp(x) - 1 by its Taylor series, of which 14 terms are enough for float64 at 0.5.
+    x = tl.where(near, x, 0.0)
+    above_1 = x * 0.0
+    for i in tl.static_range(14):
+        above_1 = (1.0 + above_1) * x / (14 - i)
+    return tl.where(positive, tl.where(near, 1.0 + above_1, tl.exp2(exponent2)), 0.0)
