@@ -34,6 +34,7 @@ class Record:
         stage: as torch counts them.
         found_inf: more than 0 for overflow; ``None`` until its gradients are judged.
         successor: of ``scale``; ``scale`` itself if there were no gradients.
+        owned: whether it has unscaled them itself, so that its ``step_after_unscale`` is to follow.
         pending: the optimizer's own mark of an unscale, to see that it was not discarded.
         wrote: whether gradients were unscaled in place.
     """
@@ -44,6 +45,7 @@ class Record:
     stage: OptState = OptState.READY
     found_inf: Tensor | None = None
     successor: LossScale | None = None
+    owned: bool = False
     pending: Any = None
     wrote: bool = False
 

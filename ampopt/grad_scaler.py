@@ -170,6 +170,7 @@ class GradScaler(torch.amp.GradScaler):
         self._refuse_shared(record, optimizer)
         if _has_control_points(optimizer):
             record.learn(*optimizer.unscale(grads_scaled_by=record.scale))
+            record.owned = True
             record.pending = getattr(optimizer, "_pending", None)
         else:
             others.unscale(record, optimizer)
@@ -219,6 +220,8 @@ class GradScaler(torch.amp.GradScaler):
             raise _no_closure(optimizer, controlled)
         if record.stage is OptState.READY:
             self._refuse_shared(record, optimizer)
+        if controlled and record.stage is OptState.UNSCALED and not record.owned:
+            controlled = False  # a wrapper was unscaled in its place
         if controlled:
             if record.stage is OptState.UNSCALED:
                 result = optimizer.step_after_unscale(**keywords)

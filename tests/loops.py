@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 import ampopt
 
-__all__ = ["EVERY", "INF", "Step", "give", "losses", "made", "steps"]
+__all__ = ["EVERY", "INF", "Step", "after", "give", "losses", "made", "scaler_at", "steps"]
 
 INF = float("inf")
 SHAPES = ((3, 2), (2, 2))
@@ -78,3 +78,24 @@ def losses(optimizer: Any, coefficients: Sequence[float]) -> torch.Tensor:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     terms = [c * (p - 1).square().sum() for c, p in zip(coefficients, params, strict=False)]
     return torch.stack(terms).sum()
+
+
+def scaler_at(scale: float, cls: Any = torch.amp.GradScaler, **options: Any) -> Any:
+    """A scaler that has scaled a loss, as ``step`` demands."""
+    scaler = cls("cpu", init_scale=scale, **options)
+    scaler.scale(torch.zeros(()))
+    return scaler
+
+
+def after(scaler: Any, optimizer: Any, steps: Any, unscale_first: bool) -> list[Any]:
+    """Take ``steps``; the scaler's state after each."""
+    scaler.scale(torch.zeros(()))
+    seen = []
+    for step in steps:
+        give(optimizer, step, scaler.get_scale())
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.state_dict())
+    return seen

@@ -8,7 +8,7 @@ import torch
 import ampopt
 from ampopt_kernels import Rule, State, jit, tl
 
-__all__ = ["BUILT_IN", "RULE_BASED", "HostCounted", "Plain", "Signed", "torch_twin"]
+__all__ = ["BUILT_IN", "OWN", "RULE_BASED", "HostCounted", "Plain", "Signed", "torch_twin"]
 
 
 class Plain(ampopt.Optimizer):
@@ -72,6 +72,7 @@ RULE_BASED: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     ampopt.AdamW,
     Signed,
 )
+OWN: tuple[type[ampopt.Optimizer], ...] = (Plain, HostCounted, Signed)
 BUILT_IN: tuple[type[ampopt.Optimizer], ...] = (*RULE_BASED[:3], ampopt.LBFGS)
 
 

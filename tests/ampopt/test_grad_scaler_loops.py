@@ -8,8 +8,8 @@ import torch
 from bits import bits, everything, state_of
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import EVERY, INF, Step, give, made, steps
-from optimizers import HostCounted, Plain, Signed
+from loops import EVERY, INF, Step, give, made, scaler_at, steps
+from optimizers import OWN, HostCounted, Plain
 from read_back import no_read_back
 from strategies import fewer
 from torch.nn import Parameter
@@ -17,7 +17,6 @@ from torch.nn import Parameter
 import ampopt
 from ampopt_kernels.language import HAS_TRITON
 
-OWN = (Plain, HostCounted, Signed)
 RULES = [cls for cls in EVERY if issubclass(cls, ampopt.ElementwiseOptimizer)]
 ORDINARY = [cls for cls in EVERY if cls not in RULES]
 
@@ -25,13 +24,6 @@ on_each_backend = pytest.mark.usefixtures("backend")
 each_optimizer = pytest.mark.parametrize("cls", EVERY)
 each_of_all = pytest.mark.parametrize("cls", [*EVERY, *OWN])
 both_ways = pytest.mark.parametrize("unscale_first", [False, True])
-
-
-def scaler_at(scale: float, cls: Any = torch.amp.GradScaler, **options: Any) -> Any:
-    """A scaler that has scaled a loss, as ``step`` demands."""
-    scaler = cls("cpu", init_scale=scale, **options)
-    scaler.scale(torch.zeros(()))
-    return scaler
 
 
 def iterate(scaler: Any, optimizer: Any, step: Any, unscale_first: bool, clip: float = 0) -> None:

@@ -1,0 +1,250 @@
+"""``ampopt.GradScaler``: a loop written for torch's, and what that could not say."""
+
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, everything
+from hypothesis import given
+from hypothesis import strategies as st
+from loops import EVERY, INF, after, give, made, scaler_at, steps
+from optimizers import OWN, Plain
+from strategies import fewer
+
+import ampopt
+from ampopt import GradScaler
+
+TORCHS = [getattr(torch.optim, cls.__name__) for cls in EVERY]
+each_kind = pytest.mark.parametrize(
+    "cls", [ampopt.AdamW, ampopt.Muon, *OWN, torch.optim.AdamW, torch.optim.Adagrad]
+)
+
+
+def fused_adamw(params: Any, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, fused=True, **options)
+
+
+@pytest.mark.parametrize("cls", [*TORCHS, *EVERY, Plain, fused_adamw])
+@fewer(0.2)
+@given(steps(), st.booleans(), st.integers(1, 3), st.sampled_from([0.5, 0.25]))
+def test_the_same_loop_with_the_same_results(cls, steps, unscale_first, interval, backoff):
+    runs = []
+    for scaler_class in (torch.amp.GradScaler, GradScaler):
+        scaler = scaler_class(
+            "cpu", init_scale=2.0**10, growth_interval=interval, backoff_factor=backoff
+        )
+        optimizer, params = made(cls)
+        states = after(scaler, optimizer, steps, unscale_first)
+        runs.append((bits(params), states, everything(optimizer)))
+    assert runs[0] == runs[1]
+
+
+def test_one_of_several_optimizers_overflows():
+    """Each skips for itself, and the scale falls once, as the largest of their flags says."""
+    for flags in ((False, True), (True, False), (True, True)):
+        pair = [made(cls)[0] for cls in (ampopt.AdamW, Plain)]
+        scaler = scaler_at(4.0, GradScaler)
+        before = [everything(o)["parameters"] for o in pair]
+        for optimizer, bad in zip(pair, flags, strict=True):
+            give(optimizer, INF if bad else 1.0)
+            scaler.step(optimizer)
+        assert scaler.skipped
+        assert [scaler.was_skipped(o) for o in pair] == list(flags)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        stayed = [everything(o)["parameters"] == b for o, b in zip(pair, before, strict=True)]
+        assert stayed == list(flags)
+
+
+@each_kind
+def test_calls_out_of_order_are_refused_with_the_one_to_make(cls):
+    optimizer, _ = made(cls)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    give(optimizer, 1.0)
+    before = everything(optimizer)
+    for call in (scaler.unscale_, scaler.step):
+        with pytest.raises(RuntimeError, match=r"scaler\.scale\(loss\)\.backward\(\) first"):
+            call(optimizer)
+    assert everything(optimizer) == before
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"Call step\(optimizer\) and update\(\)"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    after = everything(optimizer)
+    with pytest.raises(RuntimeError, match=r"Call update\(\)"):
+        scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match=r"after step\(\)\. Call update\(\)"):
+        scaler.unscale_(optimizer)
+    assert everything(optimizer) == after
+
+
+# --- what happened -------------------------------------------------------------------------------
+
+
+class Returning(Plain):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return "taken"
+
+
+class TorchReturning(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return "taken"
+
+
+@pytest.mark.parametrize("cls", [Returning, TorchReturning])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_step_returns_what_the_optimizer_returned(cls, unscale_first):
+    optimizer, _ = made(cls)
+    for number, returned in ((1.0, "taken"), (INF, None)):
+        scaler = scaler_at(4.0, GradScaler)
+        give(optimizer, number)
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        assert scaler.step(optimizer) == returned
+        assert scaler.skipped is (returned is None)
+
+
+def test_whether_a_step_was_skipped_is_known_until_the_next():
+    scaler = scaler_at(4.0, GradScaler)
+    optimizer, _ = made(ampopt.AdamW)
+    other, _ = made(ampopt.AdamW)
+    assert not scaler.skipped
+    with pytest.raises(RuntimeError, match="was not stepped"):
+        scaler.was_skipped(optimizer)
+    for number in (INF, 1.0):
+        give(optimizer, number)
+        scaler.step(optimizer)
+        for _ in range(2):
+            assert scaler.skipped is scaler.was_skipped(optimizer) is (number == INF)
+            with pytest.raises(RuntimeError, match="was not stepped"):
+                scaler.was_skipped(other)
+            scaler.update()
+
+
+@each_kind
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_an_optimizer_without_gradients_is_stepped_over(cls, unscale_first):
+    optimizer, _ = made(cls)
+    other, _ = made(ampopt.AdamW)
+    scaler = scaler_at(4.0, GradScaler, growth_interval=2)
+    before = everything(optimizer)
+    for _ in range(3):  # which do not count
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        assert scaler.step(optimizer) is None
+        assert not scaler.skipped
+        scaler.update()
+    assert everything(optimizer) == before
+    give(other, 1.0)
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.step(other)
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+# --- dropping an unscale -------------------------------------------------------------------------
+
+
+@each_kind
+def test_discard_drops_an_unscale(cls):
+    """An overflow that was unscaled and dropped is as if it had never been."""
+    torch.manual_seed(0)
+    optimizer, params = made(cls)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, INF)
+    scaler.unscale_(optimizer)
+    scaler.discard(optimizer)
+    assert all(p.grad is None or not p.grad.any() for p in params)
+    give(optimizer, 1.0, 4.0)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert not scaler.skipped
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    torch.manual_seed(0)
+    clean, clean_params = made(cls)
+    clean_scaler = scaler_at(4.0, GradScaler)
+    give(clean, 1.0, 4.0)
+    clean_scaler.unscale_(clean)
+    clean_scaler.step(clean)
+    assert bits(params) == bits(clean_params)
+
+
+def test_discard_without_arguments_drops_all_and_without_an_unscale_does_nothing():
+    scaler = scaler_at(4.0, GradScaler)
+    pair = [made(cls)[0] for cls in (ampopt.AdamW, torch.optim.AdamW)]
+    for optimizer in pair:
+        give(optimizer, 1.0)
+    before = [everything(o) for o in pair]
+    scaler.discard()
+    scaler.discard(pair[0])
+    assert [everything(o) for o in pair] == before
+    for optimizer in pair:
+        scaler.unscale_(optimizer)
+    scaler.discard()
+    for optimizer in pair:
+        give(optimizer, 1.0)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.discard()  # too late: it was stepped
+    assert not scaler.skipped
+
+
+@pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.Muon, *OWN])
+def test_zero_grad_drops_an_unscale_too(cls):
+    optimizer, _ = made(cls)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, INF)
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    give(optimizer, 1.0)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert not scaler.skipped
+
+
+def test_update_drops_an_unscale_that_no_step_followed_and_heeds_it():
+    optimizer, _ = made(ampopt.AdamW)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, INF)
+    scaler.unscale_(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    give(optimizer, 1.0)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+# --- disabled ------------------------------------------------------------------------------------
+
+
+@each_kind
+def test_a_disabled_scaler_only_steps(cls):
+    results = []
+    for scaler in (None, GradScaler("cpu", enabled=False)):
+        torch.manual_seed(0)
+        optimizer, params = made(cls)
+        give(optimizer, 1.0)
+        if scaler is None:
+            optimizer.step()
+        else:
+            loss = torch.ones(())
+            assert scaler.scale(loss) is loss
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.loss_scale is None and not scaler.skipped
+        results.append(bits(params))
+    assert results[0] == results[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_for_cuda_without_cuda_it_is_disabled_with_a_warning():
+    with pytest.warns(UserWarning, match="CUDA is not available.  Disabling"):
+        scaler = GradScaler()
+    assert not scaler.is_enabled()
+    assert scaler.get_scale() == 1.0

@@ -1,0 +1,149 @@
+"""``ampopt.GradScaler`` with what others have made: outputs, wrappers, optimizers."""
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from loops import INF, give, made, scaler_at
+from optimizers import OWN, Plain
+from torch.nn import Parameter
+
+import ampopt
+from ampopt import GradScaler
+
+each_kind = pytest.mark.parametrize(
+    "cls", [ampopt.AdamW, ampopt.Muon, *OWN, torch.optim.AdamW, torch.optim.Adagrad]
+)
+
+Pair = namedtuple("Pair", ("a", "b"))
+
+
+def test_structures_of_outputs_are_scaled():
+    scaler = scaler_at(4.0, GradScaler)
+    one = torch.ones(())
+    assert scaler.scale([one, (one, one)]) == [4.0, (4.0, 4.0)]
+    assert scaler.scale(Pair(one, one)) == Pair(4.0, 4.0)
+    assert scaler.scale({"x": one}) == {"x": 4.0}
+    assert list(scaler.scale(iter([one, one]))) == [4.0, 4.0]
+    for wrong in (1.0, "loss", [one, None]):
+        with pytest.raises(TypeError):
+            scaler.scale(wrong)
+
+
+def test_t9_a_half_precision_loss_does_not_overflow_by_being_scaled():
+    scaler = GradScaler("cpu")
+    for shape in ((), (1,)):
+        scaled = scaler.scale(torch.full(shape, 1.5, dtype=torch.float16))
+        assert scaled.dtype == torch.float32
+        assert scaled == 1.5 * 2**16
+
+
+class Wrapper:
+    """As frameworks have them: the param groups of the optimizer inside, and its step."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.optimizer.step(*args, **kwargs)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+@each_kind
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_t6_a_wrapper_stands_for_its_optimizer(cls, wrapped_first):
+    optimizer, params = made(cls)
+    pair = [optimizer, Wrapper(optimizer)]
+    first, second = reversed(pair) if wrapped_first else pair
+    scaler = scaler_at(4.0, GradScaler)
+    torch.manual_seed(0)
+    give(optimizer, 1.0, 4.0)
+    scaler.unscale_(first)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(second)
+    scaler.step(second)
+    torch.manual_seed(0)
+    clean, clean_params = made(cls)
+    give(clean, 1.0)
+    clean.step()
+    torch.testing.assert_close(params, clean_params)
+
+
+def test_t6_a_parameter_of_two_optimizers_is_not_unscaled_twice():
+    params = [Parameter(torch.ones(2)), Parameter(torch.ones(2))]
+    for cls in (torch.optim.SGD, Plain):
+        first, second = cls(params, lr=0.1), cls(params[:1], lr=0.1)
+        scaler = scaler_at(4.0, GradScaler)
+        give(first, 1.0, 4.0)
+        scaler.unscale_(first)
+        with pytest.raises(RuntimeError, match="group 0, parameter 0 of.*belongs to another"):
+            scaler.unscale_(second)
+        scaler.step(first)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_an_optimizer_that_takes_a_flag_is_told_1_or_0(unscale_first):
+    """Torch's fused ones compare it with 1 (trap T2), and others may compare it with 0."""
+
+    class Own(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+        seen: list[Any] = []
+
+        def step(self, closure: Any = None) -> Any:
+            scale = getattr(self, "grad_scale", None)
+            self.seen.append((scale and float(scale), float(vars(self)["found_inf"])))
+
+    optimizer, _ = made(Own)
+    scaler = scaler_at(4.0, GradScaler)
+    for number in (INF, 1.0):
+        give(optimizer, number)
+        if unscale_first:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update(4.0)
+    carried = None if unscale_first else 4.0
+    assert Own.seen == [(carried, 1.0), (carried, 0.0)]
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
+def test_an_optimizer_whose_step_takes_the_scaler_gets_it():
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            found = grad_scaler._check_inf_per_device(self)
+            return [float(flag) for flag in found.values()]
+
+    optimizer, _ = made(Old)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, INF)
+    with pytest.warns(FutureWarning, match="stop passing itself"):
+        assert scaler.step(optimizer) == [1.0]
+    assert scaler.skipped
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+def test_float16_parameters():
+    for cls in (torch.optim.SGD, ampopt.SGD, Plain):
+        p = Parameter(torch.ones(2, dtype=torch.float16))
+        optimizer = cls([p], lr=0.5)
+        p.grad = torch.full_like(p, 4.0)
+        scaler = scaler_at(4.0, GradScaler)
+        with pytest.raises((ValueError, RuntimeError), match="float16|FP16"):
+            scaler.unscale_(optimizer)
+        if cls is ampopt.SGD:
+            scaler.step(optimizer)
+            assert (p == 0.5).all()
+    p = Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = ampopt.SGD([p], lr=0.5, master_weights=True)
+    p.grad = torch.full_like(p, 4.0)
+    scaler = scaler_at(4.0, GradScaler)
+    scaler.unscale_(optimizer)
+    assert all((master.grad == 1.0).all() for master in optimizer.master_params())
+    scaler.step(optimizer)
+    assert (p == 0.5).all()

@@ -1,0 +1,207 @@
+"""``ampopt.GradScaler`` follows any loss scale, and saves and loads it."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from bits import bits
+from hypothesis import given
+from hypothesis import strategies as st
+from loops import INF, after, give, made, scaler_at, steps
+from optimizers import Plain
+from strategies import fewer
+
+import ampopt
+from ampopt import DynamicLossScale, GradScaler, StaticLossScale
+from ampopt._presets import PRESETS
+
+
+def fused_sgd(params: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(params, fused=True)
+
+
+@st.composite
+def scales(draw: st.DrawFn) -> Any:
+    if draw(st.booleans()):
+        return StaticLossScale(2.0**10, drop_overflow_update=draw(st.booleans()))
+    options: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": draw(st.integers(1, 3))}
+    if draw(st.booleans()):
+        return DynamicLossScale.like(draw(st.sampled_from(sorted(PRESETS))), **options)
+    modes = st.sampled_from(["consecutive", "cumulative", "per_backoff"])
+    options.update(hysteresis=draw(st.integers(1, 3)), hysteresis_mode=draw(modes))
+    if draw(st.booleans()):
+        options.update(min_scale=2.0**9, max_scale=2.0**11)
+    return DynamicLossScale(**options)
+
+
+@pytest.mark.parametrize("cls", [ampopt.SGD, Plain, torch.optim.SGD, fused_sgd])
+@fewer(1)
+@given(scales(), st.lists(st.booleans(), max_size=12))
+def test_any_schedule_is_followed(cls, scale, overflows):
+    scaler = GradScaler("cpu", loss_scale=scale)
+    for overflowed in overflows:
+        optimizer, params = made(cls)  # a fresh one, as an overflow may be let pass
+        scaler.scale(torch.zeros(()))
+        assert scaler.get_scale() == scale.item()
+        before = bits(params)
+        give(optimizer, INF if overflowed else 1.0, scale.item())
+        scaler.step(optimizer)
+        drops = overflowed and scale.drop_overflow_update
+        assert (bits(params) == before) is drops
+        assert scaler.skipped is drops
+        scale = scale.next(overflowed)
+        scaler.update()
+        assert scaler.skipped is drops
+    assert scaler.loss_scale is not None
+    assert scaler.loss_scale.state_dict() == scale.state_dict()
+
+
+def test_settings_can_be_read_and_changed():
+    scaler = scaler_at(8.0, GradScaler, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    assert scaler.get_growth_factor() == 4.0
+    assert scaler.get_backoff_factor() == 0.25
+    assert scaler.get_growth_interval() == 3
+    scaler.set_growth_factor(2.0)
+    scaler.set_backoff_factor(0.5)
+    optimizer, _ = made(torch.optim.SGD)
+    after(scaler, optimizer, [1.0, 1.0], False)
+    scaler.set_growth_interval(2)  # which has passed
+    assert after(scaler, optimizer, [1.0, INF], False)[0]["scale"] == 16.0
+    assert scaler.get_scale() == 8.0
+    for change, wrong in (
+        (scaler.set_growth_factor, 1.0),
+        (scaler.set_backoff_factor, -1.0),
+        (scaler.set_backoff_factor, 1.0),
+        (scaler.set_growth_interval, 0),
+    ):
+        with pytest.raises(ValueError, match=str(wrong)):
+            change(wrong)
+    assert scaler.get_scale() == 8.0
+    static = GradScaler("cpu", loss_scale=StaticLossScale(2.0))
+    for call in (static.get_growth_factor, lambda: static.set_growth_interval(2)):
+        with pytest.raises(RuntimeError, match="stays"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"init_scale": 0.0}, ValueError),
+        ({"init_scale": float("nan")}, ValueError),
+        ({"init_scale": 1e39}, ValueError),
+        ({"growth_factor": 1.0}, ValueError),
+        ({"backoff_factor": 0.0}, ValueError),
+        ({"backoff_factor": -1.0}, ValueError),
+        ({"growth_interval": 0}, ValueError),
+        ({"growth_interval": 2.5}, TypeError),
+        ({"loss_scale": 8.0}, TypeError),
+        ({"loss_scale": StaticLossScale(2.0), "init_scale": 4.0}, ValueError),
+    ],
+)
+def test_t7_arguments_are_checked(options, error):
+    with pytest.raises(error, match=next(reversed(options))):
+        GradScaler("cpu", **options)
+
+
+@pytest.mark.parametrize("new", [2, 2.0, torch.tensor(2.0), torch.tensor([2.0])])
+@pytest.mark.parametrize("kind", [DynamicLossScale, StaticLossScale])
+def test_t7_update_takes_a_new_scale(kind, new):
+    scale = StaticLossScale(8.0) if kind is StaticLossScale else DynamicLossScale(init_scale=8.0)
+    scaler = GradScaler("cpu", loss_scale=scale)
+    scaler.scale(torch.zeros(()))
+    scaler.update(new)
+    assert scaler.get_scale() == 2.0
+    assert scaler.scale(torch.ones(())) == 2.0
+    for wrong in (0.0, float("inf"), float("nan"), -1):
+        with pytest.raises(ValueError, match="new_scale"):
+            scaler.update(wrong)
+    for wrong in (torch.ones(2), torch.ones((), dtype=torch.int32)):
+        with pytest.raises(ValueError, match="new_scale"):
+            scaler.update(wrong)
+    with pytest.raises(TypeError, match="new_scale"):
+        scaler.update("2")  # type: ignore[arg-type]
+    assert scaler.get_scale() == 2.0
+
+
+# --- saving and loading --------------------------------------------------------------------------
+
+
+@fewer(0.5)
+@given(steps(5), st.integers(0, 5), st.booleans())
+def test_states_interchange_with_torchs_in_mid_training(steps, at, ours_first):
+    """A run that changes scalers half way is the run of either."""
+    kinds = [torch.amp.GradScaler, GradScaler]
+    runs = []
+    for swap in (False, True):
+        optimizer, params = made(torch.optim.Adam)
+        scaler = kinds[ours_first]("cpu", init_scale=2.0**10, growth_interval=2)
+        states = after(scaler, optimizer, steps[:at], False)
+        if swap:
+            loaded = kinds[not ours_first]("cpu")
+            loaded.load_state_dict(scaler.state_dict())
+            scaler = loaded
+        states += after(scaler, optimizer, steps[at:], False)
+        runs.append((states, bits(params)))
+    assert runs[0] == runs[1]
+
+
+@fewer(0.5)
+@given(scales(), st.lists(st.booleans(), max_size=4), st.lists(st.booleans(), max_size=4))
+def test_any_schedule_is_saved_and_loaded(scale, before, after):
+    def run(scaler: Any, overflows: Any) -> None:
+        for overflowed in overflows:
+            optimizer, _ = made(torch.optim.SGD)
+            scaler.scale(torch.zeros(()))
+            give(optimizer, INF if overflowed else 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+    scaler = GradScaler("cpu", loss_scale=scale)
+    run(scaler, before)
+    fresh = type(scale)(**scale._settings())
+    loaded = GradScaler("cpu", loss_scale=fresh)
+    loaded.load_state_dict(pickle.loads(pickle.dumps(scaler.state_dict())))
+    for each in (scaler, loaded):
+        run(each, after)
+    assert loaded.state_dict() == scaler.state_dict()
+    torchs = torch.amp.GradScaler("cpu")  # takes what it can tell: the scale
+    torchs.load_state_dict(scaler.state_dict())
+    torchs.scale(torch.zeros(()))
+    assert torchs.get_scale() == scaler.get_scale()
+
+
+def test_disabled_scalers_save_nothing_and_an_enabled_one_says_so():
+    for cls in (GradScaler, torch.amp.GradScaler):
+        disabled = cls("cpu", enabled=False)
+        assert disabled.state_dict() == {}
+        disabled.load_state_dict({})
+        disabled.load_state_dict(scaler_at(4.0, GradScaler).state_dict())
+        assert disabled.get_scale() == 1.0
+    scaler = scaler_at(4.0, GradScaler)
+    with pytest.raises(RuntimeError, match="saved from a disabled"):
+        scaler.load_state_dict({})
+    for wrong in ({"scale": 2.0}, {**scaler.state_dict(), "scale": -1.0}):
+        with pytest.raises(ValueError):
+            scaler.load_state_dict(wrong)
+    static = GradScaler("cpu", loss_scale=StaticLossScale(8.0))
+    with pytest.raises(ValueError, match="dynamic scale"):
+        static.load_state_dict(scaler.state_dict())
+    assert (scaler.get_scale(), static.get_scale()) == (4.0, 8.0)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_go_on_by_themselves(copied):
+    optimizer, _ = made(ampopt.SGD)
+    scaler = scaler_at(4.0, GradScaler)
+    give(optimizer, 1.0)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"call update\(\) first"):
+        copied(scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    other = copied(scaler)
+    states = after(other, optimizer, [INF, 1.0], False)
+    assert scaler.get_scale() == 4.0
+    assert after(scaler, optimizer, [INF, 1.0], False) == states
