@@ -329,6 +329,8 @@ class ElementwiseOptimizer(Optimizer):
 
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""
+        if not (self.rule.state_for(flags) or self.rule.scalar_state_for(flags)):
+            return self.state.get(param, {})  # as in torch's, where there is nothing to keep
         state = self.state[param]
         master = state.get(MASTER)
         like = param if master is None else master

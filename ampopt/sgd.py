@@ -28,7 +28,7 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
     sparse_gradients = True
 
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
-        state = self.state[param]
+        state = self.state.get(param, {})
         if state.get("momentum_buffer") is not None:
             state.setdefault("step", 1.0)  # from torch, which makes a buffer by stepping
         return super()._state_of(param, flags)

@@ -26,6 +26,12 @@ def poisoned_memory():
     assert torch.empty(3).isnan().all()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def checked_sparse_tensors():
+    """Else torch warns of sparse tensors that it makes itself."""
+    torch.sparse.check_sparse_tensor_invariants.enable()
+
+
 @pytest.fixture(scope="module", params=["eager", "triton"])
 def backend(request):
     """Each backend in turn; a test that takes it is one body over both."""

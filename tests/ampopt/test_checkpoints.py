@@ -1,0 +1,321 @@
+"""Checkpoints and copies: training goes on from each as if it had never been saved.
+
+Between torch and here, to rounding; from here to here, bitwise, however a checkpoint travels.
+"""
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, everything, state_of
+from torch import Tensor
+from torch.nn import Parameter
+from torch_options import (
+    ELEMENTWISE,
+    OPTION_SETS,
+    RICH,
+    Apart,
+    OptionSet,
+    assert_train_alike,
+    give,
+    gradients,
+    initial,
+    named,
+    params_of,
+    spoiled,
+)
+
+import ampopt
+
+each_optimizer = pytest.mark.parametrize("options", RICH, ids=str)
+each_rule = pytest.mark.parametrize("options", [s for s in RICH if s.name in ELEMENTWISE], ids=str)
+every_backend = pytest.mark.usefixtures("backend")
+
+
+def through_a_file(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(optimizer: Any, steps: list[list[Tensor]]) -> None:
+    for grads in steps:
+        give(optimizer, grads)
+        optimizer.step()
+
+
+def copies(params: list[Tensor]) -> list[Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+# --- torch's and back ----------------------------------------------------------------------------
+
+
+def kinds(state: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds, but for the values."""
+    return {
+        name: (value.dtype, value.shape) if isinstance(value, Tensor) else type(value)
+        for name, value in state.items()
+        if value is not None
+    }
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+@each_optimizer
+def test_a_checkpoint_of_torchs_continues_here_and_back(options, dtype):
+    """The last parameter gets its first gradient late, and has no state until then."""
+    if dtype.is_complex and not options.complex:
+        pytest.skip("torch takes no complex parameters")
+    makers = itertools.cycle([options.ours, options.torchs])
+    relay = options.torchs(initial(options, dtype))
+    steady = options.torchs(initial(options, dtype))
+    source, apart = gradients(options, dtype), Apart(steady)
+    for missing in (1, 0, 0):
+        of_leg = lambda: source()[: 2 - missing] + [None] * missing  # noqa: B023, E731
+        assert_train_alike(relay, steady, of_leg, range(2), apart=apart)
+        saved, expected = through_a_file(relay), steady.state_dict()
+        assert saved["state"].keys() == expected["state"].keys()
+        for index, state in saved["state"].items():
+            ours = kinds(state)
+            if "momentum_buffer" in ours and options.name == "SGD":
+                ours.pop("step", None)  # tells the first step from later ones
+            assert ours == kinds(expected["state"][index])
+        successor = next(makers)(copies(params_of(relay)))
+        successor.load_state_dict(saved)
+        relay = successor
+
+
+@every_backend
+def test_sgd_without_momentum_has_no_state():
+    options = named("SGD")
+    optimizer = options.ours(initial(options))
+    train(optimizer, [gradients(options)()])
+    assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("options", [s for s in OPTION_SETS if s.name == "LBFGS"], ids=str)
+def test_a_checkpoint_of_torchs_lbfgs_continues_here_and_back(options):
+    target = torch.linspace(-1.0, 1.0, 5)
+
+    def step(optimizer: Any) -> None:
+        (p,) = params_of(optimizer)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = ((p - target) ** 4).sum() + (p.prod() - 1) ** 2
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    relay = options.torchs([torch.zeros(5, requires_grad=True)])
+    steady = options.torchs([torch.zeros(5, requires_grad=True)])
+    for maker in (options.ours, options.torchs, options.ours):
+        step(relay)
+        step(steady)
+        assert bits(params_of(relay)) == bits(params_of(steady))
+        saved = through_a_file(relay)
+        assert bits(saved["state"]) == bits(steady.state_dict()["state"])
+        relay = maker([p.requires_grad_() for p in copies(params_of(relay))])
+        relay.load_state_dict(saved)
+
+
+@every_backend
+@each_optimizer
+def test_a_checkpoint_taken_after_a_skipped_first_step_is_a_fresh_start_in_torch(options):
+    skipped = options.ours(initial(options))
+    source = gradients(options)
+    give(skipped, spoiled(source()))
+    assert skipped.unscale_and_step(grads_scaled_by=1.0).skipped
+    relay, fresh = options.torchs(initial(options)), options.torchs(initial(options))
+    relay.load_state_dict(through_a_file(skipped))
+    grads = source()
+    for optimizer in (relay, fresh):
+        train(optimizer, [grads])
+    assert bits(params_of(relay)) == bits(params_of(fresh))
+
+
+@every_backend
+@each_optimizer
+def test_older_state_dicts_with_counts_as_python_numbers_load(options):
+    torchs = options.torchs(initial(options))
+    source = gradients(options)
+    train(torchs, [source()])
+    old = copy.deepcopy(torchs.state_dict())
+    for state in old["state"].values():
+        for key in ("step", "eta", "mu", "mu_product"):
+            if key in state:
+                state[key] = float(state[key])
+    ours = options.ours(copies(params_of(torchs)))
+    ours.load_state_dict(old)
+    assert_train_alike(ours, torchs, source, range(2))
+
+
+@every_backend
+@each_optimizer
+def test_a_group_added_mid_training_is_saved_with_the_others(options):
+    """And steps as if it had been there from the start, and its gradients had not."""
+    late = {"params": initial(options), "lr": 0.03125}
+    ours = options.ours(initial(options))
+    torchs = options.torchs([{"params": initial(options)}, copy.deepcopy(late)])
+    source = gradients(options)
+    first = source()
+    train(ours, [first])
+    train(torchs, [[*first, *[None] * len(first)]])  # type: ignore[list-item]
+    ours.add_param_group(late)
+    both, apart = lambda: [*source(), *source()], Apart(torchs)
+    assert_train_alike(ours, torchs, both, range(2), apart=apart)
+    resumed = options.torchs([{"params": copies(group["params"])} for group in ours.param_groups])
+    resumed.load_state_dict(through_a_file(ours))
+    assert resumed.param_groups[1]["lr"] == 0.03125
+    assert_train_alike(resumed, torchs, both, range(2), apart=apart)
+
+
+# --- from here to here ---------------------------------------------------------------------------
+
+
+def loaded(how: Callable[[Any], dict[str, Any]]) -> Callable[[OptionSet, Any], Any]:
+    def transport(options: OptionSet, optimizer: Any) -> Any:
+        fresh = options.ours(copies(params_of(optimizer)), **extras(optimizer))
+        fresh.load_state_dict(how(optimizer))
+        return fresh
+
+    return transport
+
+
+def extras(optimizer: Any) -> dict[str, Any]:
+    return {"master_weights": True} if getattr(optimizer, "_master_weights", False) else {}
+
+
+TRANSPORTS: dict[str, Callable[[OptionSet, Any], Any]] = {
+    "state_dict": loaded(lambda optimizer: optimizer.state_dict()),
+    "torch.save": loaded(through_a_file),
+    "pickle": lambda _, optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "deepcopy": lambda _, optimizer: copy.deepcopy(optimizer),
+}
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
+each_journey = pytest.mark.parametrize(
+    ("backend", "transport"),
+    [("triton", "torch.save"), *(("eager", transport) for transport in TRANSPORTS)],
+    indirect=["backend"],
+)
+
+
+def assert_continues(
+    options: OptionSet, optimizer: Any, transport: str, steps: list[list[Tensor]]
+) -> None:
+    """What arrives is the original, has memory of its own, and steps as the original does."""
+    arrived = TRANSPORTS[transport](options, optimizer)
+    saved = bits(optimizer.state_dict()["state"])
+    assert bits(arrived.state_dict()["state"]) == saved
+    assert bits(params_of(arrived)) == bits(params_of(optimizer))
+    before = everything(arrived)
+    train(optimizer, steps)
+    assert everything(arrived) == before
+    before = everything(optimizer)
+    train(arrived, steps)
+    assert everything(optimizer) == before
+    assert bits(params_of(arrived)) == bits(params_of(optimizer))
+    assert bits(arrived.state_dict()["state"]) == bits(optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("backend", ["compiled"], indirect=True)
+def test_a_compiled_rule_continues_a_checkpoint_of_torchs(backend):
+    options = named("Adam", "amsgrad")
+    torchs, source = options.torchs(initial(options)), gradients(options)
+    train(torchs, [source()])
+    ours = options.ours(copies(params_of(torchs)))
+    ours.load_state_dict(through_a_file(torchs))
+    assert_train_alike(ours, torchs, source, range(2))
+    assert_continues(options, ours, "torch.save", [source()])
+
+
+@each_journey
+@pytest.mark.parametrize("taken", [0, 2])
+@each_optimizer
+def test_what_arrives_steps_bitwise_as_the_original(options, taken, backend, transport):
+    optimizer = options.ours(initial(options))
+    source = gradients(options)
+    give(optimizer, spoiled(source()))
+    assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
+    train(optimizer, [source() for _ in range(taken)])
+    assert_continues(options, optimizer, transport, [source() for _ in range(2)])
+
+
+@each_journey
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+@each_rule
+def test_half_precision_arrives_bitwise_too(options, masters, backend, transport):
+    """Torch's loading casts masters, and scalars such as ASGD's ``eta``, to half precision."""
+    optimizer = options.ours(initial(options, torch.bfloat16), master_weights=masters)
+    source = gradients(options, torch.bfloat16)
+    train(optimizer, [source()])
+    assert_continues(options, optimizer, transport, [source()])
+
+
+@each_transport
+def test_a_pending_unscale_is_refused(transport):
+    options = named("Adam", "amsgrad")
+    optimizer = options.ours(initial(options))
+    source = gradients(options)
+    train(optimizer, [source()])
+    give(optimizer, source(), 2.0)
+    optimizer.unscale(grads_scaled_by=2.0)
+    call = "state_dict" if transport in ("state_dict", "torch.save") else "copying or pickling"
+    with pytest.raises(RuntimeError, match=f"^{call}: an unscale is pending. Call step_after"):
+        TRANSPORTS[transport](options, optimizer)
+    optimizer.step_after_unscale()
+    assert_continues(options, optimizer, transport, [source()])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@each_rule
+def test_an_optimizer_copied_with_its_model_steps_that_model(options, duplicate):
+    optimizer = options.ours(initial(options))
+    source = gradients(options)
+    train(optimizer, [source()])
+    twin, params = duplicate((optimizer, params_of(optimizer)))
+    assert all(a is b for a, b in zip(params_of(twin), params, strict=True))
+    grads = source()
+    train(optimizer, [grads])
+    train(twin, [grads])
+    assert bits(params) == bits(params_of(optimizer))
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda o: through_a_buffer(o.state_dict())])
+def test_small_states_which_share_a_buffer_are_written_once(write):
+    params = [Parameter(torch.ones(64)) for _ in range(64)]
+    optimizer = ampopt.Adam(params)
+    train(optimizer, [[torch.ones(64)] * 64])
+    needed = sum(t.nbytes for p in params for t in (p, *optimizer.state[p].values()))
+    empty = ampopt.Adam([Parameter(torch.ones(0)) for _ in range(64)])
+    train(empty, [[torch.ones(0)] * 64])
+    assert len(write(optimizer)) - len(write(empty)) < 1.25 * needed
+
+
+def through_a_buffer(state_dict: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    return file.getvalue()
+
+
+@every_backend
+def test_a_state_that_is_loaded_is_not_shared_with_the_checkpoint():
+    options = named("Adam", "amsgrad")
+    optimizer = options.ours(initial(options))
+    source = gradients(options)
+    train(optimizer, [source()])
+    saved = copy.deepcopy(optimizer.state_dict())
+    before = bits(saved["state"])
+    fresh = options.ours(copies(params_of(optimizer)))
+    fresh.load_state_dict(saved)
+    train(fresh, [source()])
+    assert bits(saved["state"]) == before
+    assert state_of(fresh) != state_of(optimizer)
