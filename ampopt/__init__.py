@@ -10,6 +10,7 @@ from ampopt.asgd import ASGD
 from ampopt.backend import get_backend, set_backend
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.errors import NonFiniteGradientError
+from ampopt.extend import extend, patch_optimizer
 from ampopt.grad_scaler import GradScaler
 from ampopt.lbfgs import LBFGS
 from ampopt.loss_scale import DynamicLossScale, LossScale, StaticLossScale, next_scale
@@ -53,9 +54,11 @@ __all__ = [
     "StaticLossScale",
     "StepResult",
     "Unscaled",
+    "extend",
     "get_backend",
     "lr_scheduler_gate",
     "next_scale",
+    "patch_optimizer",
     "scale_outputs",
     "set_backend",
     "unscale_and_step",

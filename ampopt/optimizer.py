@@ -14,7 +14,8 @@ from torch import Tensor
 from ampopt import gradients, scaler_protocol
 from ampopt.backend import backend_for
 from ampopt.grad_scale import as_loss_scale, request_fields
-from ampopt.replay import Replay, check_closure, check_loss, check_verdict
+from ampopt.judge import device_of
+from ampopt.replay import Replay, check_closure, check_loss, check_verdict, step_with
 from ampopt.results import StepResult, Unscaled
 from ampopt.snapshot import Snapshot, loaded_uncast
 from ampopt.transaction import Skipper
@@ -122,6 +123,9 @@ class Optimizer(torch.optim.Optimizer):
         ``_step_supports_amp_scaling = True`` in the class.
         """
         super().__init_subclass__(**kwargs)
+        closure = inspect.signature(cls.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            cls._needs_closure = True
         scaler_protocol.heed_in(cls, Optimizer)
 
     # --- for authors ------------------------------------------------------------------------
@@ -179,12 +183,12 @@ class Optimizer(torch.optim.Optimizer):
             TypeError: not a scale.
         """
         self._refuse_pending("unscale")
-        scale = self._scale(grads_scaled_by)
+        scale = self._as_scale(grads_scaled_by)
         gradients.check(self.param_groups)
         decision = None
         if scale is not None:
             decision = self._unscale_in_place(Request(**request_fields(scale)))
-        found_inf = self._zero() if decision is None else decision.found_inf
+        found_inf = self._no_overflow() if decision is None else decision.found_inf
         successor = successor_of(scale, decision, grads_scaled_by)
         self._pending = _Pending(found_inf, grads_scaled_by, successor)
         return Unscaled(found_inf, successor)
@@ -225,13 +229,13 @@ class Optimizer(torch.optim.Optimizer):
             TypeError: the closure does not take the scale, or does not return a loss.
         """
         self._refuse_pending("unscale_and_step")
-        scale = self._scale(grads_scaled_by)
+        scale = self._as_scale(grads_scaled_by)
         check_max_norm(max_norm)
         if closure is None:
             return self._step_once(scale, grads_scaled_by, max_norm)
 
         def evaluate(given: Any) -> tuple[Any, Any, Any]:
-            scale = self._scale(given)
+            scale = self._as_scale(given)
             loss = closure(given)
             if self._pending is not None:
                 raise RuntimeError(
@@ -288,7 +292,7 @@ class Optimizer(torch.optim.Optimizer):
                 "step_after_unscale(closure) needs current_grad_scale, the scale to begin with: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        self._scale(current_grad_scale)
+        self._as_scale(current_grad_scale)
 
         def evaluate(given: Any) -> tuple[Any, Any, Any]:
             returned = closure(given)
@@ -326,17 +330,19 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- torch's own methods -----------------------------------------------------------------
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    # They take what the class of an author takes, whose defaults may be others.
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as torch does, and forget a pending unscale."""
         self._pending = None
-        super().zero_grad(set_to_none)
+        super().zero_grad(*args, **kwargs)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state, as torch's. A pending unscale is a ``RuntimeError``: it cannot be saved."""
         self._refuse_pending("state_dict")
-        return super().state_dict()
+        return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load a state, as torch does, but bitwise. A pending unscale is a ``RuntimeError``.
 
         Differs from torch: a state tensor keeps the dtype it was saved with, where torch casts it
@@ -344,7 +350,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._refuse_pending("load_state_dict")
         with loaded_uncast(self):
-            super().load_state_dict(state_dict)
+            super().load_state_dict(state_dict, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
@@ -442,7 +448,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {self.skip_by!r}"
             )
-        if backend_for(self._device).host_sees:
+        if backend_for(self._home).host_sees:
             return Skipper("host", settled=True)
         known = next((cls for cls in type(self).__mro__ if "_transacts" in vars(cls)), type(self))
         if self._transacts and inspect.unwrap(known.step) is inspect.unwrap(type(self).step):
@@ -501,11 +507,11 @@ class Optimizer(torch.optim.Optimizer):
                 f"{type(self).__name__} needs a closure: unscale_and_step(closure, ...)"
             )
         if scale is None and max_norm is None:
-            return StepResult(self.step(), self._zero(), None)
+            return StepResult(self.step(), self._no_overflow(), None)
         decision, returned, _ = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
         successor = successor_of(scale, decision, given)
         self._mark_stepped(given, successor)
-        found_inf = self._zero() if decision is None else decision.found_inf
+        found_inf = self._no_overflow() if decision is None else decision.found_inf
         return StepResult(returned, found_inf, successor)
 
     def _step_pending(self, current_grad_scale: Any) -> StepResult:
@@ -555,10 +561,10 @@ class Optimizer(torch.optim.Optimizer):
             offenders=lambda: gradients.offenders(self.param_groups, self._left_scaled_by()),
         )
         with self._restored_on_failure(replay):
-            loss = self.step(replay)
+            loss = step_with(self.step, replay)
         self._mark_stepped(given, replay.successor)
         self._mark_stepped(replay.scale, replay.successor)
-        found_inf = self._zero() + float(replay.overflowed)
+        found_inf = self._no_overflow() + float(replay.overflowed)
         return StepResult(loss, found_inf, replay.successor)
 
     @contextmanager
@@ -576,16 +582,15 @@ class Optimizer(torch.optim.Optimizer):
     # --- bookkeeping -------------------------------------------------------------------------
 
     @property
-    def _device(self) -> torch.device:
-        params = [p for group in self.param_groups for p in group["params"]]
-        first = next((p for p in params if p.grad is not None), next(iter(params), None))
-        return torch.device("cpu") if first is None else first.device
+    def _home(self) -> torch.device:
+        """Where decisions are made."""
+        return device_of(self.param_groups) or torch.device("cpu")
 
-    def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float32, device=self._device)
+    def _no_overflow(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float32, device=self._home)
 
-    def _scale(self, given: Any) -> Any:
-        scale = as_loss_scale(given, self._device)
+    def _as_scale(self, given: Any) -> Any:
+        scale = as_loss_scale(given, self._home)
         self._refuse_stepped(given)
         return scale
 

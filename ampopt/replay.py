@@ -11,7 +11,7 @@ from torch import Tensor
 from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale import LossScale, check_scale_number
 
-__all__ = ["Replay", "check_closure", "check_loss", "check_verdict"]
+__all__ = ["Replay", "check_closure", "check_loss", "check_verdict", "step_with"]
 
 
 class Replay:
@@ -112,6 +112,23 @@ class Replay:
         torch.set_rng_state(state[0])
         for device, device_state in zip(self._devices, state[1:], strict=True):
             torch.cuda.set_rng_state(device_state, device)
+
+
+def step_with(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+    """Call an optimizer's ``step`` with ``closure``; if it takes none, evaluate that first.
+
+    Returns:
+        The loss.
+    """
+    # A scheduler's wrapper around step shows the self that it fills in.
+    names = [name for name in inspect.signature(step).parameters if name != "self"]
+    if "closure" in names[1:]:
+        return step(closure=closure)
+    if names:
+        return step(closure)
+    loss = closure()
+    step()
+    return loss
 
 
 def check_closure(closure: Any) -> None:

@@ -79,7 +79,7 @@ def heed_in(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
     ``root``, the base of all, is nobody's.
     """
     for base in cls.__mro__:
-        if "_step_supports_amp_scaling" in vars(base) and base is not root:
+        if vars(base).get("_step_supports_amp_scaling") and base is not root:
             return
         if "step" in vars(base):
             break
@@ -95,7 +95,9 @@ def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
     def heeding(self: "Optimizer", *args: Any, **kwargs: Any) -> Any:
         left = take(self, args, kwargs)
         if left is None:
-            return step(self, *args, **kwargs)
+            returned = step(self, *args, **kwargs)
+            self._end_pending()  # where torch puts no hooks around the step that would
+            return returned
         attempt = self._skip_or(functools.partial(step, self, *args, **kwargs), left.request)
         left.put_back(self, attempt.decision)
         return attempt.returned

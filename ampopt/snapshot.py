@@ -37,10 +37,7 @@ class Snapshot:
             {k: _kept(v) for k, v in group.items() if k != "params"}
             for group in optimizer.param_groups
         ]
-        self._state = [
-            (key, {k: _kept(v, share=k in shared) for k, v in state.items()})
-            for key, state in optimizer.state.items()
-        ]
+        self._state = [(key, _kept_state(state, shared)) for key, state in optimizer.state.items()]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -71,6 +68,12 @@ def _kept(tree: Any, *, share: bool = False) -> Any:
     return pytree.tree_map(lambda leaf: _Kept(leaf, share=share), tree)
 
 
+def _kept_state(state: Any, shared: frozenset[str]) -> Any:
+    if not isinstance(state, dict):  # some keep numbers there, under names
+        return _kept(state)
+    return {k: _kept(v, share=k in shared) for k, v in state.items()}
+
+
 def _restored(tree: Any) -> Any:
     return pytree.tree_map(_Kept.restored, tree)
 
@@ -96,9 +99,7 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         for key, param in zip(keys, params, strict=True):
             if key in saved["state"]:
-                optimizer.state[param] = pytree.tree_map(
-                    _uncast_copy, optimizer.state[param], saved["state"][key]
-                )
+                optimizer.state[param] = _uncast(optimizer.state[param], saved["state"][key])
 
     handles = (
         optimizer.register_load_state_dict_pre_hook(remember),
@@ -109,6 +110,17 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    """``loaded`` as it was saved, but for what the optimizer's class has made of it in loading."""
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        for key in loaded.keys() & saved.keys():
+            loaded[key] = _uncast(loaded[key], saved[key])
+        return loaded
+    if pytree.tree_structure(loaded) != pytree.tree_structure(saved):
+        return loaded
+    return pytree.tree_map(_uncast_copy, loaded, saved)
 
 
 def _uncast_copy(loaded: Any, saved: Any) -> Any:

@@ -1,0 +1,217 @@
+"""The control points for optimizers that someone else wrote: a class, or an instance that is there.
+
+Both are inheritance: a class is made that derives from :class:`ampopt.Optimizer` and from theirs,
+in this order, as ampopt's own classes derive from torch's.
+"""
+
+import copyreg
+import functools
+import inspect
+from collections import OrderedDict
+from typing import Any, TypeVar
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ampopt.optimizer import Optimizer
+
+__all__ = ["extend", "patch_optimizer"]
+
+_Opt = TypeVar("_Opt", bound=torch.optim.Optimizer)
+
+_COOPERATIVE = frozenset({"state_dict", "load_state_dict", "zero_grad", "_optimizer_step_code"})
+"""Methods of ours that call theirs."""
+
+_OURS = {
+    name
+    for name in vars(Optimizer)
+    if not (name.startswith("__") or name in _COOPERATIVE or name == "_step_supports_amp_scaling")
+}
+_TORCHS = torch.optim.Optimizer.__mro__
+_PRIVATE = {"_stepped_with", "_uploads"}.union(n for n in _OURS if n.startswith("_"))
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def extend(cls: type[torch.optim.Optimizer]) -> Any:
+    """The class ``cls`` with the control points of :class:`ampopt.Optimizer`.
+
+    Use it for an optimizer that someone else wrote and that knows nothing of scaling::
+
+        optimizer = ampopt.extend(Prodigy)(model.parameters(), lr=1.0)
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+
+    The result is a subclass of ``ampopt.Optimizer`` and of ``cls`` and has the constructor of
+    ``cls``. Its step is theirs, and its state, so that state dicts of either load into the other.
+    How a step is skipped is chosen as for every ordinary step: see ``skip_by``. Where ``step``
+    takes no closure, a control point evaluates the closure before it steps.
+
+    What their class defines is left as it is, control points included: an author's ``unscale``,
+    ``unscale_and_step``, ``step_after_unscale`` or ``grad_norm`` wins over ours.
+
+    The same class is returned for the same ``cls``; subclass it, rather than writing to it, to set
+    ``skip_by``. It can be pickled, and so can its instances, wherever ``cls`` can. For a class of
+    torch's own it is ampopt's class of that name; an ampopt class is returned as it is.
+
+    Args:
+        cls: a subclass of ``torch.optim.Optimizer``.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: ``cls`` is something else, or uses a private name that ``ampopt.Optimizer`` has
+            another use for. Where an instance does, its constructor raises.
+    """
+    if isinstance(cls, torch.optim.Optimizer):
+        raise TypeError(
+            f"extend takes a class, got an instance of {type(cls).__name__}: "
+            "use patch_optimizer(optimizer), or extend its class before making it"
+        )
+    if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer):
+        shown = cls.__name__ if isinstance(cls, type) else type(cls).__name__
+        raise TypeError(f"extend takes a subclass of torch.optim.Optimizer, got {shown}")
+    return cls if issubclass(cls, Optimizer) else _twin(cls) or _extended(cls)
+
+
+def patch_optimizer(optimizer: _Opt) -> _Opt:
+    """Give an optimizer that is there already the control points, in place.
+
+    For optimizers that a framework or a factory made. From now on its class is ``extend`` of its
+    class; param groups, state, hooks and schedulers stay as they are, and so do methods that
+    someone has put on the instance. In the middle of a training is as good as at its start.
+
+    The loss scale is not the optimizer's: begin with one of your choice, such as
+    ``DynamicLossScale()``. (PyTorch's draft of such a function, in pull request #26512, returned
+    the scale to begin with.)
+
+    Args:
+        optimizer: any of torch's, yours or someone's. One of ampopt's is left as it is.
+
+    Returns:
+        ``optimizer``.
+
+    Raises:
+        TypeError: ``optimizer`` is no torch optimizer, or one that cannot be extended; see
+            :func:`extend`. Nothing has changed then.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "patch_optimizer takes an instance of torch.optim.Optimizer, got "
+            f"{type(optimizer).__name__}: use extend(cls) for a class, and for a wrapper the "
+            "optimizer in it"
+        )
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    cls = extend(type(optimizer))
+    _refuse(cls, _private_of(optimizer))
+    optimizer.__class__ = cls
+    _complete(optimizer)
+    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+        del optimizer.step  # a scheduler's wrapper around the step of the class that it was
+        _Tracker(optimizer)
+    elif "step" in vars(optimizer):  # somebody's own, which does not heed what a scaler leaves
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return optimizer
+
+
+class _Tracker(LRScheduler):
+    """Puts torch's wrapper around the step of an optimizer again, and schedules nothing."""
+
+    def step(self, epoch: int | None = None) -> None:
+        pass
+
+
+def _twin(cls: type) -> type | None:
+    """Ampopt's own class for one of torch's."""
+    import ampopt
+
+    twin = getattr(ampopt, cls.__name__, None)
+    return twin if isinstance(twin, type) and cls in twin.__bases__ else None
+
+
+def _extended(cls: type) -> type:
+    for known in cls.__subclasses__():
+        if vars(known).get("_extends") is cls:
+            return known
+    theirs = {name for base in cls.__mro__ if base not in _TORCHS for name in vars(base)}
+    _refuse(cls, _PRIVATE & theirs)
+    kept = {name: inspect.getattr_static(cls, name) for name in theirs & _OURS}
+    if "grad_norm" in kept:
+        kept["grad_norm"] = _Theirs(kept["grad_norm"])
+
+    @functools.wraps(cls.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)
+        _refuse(cls, _private_of(self))
+        _complete(self)
+
+    namespace = {
+        "__doc__": cls.__doc__,
+        "__init__": __init__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "_extends": cls,
+        **kept,
+    }
+    return _meta(type(cls))(cls.__name__, (Optimizer, cls), namespace)
+
+
+class _Theirs:
+    """What their class has under a name that ours writes on the instance: the write is dropped."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def __get__(self, optimizer: Any, cls: type) -> Any:
+        bind = getattr(self._theirs, "__get__", None)
+        return self._theirs if bind is None else bind(optimizer, cls)
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        pass
+
+
+@functools.cache
+def _meta(of_theirs: type) -> type:
+    """A metaclass whose classes are pickled by what they extend: no module has their names."""
+    meta = type(of_theirs.__name__, (of_theirs,), {})
+    copyreg.pickle(meta, _reduced)
+    return meta
+
+
+def _reduced(cls: Any) -> Any:
+    # A class derived from an extended one is found by its name, as usual.
+    extends = vars(cls).get("_extends")
+    return cls.__qualname__ if extends is None else (extend, (extends,))
+
+
+def _private_of(optimizer: Any) -> set[str]:
+    attributes = vars(optimizer)
+    return {
+        name
+        for name in _PRIVATE.intersection(attributes)
+        # A step that was taken already may have set what is so from the beginning.
+        if attributes[name] is not getattr(Optimizer, name, optimizer)
+    }
+
+
+def _refuse(cls: type, names: set[str]) -> None:
+    if names:
+        raise TypeError(
+            f"{cls.__name__} cannot be extended: it has its own {', '.join(sorted(names))}, which "
+            "ampopt.Optimizer has another use for; rename it in a subclass, or step this "
+            "optimizer with ampopt.GradScaler, which takes any"
+        )
+
+
+def _complete(optimizer: Any) -> None:
+    """What a wrapper that does not call torch's constructor leaves out."""
+    for name in _HOOKS:
+        vars(optimizer).setdefault(name, OrderedDict())
