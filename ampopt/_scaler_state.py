@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ampopt._checks import check_scale_number
 from ampopt.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from ampopt_kernels.transfers import carried
 
 __all__ = ["at", "changed", "from_torch", "on", "to_torch"]
 
@@ -21,8 +22,8 @@ def on(device: torch.device, scale: LossScale) -> LossScale:
         return scale
     moved, counters = copy.copy(scale), scale._counters
     if counters is not None:
-        counters = counters.to(device, non_blocking=True)
-    moved._set(scale.value.to(device, non_blocking=True), counters, placed=True)
+        counters = carried(counters, device)
+    moved._set(carried(scale.value, device), counters, placed=True)
     return moved
 
 
@@ -45,7 +46,7 @@ def at(scale: LossScale, value: Any) -> LossScale:
         number = check_scale_number(number, "new_scale")
         return StaticLossScale(number, scale.drop_overflow_update, device=scale.device)
     if isinstance(value, Tensor):
-        new = value.to(scale.value, non_blocking=True, copy=True)
+        new = carried(value, scale.value.device, scale.value.dtype).clone()
     else:
         number = check_scale_number(value, "new_scale")
         low, high = (scale._settings()[name] for name in ("min_scale", "max_scale"))

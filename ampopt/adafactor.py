@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ampopt import gradients
 from ampopt.optimizer import Optimizer
+from ampopt_kernels.transfers import carried
 
 __all__ = ["Adafactor"]
 
@@ -69,8 +70,8 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
                 state["col_var"] = param.new_zeros([*shape[:-2], 1, shape[-1]])
             else:
                 state["variance"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        step = torch.as_tensor(state.get("step", 0.0), dtype=torch.float32)
-        state["step"] = step.to(param.device, non_blocking=True)
+        step = torch.as_tensor(state.get("step", 0.0))
+        state["step"] = carried(step, param.device, torch.float32)
         return state
 
 

@@ -19,6 +19,7 @@ from ampopt.plan import Plan
 from ampopt.snapshot import Snapshot
 from ampopt_kernels.layout import real
 from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.transfers import carried
 from ampopt_kernels.work import Decision, Request, run
 
 __all__ = ["ElementwiseOptimizer", "needs_master"]
@@ -211,7 +212,7 @@ class ElementwiseOptimizer(Optimizer):
             return None
         works = self._works(rows)
         judged = replace(request, apply=False, max_norm=None)
-        decision = run(backend_for(works[0].device), works, judged)
+        decision = run(backend_for, works, judged)
         # The gradients stay scaled; the step that follows unscales and clips as it reads them.
         self._request = Request(scale=request.scale, check=False, max_norm=request.max_norm)
         return decision
@@ -320,7 +321,7 @@ class ElementwiseOptimizer(Optimizer):
         hyper = [self.rule.hyper_values(group) for group in self.param_groups]
         for work in plan.works:
             work.hyper = hyper
-        decision = run(backend_for(plan.works[0].device), plan.works, request)
+        decision = run(backend_for, plan.works, request)
         plan.staged.store()
         plan.release()
         if request.max_norm is not None:
@@ -412,4 +413,4 @@ def _scalar(value: Any, device: torch.device) -> Tensor:
         return torch.full((), float(value), dtype=torch.float32, device=device)
     if value.device == device and value.dtype == torch.float32 and value.ndim == 0:
         return value
-    return value.detach().reshape(()).to(device, torch.float32, non_blocking=True)
+    return carried(value.detach().reshape(()), device, torch.float32)

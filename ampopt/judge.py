@@ -50,8 +50,7 @@ def judge(
         Work(device, rows, uploads=uploads.setdefault(device, Uploads()))
         for device, rows in by_device.items()
     ]
-    backend = backend_for(works[0].device)
-    decision = run(backend, works, replace(request, write=write, apply=False))
+    decision = run(backend_for, works, replace(request, write=write, apply=False))
     staged.store()
     return decision
 

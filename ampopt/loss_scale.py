@@ -14,6 +14,7 @@ from ampopt._schedule import Schedule, policy_dtype
 from ampopt_kernels import stand_in
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.policy import next_scale as _policy_next_scale
+from ampopt_kernels.transfers import carried
 
 __all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "check_scale_number", "next_scale"]
 
@@ -230,7 +231,7 @@ class DynamicLossScale(LossScale):
             return self._successor(*self._tensors(*new))
         device, dtype = self._value.device, policy_dtype(self._value.device)
         if isinstance(flag, Tensor):
-            flag = flag.reshape(()).to(device, dtype, non_blocking=True)
+            flag = carried(flag.reshape(()), device, dtype)
         else:
             flag = torch.full((), flag, dtype=dtype, device=device)
         value, *counters = _advance(
@@ -279,7 +280,7 @@ class DynamicLossScale(LossScale):
             )
 
         tensors = self._tensors(scale, growth, budget)
-        value, counters = (t.to(self._value.device, non_blocking=True) for t in tensors)
+        value, counters = (carried(t, self._value.device) for t in tensors)
         self._schedule = schedule
         self._set(value, counters, self._placed)
 

@@ -476,8 +476,7 @@ class Optimizer(torch.optim.Optimizer):
             self._refuse_float16(holders)
         staged = gradients.Staged()
         works = self._works(gradients.rows(holders, staged, written=write))
-        backend = backend_for(works[0].device)
-        decision = run(backend, works, replace(request, write=write, apply=False))
+        decision = run(backend_for, works, replace(request, write=write, apply=False))
         staged.store()
         if request.max_norm is not None:
             self.grad_norm = decision.norm

@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt._checks import check_scale_number
 from ampopt._loss_scale import LossScale
+from ampopt_kernels.transfers import carried
 
 __all__ = ["check_scale_number", "scale_outputs"]
 
@@ -88,5 +89,5 @@ def _scaled(output: Any, scale: float | Tensor) -> Tensor:
         )
     dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
     if isinstance(scale, Tensor):
-        scale = scale.to(output.device, dtype, non_blocking=True)
+        scale = carried(scale, output.device, dtype)
     return output.to(dtype) * scale

@@ -6,15 +6,16 @@ rule or returns at once. :func:`run` is their order; a :class:`Backend` carries 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels.precision import arithmetic
+from ampopt_kernels.precision import arithmetic, widest
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.transfers import carried
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Backend", "Decision", "Partials", "Request", "Row", "Work", "run"]
@@ -177,22 +178,33 @@ class Backend(ABC):
         """
 
 
-def run(backend: Backend, works: Sequence[Work], request: Request) -> Decision:
-    """One step over the work of each device, under one decision. Does not synchronize.
+def run(
+    backend_for: Callable[[torch.device], Backend], works: Sequence[Work], request: Request
+) -> Decision:
+    """One step over the work of each device, under one decision.
 
     The decision is made on the first device from what all of them found, so that all of them
-    skip, clip and rescale alike.
+    skip, clip and rescale alike. Does not synchronize, unless the host is one of several devices.
+
+    Args:
+        backend_for: gives the backend for a device.
+        works: one for each device.
+        request: what is asked of all of them.
     """
+    backends = [backend_for(work.device) for work in works]
     partials = None
     if request.check or request.write or request.max_norm is not None:
-        found = [backend.detect(work, _on(work.device, request)) for work in works]
+        found = [
+            backend.detect(work, _on(work.device, request))
+            for backend, work in zip(backends, works, strict=True)
+        ]
         partials = _joined(found, works[0].device)
     first, *others = works
-    decision = backend.control(first, _on(first.device, request), partials)
+    decision = backends[0].control(first, _on(first.device, request), partials)
     if request.apply:
-        backend.update(first, decision)
-        for work in others:
-            factors = decision.factors.to(work.device, non_blocking=True)
+        backends[0].update(first, decision)
+        for backend, work in zip(backends[1:], others, strict=True):
+            factors = carried(decision.factors, work.device, widest(work.device))
             backend.update(work, Decision(found_inf=decision.found_inf, factors=factors))
     return decision
 
@@ -200,8 +212,7 @@ def run(backend: Backend, works: Sequence[Work], request: Request) -> Decision:
 def _on(device: torch.device, request: Request) -> Request:
     """``request`` with the scale and the flag from elsewhere where a kernel can read them."""
     scale, flag = (
-        None if x is None else x.to(device, non_blocking=True)
-        for x in (request.scale, request.found_inf)
+        None if x is None else carried(x, device) for x in (request.scale, request.found_inf)
     )
     if scale is request.scale and flag is request.found_inf:
         return request
@@ -212,11 +223,11 @@ def _joined(parts: list[Partials], device: torch.device) -> Partials:
     if len(parts) == 1:
         return parts[0]
 
-    def join(tensors: list[Tensor | None]) -> Tensor | None:
+    def join(tensors: list[Tensor | None], dtype: torch.dtype) -> Tensor | None:
         if any(t is None for t in tensors):
             return None
-        return torch.cat([t.to(device, non_blocking=True) for t in tensors if t is not None])
+        return torch.cat([carried(t, device, dtype) for t in tensors if t is not None])
 
-    flags = join([p.flags for p in parts])
+    flags = join([p.flags for p in parts], torch.float32)
     assert flags is not None
-    return Partials(flags, join([p.squares for p in parts]))
+    return Partials(flags, join([p.squares for p in parts], widest(device)))

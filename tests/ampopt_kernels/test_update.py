@@ -114,7 +114,7 @@ def test_steps_as_torch_does_in_float64(engine, plan, scale, max_norm, check):
     request = Request(
         scale=None if scale is None else torch.tensor(scale), check=check, max_norm=max_norm
     )
-    decision = run(ENGINES[engine](), [built.work], request)
+    decision = run(lambda _: ENGINES[engine](), [built.work], request)
     factor = 1.0 / (scale or 1.0)
     if max_norm is not None:
         wide = [row.tensor(row.grad).to(row.dtype).double() * factor for row in plan.rows]
@@ -151,7 +151,7 @@ def test_a_skipped_step_changes_no_bit(engine, data, plan, reason):
         scale = torch.tensor(data.draw(st.sampled_from([0.0, -0.0, -1.0, *NOT_FINITE])))
     built = plan.build()
     before = built.fingerprints()
-    decision = run(ENGINES[engine](), [built.work], Request(scale=scale, found_inf=flag))
+    decision = run(lambda _: ENGINES[engine](), [built.work], Request(scale=scale, found_inf=flag))
     assert decision.found_inf > 0
     assert built.fingerprints() == before
     built.assert_guards()
@@ -168,7 +168,7 @@ def test_an_overflow_in_the_last_element_skips_all(engine, n, dtype):
     ]
     built = WorkPlan(tuple(rows), rules.adam, (ADAM,)).build()
     before = built.fingerprints()
-    decision = run(ENGINES[engine](), [built.work], Request())
+    decision = run(lambda _: ENGINES[engine](), [built.work], Request())
     assert decision.found_inf > 0
     assert built.fingerprints() == before
 
@@ -179,8 +179,8 @@ def test_without_drop_an_overflow_is_applied(engine, data, plan):
     assume(any(0 not in row.shape for row in plan.rows))
     plan = spoil(data.draw, plan)
     dropped, unchecked = plan.build(), plan.build()
-    decision = run(ENGINES[engine](), [dropped.work], Request(drop=False))
-    run(ENGINES[engine](), [unchecked.work], Request(check=False))
+    decision = run(lambda _: ENGINES[engine](), [dropped.work], Request(drop=False))
+    run(lambda _: ENGINES[engine](), [unchecked.work], Request(check=False))
     assert decision.found_inf > 0
     assert dropped.fingerprints() == unchecked.fingerprints()
     for row, row_plan in zip(dropped.rows, plan.rows, strict=True):
@@ -198,7 +198,7 @@ def test_edge_values_are_stepped_exactly(engine, data, dtype):
     g, p = row.tensor(grad), row.tensor(param)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     expected = (p.to(dtype).to(wide) - g.to(dtype).to(wide)).to(dtype)
-    run(ENGINES[engine](), [built.work], Request(check=False))
+    run(lambda _: ENGINES[engine](), [built.work], Request(check=False))
     assert built.rows[0].param is not None
     assert bits(built.rows[0].param) == bits(expected)
     built.assert_guards()
@@ -215,7 +215,7 @@ def test_devices_skip_together(engine, bad):
         row = RowPlan((3,), torch.float32, 0, (1.0,), spots, (1.0,), state, 1, (False,) * 4)
         built.append(WorkPlan((row,), rules.adam, (ADAM,)).build())
     before = [b.fingerprints() for b in built]
-    decision = run(ENGINES[engine](), [b.work for b in built], Request(max_norm=1.0))
+    decision = run(lambda _: ENGINES[engine](), [b.work for b in built], Request(max_norm=1.0))
     assert decision.found_inf > 0
     assert [b.fingerprints() for b in built] == before
 
@@ -225,7 +225,7 @@ def test_devices_skip_together(engine, bad):
 def test_devices_step_and_clip_together(engine, plan, other, scale):
     plans, built = (plan, other), (plan.build(), other.build())
     request = Request(scale=torch.tensor(scale), max_norm=0.5)
-    run(ENGINES[engine](), [b.work for b in built], request)
+    run(lambda _: ENGINES[engine](), [b.work for b in built], request)
     total = 0.0
     for row in (*plan.rows, *other.rows):
         g = row.tensor(row.grad).to(row.dtype).double() / scale
@@ -256,7 +256,7 @@ def test_many_rows_each_with_its_own_count(engine):
     )
     plan = WorkPlan(rows, rules.sgd, (SGD, (0.125, 0.5, 0.0, 0.5)))
     built = plan.build()
-    run(ENGINES[engine](), [built.work], Request())
+    run(lambda _: ENGINES[engine](), [built.work], Request())
     for row, row_plan in zip(built.rows, rows, strict=True):
         assert_matches(row, row_plan, plan, 1.0)
 
@@ -271,7 +271,7 @@ def test_hyperparameters_may_be_tensors(engine, lr):
     backend = ENGINES[engine]()
     for _ in range(2):
         work = Work(CPU, built.rows, rules.sgd, [[rate, 0.0, 0.0, 0.0]], built.work.uploads)
-        run(backend, [work], Request(check=False))
+        run(lambda _: backend, [work], Request(check=False))
         rate = rate * 2
     assert built.rows[0].param is not None
     assert built.rows[0].param.tolist() == [1.0 - 3 * lr] * 5

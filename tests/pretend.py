@@ -1,0 +1,115 @@
+"""A device to pretend with: CPU tensors that torch takes for an accelerator's.
+
+As on one, tensors of different devices do not meet, except for 0-d ones of the CPU. Reading a value
+back is counted; a copy to the host that is not waited for is an error. Registering the device
+cannot be undone, so this is for a process of its own.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["looks", "pretending"]
+
+CPU = torch.device("cpu")
+_READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "_coalesce")
+looks: list[str] = []
+"""What has read values back."""
+
+
+class _There(Tensor):
+    """A tensor on a pretended device; ``held`` has its values."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, device: torch.device) -> "_There":
+        there = Tensor._make_wrapper_subclass(
+            cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=device
+        )
+        there.held = held
+        return there
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.data_ptr:
+            return args[0].held.data_ptr()
+        if func is Tensor.untyped_storage:
+            return args[0].held.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Pretending(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = func.overloadpacket.__name__
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    moves = name in ("_to_copy", "copy_", "_copy_from", "_foreach_copy_")
+    devices = {t.device for t in given if moves or t.ndim or t.device != CPU}
+    away = {d for d in devices if d != CPU}
+    wanted = kwargs.get("device")
+    if wanted is not None:
+        wanted = torch.device(wanted)
+    if moves:
+        to = wanted or (args[0].device if name == "_to_copy" else _first(args[0]).device)
+        blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        if away and to == CPU:
+            assert blocks, f"{name} to the host is not waited for"
+    else:
+        assert len(devices) <= 1, f"{name} of tensors on {sorted(map(str, devices))}"
+        to = wanted or next(iter(devices), CPU)
+    if away and name in _READ:
+        looks.append(name)
+    if wanted is not None:
+        kwargs = {**kwargs, "device": CPU}
+    held_args, held_kwargs = pytree.tree_map(_held, (args, kwargs))
+    result = func(*held_args, **held_kwargs)
+    there = {id(t.held): t for t in given if isinstance(t, _There)}
+
+    def placed(made: Any) -> Any:
+        if not isinstance(made, Tensor) or isinstance(made, _There):
+            return made
+        if id(made) in there:  # written in place
+            return there[id(made)]
+        return made if to == CPU else _There(made, to)
+
+    return pytree.tree_map(placed, result)
+
+
+def _first(value: Any) -> Tensor:
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
+def _held(value: Any) -> Any:
+    return value.held if isinstance(value, _There) else value
+
+
+@contextmanager
+def pretending() -> Iterator[None]:
+    """Tensors may be made with ``device="pretend:0"``, and any other number."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        made = of_cpu(data, **kwargs)
+        return made if device is None else made.to(device)
+
+    _setup_privateuseone_for_python_backend("pretend")
+    of_cpu, torch.tensor = torch.tensor, tensor  # which is not dispatched
+    try:
+        with _Pretending():
+            yield
+    finally:
+        torch.tensor = of_cpu
