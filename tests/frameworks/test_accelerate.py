@@ -1,0 +1,204 @@
+"""Accelerate on the CPU, where it knows no float16 training.
+
+``Accelerator(mixed_precision="fp16")`` has no scaler there and trains in float32, without a word.
+The tests give it what it has on a GPU: a scaler and autocast. What only a GPU can show is whether
+it makes the same of them there.
+"""
+
+# The extra may not be installed.
+# pyright: reportMissingImports=false
+
+from typing import Any
+
+import pytest
+import readme
+import torch
+from bits import bits
+from extras import needs
+
+import ampopt
+
+needs("accelerate")
+from accelerate import Accelerator  # noqa: E402
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+SCALERS = [torch.amp.GradScaler, ampopt.GradScaler]
+OVERFLOWS = 2.0**24  # scales from here down to 2**17 overflow float16 here
+
+
+def accelerator_for(scaler: Any, precision: str = "fp16", accumulated: int = 1) -> Accelerator:
+    """A new one: Accelerate keeps what the first of a process was made with."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = Accelerator(
+        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulated
+    )
+    accelerator.scaler = scaler
+    accelerator.native_amp = precision != "no"  # as it is on a GPU
+    return accelerator
+
+
+def linear() -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(4, 2)
+
+
+def batches(size: int) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(16, 4, generator=generator)
+    labels = torch.randint(2, (16,), generator=generator)
+    dataset = torch.utils.data.TensorDataset(images, labels)
+    return torch.utils.data.DataLoader(dataset, batch_size=size)
+
+
+def trained(accelerator: Any, make: Any, *, size: int = 2, clip: float | None = 0.5) -> Any:
+    """The model, the optimizer that is inside Accelerate's, and the scheduler, after 16 images."""
+    net = linear()
+    inner = make(net.parameters())
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(inner, step_size=1, gamma=0.5)
+    if isinstance(inner, ampopt.Optimizer):
+        scheduler = ampopt.lr_scheduler_gate(scheduler)
+    model, optimizer, scheduler, loader = accelerator.prepare(net, inner, scheduler, batches(size))
+    for images, labels in loader:
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            if clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return net, inner, scheduler
+
+
+def test_the_block_of_the_readme(tmp_path, capsys):
+    names = readme.run("With Accelerate and transformers", tmp_path)
+    assert capsys.readouterr().out == "False\n"
+    assert names["scheduler"].get_last_lr() != [1e-3]
+
+
+def test_on_the_cpu_it_has_no_scaler():
+    """So what follows gives it one; see above."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    assert accelerator.scaler is None
+    assert not accelerator.native_amp
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize("scaler_class", SCALERS)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_swap_changes_no_result(name, scaler_class, accumulated):
+    results = []
+    for of in (torch.optim, ampopt):
+        scaler = scaler_class("cpu", init_scale=2.0**20)
+        accelerator = accelerator_for(scaler, accumulated=accumulated)
+        net, inner, scheduler = trained(
+            accelerator, lambda params, of=of: getattr(of, name)(params, lr=0.1)
+        )
+        rate = inner.param_groups[0]["lr"]
+        results.append((list(net.parameters()), scaler.state_dict(), rate))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-6)
+    assert results[0][1:] == results[1][1:]
+    assert results[0][1]["scale"] < 2.0**20
+    assert results[0][2] < 0.1
+
+
+def test_skips_are_known_to_the_gate_and_the_scaler_only():
+    scaler = ampopt.GradScaler("cpu", init_scale=2.0**60)
+    accelerator = accelerator_for(scaler)
+    net, inner, scheduler = trained(accelerator, lambda params: ampopt.SGD(params, lr=0.5))
+    assert bits(list(net.parameters())) == bits(list(linear().parameters()))
+    assert scheduler.get_last_lr() == [0.5]
+    assert scaler.was_skipped(inner)
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_accumulated_batches_are_one_batch():
+    """In float32, but for the scale: the sum of halves, and half of the sum, round alike."""
+    results = []
+    for accumulated in (1, 2):
+        scaler = ampopt.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        accelerator = accelerator_for(scaler, "no", accumulated)
+        net, _, _ = trained(
+            accelerator, lambda p: ampopt.SGD(p, lr=0.5), size=4 // accumulated, clip=None
+        )
+        results.append(list(net.parameters()))
+        assert scaler.get_scale() == 2.0**11  # four steps, whatever the number of batches
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.LBFGS])
+@pytest.mark.parametrize("scaler_class", SCALERS)
+def test_t1_a_closure_which_accelerate_passes_by_position(cls, scaler_class):
+    """Refused with torch's scaler, with the way to do it; replayed with ours."""
+    scaler = scaler_class("cpu", init_scale=OVERFLOWS)
+    accelerator = accelerator_for(scaler)
+    net = linear()
+    model, optimizer = accelerator.prepare(net, cls(net.parameters(), lr=0.1))
+    ((images, labels),) = batches(16)
+    losses: list[float] = []
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        accelerator.backward(loss)
+        losses.append(float(loss.detach()))
+        return loss
+
+    if scaler_class is torch.amp.GradScaler:
+        closure()  # or it would find no gradients to judge
+        before = bits(list(net.parameters()))
+        with pytest.raises(RuntimeError, match=r"Use ampopt\.GradScaler"):
+            optimizer.step(closure)
+        assert len(losses) == 1
+        assert bits(list(net.parameters())) == before
+        return
+    for _ in range(3):
+        optimizer.step(closure)
+    assert losses[-1] < losses[0]
+    assert scaler.get_scale() < OVERFLOWS
+
+
+def test_bfloat16_with_a_scale_of_1_skips_overflows():
+    scaler = ampopt.GradScaler("cpu", loss_scale=ampopt.StaticLossScale(1.0))
+    accelerator = accelerator_for(scaler, "bf16")
+    net = linear()
+    model, optimizer = accelerator.prepare(net, ampopt.AdamW(net.parameters()))
+    before = bits(list(net.parameters()))
+    for factor in (float("inf"), 1.0):
+        accelerator.backward(model(torch.ones(2, 4)).sum() * factor)
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert scaler.skipped is (factor != 1.0)
+        assert (bits(list(net.parameters())) == before) is (factor != 1.0)
+
+
+def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path):
+    """Parameters, optimizer, scheduler and scaler, saved and loaded by Accelerate."""
+
+    def run(scaler: Any, steps: Any, load: bool = False, save: bool = False) -> Any:
+        accelerator = accelerator_for(scaler)
+        net = linear()
+        inner = ampopt.AdamW(net.parameters(), lr=0.1)
+        gate = ampopt.lr_scheduler_gate(torch.optim.lr_scheduler.StepLR(inner, 1))
+        model, optimizer, scheduler = accelerator.prepare(net, inner, gate)
+        if load:
+            accelerator.load_state(str(tmp_path))
+        for images, labels in [*batches(2)][steps]:
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if save:
+            accelerator.save_state(str(tmp_path))
+        return bits(list(net.parameters())), scaler.state_dict(), gate.state_dict()
+
+    def scaler(init_scale: float = 2.0**20) -> Any:
+        return ampopt.GradScaler("cpu", init_scale=init_scale)
+
+    straight = run(scaler(), slice(None))
+    run(scaler(), slice(0, 5), save=True)
+    assert run(scaler(1.0), slice(5, None), load=True) == straight

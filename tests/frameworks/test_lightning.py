@@ -1,0 +1,245 @@
+"""Lightning's ``Trainer``, on the CPU, where float16 autocast and scaling run as on a GPU."""
+
+# The extra may not be installed.
+# pyright: reportMissingImports=false
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import readme
+import torch
+from bits import bits
+from extras import needs
+
+import ampopt
+
+needs("lightning")
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+pytestmark = [
+    # Lightning asks torch's pytrees by a name that torch has deprecated.
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    # Nothing to load here is worth workers.
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
+    # The README's block has its model summed up, as most do.
+    pytest.mark.filterwarnings("ignore:Precision 16-mixed is not supported by the model summary"),
+    # It finds, and does not use, what this machine may have.
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
+]
+
+SCALERS = [torch.amp.GradScaler, ampopt.GradScaler]
+OVERFLOWS = 2.0**24  # scales from here down to 2**17 overflow float16 here
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The precision plugin that the README shows."""
+    return readme.run("With Lightning", tmp_path_factory.mktemp("readme"))["Scaled"]
+
+
+class Net(LightningModule):
+    """A linear layer, trained by what ``make`` makes of its parameters."""
+
+    def __init__(self, make: Any, *, manual: bool = False, returns_none_at: int = -1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 2)
+        self.make = make
+        self.automatic_optimization = not manual
+        self.returns_none_at = returns_none_at
+        self.norms: list[float] = []
+
+    def loss(self, batch: Any) -> Any:
+        images, labels = batch
+        return torch.nn.functional.cross_entropy(self.layer(images), labels)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if index == self.returns_none_at:
+            return None
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        self.norms.append(float(torch.nn.utils.get_total_norm([g for g in grads if g is not None])))
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
+def data(batch_size: int = 2) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(16, 4, generator=generator)
+    labels = torch.randint(2, (16,), generator=generator)
+    dataset = torch.utils.data.TensorDataset(images, labels)
+    return torch.utils.data.DataLoader(dataset, batch_size=batch_size)
+
+
+def trained(
+    net: Net, plugin: Any = None, *, batch_size: int = 2, resume: Any = None, **options: Any
+) -> Any:
+    """The parameters of ``net`` after an epoch of its 16 images, and the trainer."""
+    trainer = Trainer(
+        accelerator="cpu",
+        plugins=None if plugin is None else [plugin],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"max_epochs": 1, **options},
+    )
+    trainer.fit(net, data(batch_size), ckpt_path=resume)
+    return bits(list(net.parameters())), trainer
+
+
+def mixed(scaler_class: Any, plugin_class: Any = MixedPrecision, init_scale: float = OVERFLOWS):
+    return plugin_class("16-mixed", "cpu", scaler=scaler_class("cpu", init_scale=init_scale))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop", "Adafactor"])
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("scaler_class", SCALERS)
+def test_mixed_precision_as_it_comes(name, manual, scaler_class):
+    """Without clipping, the swap of the import is all there is to do."""
+    results = []
+    for of in (torch.optim, ampopt):
+        plugin = mixed(scaler_class)
+        net = Net(lambda params, of=of: getattr(of, name)(params, lr=0.01), manual=manual)
+        trained(net, plugin)
+        results.append((list(net.parameters()), plugin.scaler.state_dict()))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-6)
+    assert results[0][1] == results[1][1]
+    assert results[0][1]["scale"] < OVERFLOWS
+
+
+def test_clipping_is_refused_by_mixed_precision_as_it_comes():
+    """Lightning takes it that who skips by itself cannot be unscaled before. The plugin can."""
+    net = Net(lambda params: ampopt.AdamW(params))
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        trained(net, mixed(torch.amp.GradScaler), gradient_clip_val=1.0)
+
+
+@pytest.mark.parametrize("scaler_class", SCALERS)
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_plugin_clips_and_shows_true_gradients(scaled, scaler_class, manual):
+    """As the trainer does with torch's optimizer and torch's scaler."""
+    clip: dict[str, Any] = {} if manual else {"gradient_clip_val": 0.5}
+    reference = Net(lambda params: torch.optim.SGD(params, lr=0.5), manual=manual)
+    trained(reference, mixed(torch.amp.GradScaler), **clip)
+    net = Net(lambda params: ampopt.SGD(params, lr=0.5), manual=manual)
+    plugin = mixed(scaler_class, scaled)
+    trained(net, plugin, **clip)
+    torch.testing.assert_close(list(net.parameters()), list(reference.parameters()))
+    assert net.norms == pytest.approx(reference.norms, rel=1e-5, nan_ok=True)
+    assert 0 < plugin.scaler.get_scale() < OVERFLOWS
+    assert max(n for n in net.norms if n < float("inf")) > 0.5  # so that it was clipped
+
+
+def test_the_plugin_stands_a_training_step_that_returns_none(scaled):
+    net = Net(lambda params: ampopt.SGD(params, lr=0.5), returns_none_at=0)
+    plugin = mixed(ampopt.GradScaler, scaled, 2.0)
+    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
+        trained(net, plugin)
+    assert plugin.scaler.loss_scale._counters.tolist()[0] == 7  # finite steps of eight batches
+
+
+def test_batches_are_accumulated(scaled):
+    """Four steps of two batches each are four steps of batches twice as large."""
+    results = []
+    for accumulated in (1, 2):
+        net = Net(lambda params: ampopt.SGD(params, lr=0.5))
+        plugin = mixed(ampopt.GradScaler, scaled, 2.0**10)
+        options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "gradient_clip_val": 0.5}
+        trained(net, plugin, batch_size=4 // accumulated, **options)
+        assert plugin.scaler.loss_scale._counters.tolist()[0] == 4
+        results.append(list(net.parameters()))
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)  # autocast rounds to float16
+
+
+@pytest.mark.parametrize("cls", [ampopt.LBFGS, ampopt.AdamW])
+def test_closures_are_replayed(cls):
+    """What Lightning refuses of LBFGS, and so no batch is lost to an overflow."""
+
+    class Replayed(MixedPrecision):
+        def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+            scaler: Any = self.scaler
+            loss = scaler.step(optimizer, closure, **kwargs)
+            scaler.update()
+            return loss
+
+    net = Net(lambda params: cls(params, lr=0.1))
+    plugin = mixed(ampopt.GradScaler, Replayed)
+    (everything,) = data(16)
+    before = net.loss(everything)
+    trained(net, plugin, batch_size=16, max_epochs=2)
+    assert plugin.scaler.get_scale() < OVERFLOWS
+    assert not plugin.scaler.skipped
+    assert net.loss(everything) < before
+    if cls is ampopt.AdamW:
+        assert [s["step"] for s in state_of(net)] == [2.0, 2.0]
+
+
+def state_of(net: Net) -> list[dict[str, Any]]:
+    return list(net.trainer.optimizers[0].state.values())
+
+
+def test_a_gated_scheduler_counts_steps_that_happened(scaled):
+    def make(params: Any) -> Any:
+        optimizer = ampopt.AdamW(params, lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        gate = ampopt.lr_scheduler_gate(scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": gate, "interval": "step"}}
+
+    net = Net(make)
+    plugin = mixed(ampopt.GradScaler, scaled, 2.0**20)
+    trained(net, plugin)
+    (happened,) = {float(s["step"]) for s in state_of(net)}
+    assert 0 < happened < 8
+    assert net.trainer.optimizers[0].param_groups[0]["lr"] == 0.5**happened
+
+
+def test_a_run_resumed_from_a_checkpoint_is_the_same_run(scaled, tmp_path: Path):
+    def make(params: Any) -> Any:
+        optimizer = ampopt.AdamW(params, lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+        return {"optimizer": optimizer, "lr_scheduler": ampopt.lr_scheduler_gate(scheduler)}
+
+    straight = mixed(ampopt.GradScaler, scaled)
+    expected, _ = trained(Net(make), straight, max_epochs=2)
+    _, trainer = trained(Net(make), mixed(ampopt.GradScaler, scaled))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = mixed(ampopt.GradScaler, scaled, 1.0)
+    got, _ = trained(Net(make), resumed, resume=tmp_path / "half.ckpt", max_epochs=2)
+    assert got == expected
+    assert resumed.scaler.state_dict() == straight.scaler.state_dict()
+
+
+def test_manual_optimization_without_a_scaler():
+    """The optimizer's own control points, and Lightning's precision left at float32."""
+
+    class Own(Net):
+        scale: Any = ampopt.DynamicLossScale(init_scale=OVERFLOWS)
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = self.loss(batch)
+            self.manual_backward(ampopt.scale_outputs(loss, self.scale))
+            result = optimizer.unscale_and_step(grads_scaled_by=self.scale, max_norm=0.5)
+            self.scale = result.scale
+
+    net = Own(lambda params: ampopt.SGD(params, lr=0.5), manual=True)
+    reference = Net(lambda params: torch.optim.SGD(params, lr=0.5))
+    plugin = mixed(torch.amp.GradScaler)
+    trained(reference, plugin, gradient_clip_val=0.5)
+    trained(net)
+    torch.testing.assert_close(list(net.parameters()), list(reference.parameters()))
+    assert net.scale.item() == plugin.scaler.get_scale()
