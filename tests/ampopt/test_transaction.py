@@ -779,6 +779,31 @@ def test_what_is_written_in_the_hosts_memory_needs_the_host():
     assert not writes.on_host(torch.ones((), dtype=torch.bool))
 
 
+def test_what_is_on_several_devices_is_put_back_on_each():
+    here, elsewhere = torch.ones(3), torch.ones(3, device="meta")  # which has no values
+    writes = Writes([here, elsewhere])
+    with writes:
+        here.add_(1)
+        elsewhere.add_(1)
+    assert writes.saw(elsewhere)
+    writes.undo_where(torch.tensor(True))
+    assert here.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("flag", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("skip_by", ["host", "transaction", "auto"])
+def test_a_sum_of_flags_skips(skip_by, flag):
+    """As ``torch.amp.GradScaler`` makes of several devices, and fused kernels of torch's ignore."""
+    optimizer, params = made(Foreach)
+    optimizer.skip_by = skip_by
+    for found_inf in (0.0, flag):
+        set_gradients(params, (1.0, 1.0))
+        before = seen(optimizer)
+        optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found_inf)
+        optimizer.step()
+        assert (seen(optimizer) == before) is (found_inf > 0)
+
+
 @given(st.lists(st.integers(0, 255), max_size=9), st.integers(0, 4), st.booleans())
 def test_every_byte_of_a_storage_is_put_back(numbers, start, skip):
     storage = torch.tensor([0] * start + numbers, dtype=torch.uint8)
