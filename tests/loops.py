@@ -10,7 +10,18 @@ from torch.nn import Parameter
 
 import ampopt
 
-__all__ = ["EVERY", "INF", "Step", "after", "give", "losses", "made", "scaler_at", "steps"]
+__all__ = [
+    "EVERY",
+    "INF",
+    "Step",
+    "after",
+    "give",
+    "iterate",
+    "losses",
+    "made",
+    "scaler_at",
+    "steps",
+]
 
 INF = float("inf")
 SHAPES = ((3, 2), (2, 2))
@@ -99,3 +110,17 @@ def after(scaler: Any, optimizer: Any, steps: Any, unscale_first: bool) -> list[
         scaler.update()
         seen.append(scaler.state_dict())
     return seen
+
+
+def iterate(scaler: Any, optimizer: Any, step: Any, unscale_first: bool, clip: float = 0) -> None:
+    """Take ``step`` under ``scaler``, clipping values at ``clip`` if that is not 0."""
+    give(optimizer, step, scaler.get_scale())
+    if unscale_first or clip:
+        scaler.unscale_(optimizer)
+    if clip:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        for p in params:  # torch clips no sparse gradients, so that this is by value
+            assert p.grad is not None
+            (p.grad._values() if p.grad.is_sparse else p.grad).clamp_(-clip, clip)
+    scaler.step(optimizer)
+    scaler.update()

@@ -8,8 +8,8 @@ import torch
 from bits import bits, everything, state_of
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import EVERY, INF, Step, give, made, scaler_at, steps
-from optimizers import OWN, HostCounted, Plain
+from loops import EVERY, INF, Step, give, iterate, made, scaler_at, steps
+from optimizers import OWN, Plain
 from read_back import no_read_back
 from strategies import fewer
 from torch.nn import Parameter
@@ -24,19 +24,6 @@ on_each_backend = pytest.mark.usefixtures("backend")
 each_optimizer = pytest.mark.parametrize("cls", EVERY)
 each_of_all = pytest.mark.parametrize("cls", [*EVERY, *OWN])
 both_ways = pytest.mark.parametrize("unscale_first", [False, True])
-
-
-def iterate(scaler: Any, optimizer: Any, step: Any, unscale_first: bool, clip: float = 0) -> None:
-    give(optimizer, step, scaler.get_scale())
-    if unscale_first or clip:
-        scaler.unscale_(optimizer)
-    if clip:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in params:  # torch clips no sparse gradients, so that this is by value
-            assert p.grad is not None
-            (p.grad._values() if p.grad.is_sparse else p.grad).clamp_(-clip, clip)
-    scaler.step(optimizer)
-    scaler.update()
 
 
 # --- the same results ----------------------------------------------------------------------------
@@ -104,156 +91,6 @@ def test_a_whole_loop_with_autocast_and_clipping():
         results.append((loss.detach(), scaler.get_scale()))
     assert results[0][1] == results[1][1] < 2.0**20
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-3, atol=1e-4)
-
-
-# --- the traps of PEERS, by number ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cls", [*EVERY, *OWN, ampopt.LBFGS])
-def test_t1_a_closure_by_position_is_refused_with_the_way_to_do_it(cls):
-    # torch.optim.LBFGS takes one group of any shape, and the others matrices.
-    optimizer, _ = made(cls)
-    give(optimizer, 1.0)
-    before = everything(optimizer)
-    scaler = scaler_at(4.0)
-    ran = []
-    with pytest.raises(RuntimeError, match=r"ampopt\.GradScaler.*unscale_and_step\(closure"):
-        scaler.step(optimizer, lambda: ran.append(1))
-    assert not ran
-    assert everything(optimizer) == before
-    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
-    if cls is not ampopt.LBFGS:  # the scaler goes on, and takes no closure where it is said so
-        scaler.step(optimizer, None)
-        assert everything(optimizer) != before
-
-
-@on_each_backend
-@each_of_all
-def test_t2_a_flag_of_2_skips(cls):
-    optimizer, params = made(cls)
-    give(optimizer, 1.0)
-    before = everything(optimizer)["parameters"]
-    scaler = scaler_at(4.0)
-    scaler.unscale_(optimizer)
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    found["one device"], found["another"] = torch.ones(()), torch.ones(())
-    scaler.step(optimizer)
-    assert everything(optimizer)["parameters"] == before
-    assert not any(state["step"].any() for state in optimizer.state.values() if "step" in state)
-
-
-@on_each_backend
-@each_of_all
-def test_t3_a_flag_of_one_dimension_as_sharded_scalers_make_skips(cls):
-    optimizer, _ = made(cls)
-    give(optimizer, 1.0)
-    before = everything(optimizer)["parameters"]
-    optimizer.grad_scale, optimizer.found_inf = torch.tensor([2.0]), torch.ones(1)
-    optimizer.step()
-    assert everything(optimizer)["parameters"] == before
-    optimizer.found_inf = torch.zeros(1)
-    optimizer.step()
-    assert everything(optimizer)["parameters"] != before
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """A world of one."""
-    dist: Any = torch.distributed
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("this build of torch has no gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@each_of_all
-@pytest.mark.parametrize("bad", [False, True])
-def test_t3_a_sharded_scaler_steps_after_unscale(cls, bad, process_group):
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    optimizer, _ = made(cls)
-    give(optimizer, INF if bad else 1.0, 4.0)
-    before = everything(optimizer)["parameters"]
-    scaler = ShardedGradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.zeros(()))
-    if not issubclass(cls, torch.optim.SparseAdam):  # whose gradients that scaler cannot unscale
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert (everything(optimizer)["parameters"] == before) is bad
-    if not bad:
-        reference, _ = made(cls)
-        give(reference, 1.0)
-        if cls is not HostCounted:  # which draws random numbers
-            reference.step()
-            assert everything(reference)["parameters"] == everything(optimizer)["parameters"]
-
-
-@on_each_backend
-@each_of_all
-@both_ways
-def test_t5_an_overflow_by_unscaling_is_not_applied(cls, unscale_first):
-    optimizer, _ = made(cls)
-    before = everything(optimizer)["parameters"]
-    give(optimizer, 1e37)
-    scaler = scaler_at(2.0**-10)
-    if unscale_first:
-        scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    assert everything(optimizer)["parameters"] == before
-
-
-@each_of_all
-def test_t5_a_scale_that_ran_down_to_0_applies_nothing(cls):
-    optimizer, _ = made(cls)
-    before = everything(optimizer)["parameters"]
-    scaler = scaler_at(2.0**-149)
-    for _ in range(3):
-        give(optimizer, INF)
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 0.0
-    give(optimizer, 0.0)  # as a loss times 0 has
-    scaler.step(optimizer)
-    assert everything(optimizer)["parameters"] == before
-
-
-@pytest.mark.parametrize("cls", RULES)
-def test_t6_a_parameter_of_two_optimizers_is_unscaled_once_for_each(cls):
-    runs = []
-    for scale in (1.0, 2.0**10):
-        first, params = made(cls)
-        second = cls(params[:1])
-        give(first, 0.5, scale)
-        scaler = scaler_at(scale)
-        scaler.step(first)
-        scaler.step(second)
-        runs.append(bits(params))
-    assert runs[0] == runs[1]
-
-
-@each_of_all
-@both_ways
-def test_t8_step_hooks_run_on_every_attempt(cls, unscale_first):
-    optimizer, _ = made(cls)
-    calls: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    scaler = scaler_at(4.0)
-    for step in (INF, 1.0, INF):
-        calls.clear()
-        iterate(scaler, optimizer, step, unscale_first)
-        assert calls == ["before", "after"]
-
-
-@pytest.mark.parametrize("cls", RULES)
-@pytest.mark.parametrize("bad", [False, True])
-def test_t8_a_rule_leaves_gradients_as_they_were(cls, bad):
-    optimizer, params = made(cls)
-    give(optimizer, INF if bad else 1.0)
-    before = bits([p.grad for p in params])
-    scaler_at(4.0).step(optimizer)
-    assert bits([p.grad for p in params]) == before
 
 
 @on_each_backend

@@ -1,0 +1,295 @@
+"""The traps of PEERS.md, by number: what goes wrong with torch's scaler and others, and not here.
+
+Each test's docstring says what the trap is. They are sprung with ``torch.amp.GradScaler`` and an
+untouched loop where there is one; those that are about a scaler itself, T7 and T9, and T1, T2 and
+T6 once more, are also tests of ``ampopt.GradScaler``, by these numbers.
+"""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, everything
+from hypothesis import given
+from hypothesis import strategies as st
+from loops import EVERY, INF, give, iterate, made, scaler_at, steps
+from optimizers import OWN, HostCounted
+from strategies import fewer
+
+import ampopt
+from ampopt import DynamicLossScale, StaticLossScale
+from ampopt._presets import PRESETS
+
+RULES = [cls for cls in EVERY if issubclass(cls, ampopt.ElementwiseOptimizer)]
+
+on_each_backend = pytest.mark.usefixtures("backend")
+each_of_all = pytest.mark.parametrize("cls", [*EVERY, *OWN])
+both_ways = pytest.mark.parametrize("unscale_first", [False, True])
+
+
+@pytest.mark.parametrize("cls", [*EVERY, *OWN, ampopt.LBFGS])
+def test_t1_a_closure_by_position_is_refused_with_the_way_to_do_it(cls):
+    """Torch runs it after it has judged the gradients, which are new then: parameters become NaN.
+
+    ``ampopt.GradScaler`` runs it, and runs it again: see test_grad_scaler_closures. Accelerate,
+    which passes it so, is in tests/frameworks.
+    """
+    # torch.optim.LBFGS takes one group of any shape, and the others matrices.
+    optimizer, _ = made(cls)
+    give(optimizer, 1.0)
+    before = everything(optimizer)
+    scaler = scaler_at(4.0)
+    ran = []
+    with pytest.raises(RuntimeError, match=r"ampopt\.GradScaler.*unscale_and_step\(closure"):
+        scaler.step(optimizer, lambda: ran.append(1))
+    assert not ran
+    assert everything(optimizer) == before
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+    if cls is not ampopt.LBFGS:  # the scaler goes on, and takes no closure where it is said so
+        scaler.step(optimizer, None)
+        assert everything(optimizer) != before
+
+
+@on_each_backend
+@each_of_all
+def test_t2_a_flag_of_2_skips(cls):
+    """Torch's fused kernels skip at 1 only, and its scaler adds up the flags of several devices."""
+    optimizer, params = made(cls)
+    give(optimizer, 1.0)
+    before = everything(optimizer)["parameters"]
+    scaler = scaler_at(4.0)
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    found["one device"], found["another"] = torch.ones(()), torch.ones(())
+    scaler.step(optimizer)
+    assert everything(optimizer)["parameters"] == before
+    assert not any(state["step"].any() for state in optimizer.state.values() if "step" in state)
+
+
+@on_each_backend
+@each_of_all
+def test_t3_a_flag_of_one_dimension_as_sharded_scalers_make_skips(cls):
+    """On it torch's fused AdamW fails: it expects none."""
+    optimizer, _ = made(cls)
+    give(optimizer, 1.0)
+    before = everything(optimizer)["parameters"]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor([2.0]), torch.ones(1)
+    optimizer.step()
+    assert everything(optimizer)["parameters"] == before
+    optimizer.found_inf = torch.zeros(1)
+    optimizer.step()
+    assert everything(optimizer)["parameters"] != before
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A world of one."""
+    dist: Any = torch.distributed
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("this build of torch has no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@each_of_all
+@pytest.mark.parametrize("bad", [False, True])
+def test_t3_a_sharded_scaler_steps_after_unscale(cls, bad, process_group):
+    """Only ``unscale_`` of that scaler tells the other ranks, so that it has to be called first."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    optimizer, _ = made(cls)
+    give(optimizer, INF if bad else 1.0, 4.0)
+    before = everything(optimizer)["parameters"]
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    if not issubclass(cls, torch.optim.SparseAdam):  # whose gradients that scaler cannot unscale
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert (everything(optimizer)["parameters"] == before) is bad
+    if not bad:
+        reference, _ = made(cls)
+        give(reference, 1.0)
+        if cls is not HostCounted:  # which draws random numbers
+            reference.step()
+            assert everything(reference)["parameters"] == everything(optimizer)["parameters"]
+
+
+@on_each_backend
+@each_of_all
+@both_ways
+def test_t5_an_overflow_by_unscaling_is_not_applied(cls, unscale_first):
+    """Torch judges scaled gradients, and a scale below 1 makes them larger."""
+    optimizer, _ = made(cls)
+    before = everything(optimizer)["parameters"]
+    give(optimizer, 1e37)
+    scaler = scaler_at(2.0**-10)
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert everything(optimizer)["parameters"] == before
+
+
+@each_of_all
+def test_t5_a_scale_that_ran_down_to_0_applies_nothing(cls):
+    """0 times infinity is NaN, which torch applies, and the scale stays 0 for ever."""
+    optimizer, _ = made(cls)
+    before = everything(optimizer)["parameters"]
+    scaler = scaler_at(2.0**-149)
+    for _ in range(3):
+        give(optimizer, INF)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 0.0
+    give(optimizer, 0.0)  # as a loss times 0 has
+    scaler.step(optimizer)
+    assert everything(optimizer)["parameters"] == before
+
+
+@pytest.mark.parametrize("cls", RULES)
+def test_t6_a_parameter_of_two_optimizers_is_unscaled_once_for_each(cls):
+    """Torch unscales the gradient in place, and so twice. A rule unscales as it reads.
+
+    What ``ampopt.GradScaler`` makes of that, and of wrappers, is in test_grad_scaler_others.
+    """
+    runs = []
+    for scale in (1.0, 2.0**10):
+        first, params = made(cls)
+        second = cls(params[:1])
+        give(first, 0.5, scale)
+        scaler = scaler_at(scale)
+        scaler.step(first)
+        scaler.step(second)
+        runs.append(bits(params))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"init_scale": 0.0},
+        {"init_scale": float("nan")},
+        {"init_scale": 1e39},
+        {"backoff_factor": 0.0},
+        {"backoff_factor": -1.0},
+        {"backoff_factor": 1.0},
+        {"growth_factor": 1.0},
+        {"growth_interval": 0},
+    ],
+    ids=str,
+)
+def test_t7_a_schedule_that_cannot_work_is_refused(options):
+    """Torch takes most of these, and then never grows, or is NaN from the first step on."""
+    (name,) = options
+    for make in (
+        lambda: DynamicLossScale(**options),
+        lambda: DynamicLossScale.like("torch", **options),
+        lambda: ampopt.GradScaler("cpu", **options),
+    ):
+        with pytest.raises(ValueError, match=name):
+            make()
+
+
+@each_of_all
+@both_ways
+def test_t8_step_hooks_run_on_every_attempt(cls, unscale_first):
+    """Torch's run after fused skipped steps, and not after others."""
+    optimizer, _ = made(cls)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    scaler = scaler_at(4.0)
+    for step in (INF, 1.0, INF):
+        calls.clear()
+        iterate(scaler, optimizer, step, unscale_first)
+        assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("bad", [False, True])
+def test_t8_a_rule_leaves_gradients_as_they_were(cls, bad):
+    """Torch leaves unscaled ones after one kind of skip, and scaled ones after the other."""
+    optimizer, params = made(cls)
+    give(optimizer, INF if bad else 1.0)
+    before = bits([p.grad for p in params])
+    scaler_at(4.0).step(optimizer)
+    assert bits([p.grad for p in params]) == before
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_t9_a_half_precision_loss_does_not_overflow_by_being_scaled(shape):
+    """1.5 times 65536 is more than float16 holds; torch widens a loss without dimensions only."""
+    loss = torch.full(shape, 1.5, dtype=torch.float16)
+    for scaled in (
+        ampopt.scale_outputs(loss, 2.0**16),
+        ampopt.scale_outputs(loss, DynamicLossScale()),
+        ampopt.GradScaler("cpu").scale(loss),
+    ):
+        assert scaled.dtype == torch.float32
+        assert scaled == 1.5 * 2**16
+
+
+@on_each_backend
+@pytest.mark.parametrize("cls", [ampopt.Adam, ampopt.NAdam, ampopt.ASGD])
+@fewer(0.1)
+@given(steps(), st.booleans())
+def test_t10_every_group_counts_the_finite_steps_and_unscales_once(cls, steps, unscale_first):
+    """Apex and TransformerEngine count by the flag of the step before, differently by group.
+
+    And they unscale in any case, so that what was unscaled first is unscaled twice.
+    """
+    _, params = made(cls)
+    optimizer = cls([{"params": [p]} for p in params], lr=0.25)
+    _, clean_params = made(cls)
+    clean = cls([{"params": [p]} for p in clean_params], lr=0.25)
+    scale: Any = DynamicLossScale(init_scale=2.0**4)
+    happened = 0
+    for step in steps:
+        give(optimizer, step, scale.item())
+        if unscale_first:
+            scale = optimizer.unscale(grads_scaled_by=scale).scale
+            result = optimizer.step_after_unscale()
+        else:
+            result = optimizer.unscale_and_step(grads_scaled_by=scale)
+            scale = result.scale
+        if step.bad is None:
+            happened += 1
+            give(clean, step)
+            clean.step()
+        assert result.skipped is (step.bad is not None)
+        counts = {float(state["step"]) for state in optimizer.state.values()}
+        assert counts == {happened}
+    assert bits(params) == bits(clean_params)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@fewer(0.3)
+@given(st.lists(st.booleans(), max_size=8), st.lists(st.booleans(), max_size=8))
+def test_t11_no_way_to_copy_a_scale_forgets_its_floor(name, before, after):
+    """Jmp's tree_flatten leaves the floor out, which any jit or tree_map then resets to 1."""
+
+    def follow(scale: Any, flags: list[bool]) -> Any:
+        for flag in flags:
+            scale = scale.next(flag)
+        return scale
+
+    bounds = {"init_scale": 2.0**3, "min_scale": 2.0**2, "max_scale": 2.0**4}
+    scale = follow(DynamicLossScale.like(name, **bounds, growth_interval=2), before)
+    loaded = DynamicLossScale()
+    loaded.load_state_dict(scale.state_dict())
+    (mapped,) = torch.utils._pytree.tree_map(lambda leaf: leaf, [scale])
+    expected = follow(scale, after).state_dict()
+    for one in (
+        copy.copy(scale),
+        copy.deepcopy(scale),
+        pickle.loads(pickle.dumps(scale)),
+        loaded,
+        mapped,
+    ):
+        assert follow(one, after).state_dict() == expected
+    assert (expected["min_scale"], expected["max_scale"]) == (4.0, 16.0)
+    static = StaticLossScale(8.0, drop_overflow_update=False)
+    assert copy.deepcopy(static).state_dict() == static.state_dict()
