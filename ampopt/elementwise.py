@@ -15,7 +15,7 @@ from ampopt import gradients, scaler_protocol
 from ampopt.arena import shares_storage
 from ampopt.backend import backend_for
 from ampopt.optimizer import Attempt, Optimizer
-from ampopt.plan import Plan
+from ampopt.plan import Plan, check_plannable
 from ampopt.snapshot import Snapshot
 from ampopt_kernels.layout import real
 from ampopt_kernels.rule import MASTER, Rule, State
@@ -219,8 +219,10 @@ class ElementwiseOptimizer(Optimizer):
 
     def _refuse_gradients(self) -> None:
         gradients.check(self.param_groups)
-        self._check_dtypes()
-        if self._needs_torch() or self._has_own_step:
+        if not (self._needs_torch() or self._has_own_step):
+            check_plannable(self)
+        else:
+            self._check_dtypes()
             present = gradients.present(self.param_groups)
             self._refuse_float16([x for x in present if not _has_masters(self.param_groups[x[0]])])
 

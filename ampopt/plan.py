@@ -22,7 +22,7 @@ from ampopt_kernels.work import Row, Work
 if TYPE_CHECKING:
     from ampopt.elementwise import ElementwiseOptimizer
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "check_plannable"]
 
 
 class Plan:
@@ -40,11 +40,7 @@ class Plan:
             RuntimeError: see :func:`ampopt.gradients.check`; nothing has changed then.
         """
         groups, rule = optimizer.param_groups, optimizer.rule
-        gradients.check(groups)
-        optimizer._check_dtypes()
-        for group in groups:
-            flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
-            try_out(rule, flags, n_hyper, type(optimizer).__name__)
+        check_plannable(optimizer)
         self.staged = gradients.Staged()
         self._flags = [rule.flag_values(group) for group in groups]
         self._params = [p for group in groups for p in group["params"]]
@@ -53,8 +49,6 @@ class Plan:
             for group, p in gradients.present(groups)
             if optimizer._holder(groups[group], p).grad is not None
         ]
-        for _, param in present:
-            _check_written_once(groups, param)
         masters = {p: optimizer._master_of(groups[group], p) for group, p in present}
         self._absent = [p not in masters for p in self._params]
         self._masters = [
@@ -138,6 +132,24 @@ class Plan:
 
 
 _RELEASED = torch.empty(0)
+
+
+def check_plannable(optimizer: "ElementwiseOptimizer") -> None:
+    """Refuse what no plan can be made for, before anything has changed.
+
+    Raises:
+        RuntimeError: see :func:`ampopt.gradients.check`; a parameter was cast, or is expanded; the
+            rule breaks its word.
+        TypeError: see :func:`ampopt.gradients.check`.
+    """
+    groups, rule = optimizer.param_groups, optimizer.rule
+    gradients.check(groups)
+    optimizer._check_dtypes()
+    for group in groups:
+        flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
+        try_out(rule, flags, n_hyper, type(optimizer).__name__)
+    for _, param in gradients.present(groups):
+        _check_written_once(groups, param)
 
 
 def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:

@@ -112,7 +112,7 @@ def _checked(optimizers: Any) -> list[Optimizer]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizers must be ampopt's, got {name}: use the class of that name in ampopt, "
-                "or derive it from ampopt.Optimizer"
+                "or patch_optimizer(optimizer)"
             )
         if type(optimizer).unscale_and_step is not Optimizer.unscale_and_step:
             raise TypeError(

@@ -1,0 +1,400 @@
+"""Several optimizers under one decision: all of them step, or none."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from bits import assert_close, bits, everything
+from hypothesis import given
+from hypothesis import strategies as st
+from optimizers import RULE_BASED, HostCounted, Plain, Signed
+from read_back import no_read_back
+from strategies import fewer
+from torch.nn import Parameter
+from torch.optim.lr_scheduler import StepLR
+
+import ampopt
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+INF = float("inf")
+NAN = float("nan")
+CLASSES: tuple[Any, ...] = (*RULE_BASED, Plain, HostCounted)
+
+Gradients = Sequence[Sequence[float] | None]
+"""Of every parameter, one after another."""
+
+
+def numbers(n: int) -> st.SearchStrategy[tuple[float, ...]]:
+    return st.tuples(*[st.integers(-64, 64).map(lambda k: k / 16)] * n)
+
+
+def finite(optimizers: int) -> st.SearchStrategy[list[tuple[float, ...] | None]]:
+    """Gradients of two parameters for each optimizer, not all absent."""
+    one = st.none() | numbers(2)
+    return st.lists(one, min_size=2 * optimizers, max_size=2 * optimizers).filter(any)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Any], list[tuple[Gradients, bool]]]:
+    """Classes of one to three optimizers, and gradients of some steps, some with an overflow."""
+    classes = draw(st.lists(st.sampled_from(CLASSES), min_size=1, max_size=3))
+    history: list[tuple[Gradients, bool]] = []
+    for bad in draw(st.lists(st.booleans(), min_size=1, max_size=4)):
+        step = draw(finite(len(classes)))
+        if bad:
+            at = draw(st.sampled_from([i for i, g in enumerate(step) if g is not None]))
+            step[at] = (draw(st.sampled_from([INF, -INF, NAN])), 1.0)
+        history.append((step, bad))
+    return classes, history
+
+
+def made(classes: Sequence[Any], **options: Any) -> tuple[list[Any], list[Parameter]]:
+    """Optimizers of two parameters each."""
+    params = [Parameter(torch.tensor([0.5, -1.5]) * (i + 1)) for i in range(2 * len(classes))]
+    optimizers = [cls(params[2 * i : 2 * i + 2], **options) for i, cls in enumerate(classes)]
+    return optimizers, params
+
+
+def give(params: Sequence[Parameter], gradients: Gradients, scale: float = 1.0) -> None:
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = None if g is None else torch.tensor(g, dtype=p.dtype) * scale
+
+
+def all_of(optimizers: Sequence[Any]) -> Any:
+    return [everything(optimizer) for optimizer in optimizers]
+
+
+def as_before(before: Any, after: Any) -> bool:
+    """Nothing has changed; what a skipped first step makes of the state is judged by later ones."""
+    states = ((x["state"], y["state"]) for x, y in zip(before, after, strict=True))
+    return [{**x, "state": None} for x in before] == [{**y, "state": None} for y in after] and all(
+        old is None or old == new for x, y in states for old, new in zip(x, y, strict=True)
+    )
+
+
+# --- one decision --------------------------------------------------------------------------------
+
+
+@fewer(0.25)
+@given(case=histories(), exponent=st.integers(-8, 8))
+def test_all_step_as_each_would_or_none_does(case, exponent):
+    classes, history = case
+    optimizers, params = made(classes)
+    twins, twin_params = made(classes)
+    scale = expected = ampopt.DynamicLossScale(init_scale=2.0**exponent, growth_interval=2)
+    torch.manual_seed(0)
+    for gradients, bad in history:
+        give(params, gradients, scale.item())
+        before, random_state = all_of(optimizers), torch.get_rng_state()
+        result = ampopt.unscale_and_step(optimizers, grads_scaled_by=scale)
+        assert result.skipped is bad
+        assert result.loss is None
+        if bad:
+            assert as_before(before, all_of(optimizers))
+        else:
+            torch.set_rng_state(random_state)
+            give(twin_params, gradients, scale.item())
+            for twin in twins:
+                twin.unscale_and_step(grads_scaled_by=scale.item())
+            assert as_before(all_of(twins), all_of(optimizers))
+        scale, expected = result.scale, expected.next(bad)
+        assert scale.state_dict() == expected.state_dict()
+
+
+@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@fewer(0.15)
+@given(
+    history=st.lists(finite(2), min_size=1, max_size=3),
+    overflow=st.sampled_from([None, 0, 3]),
+    max_norm=st.sampled_from([None, 0.0, 0.25, 1.0, 64.0, INF]),
+    exponent=st.integers(-8, 8),
+)
+def test_they_are_as_one_optimizer_of_all_their_parameters(
+    cls, history, overflow, max_norm, exponent
+):
+    optimizers, params = made([cls, cls])
+    one_params = [Parameter(p.detach().clone()) for p in params]
+    one = cls([{"params": one_params[:2]}, {"params": one_params[2:]}])
+    if overflow is not None:
+        history[-1][overflow] = (NAN, 1.0)
+    scale: Any = 2.0**exponent
+    for gradients in history:
+        give(params, gradients, float(scale))
+        give(one_params, gradients, float(scale))
+        single = one.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
+        several = ampopt.unscale_and_step(optimizers, grads_scaled_by=scale, max_norm=max_norm)
+        assert bits(several) == bits(single)
+        for p, q in zip(params, one_params, strict=True):
+            # Unscaling and clipping is one multiplication where it is two in one optimizer.
+            assert_close(p, q, ulps=8 if max_norm else 0, size=16)
+        if max_norm is not None:
+            for optimizer in optimizers:
+                assert bits(optimizer.grad_norm) == bits(one.grad_norm)
+        scale = several.scale
+
+
+@pytest.mark.parametrize("classes", [(ampopt.AdamW, HostCounted), (HostCounted, ampopt.SGD)])
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_common_norm_clips_them_all(classes, bad):
+    optimizers, params = made(classes)
+    give(params, [(3.0, 0.0), None, (0.0, 4.0), (0.0, INF if bad else 0.0)], 4.0)
+    before = all_of(optimizers)
+    result = ampopt.unscale_and_step(optimizers, grads_scaled_by=4.0, max_norm=1.0)
+    assert result.skipped is bad
+    assert as_before(before, all_of(optimizers)) is bad
+    if not bad:
+        assert [o.grad_norm.item() for o in optimizers] == [5.0, 5.0]
+        clipped, clipped_params = made(classes)
+        give(clipped_params, [(3.0, 0.0), None, (0.0, 4.0), (0.0, 0.0)])
+        torch.nn.utils.clip_grad_norm_(clipped_params, 1.0)
+        torch.manual_seed(0)
+        for optimizer in clipped:
+            optimizer.step()
+        for p, q in zip(params, clipped_params, strict=True):
+            assert_close(p, q, size=2**14)  # the noise of HostCounted is 2**-10 at most
+
+
+def test_masters_and_float64_beside_float32():
+    params = [
+        Parameter(torch.ones(2, dtype=dtype))
+        for dtype in (torch.float16, torch.float64, torch.float32)
+    ]
+    optimizers = [
+        ampopt.SGD(params[:1], lr=0.5, master_weights=True),
+        ampopt.SGD(params[1:2], lr=0.5),
+        Plain(params[2:], lr=0.5),
+    ]
+    give(params, [(1.0, -1.0), (2.0, 2.0), (4.0, INF)], 8.0)
+    before = all_of(optimizers)
+    result = ampopt.unscale_and_step(optimizers, grads_scaled_by=8.0)
+    assert result.skipped and result.scale.item() == 4.0
+    assert all_of(optimizers)[1:] == before[1:]
+    assert bits(params[0]) == before[0]["parameters"][0]
+    give(params, [(1.0, -1.0), (2.0, 2.0), (4.0, 4.0)], 4.0)
+    ampopt.unscale_and_step(optimizers, grads_scaled_by=result.scale)
+    assert [p.tolist() for p in params] == [[0.5, 1.5], [0.0, 0.0], [-1.0, -1.0]]
+
+
+def test_rules_wait_for_nothing(backend):
+    optimizers, params = made([ampopt.Adam, Signed])
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
+    for place, number in enumerate((1.0, INF, NAN, 2.0)):
+        before = bits(params)
+        give(params, [(1.0, number), (1.0, 2.0), None, (0.0, 1.0)])
+        if backend == "triton" and place:  # after its tables are on the device
+            with no_read_back():
+                result = ampopt.unscale_and_step(optimizers, scale, max_norm=1.0)
+        else:
+            result = ampopt.unscale_and_step(optimizers, scale, max_norm=1.0)
+        assert (bits(params) == before) is (number in (INF, NAN) or number != number)
+        scale = result.scale
+
+
+# --- what may be given ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_without_a_scale_nothing_is_checked(max_norm):
+    optimizers, params = made([ampopt.SGD, Plain], lr=1.0)
+    give(params, [(3.0, 0.0), None, (0.0, 4.0), None])
+    result = ampopt.unscale_and_step(optimizers, max_norm=max_norm)
+    assert (result.scale, result.skipped) == (None, False)
+    clip = 1.0 if max_norm is None else 0.2
+    expected = [[0.5 - 3.0 * clip, -1.5], [1.5, -4.5 - 4.0 * clip]]
+    for p, numbers in zip((params[0], params[2]), expected, strict=True):
+        assert_close(p.detach(), torch.tensor(numbers), ulps=64)
+    give(params, [(NAN, 0.0), None, (0.0, 4.0), None])
+    ampopt.unscale_and_step(optimizers)
+    assert params[0].isnan().any() and not params[2].isnan().any()
+
+
+def test_a_scale_may_have_overflowed_updates_applied():
+    optimizers, params = made([ampopt.SGD, Plain], lr=1.0)
+    give(params, [(INF, 0.0), None, (2.0, 4.0), None])
+    scale = ampopt.StaticLossScale(2.0, drop_overflow_update=False)
+    result = ampopt.unscale_and_step(optimizers, grads_scaled_by=scale)
+    assert result.found_inf > 0 and not result.skipped and result.scale is scale
+    assert params[0].tolist() == [-INF, -1.5]
+    assert params[2].tolist() == [0.5, -6.5]
+
+
+@pytest.mark.parametrize("skip_by", ["host", "transaction", "step"])
+def test_each_skips_in_its_own_way(skip_by):
+    class Told(Plain):
+        def update(self) -> None:
+            if self.found_inf is None or not self.found_inf > 0:
+                super().update()
+
+    optimizers, params = made([ampopt.SGD, Told])
+    optimizers[1].skip_by = skip_by
+    for number in (1.0, INF):
+        give(params, [(1.0, 1.0), None, (1.0, number), None])
+        before = all_of(optimizers)
+        assert ampopt.unscale_and_step(optimizers, 1.0).skipped is (number == INF)
+        assert as_before(before, all_of(optimizers)) is (number == INF)
+
+
+def test_one_without_gradients_has_no_say():
+    optimizers, params = made([ampopt.SGD, HostCounted, ampopt.Adam])
+    hooks: list[Any] = []
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda optimizer, *_: hooks.append(optimizer))
+    for number in (1.0, INF):
+        give(params, [None] * 4 + [(1.0, number)] * 2, 2.0)
+        before = all_of(optimizers[:2])
+        assert ampopt.unscale_and_step(optimizers, grads_scaled_by=2.0).skipped is (number == INF)
+        assert all_of(optimizers[:2]) == before
+        assert optimizers[2].state[params[4]]["step"] == 1
+    assert hooks == optimizers * 2
+
+
+def test_none_with_gradients_is_a_step_without_effect():
+    optimizers, params = made([ampopt.SGD, Plain])
+    scale, before = ampopt.DynamicLossScale(growth_interval=1), all_of(optimizers)
+    calls: list[int] = []
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    result = ampopt.unscale_and_step(optimizers, grads_scaled_by=scale, max_norm=1.0)
+    assert result.scale is scale and result.found_inf == 0
+    assert all_of(optimizers) == before
+    assert len(calls) == 2
+    assert ampopt.unscale_and_step([ampopt.SGD([{"params": []}])], 2.0).found_inf == 0
+
+
+def test_hooks_and_schedulers_see_every_attempt():
+    optimizers, params = made([ampopt.SGD, Plain, HostCounted])
+    calls: list[str] = []
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    schedulers = [StepLR(optimizer, 1, gamma=0.5) for optimizer in optimizers]
+    for number in (INF, 1.0):
+        give(params, [(1.0, number)] * 6)
+        ampopt.unscale_and_step(iter(optimizers), grads_scaled_by=1.0)
+        for scheduler in schedulers:
+            scheduler.step()  # which warns if it has seen no step
+    assert calls == ["pre", "post"] * 6
+
+
+def test_the_scale_is_the_next_ones():
+    optimizers, params = made([ampopt.SGD, Plain])
+    scale = ampopt.DynamicLossScale(init_scale=2.0)
+    give(params, [(1.0, 1.0)] * 4)
+    following = ampopt.unscale_and_step(optimizers, grads_scaled_by=scale).scale
+    for again in (
+        lambda: ampopt.unscale_and_step(optimizers, grads_scaled_by=scale),
+        lambda: optimizers[1].unscale_and_step(grads_scaled_by=scale),
+    ):
+        with pytest.raises(RuntimeError, match="rebind it"):
+            again()
+    optimizers[0].unscale_and_step(grads_scaled_by=following)
+    optimizers[1].unscale_and_step(grads_scaled_by=following)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+class OwnControlPoint(Plain):
+    def unscale_and_step(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("called")
+
+
+def pending(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    optimizers[1].unscale(grads_scaled_by=1.0)
+    return optimizers
+
+
+def float16(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    param = Parameter(torch.ones(2, dtype=torch.float16))
+    param.grad = torch.ones_like(param)
+    return [*optimizers, Plain([param])]
+
+
+def sparse(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    params[3].grad = torch.sparse_coo_tensor(
+        torch.tensor([[0]]), [1.0], (2,), check_invariants=True
+    )
+    return optimizers[::-1]
+
+
+def cast(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    params[2].data = params[2].data.double()
+    params[2].grad = torch.ones(2, dtype=torch.float64)
+    return optimizers
+
+
+def expanded(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    param = Parameter(torch.ones(1).expand(2))
+    param.grad = torch.ones(2)
+    return [*optimizers, ampopt.SGD([param])]
+
+
+def integers(optimizers: list[Any], params: list[Parameter]) -> list[Any]:
+    params[2].grad = None
+    extra = torch.ones(2, dtype=torch.int32)
+    extra.grad = torch.ones(2, dtype=torch.int32)
+    optimizers[1].param_groups[0]["params"].append(extra)
+    return optimizers
+
+
+def with_extra(cls: Any) -> Callable[..., list[Any]]:
+    return lambda optimizers, params: [*optimizers, cls([Parameter(torch.ones(2))])]
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
+    "none": (lambda o, p: [], ValueError, "one or more optimizers, got none"),
+    "one itself": (lambda o, p: o[0], TypeError, "a list of optimizers, got one: call its own"),
+    "twice": (lambda o, p: [*o, o[0]], ValueError, "SGD 2 is also number 0; name each once"),
+    "shared": (
+        lambda o, p: [*o, ampopt.SGD(p[1:2])],
+        ValueError,
+        "optimizers 0 and 2 share group 0, parameter 0 of the latter",
+    ),
+    "torch's": (with_extra(torch.optim.SGD), TypeError, "must be ampopt's, got SGD: use the class"),
+    "no optimizer": (lambda o, p: [*o, 3], TypeError, "must be ampopt's, got int"),
+    "closure": (with_extra(ampopt.LBFGS), TypeError, "LBFGS needs a closure"),
+    "own": (with_extra(OwnControlPoint), TypeError, "OwnControlPoint has an unscale_and_step of"),
+    "pending": (pending, RuntimeError, r"Call step_after_unscale\(\) first, or zero_grad\(\)"),
+    "float16": (float16, RuntimeError, "group 0, parameter 0 is float16"),
+    "sparse": (sparse, RuntimeError, "Adam does not support sparse gradients"),
+    "cast": (cast, RuntimeError, "cast the model first and make the optimizer then"),
+    "expanded": (expanded, RuntimeError, "is expanded: several of its elements share one place"),
+    "integers": (integers, TypeError, "is torch.int32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_optimizers_that_cannot_go_together_are_refused_unchanged(case):
+    spoil, error, match = REFUSED[case]
+    optimizers, params = made([ampopt.SGD, ampopt.Adam], lr=0.5)
+    for _ in range(2):
+        give(params, [(1.0, 2.0)] * 4)
+        ampopt.unscale_and_step(optimizers, grads_scaled_by=1.0)
+    given_ones = spoil(optimizers, params)
+    before, grads = all_of(optimizers), bits([p.grad for p in params])
+    with pytest.raises(error, match=match):
+        ampopt.unscale_and_step(given_ones, grads_scaled_by=1.0)
+    assert all_of(optimizers) == before
+    assert bits([p.grad for p in params]) == grads
+
+
+@pytest.mark.parametrize(
+    "arguments, error, match",
+    [
+        ({"grads_scaled_by": 0.0}, ValueError, "got 0.0"),
+        ({"grads_scaled_by": "2"}, TypeError, "got str"),
+        ({"grads_scaled_by": torch.ones(2)}, ValueError, r"got shape \(2,\)"),
+        ({"grads_scaled_by": 1.0, "max_norm": -1.0}, ValueError, "0 or more, or None, got -1.0"),
+        ({"max_norm": NAN}, ValueError, "0 or more, or None, got nan"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_unchanged(arguments, error, match):
+    optimizers, params = made([ampopt.SGD, Plain])
+    give(params, [(1.0, 2.0)] * 4)
+    before, grads = all_of(optimizers), bits([p.grad for p in params])
+    with pytest.raises(error, match=match):
+        ampopt.unscale_and_step(optimizers, **arguments)
+    assert all_of(optimizers) == before
+    assert bits([p.grad for p in params]) == grads
