@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ampopt
+from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 
 # Times vary with the machine, so no example has a deadline.
@@ -34,9 +35,17 @@ def checked_sparse_tensors():
 
 @pytest.fixture(scope="module", params=["eager", "triton"])
 def backend(request):
-    """Each backend in turn; a test that takes it is one body over both."""
+    """Each backend in turn; a test that takes it is one body over both.
+
+    A test may name others: ``compiled``, and ``eager on a device``, where the host may not look at
+    the eager backend's tensors, so that it has to select.
+    """
     if request.param == "triton" and not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
-    ampopt.set_backend(request.param)
-    yield request.param
+    ampopt.set_backend(request.param.split()[0])
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "eager on a device":
+            on_device = Eager(reads_cpu=False)
+            patch.setattr("ampopt.backend._cpu_backend", lambda name: on_device)
+        yield request.param
     ampopt.set_backend("auto")

@@ -59,8 +59,11 @@ def detect_kernel(
     bad = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
+    # The interpreter makes offsets numbers of Python's, which take the width of what they are added
+    # to.
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
     for offset in range(start, whole, BLOCK):
-        at = offset + tl.arange(0, BLOCK)
+        at = offset + lanes
         x = tl.load(grad + at).to(COMPUTE) * inverse
         bad = bad | _not_finite(x)
         if NORM:
@@ -68,7 +71,7 @@ def detect_kernel(
         if WRITE:
             tl.store(grad + at, rounded(x, DTYPE))
     if whole < end:
-        at = whole + tl.arange(0, BLOCK)
+        at = whole + lanes
         live = at < end
         x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
         # A masked lane is 0; NaN if the reciprocal overflowed, but so then are others.

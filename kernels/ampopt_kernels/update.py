@@ -102,7 +102,7 @@ def _update_block(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = offset + tl.arange(0, BLOCK)
+    at = offset + tl.arange(0, BLOCK).to(tl.int64)
     live = at < end
     values = ()
     for i in tl.static_range(len(DTYPES) - COPIED):

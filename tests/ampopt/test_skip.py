@@ -1,7 +1,6 @@
 """A skipped step changes nothing, bit for bit, whatever it skipped and whenever."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,24 +26,11 @@ from strategies import (
 from torch.nn import Parameter
 
 import ampopt
-from ampopt_kernels.eager import Eager
-from ampopt_kernels.language import HAS_TRITON
 
-pytestmark = pytest.mark.usefixtures("backend")
-
-
-@pytest.fixture(scope="module", params=["eager", "eager on a device", "triton"])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Also the way of the eager backend where the host may not look, where it has to select."""
-    if request.param == "triton" and not HAS_TRITON:
-        pytest.skip("Triton cannot be imported here")
-    ampopt.set_backend(request.param.split()[0])
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "eager on a device":
-            on_device = Eager(reads_cpu=False)
-            patch.setattr("ampopt.backend._cpu_backend", lambda name: on_device)
-        yield request.param
-    ampopt.set_backend("auto")
+every_way = pytest.mark.parametrize(
+    "backend", ["eager", "eager on a device", "triton"], indirect=True
+)
+pytestmark = [every_way, pytest.mark.usefixtures("backend")]
 
 
 DTYPES = (

@@ -1,0 +1,279 @@
+"""Every rule, on tensors of every layout, size and dtype, is torch's on plain ones."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, everything, state_of
+from optimizers import Signed
+from torch import Tensor
+from torch.nn import Parameter
+from torch_options import ELEMENTWISE, RICH, ULPS, Apart, OptionSet, named, params_of
+
+import ampopt
+from ampopt_kernels import rules
+from ampopt_kernels.cpu import SMALL
+from ampopt_kernels.eager import CHUNK
+from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.work import Request, Row, Work, run
+
+every_way = pytest.mark.parametrize(
+    "backend", ["eager", "eager on a device", "triton"], indirect=True
+)
+pytestmark = [every_way, pytest.mark.usefixtures("backend")]
+
+BY_RULE = [*(options for options in RICH if options.name in ELEMENTWISE), named("SGD")]
+each_rule = pytest.mark.parametrize("options", BY_RULE, ids=str)
+INF = float("inf")
+CPU = torch.device("cpu")
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Numbers from -1 to 1, all multiples of 1 / 256, with few repeats."""
+    n = torch.Size(shape).numel()
+    return (((torch.arange(n) + seed) * 37) % 513 - 256).reshape(shape) / 256.0
+
+
+def strided(plain: Tensor) -> Tensor:
+    memory = torch.full((*plain.shape[:-1], 3 * plain.shape[-1] + 1), 7.0, dtype=plain.dtype)
+    view = memory[..., 1::3]
+    return view.copy_(plain)
+
+
+def offset(plain: Tensor) -> Tensor:
+    """One element past an address that allows wide accesses, with strangers around."""
+    memory = torch.full((plain.numel() + 2,), 7.0, dtype=plain.dtype)
+    return memory[1:-1].view(plain.shape).copy_(plain)
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
+    "plain": ((3, 5), lambda t: t),
+    "0-d": ((), lambda t: t),
+    "one": ((1,), lambda t: t),
+    "odd": ((7,), lambda t: t),
+    "empty": ((0, 3), lambda t: t),
+    "transposed": ((4, 3), lambda t: t.mT.contiguous().mT),
+    "permuted": ((2, 3, 4), lambda t: t.permute(2, 0, 1).contiguous().permute(1, 2, 0)),
+    "strided": ((3, 4), strided),
+    "offset": ((5,), offset),
+    "channels last": ((2, 3, 2, 2), lambda t: t.to(memory_format=torch.channels_last)),
+    "channels last, 3-d": ((1, 2, 2, 3, 2), lambda t: t.to(memory_format=torch.channels_last_3d)),
+    "ones": ((1, 3, 1, 1), lambda t: t.to(memory_format=torch.channels_last)),
+}
+
+
+def memory_of(tensors: list[Tensor]) -> Any:
+    """All that is in the storages of ``tensors``, their strangers' numbers included."""
+    storages = [t.untyped_storage() for t in tensors]
+    return bits([torch.empty(0).set_(s) for s in storages if s.nbytes()])  # type: ignore[arg-type]
+
+
+def compare(options: OptionSet, params: list[Tensor], steps: list[list[Tensor | None]]) -> Any:
+    """Train ``params``, with an overflow before each step, and torch's optimizer on plain copies.
+
+    Gradients are given as they are; the memory of neither may be written elsewhere.
+    """
+    ours = options.ours([Parameter(p) for p in params])
+    plain = [p.detach().clone(memory_format=torch.contiguous_format) for p in params]
+    torchs = options.torchs(plain)
+    apart = Apart(torchs)
+    strides = [p.stride() for p in params]
+    for grads in steps:
+        before = everything(ours), memory_of(params)
+        for p, grad in zip(params_of(ours), grads, strict=True):
+            p.grad = None if grad is None else torch.full_like(grad, INF)
+        overflows = any(grad is not None and grad.numel() for grad in grads)
+        assert ours.unscale_and_step(grads_scaled_by=2.0).skipped == overflows
+        assert (everything(ours)["parameters"], memory_of(params)) == (
+            before[0]["parameters"],
+            before[1],
+        )
+        for old, new in zip(before[0]["state"], state_of(ours), strict=True):
+            assert not old or new == old
+        for p, q, grad in zip(params_of(ours), plain, grads, strict=True):
+            p.grad = grad
+            q.grad = None if grad is None else grad.clone(memory_format=torch.contiguous_format)
+        ours.step()
+        torchs.step()
+        assert max(apart.of_optimizers(ours, torchs).values()) <= ULPS
+    assert [p.stride() for p in params_of(ours)] == strides
+    return ours
+
+
+@each_rule
+def test_layouts_of_all_kinds_side_by_side(options):
+    """Gradients in the layout of the parameter, plain, and in that of another."""
+    params = [place(numbers(*shape)) for shape, place in LAYOUTS.values()]
+    around = [(p.untyped_storage().nbytes() // 4 - p.numel()) for p in params]
+    steps = []
+    for seed in range(3):
+        grads: list[Tensor | None] = []
+        for shape, place in LAYOUTS.values():
+            plain = numbers(*shape, seed=seed + 1)
+            turned = plain.mT.contiguous().mT if plain.ndim > 1 else plain
+            grads.append([place(plain), plain, turned][seed])
+        steps.append(grads)
+    compare(options, params, steps)
+    for p, strangers in zip(params, around, strict=True):
+        if p.untyped_storage().nbytes():
+            memory = torch.empty(0).set_(p.untyped_storage())  # type: ignore[arg-type]
+            assert memory.eq(7.0).sum() == strangers
+
+
+@pytest.mark.parametrize("n", [SMALL, SMALL + 1, CHUNK + 3])
+@pytest.mark.parametrize("options", [o for o in BY_RULE if o.name == "Adam"], ids=str)
+def test_sizes_around_those_at_which_the_work_is_cut(options, n):
+    params = [numbers(3), numbers(n)]
+    compare(options, params, [[numbers(p.numel(), seed=1) for p in params]])
+
+
+@each_rule
+def test_an_expanded_gradient_is_what_it_stands_for(options):
+    params = [numbers(3, 4), numbers(5)]
+    steps = [[torch.full((1, 4), x).expand(3, 4), torch.tensor(x).expand(5)] for x in (2.5, -3.0)]
+    compare(options, params, steps)  # type: ignore[arg-type]
+
+
+def test_an_expanded_parameter_is_refused(backend):
+    param = torch.ones(1).expand(3).requires_grad_()
+    optimizer = ampopt.AdamW([("weight", param)])
+    param.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"weight is expanded.*expanded\.clone\(\)"):
+        optimizer.step()
+    assert not any(state_of(optimizer))
+    assert param.tolist() == [1.0] * 3
+
+
+@each_rule
+def test_parameters_that_share_storage_without_sharing_elements(options):
+    """Side by side, interleaved, and as a column beside the rest of a matrix."""
+    line, matrix = numbers(10), numbers(4, 4)
+    params = [line[:3], line[3:6], line[6::2], line[7::2], matrix[:, 1], matrix[:, 2:]]
+    compare(options, params, [[numbers(*p.shape, seed=s) for p in params] for s in (1, 2, 3)])
+
+
+@each_rule
+def test_elements_of_one_of_two_that_overlap_are_stepped_as_ever(options):
+    """Which of two updates an element of both gets is not defined."""
+    line, plain = numbers(8), [numbers(8)[:5], numbers(8)[3:]]
+    params = [Parameter(line[:5]), Parameter(line[3:])]
+    ours, torchs = options.ours(params), options.torchs(plain)
+    for p, q in zip(params, plain, strict=True):
+        p.grad, q.grad = numbers(5, seed=1), numbers(5, seed=1)
+    ours.step()
+    torchs.step()
+    expected = torch.cat([plain[0][:3], plain[1][2:]])
+    torch.testing.assert_close(torch.cat([line[:3], line[5:]]), expected, rtol=1e-5, atol=1e-6)
+    before = everything(ours), bits(line)
+    params[0].grad = torch.full((5,), INF)
+    assert ours.unscale_and_step(grads_scaled_by=1.0).skipped
+    assert (everything(ours), bits(line)) == before
+
+
+@each_rule
+def test_each_dtype_is_stepped_as_if_the_others_were_not_there(options, backend):
+    def train(masters: bool, *dtypes: torch.dtype) -> list[Any]:
+        params = [Parameter(numbers(3, 2).to(dtype)) for dtype in dtypes]
+        optimizer = options.ours(params, master_weights=masters)
+        for seed in (1, 2):
+            for p in params:
+                p.grad = numbers(3, 2, seed=seed).to(p.dtype)
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        return [(bits(p), bits(dict(optimizer.state[p]))) for p in params]
+
+    some = (torch.float32, torch.float16, torch.complex64)
+    others = (torch.float64, torch.bfloat16)
+    for masters in (True,) if backend == "triton" else (False, True):
+        assert train(masters, *some, *others) == train(masters, *some) + train(masters, *others)
+
+
+PRESENT = ["1011", "0011", "1010", "0110", "0000", "1101", "1111", "1011"]
+"""Which of four parameters have a gradient in each step."""
+
+
+def coming_and_going(params: list[Tensor]) -> list[list[Tensor | None]]:
+    return [
+        [
+            numbers(*p.shape, seed=seed) if here == "1" else None
+            for p, here in zip(params, row, strict=True)
+        ]
+        for seed, row in enumerate(PRESENT, 1)
+    ]
+
+
+@each_rule
+def test_gradients_come_and_go(options):
+    """Of equal shapes, so that one may be taken for another."""
+    params = [numbers(4, seed=seed) for seed in range(4)]
+    compare(options, params, coming_and_going(params))
+
+
+def test_gradients_come_and_go_where_nothing_is_counted(backend):
+    """Only the states tell which parameters have stepped together."""
+    together, alone = ([numbers(4, seed=seed) for seed in range(4)] for _ in range(2))
+    optimizer, each = Signed(together), [Signed([p]) for p in alone]
+    for grads in coming_and_going(together):
+        for p, q, grad in zip(together, alone, grads, strict=True):
+            p.grad = q.grad = grad
+        for o in (optimizer, *each):
+            o.step()
+    assert bits(together) == bits(alone)
+    assert state_of(optimizer) == [state for o in each for state in state_of(o)]
+
+
+@each_rule
+def test_frozen_parameters_stay_and_have_no_state(options):
+    params = [numbers(3), numbers(2, 2)]
+    ours = compare(options, params, [[numbers(3, seed=1), None], [numbers(3, seed=2), None]])
+    frozen = params_of(ours)[1]
+    assert frozen not in ours.state or options.name == "Adagrad"  # torch's constructor makes it
+    assert bits(frozen) == bits(Parameter(numbers(2, 2)))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
+    """The last program of each launch, on files that are nothing but holes.
+
+    A 32-bit index would come out below 0, or where it is seen here to have written nothing.
+    """
+    if backend != "triton":
+        pytest.skip("elsewhere torch addresses")
+    from ampopt_kernels import multi_tensor
+
+    n = 2**31 + 3 * multi_tensor.BLOCK + 5
+
+    def tensor(name: str) -> Tensor:
+        path = tmp_path / name
+        path.touch()
+        os.truncate(path, 2 * n)
+        return torch.from_file(str(path), shared=True, size=n, dtype=torch.float16)
+
+    def last(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        if "first" in arguments:
+            arguments = {**arguments, "first": arguments["first"] + programs - 1}
+        multi_tensor._launch(device, kernel, 1, arguments)
+
+    row = Row(
+        grad=tensor("grad"),
+        param=tensor("param"),
+        state=(tensor("exp_avg"), tensor("exp_avg_sq")),
+        scalars=(torch.zeros(()),),
+        flags=(False,) * 4,
+    )
+    assert row.param is not None
+    tail = slice(2**31, None)
+    row.grad[tail] = 2.0
+    row.param[tail] = 1.0
+    work = Work(CPU, [row], rules.adam, [[0.5, 0.5, 0.5, 0.0, 0.0]])
+    engine = multi_tensor.Triton(last)
+    assert engine.detect(work, Request()).flags[-1] == 0
+    run(lambda _: engine, [work], Request(check=False))
+    expected = [2.0, 0.5, 1.0, 2.0]
+    for stream, value in zip(row.tensors, expected, strict=True):
+        assert stream[tail].eq(value).all()
+        for start in (0, 3 * multi_tensor.BLOCK, 2**30, 2**31 - 2 * multi_tensor.CHUNK):
+            assert not stream[start : start + multi_tensor.CHUNK].any()
+    row.grad[-1] = INF
+    assert engine.detect(work, Request()).flags[-1] == 1
