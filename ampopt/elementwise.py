@@ -324,8 +324,7 @@ class ElementwiseOptimizer(Optimizer):
         for work in plan.works:
             work.hyper = hyper
         decision = run(backend_for, plan.works, request)
-        plan.staged.store()
-        plan.release()
+        plan.finish()
         if request.max_norm is not None:
             self.grad_norm = decision.norm
         return decision

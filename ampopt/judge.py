@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampopt import gradients
 from ampopt.backend import backend_for
@@ -57,6 +56,10 @@ def judge(
 
 def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
     """Where the decisions about these parameters are made; ``None`` if there are none."""
-    params: list[Tensor] = [p for group in param_groups for p in group["params"]]
-    first = next((p for p in params if p.grad is not None), next(iter(params), None))
+    first = None
+    for group in param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return param.device
+            first = param if first is None else first
     return None if first is None else first.device

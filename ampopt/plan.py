@@ -5,8 +5,9 @@ step, and next to nothing changes between steps but the gradients. A plan is mad
 until something else changes; that it does hold is checked at every step.
 """
 
+import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ class Plan:
 
     Attributes:
         works: what to run, the first parameter's device first; empty without gradients.
-        staged: copies that the rows hold in place of tensors no flat kernel can address.
     """
 
     def __init__(self, optimizer: "ElementwiseOptimizer") -> None:
@@ -41,7 +41,7 @@ class Plan:
         """
         groups, rule = optimizer.param_groups, optimizer.rule
         check_plannable(optimizer)
-        self.staged = gradients.Staged()
+        self._staged = gradients.Staged()
         self._flags = [rule.flag_values(group) for group in groups]
         self._params = [p for group in groups for p in group["params"]]
         present = [
@@ -67,14 +67,17 @@ class Plan:
         self._addresses = list(map(Tensor.data_ptr, self._params))
         self._params_alike = Alike(self._params)
         self._grads_alike = Alike([row.grad for row in self._rows])
+        self._written = list(masters)
         self._state = optimizer.state
-        self._entries = _entries(optimizer)
-        self._lasts = not self.staged.copies and not any(p.is_complex() for p in self._params)
+        self._states = list(self._state.values())
+        self._entries = list(map(dict.values, self._states))
+        self._values = list(chain.from_iterable(self._entries))
+        self._lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
 
     def _row(
         self, optimizer: "ElementwiseOptimizer", group: int, param: Tensor, state: dict
     ) -> Row:
-        rule, flags, staged = optimizer.rule, self._flags[group], self.staged
+        rule, flags, staged = optimizer.rule, self._flags[group], self._staged
         master = optimizer._master_of(optimizer.param_groups[group], param)
         holder = optimizer._holder(optimizer.param_groups[group], param)
         p = gradients.real(param.detach() if master is None else master)
@@ -97,26 +100,24 @@ class Plan:
 
     def renew(self, optimizer: "ElementwiseOptimizer") -> bool:
         """Take up the gradients of this step; ``False`` if anything but them has changed."""
-        groups = optimizer.param_groups
-        params = [p for group in groups for p in group["params"]]
+        params, groups = self._params, optimizer.param_groups
         if not (
             self._lasts
-            and _same(params, self._params)
+            and _are(chain.from_iterable(group["params"] for group in groups), params)
             and list(map(Tensor.data_ptr, params)) == self._addresses
             and self._params_alike.to(params)
-            and optimizer.state is self._state
-            and _same(_entries(optimizer), self._entries)
+            and self._has_state_of(optimizer)
             and [optimizer.rule.flag_values(group) for group in groups] == self._flags
         ):
             return False
-        grads = [p.grad for p in params]
+        grads = list(map(_grad_of, params))
         if optimizer._masters_have_gradients:
             for place, master in self._masters:
                 if grads[place] is not None:
                     grads[place] = master.grad
-        if [g is None for g in grads] != self._absent:
+        if list(map(_is_none, grads)) != self._absent:
             return False
-        found = [g for g in grads if g is not None]
+        found = [g for g in grads if g is not None] if True in self._absent else grads
         if not self._grads_alike.to(found):
             return False
         for row, grad in zip(self._rows, found, strict=True):
@@ -125,10 +126,24 @@ class Plan:
             work.stamp += 1
         return True
 
-    def release(self) -> None:
-        """Let go of the gradients, whose memory the next backward pass may need."""
+    def _has_state_of(self, optimizer: "ElementwiseOptimizer") -> bool:
+        """Whether the state still is, tensor by tensor, what the rows were made from."""
+        return (
+            optimizer.state is self._state
+            and _are(self._state.values(), self._states)
+            and _are(chain.from_iterable(self._entries), self._values)
+        )
+
+    def finish(self) -> None:
+        """What follows a step: copies go where they belong, and gradients are let go of.
+
+        Autograd is told of the writes, which kernels make behind its back, so that a backward pass
+        through a graph that needs the old values is refused, as after a step of torch's.
+        """
+        self._staged.store()
+        torch.autograd.graph.increment_version(self._written)
         for row in self._rows:
-            row.grad = _RELEASED
+            row.grad = _RELEASED  # the next backward pass may need the memory
 
 
 _RELEASED = torch.empty(0)
@@ -160,9 +175,11 @@ def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
         )
 
 
-def _entries(optimizer: "ElementwiseOptimizer") -> list:
-    return list(chain.from_iterable(map(dict.values, optimizer.state.values())))
+_grad_of = operator.attrgetter("grad")
+_is_none = functools.partial(operator.is_, None)
+_END = object()
 
 
-def _same(a: Sequence, b: Sequence) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
+def _are(found: Iterable[Any], known: Sequence[Any]) -> bool:
+    """Whether ``found`` are the very objects ``known``. Runs no Python for each."""
+    return all(map(operator.is_, chain(found, (_END,)), chain(known, (_END,))))

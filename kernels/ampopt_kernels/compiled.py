@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt_kernels import native
+from ampopt_kernels.copies import NativeCopies, TorchCopies
 from ampopt_kernels.cpu import Cpu, pieces_of, updated
 from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
@@ -77,6 +79,11 @@ class Compiled(Cpu):
         super()._apply(rule, flags, tensors, h)
         self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
 
+    def _sum_of_squares(self, grad: Tensor) -> float:
+        if any(self._functions.values()) and grad.dtype in (torch.float32, torch.float64):
+            return native.sum_of_squares(grad)
+        return super()._sum_of_squares(grad)
+
     def _prepare(self, work: Work) -> None:
         # While nothing has changed yet that a failure would leave half done.
         rule = work.rule
@@ -89,6 +96,8 @@ class Compiled(Cpu):
                 key = (rule, row.flags, dtypes, width)
                 if key not in self._functions and self._spent.get(key, 0.0) >= self._patience:
                     self._functions[key] = self._compile(*key)
+                if isinstance(piece.copies, TorchCopies) and self._functions.get(key) is not None:
+                    piece.copies = NativeCopies(piece.params, piece.param)
 
     def _compile(
         self,
@@ -101,6 +110,7 @@ class Compiled(Cpu):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of what it uses itself
+                native.loops()
                 return compile_rule(rule, flags, dtypes, width)
         except Exception as error:
             message = f"compiling a rule failed, {type(error).__name__}: {_first_line(error)}"

@@ -17,20 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt_kernels.copies import Copies, TorchCopies
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.layout import flat
 from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Decision, Partials, Request, Row, Work
 
-__all__ = ["BUNDLE", "SMALL", "Cpu", "pieces_of", "updated"]
+__all__ = ["BUNDLE", "SMALL", "Cpu", "Piece", "pieces_of", "updated"]
 
 SMALL = 1 << 14
 """Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
 BUNDLE = 1 << 16
 """Elements of a bundle: its float32 gradient, parameter and two states fit a core's cache."""
-
-_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Cpu(Eager):
@@ -57,7 +56,7 @@ class Cpu(Eager):
         for grad, dtype in parts:
             if not grad.numel():
                 continue
-            square = None if request.max_norm is None else _sum_of_squares(grad)
+            square = None if request.max_norm is None else self._sum_of_squares(grad)
             flags.append(not _finite(grad, inverse, dtype, square))
             if square is not None:
                 squares.append(square * inverse * inverse)
@@ -85,14 +84,23 @@ class Cpu(Eager):
             if block is not last:
                 last, advanced = block, block.advance(rule, work.hyper[block.group], known)
             assert advanced is not None
-            if not piece.alone:
-                torch.cat(piece.flat_params, out=piece.param)
+            if piece.copies is not None:
+                piece.copies.load()
             h = (inverse, clip, *piece.picked(advanced))
             self._apply(rule, piece.rows[0].flags, (grad, piece.param, *piece.rest), h)
-            if not piece.alone:
-                _copy(piece.params, piece.parts)
-                if piece.copies:
-                    _copy(piece.copies, piece.parts)
+            if piece.copies is not None:
+                piece.copies.store()
+                if piece.rounded is not None:
+                    piece.rounded.store()
+
+    def _sum_of_squares(self, grad: Tensor) -> float:
+        """In float64 and in chunks that fit the cache: ``vector_norm`` takes nine times as long."""
+        wide = torch.empty(min(CHUNK, grad.numel()), dtype=torch.float64)
+        total = 0.0
+        for chunk in flat(grad).split(CHUNK):
+            part = wide[: chunk.numel()].copy_(chunk)
+            total += torch.dot(part, part).item()
+        return total
 
     def _prepare(self, work: Work) -> None:
         """Do beforehand what may fail."""
@@ -151,86 +159,62 @@ def _finite(grad: Tensor, inverse: float, dtype: torch.dtype, square: float | No
     return bool(unscaled.isfinite().all())
 
 
-def _sum_of_squares(grad: Tensor) -> float:
-    """In float64 and in chunks that fit the cache: ``vector_norm`` takes nine times as long."""
-    wide = torch.empty(min(CHUNK, grad.numel()), dtype=torch.float64)
-    total = 0.0
-    for chunk in flat(grad).split(CHUNK):
-        part = wide[: chunk.numel()].copy_(chunk)
-        total += torch.dot(part, part).item()
-    return total
-
-
 @dataclass
-class _Piece:
+class Piece:
     """Rows that are updated together: a bundle of small ones, or one alone.
 
     Attributes:
         rows: all of one kind and group.
         places: where each row is in its block.
-        params: their parameters.
-        flat_params: the same, as flat views.
-        param: what the rule works on: scratch for all parameters, or the parameter if alone.
-        parts: ``param``, as views of the shape of each parameter.
-        copies: low-precision copies of ``params``, of a bundle that has them.
+        param: what the rule works on, flat: the parameter, or scratch for those of a bundle.
         rest: what the rule works on besides: the states of all rows, end to end, flat; and the
-            copy, if there is one and it is alone.
+            low-precision copy, if there is one and it is alone.
         grad: scratch for all gradients; ``None`` if alone.
-        grad_parts: ``grad``, as views of the shape of each; none if all are one-dimensional.
+        copies: between the scratch and the tensors of the rows; ``None`` if alone.
+        rounded: from the scratch to low-precision copies, of a bundle that has them.
         gathered_at: the stamp of the work whose gradients ``grad`` holds.
     """
 
     rows: list[Row]
     places: list[int]
-    params: list[Tensor]
-    flat_params: list[Tensor]
     param: Tensor
-    parts: list[Tensor]
-    copies: list[Tensor]
     rest: list[Tensor]
-    grad: Tensor | None
-    grad_parts: list[Tensor]
+    grad: Tensor | None = None
+    copies: Copies | None = None
+    rounded: Copies | None = None
     gathered_at: int | None = None
 
     @staticmethod
-    def of(rows: list[Row], places: list[int]) -> "_Piece":
-        params = [row.param for row in rows if row.param is not None]
-        flat_params = [flat(p) for p in params]
-        copies = [row.copy for row in rows if row.copy is not None]
+    def of(rows: list[Row], places: list[int]) -> "Piece":
+        """Rows whose states adjoin; ``places`` says where they are in their block."""
         rest = [_spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
+        rounded = [row.copy for row in rows if row.copy is not None]
+        params = _params(rows)
         if len(rows) == 1:
-            rest += map(flat, copies)
-            return _Piece(rows, places, params, flat_params, flat_params[0], [], [], rest, None, [])
+            return Piece(rows, places, flat(params[0]), rest + [flat(c) for c in rounded])
         size = sum(p.numel() for p in params)
-        param, grad = flat_params[0].new_empty(size), rows[0].grad.new_empty(size)
-        one_dimensional = all(p.ndim == 1 for p in params)
-        return _Piece(
+        param, grad = params[0].new_empty(size), rows[0].grad.new_empty(size)
+        return Piece(
             rows,
             places,
-            params,
-            flat_params,
             param,
-            parts=_shaped(param, params),
-            copies=copies,
-            rest=rest,
-            grad=grad,
-            grad_parts=[] if one_dimensional else _shaped(grad, params),
+            rest,
+            grad,
+            TorchCopies(params, param),
+            TorchCopies(rounded, param) if rounded else None,
         )
 
     @property
-    def alone(self) -> bool:
-        return self.grad is None
+    def params(self) -> list[Tensor]:
+        """The parameter of each row."""
+        return _params(self.rows)
 
     def gather(self, stamp: int, again: bool = True) -> Tensor:
         """The gradients, end to end, flat; those gathered at ``stamp``, unless ``again``."""
-        if self.grad is None:
+        if self.grad is None or self.copies is None:
             return flat(self.rows[0].grad)
         if again or self.gathered_at != stamp:
-            grads = [row.grad for row in self.rows]
-            if self.grad_parts:
-                _copy(self.grad_parts, grads)
-            else:
-                torch.cat(grads, out=self.grad)  # in less than half the time
+            self.copies.gather([row.grad for row in self.rows], self.grad)
             self.gathered_at = stamp
         return self.grad
 
@@ -238,12 +222,16 @@ class _Piece:
         """``h`` of this piece, from that of its block: numbers, or an entry for each element."""
         if not any(isinstance(x, Tensor) for x in h):
             return h
-        if self.alone:
+        if self.copies is None:
             (place,) = self.places
             return tuple(x[place].item() if isinstance(x, Tensor) else x for x in h)
         sizes = torch.tensor([row.grad.numel() for row in self.rows])
         places = torch.tensor(self.places)
         return tuple(x[places].repeat_interleave(sizes) if isinstance(x, Tensor) else x for x in h)
+
+
+def _params(rows: Sequence[Row]) -> list[Tensor]:
+    return [row.param for row in rows if row.param is not None]
 
 
 @dataclass
@@ -260,7 +248,7 @@ class _Block:
     group: int
     rows: list[Row]
     scalars: list[Tensor | None] = field(default_factory=list)
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
 
     @staticmethod
     def of(rows: list[Row]) -> "_Block":
@@ -269,7 +257,7 @@ class _Block:
             rows[0].group,
             rows,
             [None if column[0] is None else _spanning(column) for column in columns],
-            [_Piece.of([rows[i] for i in places], places) for places in _runs(rows)],
+            [Piece.of([rows[i] for i in places], places) for places in _runs(rows)],
         )
 
     def advance(self, rule: Rule, hyper: Sequence[Any], known: dict[Any, Any]) -> tuple[Any, ...]:
@@ -277,9 +265,9 @@ class _Block:
 
         ``known`` holds the results of this step: blocks of one group share them.
         """
-        first = [0.0 if s is None else s[0].item() for s in self.scalars]
-        even = all(s is None or len(s) == 1 or bool((s == s[0]).all()) for s in self.scalars)
-        if even:
+        ends = [(0.0, 0.0) if s is None else _ends(s) for s in self.scalars]
+        first = [low for low, _ in ends]
+        if all(low == high for low, high in ends):
             key = (self.group, *first)
             if key not in known:
                 numbers = tuple(x.item() if isinstance(x, Tensor) else float(x) for x in hyper)
@@ -300,12 +288,19 @@ class _Block:
         return tuple(x if isinstance(x, Tensor) and x.ndim else float(x) for x in h)
 
 
+def _ends(scalars: Tensor) -> tuple[float, float]:
+    if scalars.numel() == 1:
+        return scalars.item(), scalars.item()
+    low, high = scalars.aminmax()
+    return low.item(), high.item()
+
+
 @dataclass
 class _Pieces:
-    pieces: list[tuple[_Block, _Piece]]
+    pieces: list[tuple[_Block, Piece]]
 
 
-def pieces_of(work: Work) -> list[tuple[_Block, _Piece]]:
+def pieces_of(work: Work) -> list[tuple[_Block, Piece]]:
     """What the rule is applied to at a time, of all rows; made once for each plan."""
     if not isinstance(work.table, _Pieces):
         blocks: list[list[Row]] = []
@@ -366,9 +361,3 @@ def _spanning(tensors: Sequence[Tensor]) -> Tensor:
     if len(tensors) == 1:
         return flat(tensors[0])
     return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))
-
-
-def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """``buffer`` cut into views of the shapes of ``like``."""
-    parts = buffer.split([t.numel() for t in like])
-    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]

@@ -741,3 +741,16 @@ def test_an_optimizer_is_an_instance_of_its_twin_and_of_the_base():
         assert isinstance(optimizer, ampopt.Optimizer)
         twin = getattr(torch.optim, cls.__name__)([Parameter(torch.ones(1))], lr=0.5)
         assert optimizer.defaults == twin.defaults
+
+
+# --- what autograd knows of a step ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+def test_a_graph_that_a_step_has_overtaken_is_refused(param, cls):
+    """As after a step of torch's: the gradients would be those of other parameters."""
+    optimizer = cls([param], lr=0.5)
+    loss = param.square().sum()
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

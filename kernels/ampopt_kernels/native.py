@@ -1,0 +1,90 @@
+"""The few loops of C++ that the compiled backend runs besides those made from rules."""
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["addresses", "loops", "sum_of_squares"]
+
+_SOURCE = """
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+extern "C" void gather(char* const* tensors, const int64_t* bytes, int64_t n, char* scratch) {
+    for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(scratch, tensors[i], bytes[i]);
+}
+
+extern "C" void scatter(char* const* tensors, const int64_t* bytes, int64_t n, char* scratch) {
+    for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(tensors[i], scratch, bytes[i]);
+}
+
+// In lanes and chunks whose order is that of the elements, so that the sum does not depend on the
+// number of threads.
+template <typename T> double sum_of_squares(const T* x, int64_t n, int64_t threads) {
+    constexpr int64_t LANES = 32, CHUNK = 1 << 14;
+    const int64_t chunks = (n + CHUNK - 1) / CHUNK;
+    std::vector<double> sums(chunks);
+    #pragma omp parallel for num_threads(threads)
+    for (int64_t c = 0; c < chunks; ++c) {
+        const T* from = x + c * CHUNK;
+        const int64_t left = n - c * CHUNK, size = left < CHUNK ? left : CHUNK;
+        double lanes[LANES] = {}, sum = 0;
+        int64_t i = 0;
+        for (; i + LANES <= size; i += LANES)
+            for (int64_t j = 0; j < LANES; ++j) {
+                const double value = from[i + j];
+                lanes[j] += value * value;
+            }
+        for (; i < size; ++i) sum += double(from[i]) * double(from[i]);
+        for (int64_t j = 0; j < LANES; ++j) sum += lanes[j];
+        sums[c] = sum;
+    }
+    double total = 0;
+    for (double sum : sums) total += sum;
+    return total;
+}
+
+extern "C" double sum_of_squares_32(const float* x, int64_t n, int64_t threads) {
+    return sum_of_squares(x, n, threads);
+}
+
+extern "C" double sum_of_squares_64(const double* x, int64_t n, int64_t threads) {
+    return sum_of_squares(x, n, threads);
+}
+"""
+
+
+@functools.cache
+def loops() -> ctypes.CDLL:
+    """The loops, compiled in a few seconds, or found in Inductor's cache.
+
+    Raises:
+        Exception: of whatever kind torch raises where the compiler fails.
+    """
+    from torch._inductor.codecache import CppCodeCache  # seconds to import
+
+    library = CppCodeCache.load(_SOURCE)
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    for loop in (library.gather, library.scatter):
+        loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None
+    for loop in (library.sum_of_squares_32, library.sum_of_squares_64):
+        loop.argtypes, loop.restype = (pointer, count, count), ctypes.c_double
+    return library
+
+
+def addresses(tensors: Sequence[Tensor]) -> array:
+    """What the loops take as a list of tensors."""
+    return array("q", map(Tensor.data_ptr, tensors))
+
+
+def sum_of_squares(tensor: Tensor) -> float:
+    """In float64, of a dense float32 or float64 CPU tensor; the same for any number of threads."""
+    library = loops()
+    wide = tensor.dtype == torch.float64
+    loop = library.sum_of_squares_64 if wide else library.sum_of_squares_32
+    return loop(tensor.data_ptr(), tensor.numel(), torch.get_num_threads())
