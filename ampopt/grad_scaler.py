@@ -1,7 +1,6 @@
 """``torch.amp.GradScaler`` for those who keep a scaler: any schedule, any optimizer, closures."""
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from torch.utils import _pytree as pytree
 from ampopt import _scaler_state as schedules
 from ampopt import _scaler_steps as others
 from ampopt import gradients
+from ampopt._scaler_closures import evaluation, refused, split
+from ampopt._scaler_schedule import ScheduledScaler
 from ampopt._scaler_steps import Record
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.judge import device_of
@@ -25,7 +26,7 @@ _KEYWORDS = frozenset({"max_norm", "max_replays", "preserve_rng"})
 """Those of ``unscale_and_step`` that ``step`` hands on."""
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(ScheduledScaler):
     """``torch.amp.GradScaler`` with the loss scales, the skipping and the replay of ampopt.
 
     Same constructor, methods and state dicts, so that it takes the place of torch's in a loop or a
@@ -53,8 +54,6 @@ class GradScaler(torch.amp.GradScaler):
     * a wrapper with the ``param_groups`` of its optimizer stands for that optimizer;
     * user mistakes are ``RuntimeError``, ``TypeError`` and ``ValueError``, not ``AssertionError``.
     """
-
-    _loss_scale: LossScale
 
     def __init__(
         self,
@@ -203,11 +202,11 @@ class GradScaler(torch.amp.GradScaler):
                 optimizer can run no closure again; there is a closure after :meth:`unscale_`.
             TypeError: the closure takes more than a scale.
         """
-        closure, rest, keywords = _split(args, kwargs)
+        closure, rest, keywords = split(args, kwargs)
         controlled = _has_control_points(optimizer) and not rest and keywords.keys() <= _KEYWORDS
         if not self._enabled:
             if controlled and (closure or keywords):
-                closure = closure and self._evaluation(closure)
+                closure = closure and evaluation(self, closure)
                 return optimizer.unscale_and_step(closure, None, **keywords).loss
             return optimizer.step(*args, **kwargs)
         record = self._record(optimizer, "step", scaled=closure is None)
@@ -217,7 +216,7 @@ class GradScaler(torch.amp.GradScaler):
                 "every optimizer has stepped"
             )
         if closure is not None and (not controlled or record.stage is OptState.UNSCALED):
-            raise _no_closure(optimizer, controlled)
+            raise refused(optimizer, controlled)
         if record.stage is OptState.READY:
             self._refuse_shared(record, optimizer)
         if controlled and record.stage is OptState.UNSCALED and not record.owned:
@@ -226,7 +225,7 @@ class GradScaler(torch.amp.GradScaler):
             if record.stage is OptState.UNSCALED:
                 result = optimizer.step_after_unscale(**keywords)
             else:
-                closure = closure and self._evaluation(closure)
+                closure = closure and evaluation(self, closure)
                 result = optimizer.unscale_and_step(closure, record.scale, **keywords)
             record.learn(result.found_inf, result.scale)
             record.wrote |= not _leaves_gradients(optimizer)
@@ -268,6 +267,8 @@ class GradScaler(torch.amp.GradScaler):
             if learned:
                 scale = learned[0] if len(learned) == 1 else next_scale(*learned)
                 scale = schedules.on(self._loss_scale.device or scale.value.device, scale)
+                if scale._settings() != self._loss_scale._settings():  # changed since
+                    scale = schedules.changed(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is record.optimizer._pending:
                 record.optimizer._pending = None
@@ -317,73 +318,12 @@ class GradScaler(torch.amp.GradScaler):
             "last iteration. Ask after scaler.step(optimizer)"
         )
 
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """The scale in use; ``None`` if the scaler is disabled. Does not synchronize."""
-        return self._loss_scale if self._enabled else None
-
-    # --- the schedule ------------------------------------------------------------------------
-
-    def get_scale(self) -> float:
-        """The scale as a Python number, 1.0 if disabled. Synchronizes."""
-        return self._loss_scale.item() if self._enabled else 1.0
-
-    def get_growth_factor(self) -> float:
-        """What the scale is multiplied by on growth."""
-        return self._setting("growth_factor")
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Multiply by ``new_factor`` on growth, from now on."""
-        self._change(growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after an overflow."""
-        return self._setting("backoff_factor")
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Multiply by ``new_factor`` after an overflow, from now on."""
-        self._change(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """After how many finite steps the scale grows."""
-        return self._setting("growth_interval")
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Grow after ``new_interval`` finite steps, those already counted included."""
-        self._change(growth_interval=new_interval)
-
     # --- saving ------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, which ``torch.amp.GradScaler`` loads too. Synchronizes.
-
-        Torch's five entries; and ``loss_scale``, which torch ignores, if the schedule is more than
-        they can say. Empty if disabled. Call it after :meth:`update`.
-        """
-        if not self._enabled:
-            return {}
-        return schedules.to_torch(self._loss_scale)
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load a state of this class or of ``torch.amp.GradScaler``. Nothing, if disabled.
-
-        What torch's state does not say, such as a floor, stays as it is.
-
-        Raises:
-            RuntimeError: the state is empty, as that of a disabled scaler is.
-            ValueError: an entry is missing or out of range, or the state is that of another kind of
-                scale. Nothing has changed then.
-        """
-        if not self._enabled:
-            return
-        if not state_dict:
-            raise RuntimeError(
-                "The source state dict is empty, possibly because it was saved from a disabled "
-                "instance of GradScaler. To go on with the scale of this one, do not load it"
-            )
-        scale = schedules.from_torch(self._loss_scale, state_dict)
+        """Load a state of this class or of torch's, and end the iteration: see the base class."""
+        super().load_state_dict(state_dict)
         self._records, self._replicas = [], {}
-        self._adopt(scale)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle. A ``RuntimeError`` between unscaling and updating."""
@@ -394,11 +334,6 @@ class GradScaler(torch.amp.GradScaler):
         return {**self.__dict__, "_stepped": [], "_replicas": {}}
 
     # --- the parts ---------------------------------------------------------------------------
-
-    def _adopt(self, scale: LossScale) -> None:
-        self._loss_scale = scale
-        # Where those look who know torch's scaler from inside.
-        self._scale = None if scale.device is None else scale.value
 
     def _last_steps(self) -> list[Record]:
         return [r for r in self._records if r.stage is OptState.STEPPED] or self._stepped
@@ -442,26 +377,6 @@ class GradScaler(torch.amp.GradScaler):
                     "already. Leave it to one of them, or update() and run backward() between"
                 )
 
-    def _evaluation(self, closure: Callable[..., Any]) -> Callable[[Any], Any]:
-        """``closure`` as a control point calls it."""
-        takes_scale = _takes_scale(closure)
-
-        def evaluate(scale: Any) -> Any:
-            self._replaying, self._has_scaled = scale, False
-            try:
-                loss = closure(scale) if takes_scale else closure()
-                if not (takes_scale or self._has_scaled or scale is None):
-                    raise RuntimeError(
-                        "the closure has not scaled its loss: call scaler.scale(loss).backward() "
-                        "in it, or let it take the scale as its argument and call "
-                        "scale_outputs(loss, scale).backward()"
-                    )
-            finally:
-                self._replaying = None
-            return loss
-
-        return evaluate
-
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
         """For optimizers whose ``step`` takes the scaler."""
         others.judge_gradients(self._record(optimizer, "_check_inf_per_device"), optimizer)
@@ -471,18 +386,6 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = self._record(optimizer, "_found_inf_per_device").found_inf
         return {} if found_inf is None else {found_inf.device: found_inf}
 
-    def _change(self, **settings: Any) -> None:
-        if self._enabled:
-            self._adopt(schedules.changed(self._loss_scale, **settings))
-
-    def _setting(self, name: str) -> Any:
-        if not self._enabled:
-            raise RuntimeError(f"this scaler is disabled, and has no {name}")
-        value = self._loss_scale._settings().get(name)
-        if value is None:
-            raise RuntimeError(f"a {type(self._loss_scale).__name__} has no {name}: it stays")
-        return value
-
 
 def _has_control_points(optimizer: Any) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in _CONTROL_POINTS)
@@ -491,51 +394,3 @@ def _has_control_points(optimizer: Any) -> bool:
 def _leaves_gradients(optimizer: Any) -> bool:
     """Whether ``unscale_and_step`` leaves gradients as they were."""
     return isinstance(optimizer, ElementwiseOptimizer) and not optimizer._has_own_step
-
-
-def _split(args: Any, kwargs: Any) -> tuple[Callable[..., Any] | None, Any, dict[str, Any]]:
-    """The closure, and the other arguments."""
-    kwargs = dict(kwargs)
-    if args and (args[0] is None or callable(args[0])):
-        return args[0], args[1:], kwargs
-    return kwargs.pop("closure", None), args, kwargs
-
-
-def _takes_scale(closure: Callable[..., Any]) -> bool:
-    """Whether ``closure`` takes the scale. One whose arguments all have defaults does not.
-
-    Raises:
-        TypeError: it takes more than that.
-    """
-    try:
-        signature = inspect.signature(closure)
-    except ValueError:  # some built-in callables have none to show
-        return False
-    for takes, arguments in ((False, ()), (True, (object(),))):
-        try:
-            signature.bind(*arguments)
-        except TypeError:
-            continue
-        return takes
-    raise TypeError(
-        f"closure{signature} must take no argument and use scaler.scale(loss), or take the scale "
-        "as its one argument"
-    )
-
-
-def _no_closure(optimizer: Any, controlled: bool) -> Exception:
-    name = type(optimizer).__name__
-    if controlled:
-        return RuntimeError(
-            "step(optimizer, closure) makes new gradients, but unscale_() was called for those "
-            "there were: leave unscale_() out, or call discard(optimizer) first"
-        )
-    if hasattr(optimizer, "unscale_and_step"):
-        return TypeError(
-            f"beside a closure, step of {name} takes max_norm, max_replays and preserve_rng only"
-        )
-    return RuntimeError(
-        f"{name} cannot run a closure again when its gradients overflow. Use the class of that "
-        "name in ampopt, or derive one from ampopt.Optimizer; or call the closure yourself and "
-        "then scaler.step(optimizer)"
-    )

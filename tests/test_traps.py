@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from loops import EVERY, INF, give, iterate, made, scaler_at, steps
 from optimizers import OWN, HostCounted
 from strategies import fewer
+from torch.utils import _pytree as pytree
 
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale
@@ -280,7 +281,7 @@ def test_t11_no_way_to_copy_a_scale_forgets_its_floor(name, before, after):
     scale = follow(DynamicLossScale.like(name, **bounds, growth_interval=2), before)
     loaded = DynamicLossScale()
     loaded.load_state_dict(scale.state_dict())
-    (mapped,) = torch.utils._pytree.tree_map(lambda leaf: leaf, [scale])
+    (mapped,) = pytree.tree_map(lambda leaf: leaf, [scale])
     expected = follow(scale, after).state_dict()
     for one in (
         copy.copy(scale),

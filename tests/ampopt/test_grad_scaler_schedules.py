@@ -85,6 +85,25 @@ def test_settings_can_be_read_and_changed():
             call()
 
 
+@pytest.mark.parametrize("when", ["before", "after unscale_", "after step"])
+def test_what_is_set_in_mid_iteration_stays_set(when):
+    scaler = scaler_at(8.0, GradScaler, growth_interval=1)
+    optimizer, _ = made(ampopt.SGD)
+    give(optimizer, 1.0)
+    for now in ("before", "after unscale_", "after step"):
+        if now == "after unscale_":
+            scaler.unscale_(optimizer)
+        if now == "after step":
+            scaler.step(optimizer)
+        if now == when:
+            scaler.set_growth_factor(4.0)
+    scaler.update()
+    assert scaler.get_growth_factor() == 4.0
+    assert scaler.get_scale() == (32.0 if when == "before" else 16.0)
+    after(scaler, optimizer, [1.0], False)
+    assert scaler.get_scale() == (128.0 if when == "before" else 64.0)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
