@@ -19,6 +19,10 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # each of them has a core
+
+
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_memory():
     """``torch.empty`` gives NaN, so that whoever reads what nobody wrote is found out."""
