@@ -3,12 +3,13 @@
 import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
+
+from ampopt import looks
 
 __all__ = ["CLOCKS", "DeviceCost", "Times", "bandwidth", "device_cost", "interleaved", "warmed"]
 
@@ -203,34 +204,10 @@ def device_cost(
     torch.cuda.synchronize(device)
     extra = torch.cuda.max_memory_allocated(device) - before
     restore()
-    synchronizations = _synchronizations(step)
+    with looks.synchronizations() as waits:
+        step()
     restore()
     torch.cuda.synchronize(device)
-    return DeviceCost(_launches(step, device), synchronizations, extra)
-
-
-def _synchronizations(step: Callable[[], object]) -> int:
-    mode = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
-    return sum("synchroniz" in str(warning.message) for warning in caught)
-
-
-def _launches(step: Callable[[], object], device: torch.device) -> int:
-    from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with looks.kernels(device) as launches:
         step()
-        torch.cuda.synchronize(device)
-    return sum(
-        event.device_type == DeviceType.CUDA
-        and not event.is_user_annotation  # torch's optimizers mark their steps so
-        and not event.name.startswith(("Memcpy", "Memset"))
-        for event in profiler.events() or []
-    )
+    return DeviceCost(len(launches), len(waits), extra)
