@@ -1,8 +1,7 @@
 """A learning-rate scheduler that advances for steps that happened, and waits for none of them."""
 
-import copy
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +11,9 @@ __all__ = ["DELAY", "LRSchedulerGate", "lr_scheduler_gate"]
 
 DELAY = 8
 """Calls after which a gate learns, on an accelerator, whether a step happened."""
+
+_STATE = "lr_scheduler_gate"
+"""The key of a gate's own state among the scheduler's."""
 
 
 def lr_scheduler_gate(scheduler: LRScheduler, *, delay: int | None = None) -> "LRSchedulerGate":
@@ -30,18 +32,18 @@ def lr_scheduler_gate(scheduler: LRScheduler, *, delay: int | None = None) -> "L
     ``gate.step()`` advances the scheduler if a step happened since the call before: one is enough
     where it is called once an epoch, and without any attempt it does nothing. It knows of every
     attempt by a step hook, whoever makes it: the optimizer's own control points, a GradScaler of
-    torch's or ours, or a plain ``step()``. Any optimizer will do.
+    torch's or ours, or a plain ``step()``. Any optimizer will do, and one may have several gates.
 
     **Delay.** On the CPU it is exact at once. On an accelerator the host would have to wait for
     the device to learn whether a step was skipped. So the gate takes it that it was not, and
     learns the truth ``delay`` calls later, from a copy that was made meanwhile; if the step was
-    skipped, the scheduler goes back to where it was before and repeats the calls that came after.
-    Until then, that is for ``delay`` steps after a skip, learning rates are those of one step
-    further on in the schedule. When this happens depends on nothing but ``delay``, so a run can be
-    repeated. The host then runs ahead of the device by no more than ``delay`` steps.
+    skipped, that call does not advance the scheduler. Until then, that is for ``delay`` steps after
+    a skip, learning rates are those of one step further on in the schedule. When this happens
+    depends on nothing but ``delay``, so a run can be repeated. The host then runs ahead of the
+    device by no more than ``delay`` steps.
 
     Args:
-        scheduler: any of torch's, or of your own with ``state_dict`` and ``load_state_dict``.
+        scheduler: any of torch's, or of your own.
         delay: calls after which the gate learns what happened; 0 to wait for it, ``None`` for 0 on
             the CPU and 8 elsewhere.
 
@@ -78,11 +80,9 @@ class LRSchedulerGate(LRScheduler):
         self.scheduler = scheduler
         self._delay = delay
         self._attempts: list[Tensor | None] = []
-        self._unsettled: deque[_Advance] = deque()
-        self._hooks = (
-            optimizer.register_step_post_hook(self._note),
-            optimizer.register_state_dict_pre_hook(self._settle_for),
-        )
+        self._unknown: deque[_Outcome] = deque()
+        self._ahead = 0
+        self._hook = optimizer.register_step_post_hook(self._note)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the scheduler if a step happened since the last call.
@@ -96,38 +96,35 @@ class LRSchedulerGate(LRScheduler):
         attempts, self._attempts = self._attempts, []
         if not attempts:
             return
-        flags = [flag for flag in attempts if flag is not None]
-        skip = None if len(flags) < len(attempts) else _least(flags)
+        self._unknown.append(_outcome(attempts))
         delay = self._delay
         if delay is None:
-            delay = 0 if skip is None or skip.device.type == "cpu" else DELAY
-        if delay == 0 and not self._unsettled:
-            if skip is None or not bool(skip > 0):
-                self.scheduler.step(*args, **kwargs)
-            return
-        self._unsettled.append(_Advance(self.scheduler, skip, args, kwargs))
-        while len(self._unsettled) > delay:
-            self._settle_oldest()
-
-    def settle(self) -> None:
-        """Learn what has happened up to now, and correct the scheduler. Synchronizes."""
-        while self._unsettled:
-            self._settle_oldest()
+            delay = DELAY if any(outcome.is_late for outcome in self._unknown) else 0
+        while len(self._unknown) > delay:
+            self._ahead += self._unknown.popleft().skipped()
+        if self._ahead:
+            self._ahead -= 1
+        else:
+            self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own, settled. Synchronizes.
+        """The scheduler's own, and what the gate has yet to make up for. Synchronizes.
 
-        The optimizer's ``state_dict()`` settles it, too, so that the two agree. A checkpoint can be
-        loaded with or without a gate.
+        A checkpoint can be loaded with or without a gate.
         """
-        self.settle()
-        return self.scheduler.state_dict()
+        state = self.scheduler.state_dict()
+        if not (self._unknown or self._ahead):
+            return state
+        unknown = [outcome.skipped() for outcome in self._unknown]
+        return {**state, _STATE: {"unknown": unknown, "ahead": self._ahead}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the scheduler, and forget what was not settled yet."""
+        """Load a state of the gate, or of the scheduler alone."""
+        own = state_dict.get(_STATE, {"unknown": [], "ahead": 0})
+        self.scheduler.load_state_dict({k: v for k, v in state_dict.items() if k != _STATE})
         self._attempts = []
-        self._unsettled.clear()
-        self.scheduler.load_state_dict(state_dict)
+        self._ahead = own["ahead"]
+        self._unknown = deque(_Outcome(skip, None, False) for skip in own["unknown"])
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The learning rates in use; after a skip, see the delay of :func:`lr_scheduler_gate`."""
@@ -138,14 +135,12 @@ class LRSchedulerGate(LRScheduler):
         return self.scheduler.get_lr()
 
     def detach(self) -> LRScheduler:
-        """Take the gate away, settled: its hooks leave the optimizer. Synchronizes.
+        """Take the gate away: its hook leaves the optimizer.
 
         Returns:
             The scheduler.
         """
-        self.settle()
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         return self.scheduler
 
     def __getattr__(self, name: str) -> Any:
@@ -162,79 +157,40 @@ class LRSchedulerGate(LRScheduler):
             flag = getattr(optimizer, "_skip_flag", None)
         self._attempts.append(flag)
 
-    def _settle_for(self, optimizer: Any) -> None:
-        self.settle()
 
-    def _settle_oldest(self) -> None:
-        oldest = self._unsettled.popleft()
-        if oldest.skipped():
-            oldest.undo()
-            for later in self._unsettled:
-                later.repeat()
+class _Outcome(NamedTuple):
+    """Whether any step happened between two calls of a gate.
 
+    Attributes:
+        skip: more than 0 if none did; in the host's memory after ``arrived``.
+        arrived: an event of the device, if there is one.
+        is_late: whether asking would have the host wait for a device.
+    """
 
-class _Advance:
-    """A scheduler's step that may have to be undone."""
-
-    def __init__(self, scheduler: Any, skip: Tensor | None, args: Any, kwargs: Any) -> None:
-        self._scheduler, self._args, self._kwargs = scheduler, args, kwargs
-        self._skip, self._arrived = _on_its_way(skip)
-        self.repeat()
-
-    def repeat(self) -> None:
-        """Take the scheduler's step, from where the scheduler is now."""
-        groups = self._scheduler.optimizer.param_groups
-        self._state = copy.deepcopy(self._scheduler.state_dict())
-        before = [dict(group) for group in groups]
-        # A learning rate that is a tensor is changed in place.
-        self._tensors = [
-            (value, value.clone())
-            for group in groups
-            for value in group.values()
-            if isinstance(value, Tensor)
-        ]
-        self._scheduler.step(*self._args, **self._kwargs)
-        self._numbers = [
-            (group, {k: v for k, v in old.items() if group.get(k) is not v})
-            for group, old in zip(groups, before, strict=True)
-        ]
-
-    def undo(self) -> None:
-        """Put the scheduler, and what it has set in the param groups, where they were."""
-        self._scheduler.load_state_dict(self._state)
-        for tensor, value in self._tensors:
-            tensor.copy_(value)
-        for group, entries in self._numbers:
-            group.update(entries)
+    skip: Tensor | bool
+    arrived: Any
+    is_late: bool
 
     def skipped(self) -> bool:
-        """Whether the optimizer's step was skipped. Waits until the device has said so."""
-        if self._skip is None:
-            return False
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return bool(self._skip > 0)
+        """Wait until the device has said so."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return bool(self.skip > 0)
 
 
-def _least(flags: list[Tensor]) -> Tensor:
-    if len(flags) == 1:
-        return flags[0]
-    return torch.stack([flag.reshape(()).to(flags[0]) for flag in flags]).amin()
-
-
-def _on_its_way(flag: Tensor | None) -> tuple[Tensor | None, Any]:
-    """A copy of ``flag`` in the host's memory, and the event after which it is there.
-
-    The flag itself, where there is no event to wait for.
-    """
-    if flag is None or flag.device.type == "cpu":
-        return flag, None
-    module = getattr(torch, flag.device.type, None)
+def _outcome(attempts: list[Tensor | None]) -> _Outcome:
+    """Of attempts with these flags; ``None`` for one that was certainly not skipped."""
+    flags = [flag for flag in attempts if flag is not None]
+    if len(flags) < len(attempts):
+        return _Outcome(False, None, False)
+    flag = torch.stack([flag.reshape(()).to(flags[0]) for flag in flags]).amin()
+    if flag.device.type == "cpu":
+        return _Outcome(flag, None, False)
+    module = torch.get_device_module(flag.device)
     if not (hasattr(module, "Event") and hasattr(module, "current_stream")):
-        return flag, None
-    assert module is not None
+        return _Outcome(flag, None, True)
     host = torch.empty((), dtype=flag.dtype, pin_memory=True)
-    host.copy_(flag.reshape(()), non_blocking=True)
+    host.copy_(flag, non_blocking=True)
     event = module.Event()
     event.record(module.current_stream(flag.device))
-    return host, event
+    return _Outcome(host, event, True)
