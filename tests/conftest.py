@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ampopt
+from ampopt_kernels.compiled import cpp_compiler
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 
@@ -46,6 +47,8 @@ def backend(request):
     """
     if request.param == "triton" and not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
+    if request.param == "compiled" and cpp_compiler() is None:
+        pytest.skip("there is no C++ compiler here")
     ampopt.set_backend(request.param.split()[0])
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "eager on a device":

@@ -1,4 +1,4 @@
-"""What is promised where Triton cannot be imported: everything, more slowly."""
+"""What is promised without Triton, and without a C++ compiler too: everything, more slowly."""
 
 import os
 import subprocess
@@ -70,6 +70,59 @@ assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
 """
 
 
+RULES = """
+import inspect
+
+import torch
+
+import ampopt
+from ampopt_kernels import Rule, State, jit, tl
+
+@jit
+def update(p, g, state, h, flags):
+    (lr,) = h
+    mean = state[0] + 0.5 * (g - state[0])
+    return p - lr * tl.where(mean > 0, 1.0, -1.0) * tl.sqrt(tl.abs(mean)), (mean,)
+
+class Own(ampopt.ElementwiseOptimizer):
+    rule = Rule(update=update, hyper=("lr",), state=(State("mean"),))
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+def is_rule(cls):
+    return inspect.isclass(cls) and issubclass(cls, ampopt.ElementwiseOptimizer)
+
+rules = [cls for cls in vars(ampopt).values() if is_rule(cls) and hasattr(cls, "rule")]
+assert len(rules) == 11
+for cls in (*rules, Own):
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = cls([param], lr=0.1)
+    for number in (float("inf"), 2.0, 4.0):
+        before = param.detach().clone()
+        param.grad = torch.full((3,), number)
+        assert optimizer.unscale_and_step(grads_scaled_by=2.0).skipped == (number == float("inf"))
+        assert torch.equal(param, before) == (number == float("inf")), cls
+    twin = getattr(torch.optim, cls.__name__, None)
+    if twin is not None:
+        theirs = torch.nn.Parameter(torch.ones(3))
+        reference = twin([theirs], lr=0.1)
+        for number in (1.0, 2.0):
+            theirs.grad = torch.full((3,), number)
+            reference.step()
+        assert torch.allclose(param, theirs, rtol=1e-6), cls
+"""
+
+WITHOUT_COMPILER = """
+try:
+    ampopt.set_backend("compiled")
+except RuntimeError as error:
+    print(error)
+else:
+    raise SystemExit("set_backend('compiled') should have failed")
+"""
+
+
 def run(code, **environment):
     settings = {
         name: value
@@ -91,6 +144,38 @@ def test_trains_and_says_what_is_missing(triton):
     done = run(triton + TRAINING)
     assert done.returncode == 0, done.stderr
     assert "needs Triton, which cannot be imported here; install the triton package" in done.stdout
+
+
+def test_every_rule_runs_without_triton_and_without_a_compiler(tmp_path):
+    done = run(MISSING + RULES + WITHOUT_COMPILER, PATH=str(tmp_path), CXX="")
+    assert done.returncode == 0, done.stderr
+    assert "needs a C++ compiler, and neither CXX nor g++ nor clang++ names one" in done.stdout
+
+
+def test_a_compiler_that_does_not_work_is_an_error_where_it_was_asked_for(tmp_path):
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho cannot compile >&2\nexit 1\n")
+    broken.chmod(0o755)
+    code = "\n".join(
+        [
+            "import ampopt, torch",
+            "param = torch.nn.Parameter(torch.ones(3))",
+            "param.grad = torch.ones(3)",
+            "optimizer = ampopt.SGD([param], lr=0.5)",
+            "try:",
+            "    optimizer.step()",
+            "except RuntimeError as error:",
+            "    print(error)",
+            "assert param.tolist() == [1.0] * 3",
+            "ampopt.set_backend('eager')",
+            "optimizer.step()",
+            "assert param.tolist() == [0.5] * 3",
+        ]
+    )
+    folder = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = run(MISSING + code, AMPOPT_BACKEND="compiled", CXX=str(broken), **folder)
+    assert done.returncode == 0, done.stderr
+    assert "the compiled backend needs a working C++ compiler" in done.stdout
 
 
 def test_asked_for_in_the_environment_it_is_an_error_at_the_first_step():

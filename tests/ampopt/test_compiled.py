@@ -1,0 +1,116 @@
+"""The compiled backend gives the results of torch, and so of the others, for every rule.
+
+Each optimizer, set of flags and dtype takes a second to compile, once for all tests of a process:
+so float32 has the default and the richest options of each rule, and other dtypes some of these.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, everything, state_of
+from torch.nn import Parameter
+from torch_options import (
+    ELEMENTWISE,
+    RICH,
+    Apart,
+    OptionSet,
+    assert_train_alike,
+    give,
+    gradients,
+    initial,
+    named,
+    params_of,
+    spoiled,
+)
+
+import ampopt
+
+pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
+
+RICHEST = [options for options in RICH if options.name in ELEMENTWISE]
+DEFAULT = [named(name) for name in ELEMENTWISE]
+STEPS = range(7)  # RAdam rectifies from the sixth
+
+
+@pytest.mark.parametrize("options", [*DEFAULT, *RICHEST], ids=str)
+def test_every_rule_gives_the_results_of_torchs_for_loop(options, backend):
+    ours, torchs = options.ours(initial(options)), options.torchs(initial(options))
+    source = gradients(options)
+    assert_train_alike(ours, torchs, source, STEPS)
+    assert_skips_and_scales(options, ours, source())
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RMSprop"])
+def test_float64(name, backend):
+    options, dtype = next(o for o in RICHEST if o.name == name), torch.float64
+    ours, torchs = options.ours(initial(options, dtype)), options.torchs(initial(options, dtype))
+    assert_train_alike(ours, torchs, gradients(options, dtype), STEPS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masters"),
+    [
+        (torch.float16, True),
+        (torch.bfloat16, True),
+        (torch.float16, False),
+        (torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_half_precision_is_that_of_the_eager_backend(dtype, masters, backend):
+    options = named("Adam", "amsgrad")
+
+    def train() -> Any:
+        optimizer = options.ours(initial(options, dtype), master_weights=masters)
+        source = gradients(options, dtype)
+        for _ in range(3):
+            give(optimizer, source())
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        return optimizer
+
+    compiled = train()
+    ampopt.set_backend("eager")
+    try:
+        eager = train()
+    finally:
+        ampopt.set_backend("compiled")
+    eps = torch.finfo(dtype).eps
+    for p, q in zip(params_of(compiled), params_of(eager), strict=True):
+        torch.testing.assert_close(p, q, rtol=2 * eps, atol=2 * eps)
+        for name, value in eager.state[q].items():
+            wide = value.dtype == torch.float32
+            rtol, atol = (1e-5, 1e-7) if wide else (2 * eps, 2 * eps)
+            torch.testing.assert_close(compiled.state[p][name], value, rtol=rtol, atol=atol)
+    if masters:
+        for p, master in zip(params_of(compiled), compiled.master_params(), strict=True):
+            assert bits(p) == bits(master.to(dtype))
+
+
+def assert_skips_and_scales(options: OptionSet, ours: Any, grads: list[torch.Tensor]) -> None:
+    give(ours, spoiled(grads))
+    before = everything(ours)
+    assert ours.unscale_and_step(grads_scaled_by=2.0).skipped
+    assert everything(ours) == before
+    twin = options.ours([Parameter(p.detach().clone()) for p in params_of(ours)])
+    twin.load_state_dict(ours.state_dict())
+    give(ours, grads, 2.0**10)
+    give(twin, grads)
+    ours.unscale_and_step(grads_scaled_by=2.0**10)
+    twin.step()
+    assert bits(params_of(ours)) == bits(params_of(twin))
+    assert state_of(ours) == state_of(twin)
+
+
+def test_complex_and_absent_gradients_and_many_sizes(backend):
+    """One compilation for all of them: sizes are arguments."""
+    options = named("Adam", "amsgrad")
+    shapes = [(3,), (2, 5), (), (0,), (1,), (70000,)]
+    params = [torch.linspace(-1.0, 1.0, torch.Size(s).numel()).reshape(s) for s in shapes]
+    params.append(torch.tensor([1 + 2j, -0.5 + 1j]))
+    ours = options.ours([p.clone() for p in params])
+    torchs = options.torchs([p.clone() for p in params])
+    apart = Apart(torchs)
+    for step in range(4):
+        grads = [None if (step + i) % 3 == 0 else (p + step) / 4 for i, p in enumerate(params)]
+        assert_train_alike(ours, torchs, lambda: grads, range(1), apart=apart)  # noqa: B023
