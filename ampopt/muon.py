@@ -12,7 +12,8 @@ class Muon(Optimizer, torch.optim.Muon):
     """``torch.optim.Muon`` with mixed-precision control points.
 
     Constructor, defaults and results are torch's, and so is the step: it orthogonalizes whole
-    matrices, in bfloat16, which no elementwise rule can.
+    matrices, in bfloat16, which no elementwise rule can. It does not synchronize, nor do control
+    points without a closure.
     """
 
     _transacts = True
