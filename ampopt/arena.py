@@ -41,4 +41,6 @@ def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], n
 
 def shares_storage(tensor: Tensor) -> bool:
     """Whether there is more in the memory of ``tensor`` than ``tensor``."""
+    if tensor.layout != torch.strided:  # as the momentum of sparse gradients, which has no storage
+        return False
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()

@@ -69,6 +69,13 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         }
         return state_dict
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as torch's is; the step count goes to the parameter's device."""
+        super().load_state_dict(state_dict)
+        for param, state in self.state.items():
+            if isinstance(param, Tensor) and "step" in state:
+                self._state_of(param)
+
     def _state_of(self, param: Tensor) -> dict[str, Any]:
         state = self.state[param]
         step = state.get("step", 0)

@@ -319,3 +319,27 @@ def test_a_state_that_is_loaded_is_not_shared_with_the_checkpoint():
     train(fresh, [source()])
     assert bits(saved["state"]) == before
     assert state_of(fresh) != state_of(optimizer)
+
+
+def test_the_momentum_of_sparse_gradients_can_be_copied():
+    table = Parameter(torch.ones(2, 1))
+    optimizer = ampopt.SGD([table], lr=0.5, momentum=0.5)
+    train(optimizer, [[sparse_ones(table)]])
+    twin, (copied,) = copy.deepcopy((optimizer, [table]))
+    for opt, of in ((optimizer, table), (twin, copied)):
+        train(opt, [[sparse_ones(of)]])
+    assert bits(copied) == bits(table)
+
+
+def test_the_step_count_of_sparse_adam_is_a_tensor_as_soon_as_it_is_loaded():
+    """Also that of a parameter which gets no gradient in the next step."""
+    table = Parameter(torch.ones(2, 1))
+    optimizer, loaded = ampopt.SparseAdam([table]), ampopt.SparseAdam([table])
+    train(optimizer, [[sparse_ones(table)]])
+    loaded.load_state_dict(optimizer.state_dict())
+    assert state_of(loaded) == state_of(optimizer)
+
+
+def sparse_ones(table: Tensor) -> Tensor:
+    rows = torch.tensor([[0, 1]])
+    return torch.sparse_coo_tensor(rows, torch.ones(2, 1), table.shape, check_invariants=True)
