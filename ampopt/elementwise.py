@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt import gradients, scaler_protocol
+from ampopt import gradients, ranks, scaler_protocol
 from ampopt.arena import shares_storage
 from ampopt.backend import backend_for
 from ampopt.optimizer import Attempt, Optimizer
@@ -360,15 +360,18 @@ class ElementwiseOptimizer(Optimizer):
         return value.detach().reshape(()) if isinstance(value, Tensor) else value
 
     def _needs_torch(self) -> bool:
-        """Whether this step has to be torch's own: differentiable, or of sparse gradients.
+        """Whether this step has to be torch's own: differentiable, sparse, or spread over ranks.
 
         Raises:
-            RuntimeError: gradients are sparse, and neither the rule nor torch takes them.
+            RuntimeError: gradients are such, and neither the rule nor torch takes them.
         """
         if self.defaults.get("differentiable"):
             return True
         for index, param in gradients.present(self.param_groups):
             assert param.grad is not None
+            if ranks.is_spread(param):
+                self._refuse_spread(index, param)
+                return True
             if param.grad.layout != torch.strided:
                 masters = _has_masters(self.param_groups[index])
                 if self.sparse_gradients and not masters:
@@ -380,6 +383,20 @@ class ElementwiseOptimizer(Optimizer):
                     "sparse=False, or choose an optimizer that takes them"
                 )
         return False
+
+    def _refuse_spread(self, index: int, param: Tensor) -> None:
+        name = gradients.name_of(self.param_groups, param)
+        if _has_masters(self.param_groups[index]):
+            raise RuntimeError(
+                f"{name} is a DTensor, of which {type(self).__name__} keeps no masters: leave "
+                "master_weights=True out, and the parameters in float32"
+            )
+        step: Any = super().step
+        if step.__func__ is torch.optim.Optimizer.step:
+            raise RuntimeError(
+                f"{name} is a DTensor, which {type(self).__name__} cannot step, being a rule alone:"
+                " derive it from ampopt.Optimizer, with a step() of torch operations"
+            )
 
     def _step_as_torch(self, request: Request) -> Decision | None:
         """Take torch's own step, unless the request says to skip it; see ``skip_by``."""

@@ -1,15 +1,17 @@
 """The gradients of an optimizer as rows of work, checked before anything is touched."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampopt import ranks
 from ampopt_kernels.layout import dense_like, real
-from ampopt_kernels.work import Row
+from ampopt_kernels.work import Request, Row
 
-__all__ = ["Staged", "check", "offenders", "present", "values_of"]
+__all__ = ["Staged", "agreed_upon", "check", "offenders", "present", "values_of"]
 
 _DTYPES = frozenset(
     {
@@ -73,12 +75,30 @@ def check(param_groups: list[dict[str, Any]]) -> None:
             )
 
 
+def agreed_upon(request: Request, holders: Iterable[tuple[int, Tensor]]) -> Request:
+    """``request``, to be decided alike by all ranks that the gradients are spread over.
+
+    Raises:
+        RuntimeError: they are, and their norm is asked for.
+    """
+    agree = ranks.agreement(param.grad for _, param in holders)
+    if agree is None:
+        return request
+    if request.max_norm is not None:
+        raise RuntimeError(
+            "max_norm cannot be used with DTensor gradients, whose norm is that of all ranks: call "
+            "unscale(), torch.nn.utils.clip_grad_norm_() and step_after_unscale()"
+        )
+    return replace(request, agree=agree)
+
+
 def values_of(param: Tensor) -> Tensor:
     """The gradient of ``param`` as the tensor that holds its values, real and strided.
 
     Where memory does not hold the values, ``param.grad`` is replaced by one that does: a sparse
     gradient is coalesced, as duplicates may overflow where they are summed, and a lazy conjugate
-    or negative, such as autograd leaves on complex parameters, is carried out.
+    or negative, such as autograd leaves on complex parameters, is carried out. Of a gradient that
+    is spread over ranks, these are the values that are here.
     """
     grad = param.grad
     assert grad is not None
@@ -88,7 +108,7 @@ def values_of(param: Tensor) -> Tensor:
         return real(grad._values())
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
-    return real(grad.detach())
+    return real(ranks.local(grad.detach()))
 
 
 class Staged:

@@ -49,7 +49,8 @@ def judge(
         Work(device, rows, uploads=uploads.setdefault(device, Uploads()))
         for device, rows in by_device.items()
     ]
-    decision = run(backend_for, works, replace(request, write=write, apply=False))
+    agreed = gradients.agreed_upon(request, present)
+    decision = run(backend_for, works, replace(agreed, write=write, apply=False))
     staged.store()
     return decision
 

@@ -476,7 +476,8 @@ class Optimizer(torch.optim.Optimizer):
             self._refuse_float16(holders)
         staged = gradients.Staged()
         works = self._works(gradients.rows(holders, staged, written=write))
-        decision = run(backend_for, works, replace(request, write=write, apply=False))
+        agreed = gradients.agreed_upon(request, holders)
+        decision = run(backend_for, works, replace(agreed, write=write, apply=False))
         staged.store()
         if request.max_norm is not None:
             self.grad_norm = decision.norm

@@ -1,6 +1,7 @@
 """Every test runs under Triton's interpreter and with poisoned uninitialised memory."""
 
 import os
+from typing import Any
 
 # Read by Triton when it is imported, so set before anything imports it.
 os.environ["TRITON_INTERPRET"] = "1"
@@ -56,3 +57,14 @@ def backend(request):
             patch.setattr("ampopt.backend._cpu_backend", lambda name: on_device)
         yield request.param
     ampopt.set_backend("auto")
+
+
+@pytest.fixture
+def process_group():
+    """A world of one."""
+    dist: Any = torch.distributed
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("this build of torch has no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

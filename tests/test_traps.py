@@ -2,12 +2,12 @@
 
 Each test's docstring says what the trap is. They are sprung with ``torch.amp.GradScaler`` and an
 untouched loop where there is one; those that are about a scaler itself, T7 and T9, and T1, T2 and
-T6 once more, are also tests of ``ampopt.GradScaler``, by these numbers.
+T6 once more, are also tests of ``ampopt.GradScaler``, by these numbers. T4 takes two processes, and
+is in test_ranks.
 """
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -83,17 +83,6 @@ def test_t3_a_flag_of_one_dimension_as_sharded_scalers_make_skips(cls):
     optimizer.found_inf = torch.zeros(1)
     optimizer.step()
     assert everything(optimizer)["parameters"] != before
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """A world of one."""
-    dist: Any = torch.distributed
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("this build of torch has no gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @each_of_all

@@ -103,6 +103,7 @@ class Request:
             alone.
         write: store the unscaled gradients where they came from (detect).
         apply: advance the scalars and update the parameters.
+        agree: makes of what was found here what all ranks have found: flags to flags.
     """
 
     scale: Tensor | None = None
@@ -114,6 +115,7 @@ class Request:
     max_norm: float | None = None
     write: bool = False
     apply: bool = True
+    agree: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ def run(
             for backend, work in zip(backends, works, strict=True)
         ]
         partials = _joined(found, works[0].device)
+        if request.agree is not None:
+            partials = replace(partials, flags=request.agree(partials.flags))
     first, *others = works
     decision = backends[0].control(first, _on(first.device, request), partials)
     if request.apply:

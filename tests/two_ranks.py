@@ -1,0 +1,91 @@
+"""What two processes do to parameters that are spread over them; see test_ranks."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from optimizers import Plain
+from torch.nn import Parameter
+
+import ampopt
+
+__all__ = ["CLASSES", "FORMS", "ORDERS", "SPOILED", "work"]
+
+CLASSES = {
+    "AdamW": ampopt.AdamW,
+    "SGD": ampopt.SGD,
+    "Adagrad": ampopt.Adagrad,
+    "Plain": Plain,
+}
+FORMS = ("own", "split", "torch", "ours")
+ORDERS = ("replicated first", "sharded first", "on a mesh of two dimensions")
+SPOILED = (None, float("inf"), float("nan"))
+
+START = (torch.arange(4.0), torch.tensor([1.0, -1.0, 2.0, 0.5]))
+NUMBERS = (torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0.5, -0.25, 3.0, 1.0]))
+
+
+def spread(order: str, tensors: Any) -> list[Any]:
+    """``tensors`` as DTensors: one on every rank, of the other the second half on rank 1 only."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    flat = init_device_mesh("cpu", (2,))
+    whole, parts = [Replicate()], [Shard(0)]
+    if order == "on a mesh of two dimensions":
+        flat = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        whole, parts = [Replicate(), Replicate()], [Replicate(), Shard(0)]
+    placements = [parts, whole] if order == "sharded first" else [whole, parts]
+    return [distribute_tensor(t.clone(), flat, p) for t, p in zip(tensors, placements, strict=True)]
+
+
+def stepped(form: str, optimizer: Any, params: Any) -> float:
+    """One step under a scale of 4; the scale that follows."""
+    if form == "own":
+        return float(optimizer.unscale_and_step(grads_scaled_by=4.0).scale)
+    if form == "split":
+        scale = optimizer.unscale(grads_scaled_by=4.0).scale
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step_after_unscale()
+        return float(scale)
+    scaler = {"torch": torch.amp.GradScaler, "ours": ampopt.GradScaler}[form]("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+def outcomes() -> Iterator[tuple[Any, Any]]:
+    for name, cls in CLASSES.items():
+        for form in FORMS:
+            for order in ("not spread", *ORDERS):
+                for bad in SPOILED:
+                    # The last element of the sharded one, so of rank 1.
+                    sharded = 0 if order == "sharded first" else 1
+                    grads = [4.0 * n for n in NUMBERS]
+                    if bad is not None:
+                        grads[sharded][3] = bad
+                    params = list(START)
+                    if order != "not spread":
+                        params, grads = spread(order, params), spread(order, grads)
+                    params = [Parameter(p.clone()) for p in params]
+                    for p, grad in zip(params, grads, strict=True):
+                        p.grad = grad
+                    optimizer = cls(params, lr=0.25)
+                    scale = stepped(form, optimizer, params)
+                    values: Any = [p.detach() for p in params]
+                    if order != "not spread":
+                        values = [value.full_tensor() for value in values]
+                    yield (name, form, order, bad), (scale, values)
+
+
+def work(rank: int, folder: str) -> None:
+    """Be one of two ranks, and save what became of everything."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
+    torch.save(list(outcomes()), Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
