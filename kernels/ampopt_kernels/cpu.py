@@ -281,7 +281,10 @@ class _Block:
             torch.zeros(len(self.rows), dtype=torch.float64) if s is None else s.double()
             for s in self.scalars
         )
-        new_s, h = rule.torch_scalars(s, tuple(hyper))
+        # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
+        # and the same step among others of the same count would have another result.
+        given = tuple(torch.as_tensor(x, dtype=torch.float64) for x in hyper)
+        new_s, h = rule.torch_scalars(s, given)
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
                 stored.copy_(value)

@@ -308,6 +308,21 @@ def test_partition_into_groups_and_order_do_not_matter(case, history, scale, dat
         assert bits(dict(first.state[p])) == bits(dict(second.state[twin]))
 
 
+def test_a_neighbour_that_has_taken_more_steps_changes_no_bit():
+    """Their scalars are taken as a vector then, and torch divides a number by a vector otherwise."""
+    results = []
+    for beside in (True, False):
+        param, other = (Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+        params = [param, other] if beside else [param]
+        optimizer = ampopt.Adam(params, lr=0.01, betas=(0.5, 0.0))
+        for size in (None, 0.0, 1.0):
+            param.grad = None if size is None else torch.full_like(param, size)
+            other.grad = torch.ones_like(other)
+            optimizer.step()
+        results.append(bits(param))
+    assert results[0] == results[1]
+
+
 @fewer(0.4)
 @given(any_case(), histories(dtypes=FULL), loss_scales(off=False))
 def test_layout_does_not_matter_and_stays(case, history, scale):
