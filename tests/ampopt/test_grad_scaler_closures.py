@@ -65,6 +65,7 @@ def test_evaluations_count_as_steps_towards_growth():
         scaler.step(optimizer, closure_of(scaler, optimizer, seen))
         scaler.update()
     assert seen == [1.0, 1.0, 2.0, 2.0]
+    assert scaler.scale(torch.ones(())) == scaler.get_scale() == 4.0  # outside a closure too
 
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.LBFGS, Plain, HostCounted])

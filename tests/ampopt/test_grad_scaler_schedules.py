@@ -166,6 +166,15 @@ def test_states_interchange_with_torchs_in_mid_training(steps, at, ours_first):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("order", [(torch.amp.GradScaler, GradScaler), (GradScaler,) * 2])
+def test_finite_steps_that_were_counted_are_loaded(order):
+    first, second = (cls("cpu", init_scale=4.0, growth_interval=2) for cls in order)
+    optimizer, _ = made(torch.optim.SGD)
+    assert after(first, optimizer, [1.0], False)[-1]["_growth_tracker"] == 1
+    second.load_state_dict(first.state_dict())
+    assert after(second, optimizer, [1.0], False)[-1]["scale"] == 8.0
+
+
 @fewer(0.5)
 @given(scales(), st.lists(st.booleans(), max_size=4), st.lists(st.booleans(), max_size=4))
 def test_any_schedule_is_saved_and_loaded(scale, before, after):
