@@ -154,6 +154,39 @@ class TestCustomLion:
         assert float(difference) <= 12 * 2e-3
 
 
+class TestOwnKernel:
+    def test_both_ways_to_skip_agree(self, tmp_path):
+        pytest.importorskip("triton")
+        done = run("own_kernel.py", "--steps", "45", cwd=tmp_path, TRITON_INTERPRET="1")
+        full, told, controlled, verdict = output(done).splitlines()
+        assert full.startswith("float32, a plain step()") and full.endswith(
+            " 0 of 45 steps skipped"
+        )
+        assert told.startswith("float16, told to skip")
+        assert controlled.startswith("float16, in full control")
+        assert told.split("accuracy")[1] == controlled.split("accuracy")[1]
+        assert not told.endswith(" 0 of 45 steps skipped")
+        assert percentages(told)[0] > 85
+        assert verdict.startswith("both float16 runs ended in the same weights, bit for bit")
+
+    def test_without_a_gpu_it_says_what_to_do(self, tmp_path):
+        pytest.importorskip("triton")
+        done = run("own_kernel.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 1
+        assert done.stderr == "no GPU: run it with TRITON_INTERPRET=1, in Triton's interpreter\n"
+
+
+def test_sam(tmp_path):
+    sgd, full, half, verdict = output(run("sam.py", "--epochs", "10", cwd=tmp_path)).splitlines()
+    assert sgd.startswith("SGD in float32") and full.startswith("SAM in float32")
+    assert sgd.endswith(", 210 steps, 0 evaluations run again")
+    assert full.endswith(", 210 steps, 0 evaluations run again")
+    again = re.fullmatch(r"SAM in float16: .*, 210 steps, (\d+) evaluations run again", half)
+    assert again is not None and int(again[1]) > 0
+    assert min(percentages(full + half)) > 88
+    assert verdict == "SAM in float16 reached float32's accuracy within 2 points"
+
+
 def test_every_example_is_run():
     text = Path(__file__).read_text(encoding="utf-8")
     for path in EXAMPLES.glob("*.py"):
