@@ -26,6 +26,7 @@ from ampopt.scaling import scale_outputs
 from ampopt.several import unscale_and_step
 from ampopt.sgd import SGD
 from ampopt.sparse_adam import SparseAdam
+from ampopt.train_step import TrainStep
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ __all__ = [
     "SparseAdam",
     "StaticLossScale",
     "StepResult",
+    "TrainStep",
     "Unscaled",
     "extend",
     "get_backend",

@@ -31,6 +31,7 @@ class Plan:
 
     Attributes:
         works: what to run, the first parameter's device first; empty without gradients.
+        lasts: whether it may serve a second step; not where it works on copies.
     """
 
     def __init__(self, optimizer: "ElementwiseOptimizer") -> None:
@@ -72,7 +73,7 @@ class Plan:
         self._states = list(self._state.values())
         self._entries = list(map(dict.values, self._states))
         self._values = list(chain.from_iterable(self._entries))
-        self._lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
+        self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
 
     def _row(
         self, optimizer: "ElementwiseOptimizer", group: int, param: Tensor, state: dict
@@ -102,7 +103,7 @@ class Plan:
         """Take up the gradients of this step; ``False`` if anything but them has changed."""
         params, groups = self._params, optimizer.param_groups
         if not (
-            self._lasts
+            self.lasts
             and _are(chain.from_iterable(group["params"] for group in groups), params)
             and list(map(Tensor.data_ptr, params)) == self._addresses
             and self._params_alike.to(params)

@@ -137,6 +137,10 @@ class Triton(Backend):
             }
             self._launch(work.device, update_kernel, group.stop - group.start, arguments)
 
+    def send_hyper(self, work: Work) -> None:
+        """Send the hyperparameters of ``work`` to where a captured step reads them, if changed."""
+        _hyper_table(work)
+
     def _launch_control(
         self,
         work: Work,
@@ -214,7 +218,7 @@ def _hyper_table(work: Work) -> Tensor:
                 on_device.append((group, i, value))
                 value = 0.0
             numbers.append(float(value))
-    table = work.uploads.get("hyper", numbers, torch.float64, work.device)
+    table = work.uploads.get("hyper", numbers, torch.float64, work.device, in_place=True)
     table = table.view(len(work.hyper), -1)
     for group, i, value in on_device:
         table[group, i].copy_(value.detach().reshape(()), non_blocking=True)

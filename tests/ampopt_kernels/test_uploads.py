@@ -1,6 +1,7 @@
 """Tables on the device: sent when they changed, and only then."""
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 
@@ -33,6 +34,25 @@ def test_queued_work_keeps_the_table_it_was_given():
     old = uploads.get("hyper", [1.0, 2.0], torch.float64, CPU)
     uploads.get("hyper", [3.0, 4.0], torch.float64, CPU)
     assert old.tolist() == [1.0, 2.0]
+
+
+def test_in_place_the_table_stays_where_it_is():
+    uploads = Uploads()
+    table = uploads.get("hyper", [1.0, 2.0], torch.float64, CPU, in_place=True)
+    assert uploads.get("hyper", [3.0, 4.0], torch.float64, CPU, in_place=True) is table
+    assert table.tolist() == [3.0, 4.0]
+    assert uploads.get("hyper", [3.0, 4.0, 5.0], torch.float64, CPU, in_place=True) is not table
+    assert uploads.get("hyper", [3.0], torch.float64, META, in_place=True).device == META
+
+
+def test_nothing_is_sent_while_a_graph_is_captured(monkeypatch):
+    uploads = Uploads()
+    table = uploads.get("rows", [1, 2], torch.int64, CPU)
+    monkeypatch.setattr("ampopt_kernels.uploads._captures", lambda device: True)
+    assert uploads.get("rows", [1, 2], torch.int64, CPU) is table
+    with pytest.raises(RuntimeError, match="zero_grad.set_to_none=False"):
+        uploads.get("rows", [1, 3], torch.int64, CPU)
+    assert [t.tolist() for t in uploads.tables()] == [[1, 2]]
 
 
 def test_another_device_gets_its_own():

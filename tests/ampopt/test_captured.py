@@ -1,0 +1,262 @@
+"""A captured step goes on as an uncaptured one would, whatever happens between replays.
+
+The graphs are a stand-in for CUDA's (see ``fake_graphs``), and the kernels run in Triton's
+interpreter; the tests marked ``gpu`` do the same with those of a device.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, state_of
+from fake_graphs import FakeGraphs
+from read_back import no_read_back
+from torch import Tensor
+
+import ampopt
+from ampopt import DynamicLossScale, StaticLossScale, TrainStep, captured
+from ampopt_kernels.language import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+
+INF = float("inf")
+MSE = torch.nn.MSELoss()
+CAPTURED_AT = 3
+"""The call that captures; those before warm up."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def triton() -> Iterator[None]:
+    ampopt.set_backend("triton")
+    yield
+    ampopt.set_backend("auto")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    fake = FakeGraphs()
+    monkeypatch.setattr(captured, "graphs_on", lambda device: fake)
+    # The faster comparison of layouts also compares torch's modes, of which the stand-in has one.
+    monkeypatch.setattr("ampopt.alike.TensorGuards", None)
+    return fake
+
+
+def batch(first: float = 1.0, rows: int = 2, dtype: torch.dtype = torch.float32) -> Any:
+    inputs = torch.linspace(-1.0, 1.0, rows * 2).reshape(rows, 2)
+    inputs[0, 0] = first
+    return inputs.to(dtype), torch.ones(rows, 1, dtype=dtype)
+
+
+class Training:
+    """A model, its optimizer, and the step that trains it."""
+
+    def __init__(
+        self,
+        cuda_graph: bool,
+        scale: Callable[[], Any] = lambda: DynamicLossScale(init_scale=8.0, growth_interval=3),
+        cls: Any = ampopt.AdamW,
+        dtype: torch.dtype = torch.float32,
+        dropout: float = 0.0,
+        optimizer_options: Any = (),
+        **options: Any,
+    ) -> None:
+        self.model = torch.nn.Sequential(torch.nn.Dropout(dropout), torch.nn.Linear(2, 1))
+        with torch.no_grad():
+            for p in self.model.parameters():
+                p.copy_(torch.linspace(-1.0, 0.75, p.numel()).reshape(p.shape))
+        self.model.to(dtype)
+        self.optimizer = cls(self.model.parameters(), **dict(optimizer_options))
+        self.step = TrainStep(
+            self.model, MSE, self.optimizer, scale(), cuda_graph=cuda_graph, **options
+        )
+        self.dtype = dtype
+        self.seen: list[Any] = []
+
+    def __call__(self, *firsts: float, rows: int = 2) -> Any:
+        for first in firsts:
+            result = self.step(*batch(first, rows, self.dtype))
+            scale = result.scale and result.scale.state_dict()
+            self.seen.append((result.loss, result.found_inf, self.optimizer.grad_norm, scale))
+        return self
+
+    @property
+    def now(self) -> Any:
+        parameters = [bits(p) for p in self.model.parameters()]
+        return bits(self.seen), parameters, state_of(self.optimizer), bits(torch.get_rng_state())
+
+
+def both(train: Callable[[Training], Any], **options: Any) -> Training:
+    """Do the same with and without graphs; the captured one, after comparing the two."""
+    ends = []
+    for cuda_graph in (False, True):
+        torch.manual_seed(0)
+        training = Training(cuda_graph, **options)
+        train(training)
+        ends.append(training)
+    assert ends[1].now == ends[0].now
+    return ends[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scale": lambda: None},
+        {"scale": lambda: StaticLossScale(4.0), "max_norm": 0.5},
+        {"max_norm": 1.0, "micro_batches": 2, "dropout": 0.25},
+        {"cls": ampopt.NAdam, "autocast": None},
+        {
+            "dtype": torch.bfloat16,
+            "optimizer_options": {"master_weights": True},
+            "autocast": None,
+            "max_norm": 1.0,
+        },
+    ],
+    ids=["plain", "unscaled", "static", "all at once", "scalars", "masters"],
+)
+def test_through_overflow_and_growth(graphs, options):
+    both(lambda training: training(1.0, 2.0, 3.0, 1.5, 0.5, INF, 1.0, 2.0, 3.0), **options)
+    assert (graphs.captures, graphs.replays) == (1, 6)
+
+
+def test_learning_rates_change_between_replays(graphs):
+    def train(training: Training) -> None:
+        group = training.optimizer.param_groups[0]
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.5)
+        for _ in range(6):
+            training(1.0)
+            scheduler.step()
+        group["betas"] = (0.5, 0.75)
+        training(1.0)
+
+    both(train)
+    assert (graphs.captures, graphs.replays) == (1, 4)
+
+
+def test_gradients_dropped_and_steps_by_hand_in_between(graphs):
+    def train(training: Training) -> None:
+        training(1.0, 2.0, 3.0, 4.0)
+        training.optimizer.zero_grad()
+        training(1.0)
+        training.optimizer.zero_grad()
+        training.model(batch()[0]).sum().backward()
+        training.optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=0.25)
+        training(2.0, 3.0)
+
+    both(train, max_norm=1.0)
+    assert (graphs.captures, graphs.replays) == (1, 4)
+
+
+def test_a_batch_of_another_shape_is_taken_without_the_graph(graphs):
+    def train(training: Training) -> None:
+        training(1.0, 2.0, 3.0, 4.0)
+        training(1.0, INF, rows=4)
+        training(2.0, 3.0)
+
+    both(train)
+    assert (graphs.captures, graphs.replays) == (1, 3)
+
+
+def test_loading_a_state_begins_again(graphs):
+    def train(training: Training) -> None:
+        training(1.0)
+        saved = training.step.state_dict()
+        training(2.0, 3.0, 4.0)
+        training.step.load_state_dict(saved)
+        training(1.0, 2.0, 3.0, 4.0)
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+        training(1.0, 2.0, 3.0, 4.0)
+
+    both(train)
+    assert (graphs.captures, graphs.replays) == (3, 3)
+
+
+def test_evaluation_mode_is_captured_by_itself(graphs):
+    def train(training: Training) -> None:
+        training(1.0, 2.0, 3.0, 4.0)
+        training.model.eval()
+        training(1.0)
+        training.model.train()
+        training(1.0)
+
+    both(train, dropout=0.5)
+    assert (graphs.captures, graphs.replays) == (1, 2)
+
+
+def test_post_hooks_run_for_each_step_once_and_know_whether_it_was_skipped(graphs):
+    def train(training: Training) -> None:
+        optimizer = training.optimizer
+        flags: list[Tensor] = []
+        optimizer.register_step_post_hook(lambda o, *_: flags.append(o._skip_flag))
+        gate = ampopt.lr_scheduler_gate(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        for first in (1.0, 2.0, INF, 3.0, INF, 1.0):
+            training(first)
+            gate.step()
+        training.seen.append([[float(flag) for flag in flags], gate.get_last_lr()])
+
+    assert both(train).seen[-1][0] == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_no_step_looks(graphs):
+    training = Training(True, max_norm=1.0)
+    batches = [batch(first) for first in (1.0, 2.0, 3.0, 1.0, INF, 2.0)]
+    with no_read_back():
+        for inputs, targets in batches:
+            training.step(inputs, targets)
+    assert graphs.replays == 3
+
+
+def captured_later(training: Training) -> None:
+    training(*[1.0] * (CAPTURED_AT + 1))
+
+
+def test_a_model_that_looks_is_found_out(graphs):
+    training = Training(True)
+    training.model.register_forward_hook(lambda module, args, output: output * output.max().item())
+    with pytest.raises(AssertionError, match="the host looked while capturing"):
+        captured_later(training)
+
+
+def test_a_pre_hook_is_refused(graphs):
+    training = Training(True)
+    training.optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="a step pre-hook cannot change a step"):
+        captured_later(training)
+
+
+def test_a_step_on_copies_is_refused(graphs):
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = ampopt.SGD([weight], lr=0.5)
+    optimizer.state[weight]["momentum_buffer"] = torch.ones(3, 2).t()
+    optimizer.param_groups[0]["momentum"] = 0.5
+    step = TrainStep(lambda x: x * weight, torch.sum, optimizer, 1.0, cuda_graph=True)
+    with pytest.raises(RuntimeError, match="this step works on copies"):
+        for _ in range(CAPTURED_AT + 1):
+            step(torch.ones(()))
+
+
+def test_an_optimizer_of_other_parameters_is_refused(graphs):
+    training = Training(True)
+    training.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.ones(1))]
+    with pytest.raises(RuntimeError, match="no parameter of the optimizer has a gradient"):
+        captured_later(training)
+
+
+def test_under_autocast_it_is_refused(graphs):
+    training = Training(True)
+    with pytest.raises(RuntimeError, match="called under torch.autocast"):
+        with torch.autocast("cpu", torch.bfloat16):
+            training(1.0)
+
+
+def test_a_device_without_graphs_is_trained_without():
+    assert captured.graphs_on(torch.device("cpu")) is None
+    training = Training(True)(1.0, 2.0, 3.0, 1.0, INF)
+    assert training.seen[-1][1] == 1.0
+
+
+def test_another_backend_on_a_device_is_refused(monkeypatch):
+    monkeypatch.setattr("ampopt.backend._chosen", "eager")
+    with pytest.raises(RuntimeError, match="needs the triton backend on cuda, got eager"):
+        captured.graphs_on(torch.device("cuda"))

@@ -1,0 +1,291 @@
+"""A training step as one object does what the loop does that its docstring shows, bit for bit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from bits import bits, everything
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizers import HostCounted, Plain
+
+import ampopt
+from ampopt import DynamicLossScale, StaticLossScale, TrainStep, scale_outputs
+
+INF = float("inf")
+MSE = torch.nn.MSELoss()
+
+
+def made(cls: Any = ampopt.AdamW, dropout: float = 0.0, **options: Any) -> tuple[Any, Any]:
+    """A small model, always the same, and its optimizer."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, 3), torch.nn.Dropout(dropout), torch.nn.Linear(3, 1)
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1.0, 0.75, p.numel()).reshape(p.shape))
+    return model, cls(model.parameters(), **options)
+
+
+def batch(first: float = 1.0, rows: int = 4, bad_row: int | None = None) -> tuple[Any, Any]:
+    inputs = torch.linspace(-1.0, first, rows * 2).reshape(rows, 2)
+    if bad_row is not None:
+        inputs[bad_row, 0] = INF
+    return inputs, torch.ones(rows, 1)
+
+
+def by_hand(model: Any, optimizer: Any, scale: Any, batches: Any, **options: Any) -> list[Any]:
+    """The loop of the docstring; what each step gave."""
+    n, dtype = options.get("micro_batches", 1), options.get("autocast", torch.float16)
+    seen = []
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        total: Any = 0.0
+        for x, y in zip(inputs.chunk(n), targets.chunk(n), strict=True):
+            with torch.autocast("cpu", dtype or torch.float16, enabled=dtype is not None):
+                loss = MSE(model(x), y) / n
+            scale_outputs(loss, scale).backward()
+            total = total + loss.detach()
+        result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=options.get("max_norm"))
+        scale = result.scale
+        seen.append((total, result.found_inf, optimizer.grad_norm, saved(scale)))
+    return seen
+
+
+def by_step(model: Any, optimizer: Any, scale: Any, batches: Any, **options: Any) -> list[Any]:
+    step = TrainStep(model, MSE, optimizer, scale, **options)
+    seen = []
+    for inputs, targets in batches:
+        loss, found_inf, scale = step(inputs, targets)
+        assert step.scale is scale
+        seen.append((loss, found_inf, optimizer.grad_norm, saved(scale)))
+    return seen
+
+
+def saved(scale: Any) -> Any:
+    return None if scale is None else scale.state_dict()
+
+
+SCALES = {
+    "none": lambda: None,
+    "static": lambda: StaticLossScale(8.0),
+    "applied": lambda: StaticLossScale(8.0, drop_overflow_update=False),
+    "dynamic": lambda: DynamicLossScale(init_scale=2.0**10, growth_interval=2),
+}
+batches = st.builds(
+    batch,
+    st.integers(-16, 16).map(lambda n: n / 8),
+    st.just(4),
+    st.sampled_from([None, None, 0, 3]),
+)
+
+
+@given(
+    cls=st.sampled_from([ampopt.AdamW, ampopt.SGD, ampopt.Muon, Plain, HostCounted]),
+    scale=st.sampled_from(sorted(SCALES)),
+    training=st.lists(batches, min_size=1, max_size=4),
+    micro_batches=st.sampled_from([1, 2, 4]),
+    max_norm=st.sampled_from([None, 0.25, INF]),
+    autocast=st.sampled_from([torch.float16, torch.bfloat16, None]),
+    cuda_graph=st.booleans(),
+)
+@settings(max_examples=30)
+def test_it_is_the_loop(cls, scale, training, cuda_graph, **options):
+    if cls is ampopt.Muon:  # which takes matrices only
+        make = lambda params: ampopt.Muon([p for p in params if p.ndim == 2])  # noqa: E731
+    else:
+        make = cls
+    on_cpu = {"cuda_graph": cuda_graph and issubclass(cls, ampopt.ElementwiseOptimizer)}
+    (loop_model, loop), (model, optimizer) = made(make), made(make)
+    torch.manual_seed(0)
+    expected = by_hand(loop_model, loop, SCALES[scale](), training, **options)
+    torch.manual_seed(0)
+    actual = by_step(model, optimizer, SCALES[scale](), training, **on_cpu, **options)
+    assert bits(actual) == bits(expected)
+    assert everything(optimizer) == everything(loop)
+
+
+def test_an_overflow_in_one_micro_batch_skips_all_of_them():
+    model, optimizer = made()
+    step = TrainStep(model, MSE, optimizer, DynamicLossScale(init_scale=8.0), micro_batches=4)
+    step(*batch())
+    before = everything(optimizer)
+    result = step(*batch(bad_row=2))
+    assert result.skipped
+    assert everything(optimizer) == before
+    assert step.scale is not None and step.scale.item() == 4.0
+    assert not step(*batch()).skipped
+
+
+def test_results_stay_what_they_were():
+    model, optimizer = made()
+    scale = DynamicLossScale(init_scale=8.0, growth_interval=1)
+    step = TrainStep(model, MSE, optimizer, scale, max_norm=1.0)
+    kept = []
+    for first in (1.0, 2.0):
+        result = step(*batch(first))
+        kept.append((result.loss, result.scale.value, optimizer.grad_norm))
+    assert all(not torch.equal(a, b) for a, b in zip(*kept, strict=True))
+    assert not kept[0][0].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("inputs", "called_with"),
+    [
+        (torch.ones(2), "one"),
+        ((torch.ones(2), torch.zeros(2)), "two"),
+        ({"y": torch.zeros(2), "x": torch.ones(2)}, "named"),
+    ],
+)
+def test_inputs_are_passed_as_they_come(inputs, called_with):
+    weight = torch.nn.Parameter(torch.ones(2))
+
+    def model(*args: Any, **kwargs: Any) -> Any:
+        assert ("one", "two")[len(args) - 1] == called_with if args else called_with == "named"
+        assert not kwargs or set(kwargs) == {"x", "y"}
+        return (args[0] if args else kwargs["x"]) * weight
+
+    def loss_fn(outputs: Any, factor: float, shift: Any) -> Any:
+        return (outputs * factor + shift).mean()
+
+    step = TrainStep(model, loss_fn, ampopt.SGD([weight], lr=1.0), 1.0, micro_batches=2)
+    assert step(inputs, 3.0, torch.tensor(1.0)).loss == 4.0
+    assert weight.tolist() == [-0.5, -0.5]  # d loss / d weight is 3 / 2 for each
+
+
+def test_replay_runs_the_batch_again_until_it_is_finite():
+    """As the step that begins with the scale at which the replays ended; dropout is the same."""
+    results = []
+    for init in (2.0**40, None):
+        model, optimizer = made(dropout=0.5)
+        start = DynamicLossScale(init_scale=init or results[0][1].scale.item())
+        step = TrainStep(model, MSE, optimizer, start, max_replays=100, preserve_rng=True)
+        torch.manual_seed(3)
+        result = step(*batch())
+        assert not result.skipped
+        results.append((everything(optimizer), result))
+    (first, a), (second, b) = results
+    assert a.scale.item() < 2.0**40
+    assert bits(a.loss) == bits(b.loss)
+    assert first == second
+
+
+def test_replay_ends_where_no_scale_helps():
+    model, optimizer = made()
+    step = TrainStep(model, MSE, optimizer, DynamicLossScale(), max_replays=3)
+    before = [bits(p) for p in model.parameters()]
+    with pytest.raises(ampopt.NonFiniteGradientError):
+        step(*batch(bad_row=0))
+    assert [bits(p) for p in model.parameters()] == before
+
+
+def test_an_optimizer_that_evaluates_by_itself():
+    model, optimizer = made(ampopt.LBFGS, max_iter=4)
+    step = TrainStep(model, MSE, optimizer, DynamicLossScale(init_scale=8.0), max_replays=10)
+    first = step(*batch()).loss
+    assert step(*batch()).loss < first
+
+
+@given(
+    before=st.lists(batches, max_size=3),
+    after=st.lists(batches, min_size=1, max_size=3),
+    scale=st.sampled_from(["none", "dynamic"]),
+)
+@settings(max_examples=15)
+def test_saved_and_loaded_it_goes_on_as_if_nothing_had_happened(before, after, scale):
+    model, optimizer = made()
+    step = TrainStep(model, MSE, optimizer, SCALES[scale](), max_norm=1.0)
+    for b in before:
+        step(*b)
+    checkpoint = copy.deepcopy((model.state_dict(), step.state_dict()))
+    expected = [bits(step(*b)[:2]) for b in after]
+
+    other_model, other = made()
+    resumed = TrainStep(other_model, MSE, other, SCALES[scale](), max_norm=1.0)
+    other_model.load_state_dict(checkpoint[0])
+    resumed.load_state_dict(checkpoint[1])
+    assert [bits(resumed(*b)[:2]) for b in after] == expected
+    assert saved(resumed.scale) == saved(step.scale)
+    assert everything(other) == everything(optimizer)
+
+
+def step_of(scale: Any = 1.0, **options: Any) -> TrainStep:
+    model, optimizer = made()
+    return TrainStep(model, MSE, optimizer, scale, **options)
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ([], TypeError, "must be a dict, got list"),
+        ({"optimizer": {}}, ValueError, "exactly the entries 'optimizer' and 'scale'"),
+        (lambda: step_of(None).state_dict(), ValueError, "this step has a loss scale, the saved"),
+        (lambda: step_of(8.0).state_dict(), ValueError, "not the state of a DynamicLossScale"),
+        (
+            lambda: {
+                "optimizer": {"state": {}, "param_groups": []},
+                "scale": DynamicLossScale(init_scale=2.0).state_dict(),
+            },
+            ValueError,
+            "different number of parameter groups",
+        ),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
+    step = step_of(DynamicLossScale(init_scale=16.0))
+    step(*batch())
+    state = state() if callable(state) else state
+    before = everything(step.optimizer), saved(step.scale)
+    with pytest.raises(error, match=message):
+        step.load_state_dict(state)
+    assert (everything(step.optimizer), saved(step.scale)) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": None}, TypeError, "model must be callable, got NoneType"),
+        ({"loss_fn": 1}, TypeError, "loss_fn must be callable, got int"),
+        ({"optimizer": "torch"}, TypeError, r"torch\.optim\.sgd\.SGD: import it from ampopt"),
+        ({"scale": True}, TypeError, "scale must be a LossScale, .* got bool"),
+        ({"scale": torch.ones(())}, TypeError, "scale must be a LossScale, .* got Tensor"),
+        ({"scale": 0.0}, ValueError, "value must be"),
+        ({"autocast": torch.float32}, ValueError, r"autocast must be .* got torch\.float32"),
+        ({"micro_batches": 0}, ValueError, "micro_batches"),
+        ({"micro_batches": 2.0}, TypeError, "micro_batches"),
+        ({"max_norm": -1.0}, ValueError, "max_norm"),
+        ({"max_replays": -1}, ValueError, "max_replays"),
+        ({"preserve_rng": True}, ValueError, "give max_replays too"),
+        ({"max_replays": 1, "cuda_graph": True}, ValueError, "does not go with cuda_graph"),
+        ({"optimizer": "lbfgs"}, TypeError, "LBFGS evaluates the loss itself: give max_replays"),
+        ({"optimizer": "plain", "cuda_graph": True}, TypeError, "a rule, .* got Plain"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_at_once(options, error, message):
+    model, optimizer = made()
+    others = {
+        "torch": lambda: torch.optim.SGD(model.parameters()),
+        "lbfgs": lambda: ampopt.LBFGS(model.parameters()),
+        "plain": lambda: Plain(model.parameters()),
+    }
+    if "optimizer" in options:
+        options = {**options, "optimizer": others[options["optimizer"]]()}
+    given_ = {"model": model, "loss_fn": MSE, "optimizer": optimizer, "scale": 1.0, **options}
+    with pytest.raises(error, match=message):
+        TrainStep(**given_)
+
+
+def test_a_batch_that_cannot_be_divided_changes_nothing():
+    step = step_of(micro_batches=3)
+    before = everything(step.optimizer)
+    with pytest.raises(ValueError, match=r"batch of 4 cannot be divided into micro_batches=3"):
+        step(*batch())
+    assert everything(step.optimizer) == before
+
+
+def test_a_loss_of_several_elements_is_refused():
+    model, optimizer = made()
+    step = TrainStep(model, torch.nn.MSELoss(reduction="none"), optimizer, 1.0)
+    with pytest.raises(TypeError, match=r"one element, got shape \(4, 1\)"):
+        step(*batch())

@@ -1,0 +1,130 @@
+"""Graphs without a device that has them: a stand-in for CUDA's, on CPU tensors.
+
+As there, what is captured is not executed, a replay repeats the same operations on the same memory
+without any Python of the model's, the host may not look while capturing, and nothing may be sent.
+The operations are those that pass torch's dispatcher, and the launches of Triton kernels.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampopt.backend import backend_for
+from ampopt.looks import watching
+
+__all__ = ["FakeGraphs"]
+
+CPU = torch.device("cpu")
+
+
+class FakeGraphs:
+    """See :class:`ampopt.captured.Graphs`.
+
+    Attributes:
+        captures: how many there were.
+        replays: likewise.
+    """
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def capture(self) -> Iterator[Callable[[], None]]:
+        tape = _Tape()
+
+        def replay() -> None:
+            self.replays += 1
+            tape.play()
+
+        memory, random = _memory(), torch.get_rng_state()
+        with (
+            watching(_refuse),
+            mock.patch("ampopt_kernels.uploads._captures", lambda device: True),
+            mock.patch.object(backend_for(CPU), "_launch", tape.launch),
+            tape,
+        ):
+            yield replay
+        for storage, content in memory:
+            storage.copy_(content)
+        torch.set_rng_state(random)
+        self.captures += 1
+
+
+def _refuse(look: str) -> None:
+    raise AssertionError(f"the host looked while capturing: {look}")
+
+
+def _memory() -> list[tuple[Any, Any]]:
+    """All tensors' memory, and a copy of it."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if type(o) in (Tensor, Parameter)]
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage()
+        for t in tensors
+        if t.layout == torch.strided and t.device == CPU
+    }
+    return [(storage, storage.clone()) for storage in storages.values()]
+
+
+class _Tape(TorchDispatchMode):
+    """Records what is done, doing it, so that there are results to go on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._played: list[Callable[[], None]] = []
+        self._launching = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not self._launching:
+            given = {_place(t) for t in _tensors((args, kwargs))}
+            made = [t for t in _tensors(result) if _place(t) not in given]
+
+            def again() -> None:
+                new = _tensors(func(*args, **kwargs))
+                kept = [t for t in _tensors(result)]
+                for old, value in zip(kept, new, strict=True):
+                    if any(old is t for t in made):
+                        old.copy_(value)
+
+            self._played.append(again)
+        return result
+
+    def launch(self, device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        from ampopt_kernels.multi_tensor import _launch
+
+        def again() -> None:
+            _launch(device, kernel, programs, arguments)
+
+        self._played.append(again)
+        self._launching = True
+        try:
+            again()
+        finally:
+            self._launching = False
+
+    @torch.no_grad()
+    def play(self) -> None:
+        for again in self._played:
+            again()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
