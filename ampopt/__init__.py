@@ -18,6 +18,7 @@ from ampopt.lr_scheduler_gate import lr_scheduler_gate
 from ampopt.muon import Muon
 from ampopt.nadam import NAdam
 from ampopt.optimizer import Optimizer
+from ampopt.profile import profile
 from ampopt.radam import RAdam
 from ampopt.results import StepResult, Unscaled
 from ampopt.rmsprop import RMSprop
@@ -61,6 +62,7 @@ __all__ = [
     "lr_scheduler_gate",
     "next_scale",
     "patch_optimizer",
+    "profile",
     "scale_outputs",
     "set_backend",
     "unscale_and_step",

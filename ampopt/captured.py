@@ -186,7 +186,7 @@ class Captured:
             decision=optimizer._decision,
             plan=plan,
             tensors=self._hyper_tensors(),
-            tables=[t for uploads in optimizer._uploads.values() for t in uploads.tables()],
+            tables=[t for work in plan.works for t in work.uploads.tables()],
         )
 
     def _replayed(self, capture: _Capture, leaves: list[Any], scale: Any) -> StepResult:
@@ -221,7 +221,8 @@ class Captured:
         self._optimizer.zero_grad()
         self._put_gradients_back()
         if self._gradients:
-            torch._foreach_zero_([grad for _, grad in self._gradients])
+            zero: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+            zero([grad for _, grad in self._gradients])
 
     def _put_gradients_back(self) -> None:
         for param, grad in self._gradients:

@@ -1,14 +1,23 @@
-"""Every test runs under Triton's interpreter and with poisoned uninitialised memory."""
+"""Tests run with poisoned memory, and, but for ``pytest -m gpu``, under Triton's interpreter."""
 
+import contextlib
 import os
+import sys
 from typing import Any
 
-# Read by Triton when it is imported, so set before anything imports it.
-os.environ["TRITON_INTERPRET"] = "1"
+# Read by Triton when it is imported, so set before anything imports it. A worker of xdist's has it
+# from the process that started it, which knows the command line.
+os.environ["TRITON_INTERPRET"] = (
+    os.environ["TRITON_INTERPRET"]
+    if "PYTEST_XDIST_WORKER" in os.environ
+    else str(int(("-m", "gpu") not in zip(sys.argv, sys.argv[1:], strict=False)))
+)
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by CUDA; torch asks it of who wants bits
 
 import hypothesis
 import pytest
 import torch
+from gpus import skip_without_gpu
 
 import ampopt
 from ampopt_kernels.compiled import cpp_compiler
@@ -43,9 +52,11 @@ def checked_sparse_tensors():
 def backend(request):
     """Each backend in turn; a test that takes it is one body over both.
 
-    A test may name others: ``compiled``, and ``eager on a device``, where the host may not look at
-    the eager backend's tensors, so that it has to select.
+    A test may name others: ``compiled``, ``eager on a device``, where the host may not look at the
+    eager backend's tensors, so that it has to select, and ``ON_A_GPU`` of ``gpus``.
     """
+    if "GPU" in request.param:
+        skip_without_gpu()
     if request.param == "triton" and not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
     if request.param == "compiled" and cpp_compiler() is None:
@@ -55,7 +66,8 @@ def backend(request):
         if request.param == "eager on a device":
             on_device = Eager(reads_cpu=False)
             patch.setattr("ampopt.backend._cpu_backend", lambda name: on_device)
-        yield request.param
+        with torch.device("cuda") if "GPU" in request.param else contextlib.nullcontext():
+            yield request.param
     ampopt.set_backend("auto")
 
 

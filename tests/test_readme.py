@@ -9,6 +9,7 @@ PRINTED = {
     "The swap": "",
     "Between unscaling and the step": "",
     "Gradient accumulation": "",
+    "A step as one call": "SGD: 1 step. In the last one:",
     "For those who keep a scaler": "False True",
     "Closures and replay": "loss ['weight', 'bias']",
     "Loss scales": "262144.0",

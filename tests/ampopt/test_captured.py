@@ -5,12 +5,14 @@ interpreter; the tests marked ``gpu`` do the same with those of a device.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from bits import bits, state_of
 from fake_graphs import FakeGraphs
+from gpus import DEVICE, ON_A_GPU, no_waiting, skip_without_gpu
 from read_back import no_read_back
 from torch import Tensor
 
@@ -33,13 +35,40 @@ def triton() -> Iterator[None]:
     ampopt.set_backend("auto")
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
-    fake = FakeGraphs()
-    monkeypatch.setattr(captured, "graphs_on", lambda device: fake)
-    # The faster comparison of layouts also compares torch's modes, of which the stand-in has one.
-    monkeypatch.setattr("ampopt.alike.TensorGuards", None)
-    return fake
+class CountedGraphs(captured.CudaGraphs):
+    """Those of the device, which have not been run yet."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device(DEVICE, torch.cuda.current_device()))
+        self.captures = self.replays = 0
+
+    @contextmanager
+    def capture(self) -> Iterator[Callable[[], None]]:
+        def counted() -> None:
+            self.replays += 1
+            replay()
+
+        with super().capture() as replay:
+            yield counted
+        self.captures += 1
+
+
+STAND_IN = "stand-in"
+stand_in_only = pytest.mark.parametrize("graphs", [STAND_IN], indirect=True)
+
+
+@pytest.fixture(params=[STAND_IN, ON_A_GPU])
+def graphs(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if request.param == STAND_IN:
+        made, device = FakeGraphs(), "cpu"
+        # The faster comparison of layouts also compares torch's modes, of which this has one.
+        monkeypatch.setattr("ampopt.alike.TensorGuards", None)
+    else:
+        skip_without_gpu()
+        made, device = CountedGraphs(), DEVICE
+    monkeypatch.setattr(captured, "graphs_on", lambda device: made)
+    with torch.device(device):
+        yield made
 
 
 def batch(first: float = 1.0, rows: int = 2, dtype: torch.dtype = torch.float32) -> Any:
@@ -134,6 +163,32 @@ def test_learning_rates_change_between_replays(graphs):
     assert (graphs.captures, graphs.replays) == (1, 4)
 
 
+@pytest.mark.parametrize("graphs", [ON_A_GPU], indirect=True)
+def test_a_learning_rate_on_the_device_is_read_there(graphs):
+    def train(training: Training) -> None:
+        lr = training.optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
+        for _ in range(6):
+            training(1.0)
+            lr.mul_(0.5)
+        training.optimizer.param_groups[0]["lr"] = torch.tensor(0.25)  # another tensor
+        training(1.0)
+
+    both(train)
+    assert (graphs.captures, graphs.replays) == (1, 3)
+
+
+@pytest.mark.parametrize("graphs", [ON_A_GPU], indirect=True)
+def test_no_replay_waits(graphs):
+    training = Training(True, max_norm=1.0)
+    batches = [batch(first) for first in (1.0, 2.0, 3.0, 1.0, INF, 2.0)]
+    for inputs, targets in batches[: CAPTURED_AT + 1]:
+        training.step(inputs, targets)
+    with no_waiting():
+        for inputs, targets in batches[CAPTURED_AT + 1 :]:
+            training.step(inputs, targets)
+    assert graphs.replays == 3
+
+
 def test_gradients_dropped_and_steps_by_hand_in_between(graphs):
     def train(training: Training) -> None:
         training(1.0, 2.0, 3.0, 4.0)
@@ -198,6 +253,7 @@ def test_post_hooks_run_for_each_step_once_and_know_whether_it_was_skipped(graph
     assert both(train).seen[-1][0] == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
 
 
+@stand_in_only
 def test_no_step_looks(graphs):
     training = Training(True, max_norm=1.0)
     batches = [batch(first) for first in (1.0, 2.0, 3.0, 1.0, INF, 2.0)]
@@ -211,6 +267,7 @@ def captured_later(training: Training) -> None:
     training(*[1.0] * (CAPTURED_AT + 1))
 
 
+@stand_in_only
 def test_a_model_that_looks_is_found_out(graphs):
     training = Training(True)
     training.model.register_forward_hook(lambda module, args, output: output * output.max().item())
@@ -218,6 +275,7 @@ def test_a_model_that_looks_is_found_out(graphs):
         captured_later(training)
 
 
+@stand_in_only
 def test_a_pre_hook_is_refused(graphs):
     training = Training(True)
     training.optimizer.register_step_pre_hook(lambda *_: None)
@@ -225,6 +283,7 @@ def test_a_pre_hook_is_refused(graphs):
         captured_later(training)
 
 
+@stand_in_only
 def test_a_step_on_copies_is_refused(graphs):
     weight = torch.nn.Parameter(torch.ones(2, 3))
     optimizer = ampopt.SGD([weight], lr=0.5)
@@ -236,6 +295,7 @@ def test_a_step_on_copies_is_refused(graphs):
             step(torch.ones(()))
 
 
+@stand_in_only
 def test_an_optimizer_of_other_parameters_is_refused(graphs):
     training = Training(True)
     training.optimizer.param_groups[0]["params"] = [torch.nn.Parameter(torch.ones(1))]
@@ -243,6 +303,7 @@ def test_an_optimizer_of_other_parameters_is_refused(graphs):
         captured_later(training)
 
 
+@stand_in_only
 def test_under_autocast_it_is_refused(graphs):
     training = Training(True)
     with pytest.raises(RuntimeError, match="called under torch.autocast"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_close, bits, state_of
+from gpus import ON_A_GPU
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from optimizers import RULE_BASED, HostCounted, Plain
@@ -32,7 +33,10 @@ from torch.nn import Parameter
 
 import ampopt
 
-pytestmark = pytest.mark.usefixtures("backend")
+pytestmark = [
+    pytest.mark.parametrize("backend", ["eager", "triton", ON_A_GPU], indirect=True),
+    pytest.mark.usefixtures("backend"),
+]
 
 INF = float("inf")
 TORCH = (ampopt.SGD, ampopt.Adam, ampopt.AdamW)
@@ -715,7 +719,7 @@ def test_backends_agree(backend, case, history, scale):
     try:
         two, second = train(case, history, scale, clipped)
     finally:
-        ampopt.set_backend(backend)
+        ampopt.set_backend(backend.split()[0])
     loose = case.options.get("eps", 1.0) < 0.125
     for p, twin in zip(one, two, strict=True):
         assert_close(p, twin, ulps=2**12 if loose else 4, size=16)

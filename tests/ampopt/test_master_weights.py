@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from bits import assert_close, bits, everything, state_of
+from gpus import ON_A_GPU
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import RULE_BASED, Signed
@@ -27,7 +28,10 @@ from torch_options import ELEMENTWISE, OptionSet, named
 
 import ampopt
 
-pytestmark = pytest.mark.usefixtures("backend")
+pytestmark = [
+    pytest.mark.parametrize("backend", ["eager", "triton", ON_A_GPU], indirect=True),
+    pytest.mark.usefixtures("backend"),
+]
 
 HALF = (torch.float16, torch.bfloat16)
 INF = float("inf")

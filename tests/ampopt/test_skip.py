@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from bits import bits, everything, state_of
+from gpus import ON_A_GPU
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from optimizers import HostCounted, Plain
@@ -28,7 +29,7 @@ from torch.nn import Parameter
 import ampopt
 
 every_way = pytest.mark.parametrize(
-    "backend", ["eager", "eager on a device", "triton"], indirect=True
+    "backend", ["eager", "eager on a device", "triton", ON_A_GPU], indirect=True
 )
 pytestmark = [every_way, pytest.mark.usefixtures("backend")]
 

@@ -235,10 +235,10 @@ def step_of(scale: Any = 1.0, **options: Any) -> TrainStep:
 def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
     step = step_of(DynamicLossScale(init_scale=16.0))
     step(*batch())
-    state = state() if callable(state) else state
+    saved_state: Any = state() if callable(state) else state
     before = everything(step.optimizer), saved(step.scale)
     with pytest.raises(error, match=message):
-        step.load_state_dict(state)
+        step.load_state_dict(saved_state)
     assert (everything(step.optimizer), saved(step.scale)) == before
 
 

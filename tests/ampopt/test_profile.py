@@ -1,0 +1,178 @@
+"""What a profile says, word for word, of each way to step, look and launch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optimizers import HostCounted, Plain, Signed
+from torch.nn import Parameter
+
+import ampopt
+from ampopt import profile
+from ampopt_kernels.eager import Eager
+from ampopt_kernels.language import HAS_TRITON
+
+NO_LOOK = "The host looked at no tensor, so on a GPU it would wait for nothing."
+WHERE = Path(__file__).name
+INF = float("inf")
+
+
+@pytest.fixture
+def eager():
+    ampopt.set_backend("eager")
+    yield
+    ampopt.set_backend("auto")
+
+
+@pytest.fixture
+def on_a_device(eager, monkeypatch):
+    """CPU tensors at which the host may not look, as on an accelerator."""
+    device = Eager(reads_cpu=False)
+    monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: device)
+
+
+def made(cls: Any, **options: Any) -> Any:
+    named = [(name, Parameter(torch.ones(2))) for name in ("weight", "bias")]
+    for _, p in named:
+        p.grad = torch.ones(2)
+    return cls(named, **options)
+
+
+def said(optimizer: Any, *, scale: Any = 1.0, steps: int = 1) -> str:
+    with profile(optimizer) as report:
+        for _ in range(steps):
+            optimizer.unscale_and_step(grads_scaled_by=scale)
+    return str(report)
+
+
+def test_a_rule(eager):
+    assert said(made(ampopt.AdamW), steps=2) == (
+        "AdamW: 2 steps. In the last one:\n"
+        "  2 parameters (weight, bias): by the rule, on the eager backend\n" + NO_LOOK
+    )
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+def test_launches_are_counted_and_a_missing_gradient_is_named(monkeypatch):
+    monkeypatch.setattr("ampopt.backend._chosen", "triton")
+    optimizer = made(Signed)
+    optimizer.param_groups[0]["params"][1].grad = None
+    assert said(optimizer, scale=ampopt.DynamicLossScale(init_scale=4.0)) == (
+        "Signed: 1 step. In the last one:\n"
+        "  1 parameter (weight): by the rule, on the triton backend\n"
+        "  1 parameter (bias): not stepped, without a gradient\n"
+        "ampopt launched 3 kernels, 3 a step: 1 control, 1 detect, 1 update.\n" + NO_LOOK
+    )
+
+
+def ordinary(path: str, which: str = "an ordinary step") -> str:
+    return f"  2 parameters (weight, bias): {which}, {path}\n"
+
+
+LOOKED = "after the host looked at the overflow flag, "
+FREE = LOOKED + "which costs nothing on the CPU; on a GPU, a transaction where it can be"
+
+
+def test_an_ordinary_step_on_the_cpu(eager):
+    header = "Plain: 1 step. In the last one:\n"
+    assert said(made(Plain)) == header + ordinary(FREE) + NO_LOOK
+    assert said(made(Plain), scale=None) == header + ordinary("unchecked") + NO_LOOK
+
+
+@pytest.mark.parametrize(
+    ("cls", "skip_by", "paths"),
+    [
+        (
+            Plain,
+            "auto",
+            [
+                LOOKED + "to find out whether later ones can be transactions",
+                LOOKED + "to find out whether later ones can be transactions",
+                "as a transaction: taken, and undone on the device if it overflowed",
+            ],
+        ),
+        (Plain, "host", [LOOKED + "as skip_by='host' says"]),
+        (
+            HostCounted,
+            "auto",
+            [LOOKED + "as the step changes torch's random state"] * 2,
+        ),
+        (Plain, "step", ["which skips by itself"]),
+    ],
+)
+def test_an_ordinary_step_on_a_device(on_a_device, cls, skip_by, paths):
+    optimizer = made(cls)
+    optimizer.skip_by = skip_by
+    for path in paths:
+        header = f"{cls.__name__}: 1 step. In the last one:\n"
+        assert said(optimizer) == header + ordinary(path) + NO_LOOK
+
+
+def test_torchs_own_step(eager):
+    optimizer = made(ampopt.SGD)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = p.detach().to_sparse()
+    header = "SGD: 1 step. In the last one:\n"
+    assert said(optimizer) == header + ordinary(FREE, "torch's own step") + NO_LOOK
+
+
+def test_looks_of_the_loop_are_named_by_line(eager):
+    optimizer = made(ampopt.SGD)
+    with profile(optimizer) as report:
+        for _ in range(2):
+            assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
+        optimizer.unscale_and_step(grads_scaled_by=1.0).found_inf.item()
+        optimizer.param_groups[0]["params"][0].detach().add(1)
+    line = test_looks_of_the_loop_are_named_by_line.__code__.co_firstlineno + 4
+    assert str(report) == (
+        "SGD: 3 steps. In the last one:\n"
+        "  2 parameters (weight, bias): by the rule, on the eager backend\n"
+        "The host looked at tensors 3 times. That costs nothing on the CPU; on a GPU it would wait "
+        "each time:\n"
+        f"  {WHERE}:{line}, 2 times: "
+        "assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped\n"
+        f"  {WHERE}:{line + 1}: optimizer.unscale_and_step(grads_scaled_by=1.0).found_inf.item()"
+    )
+
+
+def test_looks_of_a_closure_are_named(eager):
+    optimizer = made(ampopt.SGD)
+
+    def closure(scale: Any) -> Any:
+        optimizer.zero_grad()
+        loss = sum(p.sum() for p in optimizer.param_groups[0]["params"])
+        ampopt.scale_outputs(loss, scale).backward()
+        return loss
+
+    with profile(optimizer) as report:
+        optimizer.unscale_and_step(closure, grads_scaled_by=1.0)
+    assert str(report).endswith(
+        "on a GPU it would wait each time:\n"
+        "  a closure's replay, 2 times: is the loss finite, did a gradient overflow?"
+    )
+
+
+def test_several_optimizers_and_none(eager):
+    a, b = made(ampopt.SGD), made(ampopt.SGD)
+    with profile(a, b) as report:
+        a.step()
+    assert str(report) == (
+        "SGD 1: 1 step. In the last one:\n"
+        "  2 parameters (weight, bias): by the rule, on the eager backend\n"
+        "SGD 2: 0 steps\n" + NO_LOOK
+    )
+    with pytest.raises(ValueError, match=r"profile\(optimizer\)"), profile():
+        pass
+    with pytest.raises(TypeError, match=r"torch\.optim\.sgd\.SGD: import it from ampopt"):
+        with profile(made(torch.optim.SGD)):
+            pass
+
+
+def test_it_leaves_nothing_behind(eager):
+    optimizer = made(Plain)
+    before = ampopt.transaction.Skipper.step  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ZeroDivisionError), profile(optimizer):
+        _ = 1 / 0
+    assert ampopt.transaction.Skipper.step is before  # pyright: ignore
+    assert not optimizer._optimizer_step_post_hooks
