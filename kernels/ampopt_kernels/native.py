@@ -26,10 +26,10 @@ extern "C" void scatter(char* const* tensors, const int64_t* bytes, int64_t n, c
 // In lanes and chunks whose order is that of the elements, so that the sum does not depend on the
 // number of threads.
 template <typename T> double sum_of_squares(const T* x, int64_t n, int64_t threads) {
-    constexpr int64_t LANES = 32, CHUNK = 1 << 14;
+    constexpr int64_t LANES = 32, CHUNK = 1 << 14;  // of 16 and more, threads earn their start
     const int64_t chunks = (n + CHUNK - 1) / CHUNK;
     std::vector<double> sums(chunks);
-    #pragma omp parallel for num_threads(threads)
+    #pragma omp parallel for num_threads(threads) if (chunks >= 16)
     for (int64_t c = 0; c < chunks; ++c) {
         const T* from = x + c * CHUNK;
         const int64_t left = n - c * CHUNK, size = left < CHUNK ? left : CHUNK;

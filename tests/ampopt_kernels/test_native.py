@@ -48,7 +48,7 @@ def test_copies_move_every_bit_to_its_place(copies, shapes, dtype, grad_dtype, v
 
 @given(
     st.sampled_from([torch.float32, torch.float64]),
-    st.sampled_from([0, 1, 31, 32, 33, (1 << 14) - 1, 1 << 14, (1 << 15) + 5]),
+    st.sampled_from([0, 1, 31, 32, 33, (1 << 14) - 1, 1 << 14, (1 << 15) + 5, (1 << 18) + 1]),
     st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=1, max_size=40),
 )
 def test_sum_of_squares_is_that_of_float64_with_any_number_of_threads(dtype, size, values):
