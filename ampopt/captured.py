@@ -146,8 +146,9 @@ class Captured:
             if kind != self._kind:
                 self._kind, self._warm = kind, 0
             if self._warm < _WARM_STEPS:
+                result = self._uncaptured(batch, scale)
                 self._warm += 1
-                return self._uncaptured(batch, scale)
+                return result
             self._capture = self._captured(leaves, structure, scale)
         if kind != self._kind:
             return self._uncaptured(batch, scale)
