@@ -313,7 +313,7 @@ def test_partition_into_groups_and_order_do_not_matter(case, history, scale, dat
 
 
 def test_a_neighbour_that_has_taken_more_steps_changes_no_bit():
-    """Their scalars are taken as a vector then, and torch divides a number by a vector otherwise."""
+    """Their scalars are a vector then, by which torch divides a number otherwise."""
     results = []
     for beside in (True, False):
         param, other = (Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
