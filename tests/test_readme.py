@@ -15,6 +15,7 @@ PRINTED = {
     "Loss scales": "262144.0",
     "An optimizer of your own": "[0.9999, 1.0001, 1.0000]",
     "An optimizer of somebody else's": "True",
+    "Testing your optimizer": "True",
 }
 
 IN_FRAMEWORKS = {"With Lightning", "With Accelerate and transformers"}

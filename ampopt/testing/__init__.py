@@ -1,0 +1,57 @@
+"""Property tests for optimizers under loss scaling; see ``README.md`` beside this file.
+
+Needs the extra ``testing``: ``python -m pip install "ampopt[testing]"``.
+"""
+
+try:
+    import hypothesis as _hypothesis  # noqa: F401
+    import pytest as _pytest
+except ImportError as error:
+    raise ImportError(
+        f"ampopt.testing needs hypothesis and pytest, but {error.name} cannot be imported: install "
+        "the extra 'testing', as in `python -m pip install \"ampopt[testing]\"`"
+    ) from error
+
+# So that a failed assert of the kit shows its values, as one in a test file does.
+_pytest.register_assert_rewrite(
+    *(
+        f"ampopt.testing.{name}"
+        for name in ("calls", "closures", "machine", "scaling", "skipping", "storage")
+    )
+)
+
+from ampopt.testing import strategies  # noqa: E402
+from ampopt.testing.bits import (  # noqa: E402
+    Bits,
+    assert_bitwise_unchanged,
+    assert_close,
+    assert_same,
+    bits,
+    everything,
+    state_of,
+)
+from ampopt.testing.blueprints import Blueprint, History, Scale, set_gradients  # noqa: E402
+from ampopt.testing.contract import OptimizerContract  # noqa: E402
+from ampopt.testing.device import as_on_a_device  # noqa: E402
+from ampopt.testing.no_sync import ReadBack, assert_no_sync  # noqa: E402
+from ampopt.testing.overflow import inject_overflow  # noqa: E402
+
+__all__ = [
+    "Bits",
+    "Blueprint",
+    "History",
+    "OptimizerContract",
+    "ReadBack",
+    "Scale",
+    "as_on_a_device",
+    "assert_bitwise_unchanged",
+    "assert_close",
+    "assert_no_sync",
+    "assert_same",
+    "bits",
+    "everything",
+    "inject_overflow",
+    "set_gradients",
+    "state_of",
+    "strategies",
+]

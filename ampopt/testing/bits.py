@@ -1,0 +1,155 @@
+"""Tensors, optimizers and random state compared bit by bit: how a test says "nothing changed"."""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Bits",
+    "assert_bitwise_unchanged",
+    "assert_close",
+    "assert_same",
+    "bits",
+    "everything",
+    "group_entries",
+    "state_of",
+]
+
+_SHOWN = 16
+"""Elements of a tensor that a failure shows."""
+
+
+class Bits(NamedTuple):
+    """A tensor's values as bytes, so that NaN equals itself and -0 is not 0."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: bytes
+    shown: str
+
+    def __repr__(self) -> str:
+        """The values, as a failure shows them."""
+        return f"<{str(self.dtype).removeprefix('torch.')} {list(self.shape)}: {self.shown}>"
+
+
+def bits(value: Any) -> Any:
+    """``value`` with every tensor in it, however deep, as :class:`Bits`; compare with ``==``.
+
+    Synchronizes.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if value.is_sparse:
+            value = value.coalesce()
+            return bits((value.indices(), value.values()))
+        plain = value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        data = bytes(plain.view(-1).view(torch.uint8).tolist()) if plain.numel() else b""
+        return Bits(value.dtype, tuple(value.shape), data, _shown(plain))
+    if isinstance(value, Mapping):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [bits(item) for item in value]
+    return repr(value) if isinstance(value, float) else value  # repr: NaN equals itself
+
+
+def _shown(tensor: Tensor) -> str:
+    if tensor.numel() <= _SHOWN:
+        return repr(tensor.tolist())
+    return f"{tensor.reshape(-1)[:_SHOWN].tolist()!r} and {tensor.numel() - _SHOWN} more"
+
+
+def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The hyperparameters of every group."""
+    return [
+        {key: bits(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The state of every parameter, in the order of the groups."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [bits(dict(optimizer.state[p])) if p in optimizer.state else None for p in params]
+
+
+def everything(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All that a skipped or abandoned step must leave as it was, random state included."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    known = set(params)
+    return {
+        "parameters": bits(params),
+        "state": state_of(optimizer),
+        "other state": [bits(v) for key, v in optimizer.state.items() if key not in known],
+        "groups": group_entries(optimizer),
+        "random": (bits(torch.get_rng_state()), random.getstate()),
+    }
+
+
+def assert_same(actual: Any, expected: Any, what: str) -> None:
+    """Two results of :func:`bits` are equal; else the error names each place where they differ.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    if actual != expected:
+        raise AssertionError("\n".join([f"{what}:", *_differences(actual, expected, "")]))
+
+
+def _differences(actual: Any, expected: Any, where: str) -> Iterator[str]:
+    if isinstance(actual, Mapping) and isinstance(expected, Mapping):
+        for key in {**expected, **actual}:
+            yield from _differences(actual.get(key), expected.get(key), f"{where}[{key!r}]")
+    elif isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            yield from _differences(one, other, f"{where}[{index}]")
+    elif actual != expected:
+        got, wanted = repr(actual), repr(expected)
+        if len(got) + len(wanted) > 2000:  # a random generator's state
+            got, wanted = "other bits", "what was expected"
+        yield f"  {where or 'it'} is {got}, not {wanted}"
+
+
+@contextmanager
+def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The block leaves the optimizer as it was, bit for bit.
+
+    That is: parameters, the state of each of them, the entries of param groups, and the random
+    state of torch's CPU generator and of Python's ``random``. Gradients are free to change. State
+    that was missing before, and the block makes, is a change. Synchronizes.
+
+    Example:
+        >>> with assert_bitwise_unchanged(optimizer):  # doctest: +SKIP
+        ...     train_step(batch_that_overflows)
+
+    Raises:
+        AssertionError: something changed; the message names each entry, old value and new.
+    """
+    before = everything(optimizer)
+    yield
+    assert_same(everything(optimizer), before, "what was to stay as it was has changed")
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, ulps: float = 8.0, size: float = 0.0) -> None:
+    """``actual`` is within a few units in the last place of ``expected``.
+
+    Args:
+        actual: a tensor.
+        expected: of the same dtype and shape.
+        ulps: units in the last place of the largest magnitude that went into an element.
+        size: that magnitude, where it is more than the element's own: sums cancel.
+    """
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    eps = torch.finfo(expected.dtype).eps
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    torch.testing.assert_close(
+        actual.detach().to(wide),
+        expected.detach().to(wide),
+        rtol=ulps * eps,
+        atol=ulps * eps * max(size, torch.finfo(expected.dtype).tiny),
+        equal_nan=True,
+    )

@@ -1,0 +1,180 @@
+"""Invariants: closures, and their replay when gradients overflow."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import ampopt
+from ampopt.testing.bits import assert_bitwise_unchanged, assert_same, bits, everything
+from ampopt.testing.blueprints import History
+from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.training import Trained, assert_same_training, start
+
+__all__ = ["Closures"]
+
+
+def problems(cls: type[Claims]) -> st.SearchStrategy[History]:
+    """Parameters, and targets for them in the place of gradients."""
+    return cls.histories(overflows=False, absent=False, max_steps=1)
+
+
+class Problem:
+    """A training whose loss is half the square of the distance from targets.
+
+    Its gradients are exact, so a power of two changes none of their bits, and overflow where they
+    are more than ``limit`` when scaled, as those of float16 activations do.
+    """
+
+    def __init__(self, make: Any, history: History, limit: float = math.inf) -> None:
+        self.trained: Trained = start(make, history)
+        self.targets = [g.tensor().to_dense() for g in history.steps[0] if g is not None]
+        self.sparse = [g and g.layout in ("sparse", "duplicated") for g in history.steps[0]]
+        self.limit, self.scales, self.losses = limit, [], []
+        self.nan_at: int | None = None
+
+    def closure(self, scale: Any = None) -> torch.Tensor:
+        """Set scaled gradients, and return the loss."""
+        self.trained.optimizer.zero_grad()
+        self.scales.append(1.0 if scale is None else float(scale))
+        loss = torch.zeros((), dtype=torch.float64)
+        for p, target, sparse in zip(self.trained.params, self.targets, self.sparse, strict=True):
+            away = p.detach() - target
+            grad = away * self.scales[-1]
+            grad = torch.where(grad.abs() > self.limit, math.inf, grad)
+            p.grad = grad.to_sparse(1) if sparse else grad
+            loss += away.double().square().sum() / 2
+        if len(self.scales) == self.nan_at:
+            loss = loss * math.nan
+        self.losses.append(loss)
+        return loss
+
+    def split_closure(self, scale: Any) -> Any:
+        """As ``step_after_unscale`` takes it."""
+        loss = self.closure(scale)
+        return (loss, *self.trained.optimizer.unscale(grads_scaled_by=scale))
+
+    def step(self, scale: Any, split: bool, **keywords: Any) -> Any:
+        """One step with a closure."""
+        optimizer = self.trained.optimizer
+        with self.trained.at_work():
+            if split:
+                return optimizer.step_after_unscale(
+                    self.split_closure, current_grad_scale=scale, **keywords
+                )
+            return optimizer.unscale_and_step(self.closure, grads_scaled_by=scale, **keywords)
+
+
+def exponents(_: Any) -> st.SearchStrategy[int]:
+    return st.integers(-20, 20)
+
+
+def any_way(_: Any) -> st.SearchStrategy[bool]:
+    return st.booleans()
+
+
+class Closures(Claims):
+    """A closure is run again with a smaller scale until its gradients are finite."""
+
+    @invariant(claim="closures", history=problems, exponent=exponents, split=any_way)
+    def test_a_scale_changes_nothing_for_a_closure(
+        self, make: Any, history: History, exponent: int, split: bool
+    ) -> None:
+        """With a closure and a power of two, steps are those of ``step(closure)``.
+
+        The loss comes back as the closure returned it, unscaled.
+        """
+        plain, scaled = Problem(make, history), Problem(make, history)
+        for _ in range(2):
+            with plain.trained.at_work():
+                loss = plain.trained.optimizer.step(plain.closure)
+            result = scaled.step(2.0**exponent, split)
+            assert_same(bits(result.loss), bits(loss), "the loss")
+            assert not result.found_inf > 0
+        assert_same_training(scaled.trained, plain.trained, "a scaled closure")
+
+    @invariant(claim=("closures", "plain_steps"), history=problems, exponent=exponents)
+    def test_a_closure_is_gradients_and_a_step(
+        self, make: Any, history: History, exponent: int
+    ) -> None:
+        """What a closure computes is what could have been computed before the step."""
+        closed, before = Problem(make, history), Problem(make, history)
+        for _ in range(2):
+            closed.step(2.0**exponent, False)
+            before.closure(2.0**exponent)
+            with before.trained.at_work():
+                before.trained.optimizer.unscale_and_step(grads_scaled_by=2.0**exponent)
+        assert_same_training(closed.trained, before.trained, "a closure")
+
+    @invariant(
+        claim="closures",
+        history=problems,
+        limit=lambda _: st.integers(0, 6),
+        exponent=lambda _: st.integers(2, 8),
+        split=any_way,
+    )
+    def test_a_replay_is_a_start_with_the_smaller_scale(
+        self, make: Any, history: History, limit: int, exponent: int, split: bool
+    ) -> None:
+        """After an overflow, the same closure with a smaller scale gives what it always had.
+
+        A closure that is run behind the check, or once only, hands infinities to the step
+        (``torch.amp.GradScaler`` lets one through that is given by position).
+        """
+        replayed = Problem(make, history, 2.0**limit)
+        result = replayed.step(ampopt.DynamicLossScale(init_scale=2.0**exponent), split)
+        assert not result.found_inf > 0
+        settled = replayed.scales[-1]
+        direct = Problem(make, history)  # in which nothing can overflow
+        direct.step(settled, split)
+        assert_same_training(replayed.trained, direct.trained, f"replayed until {settled}")
+        assert float(result.scale) == settled, "the scale to use next is the one that worked"
+
+    @invariant(
+        claim="closures",
+        history=problems,
+        nan_at=lambda _: st.integers(1, 3),
+        split=any_way,
+    )
+    def test_a_failed_closure_changes_nothing(
+        self, make: Any, history: History, nan_at: int, split: bool
+    ) -> None:
+        """Where no scale can help, the error leaves all as it was before the call.
+
+        Parameters too, which line searches and sharpness-aware steps have moved by then: whoever
+        catches the error and goes on with the next batch must not begin from there.
+        """
+        problem = Problem(make, history)
+        problem.step(2.0, split)
+        problem.nan_at = len(problem.scales) + nan_at
+        before = everything(problem.trained.optimizer)
+        try:
+            problem.step(2.0, split)
+        except ampopt.NonFiniteGradientError as error:
+            assert error.reason == "loss"
+            assert len(problem.scales) == problem.nan_at, "a NaN loss was replayed"
+            after = everything(problem.trained.optimizer)
+            assert_same(after, before, "a closure that failed left something behind")
+        else:
+            assert len(problem.scales) < problem.nan_at, "a NaN loss was stepped with"
+
+    @invariant(
+        claim="closures", history=problems, replays=lambda _: st.integers(0, 3), split=any_way
+    )
+    def test_replays_end(self, make: Any, history: History, replays: int, split: bool) -> None:
+        """A closure that always overflows is run ``max_replays`` times again, and then is an error.
+
+        Without a bound the run hangs, and on a cluster so do all other ranks.
+        """
+        problem = Problem(make, history, limit=-1.0)  # so that each element overflows
+        if not any(target.numel() for target in problem.targets):
+            return
+        with (
+            assert_bitwise_unchanged(problem.trained.optimizer),
+            pytest.raises(ampopt.NonFiniteGradientError) as caught,
+        ):
+            problem.step(ampopt.DynamicLossScale(init_scale=8.0), split, max_replays=replays)
+        assert caught.value.reason == "replays"
+        assert len(problem.scales) == 1 + replays

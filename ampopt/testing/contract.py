@@ -1,0 +1,31 @@
+"""The property suite of an optimizer, by inheritance."""
+
+from ampopt.testing.calls import Calls
+from ampopt.testing.closures import Closures
+from ampopt.testing.machine import Sequences
+from ampopt.testing.scaling import Scaling
+from ampopt.testing.skipping import Skipping
+from ampopt.testing.storage import Storage
+
+__all__ = ["OptimizerContract"]
+
+
+class OptimizerContract(Skipping, Scaling, Storage, Calls, Closures, Sequences):
+    """Every invariant that loss scaling needs of an optimizer, as tests of pytest's.
+
+    Subclass it in a test file under a name that pytest collects, and say how to make yours::
+
+        from ampopt.testing import OptimizerContract
+
+        class TestMyOptimizer(OptimizerContract):
+            def make(self, params):
+                return MyOptimizer(params, lr=0.1)
+
+    Each test is one invariant: its name says what is promised, its docstring why a training would
+    break without. Examples are drawn by Hypothesis under the caller's profile (but for deadlines,
+    of which there are none), and shrink; a failure prints code that runs its example again. For
+    any :class:`ampopt.Optimizer`, with an ordinary ``step()`` or a rule.
+
+    What the optimizer does beyond the ordinary, or does not do, is said by attributes: see
+    :class:`~ampopt.testing.claims.Claims`. What is not claimed is skipped, and in the report.
+    """

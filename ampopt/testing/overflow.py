@@ -1,0 +1,81 @@
+"""Overflows on demand, for tests of training loops."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["inject_overflow"]
+
+
+@contextmanager
+def inject_overflow(
+    params: Iterable[Tensor],
+    where: int | tuple[int, int] = 0,
+    *,
+    value: float = math.inf,
+    at: Collection[int] | None = None,
+) -> Iterator[None]:
+    """Within this, backward passes leave a non-finite element in a gradient.
+
+    Does not synchronize. The model and the loop stay as they are: the element is written when the
+    gradient of that parameter has been accumulated.
+
+    Example:
+        >>> import torch, ampopt
+        >>> weight = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer, scale = ampopt.SGD([weight], lr=0.5), 4.0
+        >>> with inject_overflow([weight], at=[1]):  # the second backward pass
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         ampopt.scale_outputs(weight.sum(), scale).backward()
+        ...         print(optimizer.unscale_and_step(grads_scaled_by=scale).skipped)
+        False
+        True
+        False
+
+    Args:
+        params: parameters, leaf tensors that require gradients.
+        where: the position among ``params`` of the one whose gradient overflows, or that and the
+            position of the element in it; the first one by default.
+        value: what is written: an infinity or NaN.
+        at: which backward passes of that parameter, the first being 0; ``None`` for all.
+
+    Raises:
+        ValueError: there is no such element, or ``value`` is finite.
+    """
+    position, element = where if isinstance(where, tuple) else (where, 0)
+    held = list(params)
+    if math.isfinite(value):
+        raise ValueError(f"value must be an infinity or NaN, got {value!r}")
+    if not -len(held) <= position < len(held):
+        raise ValueError(f"where: there are {len(held)} parameters, and none at {position}")
+    param = held[position]
+    if not -param.numel() <= element < param.numel():
+        raise ValueError(
+            f"where: parameter {position} has {param.numel()} elements, and none at {element}"
+        )
+    passes = 0
+
+    def spoil(holder: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if at is not None and passes - 1 not in at:
+            return
+        with torch.no_grad():
+            grad = holder.grad
+            values = grad._values() if grad.is_sparse else grad
+            index, rest = [], element % values.numel()
+            for size in reversed(values.shape):
+                index.append(rest % size)
+                rest //= size
+            values[tuple(reversed(index))] = value
+
+    handle = param.register_post_accumulate_grad_hook(spoil)
+    try:
+        yield
+    finally:
+        handle.remove()

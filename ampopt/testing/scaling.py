@@ -1,0 +1,297 @@
+"""Invariants: a loss scale changes when a step overflows, and nothing else."""
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+
+import ampopt
+from ampopt.testing import strategies
+from ampopt.testing.bits import assert_same, bits
+from ampopt.testing.blueprints import History, Scale, set_gradients
+from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.skipping import assert_goes_on, ending_well, scales, ways
+from ampopt.testing.training import WAYS, assert_same_training, start, step_by, train
+
+__all__ = ["Scaling"]
+
+
+def finite(cls: type[Claims], **changed: Any) -> st.SearchStrategy[History]:
+    """Histories without overflows, whose every step has a gradient."""
+    return cls.histories(overflows=False, **changed).filter(
+        lambda history: all(map(any, history.steps))
+    )
+
+
+def assert_scale_changes_nothing(make: Any, history: History, scale: Scale, way: str) -> None:
+    assert_same_training(
+        train(make, history, scale, way),
+        train(make, history, way=None),
+        f"scaled by {scale.number} it differs from step() on unscaled gradients",
+    )
+
+
+class Scaling(Claims):
+    """What a scale is, and what it does to a step that does not overflow: nothing."""
+
+    @invariant(claim="plain_steps", history=finite, scale=scales, way=ways)
+    def test_a_power_of_two_changes_no_bit(
+        self, make: Any, history: History, scale: Scale, way: str
+    ) -> None:
+        """Scaled by a power of two, finite steps are those of ``step()`` without a scale.
+
+        Multiplying by a power of two is exact, so any difference is a mistake: an epsilon, a decay
+        or a threshold that met gradients while they were scaled. Such a run trains, with other
+        hyperparameters than it was given, which change whenever the scale does.
+        """
+        assert_scale_changes_nothing(make, history, scale, way)
+
+    @invariant(
+        claim="plain_steps",
+        history=lambda cls: cls.histories(overflows=False, max_steps=1, kind="edge"),
+        scale=lambda _: strategies.any_scales(),
+        kind=lambda _: st.sampled_from(["number", "tensor", "static", "dynamic"]),
+    )
+    def test_unscale_divides_gradients_by_the_scale(
+        self, make: Any, history: History, scale: float, kind: Any
+    ) -> None:
+        """After ``unscale``, ``p.grad`` is the gradient over the scale, to the last digit or two.
+
+        For any scale, from the smallest to the largest, of any kind. The reciprocal of a small
+        scale overflows float16, and that of a large one underflows; a clipping threshold then means
+        something else than was set.
+        """
+        trained = start(make, history)
+        set_gradients(trained.params, history.steps[0])
+        given = [None if p.grad is None else values_of(p.grad) for p in trained.params]
+        result = trained.optimizer.unscale(grads_scaled_by=Scale(kind, scale).make())
+        overflows = []
+        for p, before in zip(trained.params, given, strict=True):
+            if before is None:
+                continue
+            assert p.grad is not None
+            info, expected = torch.finfo(p.dtype), before.double() / scale
+            # Whether the largest number is passed may be a matter of rounding.
+            assume(not ((expected.abs() / info.max - 1).abs() < 4 * info.eps).any())
+            overflows.append((expected.abs() > info.max).any().item())
+            found = values_of(p.grad).double()
+            allowed = 2 * info.eps * expected.abs() + 2 * info.smallest_normal * info.eps
+            inside = expected.abs() <= info.max
+            assert ((found - expected).abs() <= allowed)[inside].all(), (
+                f"{before.tolist()} scaled by {scale} was unscaled to {found.tolist()}"
+            )
+        assert bool(result.found_inf > 0) is any(overflows)
+
+    @invariant(
+        claim="plain_steps",
+        history=lambda cls: ending_well(cls),
+        exponent=lambda _: st.integers(-20, 20),
+    )
+    def test_split_is_joined(self, make: Any, history: History, exponent: int) -> None:
+        """``unscale`` and then ``step_after_unscale`` is ``unscale_and_step``, scales included.
+
+        Adding clipping to a loop, which needs the two calls, must not change anything else. An
+        optimizer that unscales twice trains on gradients 65536 times too small.
+        """
+        scale = Scale("dynamic", 2.0**exponent)
+        one, other = (train(make, history, scale, way) for way in WAYS)
+        assert_same_training(one, other, "one call differs from two")
+        assert one.scales == other.scales
+
+    @invariant(claim="plain_steps", history=finite, way=ways)
+    def test_no_scale_is_step(self, make: Any, history: History, way: str) -> None:
+        """With ``grads_scaled_by=None`` a control point is ``step()``, and returns no scale.
+
+        So one loop serves with and without scaling, and comparing the two compares nothing else.
+        """
+        trained = train(make, history, Scale("none"), way)
+        assert trained.scales == [None] * len(history.steps)
+        assert_same_training(trained, train(make, history, way=None), "None is not step()")
+
+    # --- clipping --------------------------------------------------------------------------------
+
+    @invariant(claim="plain_steps", history=finite, exponent=lambda _: st.integers(-20, 20))
+    def test_clipping_does_not_depend_on_the_scale(
+        self, make: Any, history: History, exponent: int
+    ) -> None:
+        """``max_norm`` bounds the norm of unscaled gradients, whatever they were scaled by.
+
+        Clipping scaled gradients clips every one of them to almost nothing, for as long as the
+        scale is large: the run looks like one with a tiny learning rate.
+        """
+        runs = []
+        for number in (1.0, 2.0**exponent):
+            trained = start(make, history)
+            for step in history.steps:
+                set_gradients(trained.params, step, number)
+                trained.optimizer.unscale_and_step(grads_scaled_by=number, max_norm=0.5)
+            runs.append(trained)
+        assert_same_training(runs[0], runs[1], f"clipped under a scale of 2**{exponent}")
+        norms = [bits(trained.optimizer.grad_norm) for trained in runs]
+        assert_same(norms[1], norms[0], "grad_norm depends on the scale")
+
+    @invariant(
+        claim="plain_steps",
+        history=lambda cls: finite(cls, max_steps=1, dtypes=(torch.float32,), absent=False),
+        norm=lambda _: st.integers(10, 14),
+        limit=lambda _: st.integers(-4, 16),
+    )
+    def test_max_norm_is_clip_grad_norm(
+        self, make: Any, history: History, norm: int, limit: int
+    ) -> None:
+        """``max_norm=`` does what ``clip_grad_norm_`` does between the two calls.
+
+        The gradient is one element here, a power of two, so that both are exact.
+        """
+        (step,) = history.steps
+        assume(any(g and g.numel for g in step))
+        at = next(i for i, g in enumerate(step) if g and g.numel)
+        runs = []
+        for clip in (False, True):
+            trained = start(make, history)
+            set_gradients(trained.params, step, 0.0)
+            grad = trained.params[at].grad
+            assert grad is not None
+            (grad._values() if grad.is_sparse else grad)[(0,) * grad.ndim] = 2.0 ** (norm + 3)
+            if clip:
+                trained.optimizer.unscale(grads_scaled_by=8.0)
+                clip_grad_norm(trained.params, 2.0**limit)
+                trained.optimizer.step_after_unscale()
+            else:
+                trained.optimizer.unscale_and_step(grads_scaled_by=8.0, max_norm=2.0**limit)
+                found = float(trained.optimizer.grad_norm)
+                assert found == 2.0**norm, f"grad_norm is {found}, not {2.0**norm}"
+            runs.append(trained)
+        assert_same_training(runs[0], runs[1], "max_norm differs from clip_grad_norm_")
+
+    # --- the scale to use next -------------------------------------------------------------------
+
+    @invariant(
+        claim="plain_steps",
+        history=lambda cls: cls.histories(absent=False),
+        floor=lambda _: st.integers(-3, 0),
+        ceiling=lambda _: st.integers(0, 3),
+        interval=lambda _: st.integers(1, 3),
+        way=ways,
+    )
+    def test_the_scale_follows_its_schedule_within_its_bounds(
+        self, make: Any, history: History, floor: int, ceiling: int, interval: int, way: str
+    ) -> None:
+        """Halved by an overflow, doubled after so many finite steps, never out of its bounds.
+
+        A successor that forgets its floor, its ceiling or its count does so at every step; a scale
+        that reaches 0 stays there, and so does the model.
+        """
+        scale: Any = ampopt.DynamicLossScale(
+            init_scale=1.0,
+            growth_interval=interval,
+            min_scale=2.0**floor,
+            max_scale=2.0**ceiling,
+        )
+        expected, counted, trained = 1.0, 0, start(make, history)
+        for step, overflows in zip(history.steps, history.overflows, strict=True):
+            given = scale
+            result = step_by(trained, step, scale, way)
+            scale = result.scale
+            has_gradients = any(p.grad is not None for p in trained.params)
+            if overflows:
+                expected, counted = max(expected / 2, 2.0**floor), 0
+            elif has_gradients and not any(g and g.numel for g in step):
+                return  # gradients without elements: counted or not, nothing depends on it
+            elif has_gradients:
+                counted += 1
+                if counted == interval:
+                    expected, counted = min(expected * 2, 2.0**ceiling), 0
+            assert float(scale) == expected, (
+                f"after {'an overflow' if overflows else 'a finite step'} the scale is "
+                f"{float(scale)}, not {expected}"
+            )
+            assert scale.state_dict()["growth"] == counted
+            assert float(given) == float(given.value), "the scale that was passed in has changed"
+
+    @invariant(
+        claim="plain_steps", history=lambda cls: cls.histories(absent=False, max_steps=1), way=ways
+    )
+    def test_a_bare_number_comes_back_as_it_is_or_halved(
+        self, make: Any, history: History, way: str
+    ) -> None:
+        """For a number, the scale to use next is a tensor of that number, or half of it.
+
+        So the simplest loop, which begins with a number and hands on what is returned, adapts.
+        """
+        (overflows,) = history.overflows
+        result = step_by(start(make, history), history.steps[0], 64.0, way)
+        assert isinstance(result.scale, torch.Tensor) and result.scale.numel() == 1
+        assert float(result.scale) == (32.0 if overflows else 64.0)
+
+    # --- what not every optimizer takes ----------------------------------------------------------
+
+    @invariant(
+        claim="half_precision",
+        history=lambda cls: ending_well(cls, dtypes=cls.half_precision),
+        exponent=lambda _: st.integers(-4, 10),
+    )
+    def test_half_precision_parameters(self, make: Any, history: History, exponent: int) -> None:
+        """bfloat16 and float16 parameters under a scale: skips leave no trace, powers of two none.
+
+        Unscaled in float16, small gradients are flushed to zero, which is what scaling is for.
+        """
+        assert_goes_on(make, history, 1.0, "unscale_and_step")
+        finite_ones = history.without_overflows()
+        assume(all(map(any, finite_ones.steps)))
+        scale = Scale("number", 2.0**exponent)
+        assert_scale_changes_nothing(make, finite_ones, scale, "unscale_and_step")
+
+    @invariant(
+        claim="complex_parameters",
+        history=lambda cls: ending_well(cls, dtypes=(torch.complex64,)),
+        scale=scales,
+        way=ways,
+    )
+    def test_complex_parameters(self, make: Any, history: History, scale: Scale, way: str) -> None:
+        """Complex parameters under a scale: skips leave no trace, powers of two none.
+
+        Either part of a number may be the one that overflows.
+        """
+        assert_goes_on(make, history, scale.number, way)
+        finite_ones = history.without_overflows()
+        assume(all(map(any, finite_ones.steps)))
+        assert_scale_changes_nothing(make, finite_ones, scale, way)
+
+    @invariant(
+        claim="sparse_gradients",
+        history=lambda cls: ending_well(
+            cls,
+            sparse=True,
+            of_shapes=strategies.shapes(min_dims=1, max_dims=2, min_side=1),
+        ),
+        scale=scales,
+        way=ways,
+    )
+    def test_sparse_gradients(self, make: Any, history: History, scale: Scale, way: str) -> None:
+        """Sparse gradients under a scale, rows that come twice included.
+
+        An embedding's gradient has a row for each time a token occurs, and those are added up.
+        """
+        assert_goes_on(make, history, scale.number, way)
+        finite_ones = history.without_overflows()
+        assume(all(map(any, finite_ones.steps)))
+        assert_scale_changes_nothing(make, finite_ones, scale, way)
+
+
+def values_of(grad: torch.Tensor) -> torch.Tensor:
+    """A copy of the elements that a gradient has."""
+    return (grad.coalesce().values() if grad.is_sparse else grad).detach().clone()
+
+
+def clip_grad_norm(params: Any, limit: float) -> None:
+    """As torch's, which does not take sparse gradients."""
+    if not any(p.grad is not None and p.grad.is_sparse for p in params):
+        torch.nn.utils.clip_grad_norm_(params, limit)
+        return
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = math.sqrt(sum(float(values_of(g).double().norm() ** 2) for g in grads))
+    for grad in grads:
+        grad.mul_(min(1.0, limit / norm))

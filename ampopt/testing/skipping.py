@@ -1,0 +1,291 @@
+"""Invariants: which steps are skipped, and that a skipped step never was."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import assume
+from hypothesis import strategies as st
+
+import ampopt
+from ampopt.testing import strategies
+from ampopt.testing.bits import assert_same, bits, everything
+from ampopt.testing.blueprints import History, Scale, set_gradients
+from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.strategies import spoilable, spoiled
+from ampopt.testing.training import WAYS, assert_same_training, start, step_by, train
+
+__all__ = ["Skipping"]
+
+
+def ways(_: Any) -> st.SearchStrategy[str]:
+    return st.sampled_from(tuple(WAYS))
+
+
+def scales(_: Any) -> st.SearchStrategy[Scale]:
+    return strategies.loss_scales(off=False)
+
+
+@st.composite
+def ending_in_overflow(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> History:
+    """Any number of finite steps, and one that overflows."""
+    history = draw(cls.histories(overflows=False, max_steps=3, absent=False, **changed))
+    assume(spoilable(history.steps[-1]))
+    last = draw(spoiled(history.steps[-1]))
+    *before, _ = history.overflows
+    return History(history.params, (*history.steps[:-1], last), (*before, True), history.groups)
+
+
+@st.composite
+def ending_well(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> History:
+    """Steps that may overflow, and a finite one with a gradient for every parameter."""
+    history = draw(cls.histories(**changed))
+    sparse = changed.get("sparse", not cls.dense_gradients)
+    layouts = changed.get("layouts", cls.any_layout)
+    last = draw(strategies.gradients(history.params, absent=False, layouts=layouts, sparse=sparse))
+    return History(
+        history.params, (*history.steps, last), (*history.overflows, False), history.groups
+    )
+
+
+def assert_step_left_out(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
+    """Nothing is changed but for state that was missing."""
+    for part in ("parameters", "groups", "random"):
+        assert_same(after[part], before[part], f"{what}: {part}")
+    for name in ("state", "other state"):
+        for i, old in enumerate(before[name]):
+            if old:
+                assert_same(after[name][i], old, f"{what}: {name} {i}")
+
+
+def assert_goes_on(make: Any, history: History, number: float, way: str) -> None:
+    """With or without its overflows, ``history`` ends with the same bits."""
+    scale = Scale("static", number)  # so that the scale of the one is that of the other
+    assert_same_training(
+        train(make, history, scale, way),
+        train(make, history.without_overflows(), scale, way),
+        "a training with overflows differs from one without",
+    )
+
+
+class Skipping(Claims):
+    """A step whose gradients are not finite is left out, as if the batch had never been."""
+
+    @invariant(claim="plain_steps", history=ending_in_overflow, scale=scales, way=ways)
+    def test_a_skipped_step_changes_nothing(
+        self, make: Any, history: History, scale: Scale, way: str
+    ) -> None:
+        """A non-finite element anywhere leaves everything as it was, bit for bit.
+
+        Parameters, state, step counts, hyperparameters and random generators. An optimizer that
+        moves its averages, or counts the step, drifts a little at every overflow, and each run
+        overflows hundreds of times; one that applies the step turns the model to NaN.
+        """
+        *before_last, last = history.steps
+        trained = train(make, replace(history, steps=tuple(before_last)), scale, way)
+        before = everything(trained.optimizer)
+        result = step_by(trained, last, trained.scale, way)
+        assert result.found_inf > 0, "a gradient that is not finite was not found"
+        assert result.skipped
+        assert_step_left_out(before, everything(trained.optimizer), "changed by a skipped step")
+
+    @invariant(claim="plain_steps", history=ending_well, scale=scales, way=ways)
+    def test_training_goes_on_as_if_skipped_steps_had_never_been(
+        self, make: Any, history: History, scale: Scale, way: str
+    ) -> None:
+        """With or without the overflows among its steps, a training ends with the same bits.
+
+        On the very first step too, which makes state: what a skipped step makes has to be as if
+        fresh. torch's fused SGD leaves its momentum uninitialised there, and the next step uses it.
+        """
+        assume(any(history.overflows))
+        assert_goes_on(make, history, scale.number, way)
+
+    @invariant(
+        claim=("plain_steps", "checkpoints"), history=ending_in_overflow, data=lambda _: st.data()
+    )
+    def test_a_checkpoint_after_skips_alone_is_a_fresh_start(
+        self, make: Any, history: History, data: Any
+    ) -> None:
+        """Saved after nothing but overflows, and loaded, an optimizer is as good as new.
+
+        The first steps of a run are those that overflow, until the scale has come down; a job that
+        is preempted then must not go on with a step count or averages of steps never taken.
+        """
+        sparse = not type(self).dense_gradients
+        good = data.draw(
+            strategies.gradients(
+                history.params, absent=False, layouts=type(self).any_layout, sparse=sparse
+            )
+        )
+        skipped, loaded, fresh = (start(make, history) for _ in range(3))
+        step_by(skipped, history.steps[-1], 1.0)
+        loaded.optimizer.load_state_dict(skipped.optimizer.state_dict())
+        for trained in (loaded, fresh):
+            step_by(trained, good, 1.0)
+        assert_same_training(loaded, fresh, "a checkpoint of skipped steps is no fresh start")
+
+    @invariant(claim="plain_steps", history=ending_in_overflow, way=ways)
+    def test_step_hooks_run_on_every_attempt(self, make: Any, history: History, way: str) -> None:
+        """Hooks before and after a step run once for each attempt, skipped or not.
+
+        The host does not know whether a step is skipped, so schedulers, profilers and averages of
+        weights that hang on hooks must see the same calls on every rank and on every device.
+        """
+        calls: list[str] = []
+
+        def after(index: int, trained: Any) -> None:
+            expected = ["before", "after"] * (index + 1)
+            assert calls == expected, f"hooks were called {calls}, not {expected}"
+
+        hooked = make
+
+        def make_hooked(params: Any) -> Any:
+            optimizer = hooked(params)
+            optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+            optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+            return optimizer
+
+        train(make_hooked, history, Scale("static", 2.0), way, after=after)
+
+    @invariant(
+        claim="plain_steps",
+        history=lambda cls: cls.histories(overflows=False, absent=False, max_steps=2),
+        number=lambda _: st.sampled_from([0.0, -4.0, math.inf, math.nan]),
+        way=ways,
+    )
+    def test_a_scale_on_the_device_that_is_no_scale_skips(
+        self, make: Any, history: History, number: float, way: str
+    ) -> None:
+        """A scale that has become 0, negative, infinite or NaN on the device skips the step.
+
+        g / inf is a finite 0, so looking at gradients alone applies a step of zeros: averages
+        decay and weights with them, for the rest of the run.
+        """
+        trained = start(make, history)
+        for step in history.steps[:-1]:
+            step_by(trained, step, 1.0)
+        before = everything(trained.optimizer)
+        set_gradients(trained.params, history.steps[-1])
+        result = WAYS[way](trained.optimizer, torch.tensor(number))
+        assert result.found_inf > 0, f"a scale of {number} was not found out"
+        assert_step_left_out(before, everything(trained.optimizer), f"a scale of {number} stepped")
+
+    @invariant(
+        claim="plain_steps",
+        history=lambda cls: cls.histories(overflows=False, absent=False, max_steps=1),
+        exponent=lambda _: st.integers(1, 20),
+        way=ways,
+        data=lambda _: st.data(),
+    )
+    def test_gradients_are_judged_after_unscaling(
+        self, make: Any, history: History, exponent: int, way: str, data: Any
+    ) -> None:
+        """A gradient that overflows by being unscaled, by a scale below 1, skips the step.
+
+        ``torch.amp.GradScaler`` looks at scaled gradients only, and applies the infinity.
+        """
+        (step,) = history.steps
+        assume(spoilable(step))
+        trained = start(make, history)
+        set_gradients(trained.params, step, 0.0)
+        at = data.draw(st.sampled_from([i for i, g in enumerate(step) if g and g.numel]))
+        grad = trained.params[at].grad
+        assert grad is not None
+        values = grad._values() if grad.is_sparse else grad
+        values.fill_(torch.finfo(values.dtype).max)
+        before = everything(trained.optimizer)
+        result = WAYS[way](trained.optimizer, 2.0**-exponent)
+        assert result.found_inf > 0, "a gradient that overflows unscaled was not found"
+        assert_step_left_out(before, everything(trained.optimizer), "an overflow was applied")
+
+    @invariant(
+        claim="plain_steps",
+        history=lambda cls: cls.histories(overflows=False, max_steps=1, kind="edge"),
+        way=ways,
+    )
+    def test_a_finite_gradient_is_never_skipped(
+        self, make: Any, history: History, way: str
+    ) -> None:
+        """However large, or however many: only what is not finite skips.
+
+        A detector that adds up elements, or squares them, overflows by itself. Training then skips
+        large gradients for ever, while the scale falls to its floor.
+        """
+        trained = start(make, history)
+        result = step_by(trained, history.steps[0], 1.0, way)
+        assert not result.found_inf > 0, "a finite gradient was taken for an overflow"
+        assert not result.skipped
+
+    @invariant(
+        claim=("plain_steps", "grad_scaler"),
+        history=lambda cls: cls.histories(overflows=False, absent=False, max_steps=3),
+        flags=lambda _: st.sampled_from([1.0, 2.0, 3.0, 0.5]),
+    )
+    def test_a_sum_of_flags_skips(self, make: Any, history: History, flags: float) -> None:
+        """Any flag above 0 skips: those of several devices and ranks are added up.
+
+        torch's fused optimizers skip on a flag of exactly 1, so where two devices overflow at once
+        they step, with infinities.
+        """
+        trained = start(make, history)
+        *before_last, last = history.steps
+        for step in before_last:
+            step_by(trained, step, 1.0)
+        before = everything(trained.optimizer)
+        set_gradients(trained.params, last)
+        # As torch.amp.GradScaler hands its flag over.
+        trained.optimizer.grad_scale = None
+        trained.optimizer.found_inf = torch.tensor(flags)
+        trained.optimizer.step()
+        del trained.optimizer.grad_scale, trained.optimizer.found_inf
+        assert_step_left_out(before, everything(trained.optimizer), f"a flag of {flags} stepped")
+
+    @invariant(
+        claim="plain_steps",
+        history=ending_in_overflow,
+        first=lambda _: st.booleans(),
+    )
+    def test_ranks_that_add_up_their_flags_agree(
+        self, make: Any, history: History, first: bool
+    ) -> None:
+        """The flag of ``unscale`` may be summed over ranks, in place: all of them skip, or none.
+
+        One rank has an overflow in its part of the gradients, the other has none. If one of them
+        steps, they hold different models from then on, and nothing says so.
+        """
+        finite = tuple(
+            g and type(g)(g.shape, (1.0,) * min(g.numel, 1), g.dtype, g.layout)
+            for g in history.steps[-1]
+        )
+        ranks = [start(make, history) for _ in range(2)]
+        results, before = [], everything(ranks[0].optimizer)
+        for trained, step in zip(
+            ranks, (history.steps[-1], finite)[:: 1 if first else -1], strict=True
+        ):
+            set_gradients(trained.params, step, 4.0)
+            results.append(trained.optimizer.unscale(grads_scaled_by=4.0))
+        total = sum(float(result.found_inf) for result in results)
+        for trained, result in zip(ranks, results, strict=True):
+            result.found_inf.fill_(total)  # as all_reduce would
+            assert trained.optimizer.step_after_unscale().skipped
+            assert_step_left_out(before, everything(trained.optimizer), "a rank has stepped")
+
+    @invariant(claim="plain_steps", history=lambda cls: cls.histories(max_steps=2), way=ways)
+    def test_no_gradients_is_no_step(self, make: Any, history: History, way: str) -> None:
+        """A step for which no parameter has a gradient changes nothing, and counts for nothing.
+
+        Optimizers of a part of the model meet it whenever a batch does not touch that part. As an
+        error it ends the run; counted as a finite step it lets the scale grow on nothing.
+        """
+        trained = train(make, history, Scale("static", 1.0), way)
+        before = everything(trained.optimizer)
+        for p in trained.params:
+            p.grad = None
+        scale = ampopt.DynamicLossScale(init_scale=8.0, growth_interval=1)
+        result = WAYS[way](trained.optimizer, scale)
+        assert not result.found_inf > 0
+        assert float(result.scale) == 8.0, "a step without gradients let the scale grow"
+        assert_step_left_out(before, everything(trained.optimizer), "a step without gradients")
+        assert bits(result.found_inf).shape == ()

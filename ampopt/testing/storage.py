@@ -1,0 +1,185 @@
+"""Invariants: where a training is kept, and in what order, makes no difference to it."""
+
+import copy
+import io
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import ampopt
+from ampopt.testing.bits import assert_same, bits
+from ampopt.testing.blueprints import Blueprint, History, Scale
+from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.skipping import ending_well
+from ampopt.testing.training import (
+    Trained,
+    assert_same_training,
+    start,
+    step_by,
+    train,
+)
+
+__all__ = ["Storage"]
+
+
+class Storage(Claims):
+    """Checkpoints, copies, groups, order and layout."""
+
+    @invariant(
+        claim=("plain_steps", "checkpoints"),
+        history=ending_well,
+        at=lambda _: st.integers(0, 4),
+    )
+    def test_saving_and_loading_at_any_point_changes_nothing(
+        self, make: Any, history: History, at: int
+    ) -> None:
+        """A run that is saved and resumed, optimizer and scale, goes on to the same bits.
+
+        State in an attribute, or under another key than the parameter, is not in ``state_dict``,
+        and a cast of it does not come back: the resumed run is another one, and nobody is told.
+        """
+        at %= len(history.steps)
+        straight, resumed = start(make, history), start(make, history)
+        for trained in (straight, resumed):
+            scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2)
+            for index, step in enumerate(history.steps):
+                if trained is resumed and index == at:
+                    file = io.BytesIO()
+                    torch.save([trained.optimizer.state_dict(), scale.state_dict()], file)
+                    file.seek(0)
+                    of_optimizer, of_scale = torch.load(file)
+                    trained.optimizer = make(history.grouped(trained.params))
+                    trained.optimizer.load_state_dict(of_optimizer)
+                    scale = ampopt.DynamicLossScale()
+                    scale.load_state_dict(of_scale)
+                scale = step_by(trained, step, scale).scale
+                trained.scales.append(float(scale))
+        assert_same_training(resumed, straight, f"saved and loaded before step {at}")
+        assert resumed.scales == straight.scales
+
+    @invariant(
+        claim=("plain_steps", "deepcopies"),
+        # A copy of a strided tensor may be contiguous.
+        history=lambda cls: ending_well(cls, layouts=cls.any_layout and cls.layout_changes_no_bit),
+        at=lambda _: st.integers(0, 4),
+    )
+    def test_a_deepcopy_goes_its_own_way(self, make: Any, history: History, at: int) -> None:
+        """A deep copy of parameters and optimizer trains as the original, and leaves it alone.
+
+        Copies are how one looks ahead, averages models, or tries a step; a buffer that both share
+        makes each of them train on the other's averages.
+        """
+        at %= len(history.steps)
+        original = start(make, history)
+        for step in history.steps[:at]:
+            step_by(original, step, ampopt.StaticLossScale(2.0))
+        params, optimizer = copy.deepcopy((original.params, original.optimizer))
+        twin = Trained(params, optimizer, random=original.random)
+        before = bits(original.params), [original.state(i) for i in range(len(params))]
+        for step in history.steps[at:]:
+            step_by(twin, step, ampopt.StaticLossScale(2.0))
+        after = bits(original.params), [original.state(i) for i in range(len(params))]
+        assert_same(after, before, "training the copy changed the original")
+        assert_same_training(twin, train_on(make, history), "the copy trained otherwise")
+
+    @invariant(
+        claim=("plain_steps", "independent_parameters", "several_groups"),
+        history=lambda cls: ending_well(cls, groups=False),
+        order=lambda _: st.permutations(range(3)),
+        cuts=lambda _: st.sets(st.integers(1, 2)),
+    )
+    def test_order_and_groups_of_parameters_do_not_matter(
+        self, make: Any, history: History, order: list[int], cuts: set[int]
+    ) -> None:
+        """Parameters in another order, or in other groups of the same options, train alike.
+
+        Regrouping, say for weight decay, or a module defined elsewhere, must not change a run; nor
+        may a step take what it left behind from one parameter for the next.
+        """
+        n = len(history.params)
+        order = [i for i in order if i < n]
+        regrouped = History(
+            tuple(history.params[i] for i in order),
+            tuple(tuple(step[i] for i in order) for step in history.steps),
+            history.overflows,
+            tuple(sorted(cut for cut in cuts if cut < n)),
+        )
+        one, other = train_on(make, history), train_on(make, regrouped)
+        back = Trained([other.params[order.index(i)] for i in range(n)], other.optimizer)
+        assert_same_training(one, back, "in another order or other groups")
+
+    @invariant(
+        claim=("plain_steps", "independent_parameters"),
+        history=lambda cls: cls.histories(overflows=False),
+        which=lambda _: st.integers(0, 2),
+    )
+    def test_a_parameter_trains_as_if_alone(self, make: Any, history: History, which: int) -> None:
+        """Beside others, some without gradients now and then, a parameter trains as by itself.
+
+        A step count shared by all parameters is wrong for those whose gradients come and go, such
+        as experts and adapters; momentum that moves without a gradient moves them for ever.
+        """
+        which %= len(history.params)
+        alone = History(
+            (history.params[which],),
+            tuple((step[which],) for step in history.steps),
+            history.overflows,
+        )
+        together, single = train_on(make, history), train_on(make, alone)
+        only = Trained([together.params[which]], together.optimizer)
+        assert_same_training(only, single, f"parameter {which} beside others")
+
+    @invariant(claim="plain_steps", history=ending_well)
+    def test_parameters_without_gradients_stay(self, make: Any, history: History) -> None:
+        """A parameter that has no gradient in a step is not touched, and neither is its state.
+
+        So frozen layers stay frozen. Decay or momentum that goes on for them undoes pretraining.
+        """
+        trained = start(make, history)
+        for step in history.steps:
+            before = [(bits(p), trained.state(i)) for i, p in enumerate(trained.params)]
+            step_by(trained, step, 2.0)
+            for i, grad in enumerate(step):
+                if grad is None:
+                    after = bits(trained.params[i]), trained.state(i)
+                    assert_same(after, before[i], f"parameter {i} has no gradient, and changed")
+
+    @invariant(
+        claim=("plain_steps", "any_layout", "layout_changes_no_bit", "dense_gradients"),
+        history=lambda cls: ending_well(cls, expanded=True),
+    )
+    def test_layout_does_not_matter(self, make: Any, history: History) -> None:
+        """Transposed, strided, channels-last and expanded tensors train as contiguous ones.
+
+        A step that writes to ``p.reshape(-1)`` writes to a copy where ``p`` is not contiguous, and
+        that layer never trains.
+        """
+
+        def plain(blueprint: Blueprint | None) -> Blueprint | None:
+            if blueprint is None:
+                return None
+            if blueprint.layout != "expanded" or not blueprint.numel:
+                return replace(blueprint, layout="contiguous")
+            last = blueprint.shape[-1]
+            dense = blueprint.tensor().reshape(-1).tolist()
+            assert len(dense) % last == 0
+            return replace(blueprint, numbers=tuple(dense), layout="contiguous", spots=())
+
+        contiguous = History(
+            tuple(filter(None, map(plain, history.params))),
+            tuple(tuple(map(plain, step)) for step in history.steps),
+            history.overflows,
+            history.groups,
+        )
+        one, other = train_on(make, history), train_on(make, contiguous)
+        for i, p in enumerate(one.params):
+            assert_same(bits(p), bits(other.params[i]), f"parameter {i} in another layout")
+            strides = history.params[i].tensor().stride()
+            assert p.stride() == strides, f"the layout of parameter {i} has changed"
+
+
+def train_on(make: Any, history: History) -> Trained:
+    """Train with a scale of 2 that stays."""
+    return train(make, history, Scale("static", 2.0))

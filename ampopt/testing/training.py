@@ -1,0 +1,134 @@
+"""Trainings that invariants compare."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from ampopt.testing.bits import assert_same, bits
+from ampopt.testing.blueprints import Blueprint, History, Scale, set_gradients
+
+__all__ = ["WAYS", "Trained", "assert_same_training", "start", "step_by", "train"]
+
+UNSCALED = Scale("none")
+
+
+def _joined(optimizer: Any, scale: Any) -> Any:
+    return optimizer.unscale_and_step(grads_scaled_by=scale)
+
+
+def _split(optimizer: Any, scale: Any) -> Any:
+    optimizer.unscale(grads_scaled_by=scale)
+    return optimizer.step_after_unscale()
+
+
+WAYS: dict[str, Callable[[Any, Any], Any]] = {"unscale_and_step": _joined, "unscale, step": _split}
+"""How a step is taken with a scale."""
+
+
+@dataclass
+class Trained:
+    """What came of a training.
+
+    Attributes:
+        params: in the order of the history.
+        optimizer: that trained them.
+        scale: what the last step returned.
+        scales: what each step returned, as numbers.
+        random: the state of random generators that it goes on from.
+    """
+
+    params: list[Parameter]
+    optimizer: Any
+    scale: Any = None
+    scales: list[float | None] = field(default_factory=list)
+    random: Any = None
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within this, random numbers are those of this training, which another may be beside."""
+        if self.random is not None:
+            torch.set_rng_state(self.random[0])
+            random.setstate(self.random[1])
+        yield
+        self.random = torch.get_rng_state(), random.getstate()
+
+    def state(self, index: int) -> Any:
+        """The state of one parameter, as bits."""
+        return bits(dict(self.optimizer.state.get(self.params[index], {})))
+
+
+def start(make: Any, history: History) -> Trained:
+    """Fresh parameters and their optimizer, with random state of its own."""
+    torch.manual_seed(0)
+    random.seed(0)
+    params = history.build()
+    trained = Trained(params, make(history.grouped(params)))
+    trained.random = torch.get_rng_state(), random.getstate()
+    return trained
+
+
+def step_by(
+    trained: Trained,
+    gradients: Iterable[Blueprint | None],
+    scale: Any,
+    way: str | None = "unscale_and_step",
+) -> Any:
+    """One step with ``gradients`` scaled by ``scale``; its result. ``way=None`` is ``step()``."""
+    set_gradients(trained.params, gradients, 1.0 if scale is None else float(scale))
+    with trained.at_work():
+        return trained.optimizer.step() if way is None else WAYS[way](trained.optimizer, scale)
+
+
+def train(
+    make: Any,
+    history: History,
+    scale: Scale = UNSCALED,
+    way: str | None = "unscale_and_step",
+    *,
+    after: Callable[[int, Trained], None] | None = None,
+) -> Trained:
+    """Train on ``history``, handing the scale on from step to step.
+
+    Args:
+        make: makes the optimizer.
+        history: parameters and gradients.
+        scale: to begin with.
+        way: of ``WAYS``, or ``None`` for ``step()`` without a scale.
+        after: called after each step, with its index.
+    """
+    trained = start(make, history)
+    trained.scale = scale.make()
+    for index, gradients in enumerate(history.steps):
+        result = step_by(trained, gradients, trained.scale, way)
+        if way is not None:
+            trained.scale = result.scale
+            trained.scales.append(None if result.scale is None else float(result.scale))
+        if after is not None:
+            after(index, trained)
+    return trained
+
+
+def assert_same_training(
+    one: Trained, other: Trained, what: str, *, order: Sequence[int] | None = None
+) -> None:
+    """Parameters and, where both have one, states are the same bits.
+
+    A skipped step may make a state that another way leaves to be made; that it is as if fresh
+    shows in what comes after.
+
+    Args:
+        one: a training.
+        other: of the same history.
+        what: was to be the same.
+        order: only these parameters.
+    """
+    for i in range(len(one.params)) if order is None else order:
+        assert_same(bits(one.params[i]), bits(other.params[i]), f"{what}: parameter {i}")
+        mine, theirs = one.state(i), other.state(i)
+        if mine and theirs:
+            assert_same(mine, theirs, f"{what}: state of parameter {i}")

@@ -1,0 +1,81 @@
+"""Each planted bug is caught by the invariant meant for it, with a small example.
+
+The table of them in ``ampopt/testing/README.md`` is written by ``python -m pytest
+tests/ampopt/testing/test_planted_bugs.py --write-table``.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from authored import CORRECT, contract_of
+from contracts import Small
+from planted import BUGS, Bug
+from strategies import fewer
+
+import ampopt.testing
+from ampopt.testing import History
+from ampopt.testing.machine import Machine
+
+README = Path(ampopt.testing.__file__).with_name("README.md")
+TABLE = re.compile(r"(?<=\|---\|---\|---\|\n)(?:\|.*\n)+")
+# The same examples each time, so that the table is that of this very run.
+HUNT = hypothesis.settings(
+    derandomize=True, database=None, max_examples=200, stateful_step_count=15
+)
+
+
+def caught(bug: Bug) -> tuple[Any, str]:
+    """The failure that shows the bug, and how large its shrunk example is."""
+    contract: Any = contract_of(bug.cls, {**bug.claims, "settings": HUNT}, (Small,))
+    with pytest.raises((Exception, pytest.fail.Exception)) as found:
+        getattr(contract(), f"test_{bug.caught_by}")()
+    error: Any = found.value
+    example = getattr(error, "example", None)
+    if example is None:
+        return error, f"{Machine.last.calls} calls"
+    assert isinstance(example["history"], History), error
+    return error, example["history"].size
+
+
+def row(bug: Bug, size: str) -> str:
+    return f"| {bug.what} | `{bug.caught_by}` | {size} |"
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """The rows of the documentation; those of this run are written in their place, if asked."""
+    text = README.read_text(encoding="utf-8")
+    found = TABLE.search(text)
+    assert found is not None
+    rows: list[str] = []
+    yield found[0].splitlines(), rows
+    if request.config.getoption("--write-table", False):
+        assert len(rows) == len(BUGS), "run all of the bugs to write the table"
+        lines = "".join(f"{line}\n" for line in rows)
+        README.write_text(TABLE.sub(lambda _: lines, text), encoding="utf-8")
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.cls.__name__)
+def test_bug_is_caught_and_in_the_table(bug, table, request):
+    documented, rows = table
+    error, size = caught(bug)
+    rows.append(row(bug, size))
+    if not request.config.getoption("--write-table", False):
+        # Another version of Hypothesis may draw, and so shrink, otherwise.
+        assert any(line.startswith(row(bug, "").removesuffix("  |")) for line in documented)
+        numbers = [int(n) for n in re.findall(r"\d+", size)]
+        assert max(numbers) <= 8, f"{size} is no small example of {error}"
+
+
+def test_the_table_has_a_row_for_each_bug(table):
+    documented, _ = table
+    assert len(documented) == len(BUGS) >= 20
+
+
+for _name, (_cls, _claims) in CORRECT.items():
+    _contract = contract_of(_cls, {"settings": fewer(0.1), **_claims})
+    _contract.__module__ = __name__
+    globals()[_contract.__name__] = _contract

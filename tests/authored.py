@@ -1,0 +1,185 @@
+"""Correct optimizers as authors write them, of every kind that the contract is for."""
+
+from typing import Any
+
+import torch
+from optimizers import Plain, Signed
+from torch import Tensor
+
+import ampopt
+from ampopt.testing import OptimizerContract
+
+__all__ = ["CORRECT", "Decayed", "OwnHooks", "Selecting", "contract_of"]
+
+
+class Decayed(ampopt.Optimizer):
+    """Adam with decoupled weight decay, as one would write it: state, then a step count in it."""
+
+    def __init__(self, params: Any, lr: float = 0.125, decay: float = 0.25) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(p, self.gradient(p, group), self.state_of(p), self.lr_of(group), group)
+        return loss
+
+    def gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        assert p.grad is not None
+        return p.grad
+
+    def state_of(self, p: Tensor) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["mean"] = torch.zeros_like(p)
+            state["square"] = torch.zeros_like(p)
+        return state
+
+    def lr_of(self, group: dict[str, Any]) -> float:
+        return group["lr"]
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float, group: Any) -> None:
+        state["step"] += 1
+        state["mean"].lerp_(g, 0.25)
+        state["square"].mul_(0.5).addcmul_(g, g, value=0.5)
+        correction = 1 - 0.75 ** state["step"]
+        p.mul_(1 - lr * group["decay"])
+        p.sub_(lr * state["mean"] / correction / (state["square"].sqrt() + 2.0**-20))
+
+
+class Selecting(ampopt.Optimizer):
+    """Momentum as a kernel of one's own would do it: it gets the flag, and selects."""
+
+    skip_by = "step"
+
+    def __init__(self, params: Any, lr: float = 0.125) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        flag = self.found_inf
+        flag = torch.zeros(()) if flag is None else flag
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.one(p, p.grad, self.skips(flag, p), group["lr"])
+        return loss
+
+    def skips(self, flag: Tensor, p: Tensor) -> Tensor:
+        return flag > 0
+
+    def state_of(self, p: Tensor) -> dict[str, Any]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["buffer"] = torch.zeros_like(p)
+        return state
+
+    def one(self, p: Tensor, g: Tensor, skip: Tensor, lr: float) -> None:
+        state = self.state_of(p)
+        state["step"] += (~skip).to(torch.float32)
+        new = state["buffer"] * 0.5 + g
+        state["buffer"].copy_(torch.where(skip, state["buffer"], new))
+        p.copy_(torch.where(skip, p, p - lr * new))
+
+
+class OwnHooks(Plain):
+    """Momentum whose author has written the control points, without a look at the device."""
+
+    def unscale(self, grads_scaled_by: Any = None) -> Any:
+        return super().unscale(grads_scaled_by)
+
+    def unscale_and_step(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, closure: Any = None, grads_scaled_by: Any = None, **keywords: Any
+    ) -> Any:
+        if closure is not None or keywords or grads_scaled_by is None:
+            return super().unscale_and_step(closure, grads_scaled_by, **keywords)
+        self.unscale(grads_scaled_by)
+        return self.step_after_unscale()
+
+
+class Ratio(Decayed):
+    """LAMB: the step is as long as the parameter."""
+
+    def one(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float, group: Any) -> None:
+        state["step"] += 1
+        state["mean"].lerp_(g, 0.25)
+        update = state["mean"] + group["decay"] * p
+        size, length = p.double().norm(), update.double().norm()
+        ratio = torch.where((size > 0) & (length > 0), size / length, 1.0).to(p.dtype)
+        p.sub_(lr * ratio * update)
+
+
+class Looking(Plain):
+    """Lookahead: every second step, half way back to slow weights. It counts on the host."""
+
+    def update(self) -> None:
+        super().update()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("slow", p.detach().clone())
+                state["count"] = state.get("count", 0) + 1
+                if state["count"] % 2 == 0:
+                    state["slow"].lerp_(p, 0.5)
+                    p.copy_(state["slow"])
+
+
+class Rounded(Plain):
+    """Steps rounded at random, as low-precision training does."""
+
+    def update(self) -> None:
+        super().update()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.copy_(torch.floor(p * 256 + torch.rand_like(p)) / 256)
+
+
+class Wrapped(ampopt.Optimizer, torch.optim.NAdam):
+    """torch's own, with the control points."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.125)
+
+
+RANDOM: dict[str, Any] = {"independent_parameters": False}
+CORRECT: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "Plain": (Plain, {}),
+    "Signed": (Signed, {}),
+    "Decayed": (Decayed, {"sync_free": False}),
+    "Selecting": (Selecting, {"sync_free": True}),
+    "OwnHooks": (OwnHooks, {}),
+    "Ratio": (Ratio, {"layout_changes_no_bit": False}),
+    "Looking": (Looking, {}),
+    "Rounded": (
+        Rounded,
+        {**RANDOM, "zero_lr_is_still": False, "layout_changes_no_bit": False},
+    ),
+    "Wrapped": (Wrapped, {}),
+}
+"""Correct optimizers, with what they claim beyond, or short of, the ordinary."""
+
+
+def contract_of(
+    cls: type[Any], claims: dict[str, Any], bases: tuple[type[Any], ...] = ()
+) -> type[OptimizerContract]:
+    """The contract of an author's optimizer."""
+
+    def make(self: Any, params: Any) -> Any:
+        return cls(params)
+
+    return type(f"Test{cls.__name__}", (*bases, OptimizerContract), {"make": make, **claims})

@@ -1,0 +1,557 @@
+"""Bugs, one at a time, in otherwise correct optimizers.
+
+Every one is a bug that a library had, or that is easily made. ``BUGS`` says which invariant of
+``ampopt.testing.OptimizerContract`` is meant for it.
+"""
+# A bug may well be in the signature of a method.
+# pyright: reportIncompatibleMethodOverride=false, reportOptionalMemberAccess=false
+# pyright: reportOptionalOperand=false, reportCallIssue=false
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from authored import Decayed, OwnHooks, Selecting
+from optimizers import Plain
+from torch import Tensor
+
+import ampopt
+from ampopt.testing import strategies
+
+__all__ = ["BUGS", "Bug", "planted"]
+
+
+class Bug(NamedTuple):
+    """A bug in an otherwise correct optimizer.
+
+    Attributes:
+        cls: the optimizer.
+        what: the bug, in words.
+        caught_by: the invariant meant for it, without ``test_``.
+        claims: of its contract.
+    """
+
+    cls: type[Any]
+    what: str
+    caught_by: str
+    claims: dict[str, Any]
+
+
+BUGS: list[Bug] = []
+
+
+def planted(what: str, caught_by: str, **claims: Any) -> Callable[[type[Any]], type[Any]]:
+    """Enter a class among the bugs."""
+
+    def enter(cls: type[Any]) -> type[Any]:
+        BUGS.append(Bug(cls, what, caught_by, claims))
+        return cls
+
+    return enter
+
+
+# Which steps are skipped.
+
+
+@planted("skips on a flag of exactly 1 (torch's fused kernels)", "a_sum_of_flags_skips")
+class FlagOfOne(Selecting):
+    def skips(self, flag, p):
+        return flag == 1
+
+
+@planted(
+    "each group looks at its own gradients only (apex, Transformer Engine)",
+    "a_skipped_step_changes_nothing",
+)
+class FlagOfGroup(Selecting):
+    def skips(self, flag, p):
+        group = next(g for g in self.param_groups if any(q is p for q in g["params"]))
+        grads = [q.grad for q in group["params"] if q.grad is not None]
+        finite = torch.stack([g.isfinite().all() for g in grads]).all()
+        return (flag > 0) & ~finite
+
+
+@planted(
+    "looks at the first gradient only (the placements of ``grads[0]``, for DTensors in torch)",
+    "a_skipped_step_changes_nothing",
+)
+class FirstGradient(Selecting):
+    def skips(self, flag, p):
+        grads = [q.grad for g in self.param_groups for q in g["params"] if q.grad is not None]
+        return (flag > 0) & ~grads[0].isfinite().all()
+
+
+class Judging(OwnHooks):
+    """Judges gradients itself. ``judge`` says whether one, as it is given, is fit."""
+
+    def unscale(self, grads_scaled_by=None):
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        fit = all(bool(self.judge(g)) for g in grads)
+        result = super().unscale(grads_scaled_by)
+        if grads_scaled_by is not None and grads:
+            result.found_inf.fill_(0.0 if fit else 1.0)
+        return result
+
+    def judge(self, grad):
+        raise NotImplementedError
+
+
+@planted("looks for infinities, not for NaN", "a_skipped_step_changes_nothing")
+class NotNan(Judging):
+    def judge(self, grad):
+        return not grad.isinf().any()
+
+
+@planted("judges scaled gradients (GradScaler)", "gradients_are_judged_after_unscaling")
+class JudgedScaled(Judging):
+    def judge(self, grad):
+        return grad.isfinite().all()
+
+
+@planted("finds overflows by a sum, which overflows itself", "a_finite_gradient_is_never_skipped")
+class BySum(Judging):
+    def judge(self, grad):
+        return grad.square().sum().isfinite()
+
+
+@planted(
+    "does not look at the scale, by which infinite gradients are a finite 0",
+    "a_scale_on_the_device_that_is_no_scale_skips",
+)
+class ScaleUnseen(OwnHooks):
+    def unscale(self, grads_scaled_by=None):
+        result = super().unscale(grads_scaled_by)
+        if isinstance(grads_scaled_by, Tensor):
+            result.found_inf.fill_(0.0)
+        return result
+
+
+@planted(
+    "hands out a copy of its flag, so a sum over ranks is lost",
+    "ranks_that_add_up_their_flags_agree",
+)
+class FlagCopied(OwnHooks):
+    def unscale(self, grads_scaled_by=None):
+        result = super().unscale(grads_scaled_by)
+        return result._replace(found_inf=result.found_inf.clone())
+
+
+# What a skipped step leaves behind.
+
+
+@planted(
+    "makes its buffer uninitialised in a step that is skipped (torch's fused SGD)",
+    "training_goes_on_as_if_skipped_steps_had_never_been",
+)
+class Uninitialised(Selecting):
+    def state_of(self, p):
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["buffer"] = torch.empty_like(p)
+            state["first"] = torch.ones(())
+        return state
+
+    def one(self, p, g, skip, lr):
+        state = self.state_of(p)
+        old = torch.where(state["first"] > 0, 0.0, state["buffer"])
+        state["first"].zero_()
+        state["step"] += (~skip).to(torch.float32)
+        new = old * 0.5 + g
+        state["buffer"].copy_(torch.where(skip, state["buffer"], new))
+        p.copy_(torch.where(skip, p, p - lr * new))
+
+
+@planted("counts a skipped step", "a_skipped_step_changes_nothing")
+class CountedSkip(Selecting):
+    def one(self, p, g, skip, lr):
+        super().one(p, g, skip, lr)
+        self.state[p]["step"] += skip.to(torch.float32)
+
+
+@planted(
+    "advances the step count by the flag of the step before (apex, Transformer Engine)",
+    "a_skipped_step_changes_nothing",
+)
+class LateCount(Selecting):
+    def one(self, p, g, skip, lr):
+        state = self.state_of(p)
+        before = state["step"].clone()
+        super().one(p, g, skip, lr)
+        last = state.setdefault("last", torch.zeros(()))
+        state["step"].copy_(before + (1 - last))
+        last.copy_(skip.to(torch.float32))
+
+
+@planted(
+    "zeroes gradients in place of skipping, so momentum and decay go on (an RFC of PyTorch/XLA)",
+    "a_skipped_step_changes_nothing",
+)
+class Zeroed(Selecting):
+    def one(self, p, g, skip, lr):
+        super().one(p, torch.where(skip, 0.0, g), torch.zeros_like(skip), lr)
+
+
+@planted("draws random numbers before it knows that it skips", "a_skipped_step_changes_nothing")
+class DrawsFirst(Selecting):
+    def one(self, p, g, skip, lr):
+        torch.rand(())
+        super().one(p, g, skip, lr)
+
+
+@planted(
+    "writes past torch's dispatcher in a step to be undone on the device",
+    "a_skipped_step_changes_nothing",
+    on_device=(True,),
+)
+class PastDispatcher(Plain):
+    skip_by = "transaction"
+
+    def update(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.is_contiguous() and p.numel():
+                    p.detach().numpy()[...] -= group["lr"] * p.grad.numpy()
+
+
+@planted("runs no hooks in a step that it skips", "step_hooks_run_on_every_attempt")
+class NoHooks(OwnHooks):
+    def step_after_unscale(self, closure=None, *args, **keywords):
+        pending = self.pending
+        if closure is None and pending is not None and pending.found_inf > 0:
+            self._end_pending()
+            return ampopt.StepResult(None, *pending)
+        return super().step_after_unscale(closure, *args, **keywords)
+
+
+@planted("fails where nothing has a gradient", "no_gradients_is_no_step")
+class NeedsGradients(OwnHooks):
+    def unscale(self, grads_scaled_by=None):
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        torch.stack([g.isfinite().all() for g in grads])
+        return super().unscale(grads_scaled_by)
+
+
+@planted("counts a step without gradients towards growth", "no_gradients_is_no_step")
+class GrowsOnNothing(OwnHooks):
+    def unscale(self, grads_scaled_by=None):
+        found_inf, scale = super().unscale(grads_scaled_by)
+        if scale is grads_scaled_by and isinstance(scale, ampopt.DynamicLossScale):
+            scale = scale.next(0.0)
+            self._pending = self._pending.__class__(found_inf, grads_scaled_by, scale)
+        return ampopt.Unscaled(found_inf, scale)
+
+
+# What scaling changes.
+
+
+@planted("adds its epsilon to gradients while they are scaled", "a_power_of_two_changes_no_bit")
+class EpsilonFirst(OwnHooks):
+    def unscale(self, grads_scaled_by=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(2.0**-8)
+        return super().unscale(grads_scaled_by)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.pending is None and closure is None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.add_(2.0**-8)
+        return super().step(closure)
+
+
+@planted(
+    "unscales twice where it is stepped in two calls (GradScaler, of a wrapper)", "split_is_joined"
+)
+class Twice(Plain):
+    def step_after_unscale(self, closure=None, *args, **keywords):
+        pending = self._pending
+        if closure is None and pending is not None and pending.scale is not None:
+            scale = float(pending.scale)
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.div_(scale)
+        return super().step_after_unscale(closure, *args, **keywords)
+
+
+@planted(
+    "multiplies by the reciprocal in float16, which is 0 for a large scale",
+    "unscale_divides_gradients_by_the_scale",
+)
+class HalfReciprocal(OwnHooks):
+    def unscale(self, grads_scaled_by=None):
+        if grads_scaled_by is None:
+            return super().unscale(None)
+        inverse = (1 / torch.tensor(float(grads_scaled_by))).half()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(inverse * float(grads_scaled_by))
+        return super().unscale(grads_scaled_by)
+
+
+@planted("clips gradients that are still scaled", "clipping_does_not_depend_on_the_scale")
+class ClipsScaled(Plain):
+    def unscale_and_step(self, closure=None, grads_scaled_by=None, *, max_norm=None, **keywords):
+        if max_norm is None or closure is not None:
+            return super().unscale_and_step(closure, grads_scaled_by, max_norm=max_norm, **keywords)
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        return super().unscale_and_step(None, grads_scaled_by)
+
+
+@planted("lengthens gradients that are shorter than ``max_norm``", "max_norm_is_clip_grad_norm")
+class Lengthens(OwnHooks):
+    def unscale_and_step(self, closure=None, grads_scaled_by=None, *, max_norm=None, **keywords):
+        if max_norm is None or closure is not None:
+            return super().unscale_and_step(closure, grads_scaled_by, max_norm=max_norm, **keywords)
+        self.unscale(grads_scaled_by)
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        self.grad_norm = torch.nn.utils.get_total_norm(grads)
+        for grad in grads:
+            grad.mul_(max_norm / self.grad_norm)
+        return self.step_after_unscale()
+
+
+@planted(
+    "makes a successor without the floor that it was given (jmp)",
+    "the_scale_follows_its_schedule_within_its_bounds",
+)
+class NoFloor(Plain):
+    def unscale_and_step(self, *args, **keywords):
+        result = super().unscale_and_step(*args, **keywords)
+        if isinstance(result.scale, ampopt.DynamicLossScale):
+            state = {**result.scale.state_dict(), "min_scale": 2.0**-126}
+            result.scale.load_state_dict(state)
+        return result
+
+
+# Where state is kept.
+
+
+@planted("keeps a buffer in an attribute", "saving_and_loading_at_any_point_changes_nothing")
+class InAttribute(Plain):
+    def update(self):
+        held = self.__dict__.setdefault("buffers", {})
+        for index, p in enumerate(p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                buffer = held.setdefault(index, torch.zeros_like(p))
+                buffer.mul_(0.5).add_(p.grad)
+                p.sub_(0.125 * buffer)
+
+
+@planted("hands its copies the buffers that it has", "a_deepcopy_goes_its_own_way")
+class SharedBuffers(Plain):
+    def __deepcopy__(self, memo):
+        other = type(self)(copy.deepcopy([dict(g) for g in self.param_groups], memo))
+        for group, copied in zip(self.param_groups, other.param_groups, strict=True):
+            for p, q in zip(group["params"], copied["params"], strict=True):
+                other.state[q] = self.state[p]
+        return other
+
+
+@planted("goes by one step count for all parameters", "a_parameter_trains_as_if_alone")
+class SharedCount(Plain):
+    def update(self):
+        params = [p for group in self.param_groups for p in group["params"]]
+        count = self.state[params[0]]
+        count["count"] = count.get("count", 0) + 1
+        for p in params:
+            if p.grad is not None:
+                p.sub_(p.grad / count["count"])
+
+
+@planted("moves parameters by momentum without a gradient", "parameters_without_gradients_stay")
+class MovesOn(Plain):
+    def update(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+                buffer.mul_(0.5)
+                if p.grad is not None:
+                    buffer.add_(p.grad)
+                p.sub_(group["lr"] * buffer)
+
+
+@planted(
+    "takes what the last parameter left for the next one",
+    "order_and_groups_of_parameters_do_not_matter",
+)
+class CarriesOver(Plain):
+    def update(self):
+        ratio = 1.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(ratio * group["lr"] * p.grad)
+                    ratio = 0.5 if bool((p.grad > 0).any()) else 1.0
+
+
+@planted(
+    "writes to ``p.reshape(-1)``, a copy where ``p`` is not contiguous",
+    "layout_does_not_matter",
+    shapes=strategies.shapes(6, min_dims=2, max_dims=2, min_side=1),
+)
+class Reshapes(Plain):
+    def update(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.detach().reshape(-1).sub_(group["lr"] * p.grad.reshape(-1))
+
+
+@planted("takes the largest element, of which an empty parameter has none", "no_scale_is_step")
+class NeedsElements(Plain):
+    def update(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad / (p.grad.abs().max() + 1))
+
+
+# What calls do.
+
+
+@planted(
+    "keeps an unscale that ``zero_grad`` was to discard", "zero_grad_discards_what_was_unscaled"
+)
+class KeepsPending(Plain):
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+@planted("lets gradients be unscaled twice", "calls_out_of_order_are_refused")
+class UnscalesAgain(Plain):
+    def unscale(self, grads_scaled_by=None):
+        self._pending = None
+        return super().unscale(grads_scaled_by)
+
+
+@planted("adds weight decay to ``p.grad`` in place", "a_step_leaves_gradients_alone")
+class DecaysGradient(Decayed):
+    def gradient(self, p, group):
+        return p.grad.add_(p, alpha=0.25)
+
+
+@planted(
+    "keeps the learning rate that it was made with", "a_new_learning_rate_is_that_of_the_next_step"
+)
+class KeepsRate(Decayed):
+    def __init__(self, params, lr=0.125, decay=0.25):
+        super().__init__(params, lr, decay)
+        self.lrs = [group["lr"] for group in self.param_groups]
+
+    def lr_of(self, group):
+        return self.lrs[[g is group for g in self.param_groups].index(True)]
+
+
+@planted(
+    "takes the learning rate of the first group for all", "each_group_has_its_own_learning_rate"
+)
+class FirstRate(Decayed):
+    def lr_of(self, group):
+        return self.param_groups[0]["lr"]
+
+
+@planted(
+    "decays by a rate of its own, not by the learning rate", "a_learning_rate_of_zero_moves_nothing"
+)
+class OwnDecay(Decayed):
+    def one(self, p, g, state, lr, group):
+        p.mul_(1 - 2.0**-6)
+        super().one(p, g, state, lr, group)
+
+
+@planted(
+    "ignores the scale that a GradScaler leaves to it", "a_loop_for_grad_scaler_gives_the_same"
+)
+class LeavesScaled(Plain):
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if getattr(self, "found_inf", None) is not None and self.found_inf > 0:
+            return None
+        self.update()
+        return None
+
+
+@planted("looks at a tensor in its step", "no_control_point_waits_for_the_device", sync_free=True)
+class Looks(Selecting):
+    def one(self, p, g, skip, lr):
+        if not skip.item():
+            super().one(p, g, skip, lr)
+
+
+# Closures.
+
+
+@planted(
+    "runs a closure behind the check, once (GradScaler, with a closure by position)",
+    "a_replay_is_a_start_with_the_smaller_scale",
+)
+class ClosureUnchecked(OwnHooks):
+    def unscale_and_step(self, closure=None, grads_scaled_by=None, **keywords):
+        if closure is None:
+            return super().unscale_and_step(None, grads_scaled_by, **keywords)
+        loss = closure(grads_scaled_by)
+        number = float(grads_scaled_by)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(number)
+        self.step()
+        return ampopt.StepResult(loss, torch.zeros(()), grads_scaled_by)
+
+
+@planted(
+    "moves parameters before the closure, and leaves them there when it fails (SAM)",
+    "a_failed_closure_changes_nothing",
+)
+class Perturbs(Plain):
+    def unscale_and_step(self, closure=None, grads_scaled_by=None, **keywords):
+        if closure is None:
+            return super().unscale_and_step(None, grads_scaled_by, **keywords)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(0.5)
+        return super().unscale_and_step(closure, grads_scaled_by, **keywords)
+
+
+@planted("replays a closure for ever (the sketch of an RFC)", "replays_end")
+class Endless(Plain):
+    def unscale_and_step(self, closure=None, grads_scaled_by=None, *, max_replays=100, **keywords):
+        # For ever, but for a test's patience.
+        return super().unscale_and_step(
+            closure, grads_scaled_by, max_replays=max_replays + 5, **keywords
+        )
+
+
+@planted("returns the scaled loss", "a_scale_changes_nothing_for_a_closure")
+class ScaledLoss(Plain):
+    def unscale_and_step(self, closure=None, grads_scaled_by=None, **keywords):
+        result = super().unscale_and_step(closure, grads_scaled_by, **keywords)
+        if closure is None or grads_scaled_by is None:
+            return result
+        return result._replace(loss=result.loss * float(grads_scaled_by))
+
+
+# What not every optimizer takes.
+
+
+@planted(
+    "judges the real parts of complex gradients only",
+    "complex_parameters",
+    complex_parameters=True,
+)
+class RealPart(Judging):
+    def judge(self, grad):
+        return (grad.real if grad.is_complex() else grad).isfinite().all()
