@@ -187,6 +187,15 @@ def test_sam(tmp_path):
     assert verdict == "SAM in float16 reached float32's accuracy within 2 points"
 
 
+def test_property_test_your_optimizer(tmp_path):
+    done = run("property_test_your_optimizer.py", cwd=tmp_path)
+    lines = output(done).splitlines()
+    assert re.fullmatch(r"Wrong fails \d invariants:", lines[0])
+    assert "  test_training_goes_on_as_if_skipped_steps_had_never_been" in lines
+    assert any(line.strip().startswith("TestWrong().replay(") for line in lines)
+    assert re.fullmatch(r"Right: \d+ passed, \d skipped in .*", lines[-1])
+
+
 def test_every_example_is_run():
     text = Path(__file__).read_text(encoding="utf-8")
     for path in EXAMPLES.glob("*.py"):
