@@ -32,7 +32,7 @@ class Wrong(ampopt.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step, or skip where ``found_inf`` is more than 0."""
         loss = None
         if closure is not None:
