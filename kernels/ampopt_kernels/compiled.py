@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampopt_kernels import native
 from ampopt_kernels.copies import NativeCopies, TorchCopies
-from ampopt_kernels.cpu import Cpu, pieces_of, updated
+from ampopt_kernels.cpu import BUNDLE, Cpu, pieces_of, updated
 from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Work
@@ -42,7 +42,7 @@ def cpp_compiler() -> str | None:
 
 
 class Compiled(Cpu):
-    """CPU tensors, with each rule compiled once for its flags and dtypes.
+    """CPU tensors, with each rule compiled once for its flags and dtypes, and for large tensors.
 
     Sizes, learning rates and all other scalars are arguments of the compiled function, so nothing
     is ever compiled again for them.
@@ -70,7 +70,7 @@ class Compiled(Cpu):
             super()._apply(rule, flags, tensors, h)
             return
         dtypes = tuple(t.dtype for t in tensors)
-        key = (rule, flags, dtypes, len(h))
+        key = (rule, flags, dtypes, len(h), tensors[0].numel() > BUNDLE)
         function = self._functions.get(key)
         if function is not None:
             function(torch.tensor(h, dtype=arithmetic(*dtypes[:2])), *tensors)
@@ -89,11 +89,11 @@ class Compiled(Cpu):
         rule = work.rule
         assert rule is not None
         for block, piece in pieces_of(work):
-            row = piece.rows[0]
-            if row.grad.numel() * len(piece.rows) >= 2:
+            row, size = piece.rows[0], piece.param.numel()
+            if size >= 2:
                 dtypes = (row.grad.dtype, piece.param.dtype, *(t.dtype for t in piece.rest))
                 width = 2 + rule.width(len(work.hyper[block.group]))
-                key = (rule, row.flags, dtypes, width)
+                key = (rule, row.flags, dtypes, width, size > BUNDLE)
                 if key not in self._functions and self._spent.get(key, 0.0) >= self._patience:
                     self._functions[key] = self._compile(*key)
                 if isinstance(piece.copies, TorchCopies) and self._functions.get(key) is not None:
@@ -105,13 +105,14 @@ class Compiled(Cpu):
         flags: tuple[bool, ...],
         dtypes: tuple[torch.dtype, ...],
         width: int,
+        parallel: bool,
     ) -> Callable[..., Any] | None:
         """The compiled function; ``None`` if compiling failed where nobody asked for it."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's, of what it uses itself
                 native.loops()
-                return compile_rule(rule, flags, dtypes, width)
+                return compile_rule(rule, flags, dtypes, width, parallel)
         except Exception as error:
             message = f"compiling a rule failed, {type(error).__name__}: {_first_line(error)}"
             if not self._patience:
@@ -130,7 +131,11 @@ def _first_line(error: Exception) -> str:
 
 
 def compile_rule(
-    rule: Rule, flags: tuple[bool, ...], dtypes: tuple[torch.dtype, ...], width: int
+    rule: Rule,
+    flags: tuple[bool, ...],
+    dtypes: tuple[torch.dtype, ...],
+    width: int,
+    parallel: bool,
 ) -> Callable[..., Any]:
     """``rule`` as one compiled loop, ``function(h, grad, param, *state)``, in place.
 
@@ -141,6 +146,7 @@ def compile_rule(
             one size, 2 or more.
         width: of ``h``, a 1-d tensor of the arithmetic dtype: the reciprocal of the scale, the
             clip coefficient, then what ``update`` takes as ``h``.
+        parallel: use all threads, as many as torch has now; else one, for small tensors.
     """
     from torch._inductor import compile as inductor_compile  # seconds to import
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -155,8 +161,10 @@ def compile_rule(
             old.copy_(value)
         return ()
 
-    # Any size will do, as long as it is not that of h: equal sizes would become one symbol.
-    example = [torch.ones(width, dtype=compute), *(torch.ones(width + 64, dtype=d) for d in dtypes)]
+    # Inductor compiles for any size, and decides by this one whether threads are worth their start.
+    # It is not that of h: equal sizes would become one symbol.
+    size = 1 << 20 if parallel else width + 64
+    example = [torch.ones(width, dtype=compute), *(torch.ones(size, dtype=d) for d in dtypes)]
     traced = make_fx(body, tracing_mode="symbolic")(*example)
     placeholders = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
     # Kept by this backend, so never looked up; and torch 2.11 cannot pickle the key of the lookup,

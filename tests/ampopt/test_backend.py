@@ -156,7 +156,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The rules that were to be compiled; what comes of it is the eager loop."""
     asked: list[Any] = []
 
-    def compile_rule(rule: Any, flags: Any, dtypes: Any, width: int) -> Callable[..., Any]:
+    def compile_rule(rule: Any, flags: Any, dtypes: Any, *sizes: Any) -> Callable[..., Any]:
         asked.append((rule, flags, dtypes))
 
         def function(h: torch.Tensor, *tensors: torch.Tensor) -> None:

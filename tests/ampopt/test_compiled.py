@@ -103,7 +103,7 @@ def assert_skips_and_scales(options: OptionSet, ours: Any, grads: list[torch.Ten
 
 
 def test_complex_and_absent_gradients_and_many_sizes(backend):
-    """One compilation for all of them: sizes are arguments."""
+    """Two compilations for all of them, one for large sizes: sizes are arguments."""
     options = named("Adam", "amsgrad")
     shapes = [(3,), (2, 5), (), (0,), (1,), (70000,)]
     params = [torch.linspace(-1.0, 1.0, torch.Size(s).numel()).reshape(s) for s in shapes]
