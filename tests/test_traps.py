@@ -1,4 +1,4 @@
-"""The traps of PEERS.md, by number: what goes wrong with torch's scaler and others, and not here.
+"""Eleven traps, T1 to T11: what goes wrong with torch's scaler and others, and not here.
 
 Each test's docstring says what the trap is. They are sprung with ``torch.amp.GradScaler`` and an
 untouched loop where there is one; those that are about a scaler itself, T7 and T9, and T1, T2 and

@@ -658,7 +658,7 @@ def test_grad_scaler_leaves_nothing_on_the_optimizer(param):
 @pytest.mark.parametrize("shape", [(), (1,)])
 @pytest.mark.parametrize("cls", RULE_BASED)
 def test_any_flag_above_zero_skips(cls, flag, shape):
-    """Torch's fused kernels skip on exactly 1, but a sum over devices is 2 (PEERS T2)."""
+    """Torch's fused kernels skip on exactly 1, but a sum over devices is 2 (trap T2)."""
     param = Parameter(torch.ones(2))
     optimizer = cls([param])
     param.grad = torch.ones(2)
@@ -673,7 +673,7 @@ def test_any_flag_above_zero_skips(cls, flag, shape):
 
 
 def test_grad_scaler_cannot_make_us_apply_an_overflow_by_unscaling(param):
-    """It looks at scaled gradients alone (PEERS T5)."""
+    """It looks at scaled gradients alone (trap T5)."""
     param.grad = torch.tensor([1e37, 1.0, 1.0])
     before = bits(param)
     scaler_for(param, init_scale=2.0**-10).step(sgd(param))
@@ -697,7 +697,7 @@ def test_grad_scaler_steps_sparse_gradients(bad, unscale_first):
 
 
 def test_grad_scaler_and_hooks_keep_no_state_by_the_identity_of_the_optimizer(param):
-    """Keyed by id(optimizer), GradScaler unscales twice through a wrapper (PEERS T6)."""
+    """Keyed by id(optimizer), GradScaler unscales twice through a wrapper (trap T6)."""
 
     class Wrapper:
         def __init__(self, optimizer: ampopt.SGD) -> None:

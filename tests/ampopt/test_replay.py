@@ -285,7 +285,7 @@ def test_the_offenders_are_named(form, cls, named):
 @both_forms
 @pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
 def test_a_parameter_that_overflows_by_unscaling_alone_is_an_offender(form, cls):
-    """The scaled gradient is finite, and only the division takes it out of range (PEERS T5)."""
+    """The scaled gradient is finite, and only the division takes it out of range (trap T5)."""
     params = [Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = cls([("fine", params[0]), ("huge", params[1])])
 

@@ -232,7 +232,7 @@ def test_a_scale_on_the_device_that_is_no_scale_skips(number, split):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_an_overflow_by_unscaling_alone_is_an_overflow(split):
-    """GradScaler looks at scaled gradients only and applies the infinity (PEERS T5)."""
+    """GradScaler looks at scaled gradients only and applies the infinity (trap T5)."""
     param = Parameter(torch.ones(2))
     optimizer = ampopt.SGD([param], lr=1.0)
     param.grad = torch.tensor([1e37, 1.0])

@@ -57,7 +57,7 @@ def of(lines, kernel, variant, dtype):
 @pytest.mark.parametrize(
     ("kernel", "variant", "dtype", "bytes_moved"),
     [
-        # DESIGN.md, section 6: AdamW in float32 moves 4 in detect and 28 in update; float16
+        # What has to be moved at least: AdamW in float32, 4 in detect and 28 in update; float16
         # gradients and parameters with float32 masters move 30 in all.
         ("detect", "scale", "float32", 4),
         ("detect", "scale+norm", "float32", 4),
