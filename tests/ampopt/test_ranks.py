@@ -1,7 +1,7 @@
 """Parameters spread over ranks: all of them skip, or none, wherever the overflow is.
 
-Trap T4 (see test_traps): torch's scaler looks at how the first gradient is placed, and if that is on
-every rank, asks no other rank about the rest. With an overflow in a part that one rank has, that
+Trap T4 (see test_traps): torch's scaler looks at how the first gradient is placed, and if that is
+on every rank, asks no other rank about the rest. With an overflow in a part that one rank has, that
 rank alone skips, and halves its scale. Here are two processes that have met.
 """
 
