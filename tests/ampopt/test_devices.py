@@ -60,6 +60,26 @@ def train(options: OptionSet, places: list[str]) -> list[Any]:
     return seen + [p.detach() for p in moved.param_groups[0]["params"]]
 
 
+def check_a_scaler() -> None:
+    """One flag and one scale for all devices of an optimizer, and for all optimizers."""
+    places = ["pretend:0", "pretend:1", "pretend:0"]
+    params = [Parameter(torch.ones(3, device=d)) for d in places]
+    optimizers = [ampopt.SGD(params[:2], lr=0.5), ampopt.SGD(params[2:], lr=0.5)]
+    scaler = ampopt.GradScaler("cpu", loss_scale=ampopt.DynamicLossScale(init_scale=4.0))
+    for overflowed in (True, False):
+        for p in params:
+            p.grad = torch.full((3,), 4.0, device=p.device)
+        if overflowed:
+            params[1].grad = torch.full((3,), INF, device="pretend:1")
+        scaler.scale(torch.ones((), device="pretend:0"))  # as the loss of a loop is
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        stepped = [host(p).lt(1).all().item() for p in params]
+        assert stepped == ([False, False, True] if overflowed else [True, True, True])
+        assert scaler.get_scale() == 2.0
+
+
 def check_the_device() -> None:
     """It notices what must not be done."""
     here, other = torch.ones(2, device="pretend:0"), torch.ones(2, device="pretend:1")
@@ -84,6 +104,7 @@ def main() -> None:
                 for a, b in zip(actual, expected[options.name], strict=True):
                     same = torch.allclose(a, b, rtol=1e-5, atol=1e-6)
                     assert same, f"{options} on {places}: {a}, and on the CPU {b}"
+        check_a_scaler()
         there = torch.tensor(2.0, device="pretend:0")
         scaled = ampopt.scale_outputs([torch.ones(2), torch.ones(2, device="pretend:0")], there)
         assert [t.device.type for t in scaled] == ["cpu", "pretend"]
