@@ -69,11 +69,10 @@ class Compiled(Cpu):
         if tensors[0].numel() < 2 or any(isinstance(x, Tensor) for x in h):
             super()._apply(rule, flags, tensors, h)
             return
-        dtypes = tuple(t.dtype for t in tensors)
-        key = (rule, flags, dtypes, len(h), tensors[0].numel() > BUNDLE)
+        key = _key(rule, flags, tensors, len(h))
         function = self._functions.get(key)
         if function is not None:
-            function(torch.tensor(h, dtype=arithmetic(*dtypes[:2])), *tensors)
+            function(torch.tensor(h, dtype=arithmetic(*(t.dtype for t in tensors[:2]))), *tensors)
             return
         start = time.perf_counter()
         super()._apply(rule, flags, tensors, h)
@@ -89,11 +88,10 @@ class Compiled(Cpu):
         rule = work.rule
         assert rule is not None
         for block, piece in pieces_of(work):
-            row, size = piece.rows[0], piece.param.numel()
-            if size >= 2:
-                dtypes = (row.grad.dtype, piece.param.dtype, *(t.dtype for t in piece.rest))
+            row = piece.rows[0]
+            if piece.param.numel() >= 2:
                 width = 2 + rule.width(len(work.hyper[block.group]))
-                key = (rule, row.flags, dtypes, width, size > BUNDLE)
+                key = _key(rule, row.flags, (row.grad, piece.param, *piece.rest), width)
                 if key not in self._functions and self._spent.get(key, 0.0) >= self._patience:
                     self._functions[key] = self._compile(*key)
                 if isinstance(piece.copies, TorchCopies) and self._functions.get(key) is not None:
@@ -123,6 +121,13 @@ class Compiled(Cpu):
             self._patience = math.inf  # with the next rule the compiler would fail again
             warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
             return None
+
+
+def _key(
+    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], width: int
+) -> tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, bool]:
+    """What :func:`compile_rule` takes for gradient, parameter, states and copy."""
+    return rule, flags, tuple(t.dtype for t in tensors), width, tensors[1].numel() > BUNDLE
 
 
 def _first_line(error: Exception) -> str:

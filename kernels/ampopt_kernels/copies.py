@@ -77,7 +77,7 @@ class NativeCopies(Copies):
     """By two loops of C++. Torch's version counters stay as they are."""
 
     def __init__(self, params: Sequence[Tensor], scratch: Tensor) -> None:
-        """Take down addresses; see :func:`native_loops` for what may fail.
+        """Take down addresses; see :func:`ampopt_kernels.native.loops` for what may fail.
 
         Args:
             params: contiguous, of one dtype; where they are must not change.
