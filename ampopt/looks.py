@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["kernels", "synchronizations", "watching"]
+__all__ = ["kernels", "sync_debug_mode", "synchronizations", "watching"]
 
 _METHODS = ("item", "tolist", "numpy", "cpu", "__array__")
 """Those that give values to Python, of which not all pass torch's dispatcher."""
@@ -92,6 +92,17 @@ def watching(saw: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
+def sync_debug_mode(mode: str) -> Iterator[None]:
+    """Have torch ``"warn"`` of what makes the host wait for CUDA, or make it an ``"error"``."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
 def synchronizations() -> Iterator[list[warnings.WarningMessage]]:
     """Collect a warning for each time that the host waits for a CUDA device, as far as torch knows.
 
@@ -99,14 +110,10 @@ def synchronizations() -> Iterator[list[warnings.WarningMessage]]:
     given again afterwards.
     """
     found: list[warnings.WarningMessage] = []
-    mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
+        with sync_debug_mode("warn"):
             yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
     for w in caught:
         if "called a synchronizing CUDA operation" in str(w.message):
             found.append(w)

@@ -3,12 +3,12 @@
 All other tests have Triton interpret its kernels, and one process can do only one of the two.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
 
+from ampopt.looks import sync_debug_mode
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 
 __all__ = ["DEVICE", "ON_A_GPU", "needs_gpu", "no_waiting", "skip_without_gpu"]
@@ -40,12 +40,6 @@ ON_A_GPU = pytest.param("triton on a GPU", marks=pytest.mark.gpu)
 """For the fixture ``backend``: the same test, whose tensors are made on the GPU."""
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
+def no_waiting() -> AbstractContextManager[None]:
     """An operation that makes the host wait for the device is an error, as far as torch knows."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+    return sync_debug_mode("error")

@@ -1,11 +1,11 @@
 """Every way for Python to look at the values of a tensor, made an error."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from ampopt.looks import watching
+from ampopt.looks import sync_debug_mode, watching
 
 __all__ = ["ReadBack", "assert_no_sync"]
 
@@ -40,18 +40,6 @@ def assert_no_sync() -> Iterator[None]:
     def refuse(look: str) -> None:
         raise ReadBack(f"the host looked at the values of a tensor: {look}")
 
-    with watching(refuse), _cuda_refusing():
+    cuda = sync_debug_mode("error") if torch.cuda.is_initialized() else nullcontext()
+    with watching(refuse), cuda:
         yield
-
-
-@contextmanager
-def _cuda_refusing() -> Iterator[None]:
-    if not torch.cuda.is_initialized():
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
