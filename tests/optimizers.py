@@ -73,6 +73,16 @@ RULE_BASED: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     Signed,
 )
 OWN: tuple[type[ampopt.Optimizer], ...] = (Plain, HostCounted, Signed)
+EVERY_RULE: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
+    *(
+        cls
+        for cls in vars(ampopt).values()
+        if isinstance(cls, type)
+        and issubclass(cls, ampopt.ElementwiseOptimizer)
+        and cls is not ampopt.ElementwiseOptimizer
+    ),
+    Signed,
+)
 BUILT_IN: tuple[type[ampopt.Optimizer], ...] = (*RULE_BASED[:3], ampopt.LBFGS)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optimizers import Signed
+from optimizers import EVERY_RULE, Signed
 from read_back import ReadBack, no_read_back
 from torch.nn import Parameter
 
@@ -21,14 +21,6 @@ from ampopt_kernels.language import HAS_TRITON
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 
 INF = float("inf")
-
-RULE_BASED = [
-    cls
-    for cls in vars(ampopt).values()
-    if isinstance(cls, type)
-    and issubclass(cls, ampopt.ElementwiseOptimizer)
-    and cls is not ampopt.ElementwiseOptimizer
-] + [Signed]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -118,7 +110,7 @@ def test_no_kind_of_scale_is_looked_at(kind, split):
         assert float(scale) != 2.0 or kind == "dynamic with hysteresis"
 
 
-@pytest.mark.parametrize("cls", RULE_BASED)
+@pytest.mark.parametrize("cls", EVERY_RULE)
 def test_no_control_point_of_any_rule_looks(cls):
     optimizer, params = trained(cls)
     scale: Any = ampopt.DynamicLossScale(init_scale=2.0)
@@ -136,7 +128,7 @@ def test_no_control_point_of_any_rule_looks(cls):
     assert scale.item() == 1.0
 
 
-@pytest.mark.parametrize("cls", RULE_BASED)
+@pytest.mark.parametrize("cls", EVERY_RULE)
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_a_loop_written_for_grad_scaler_looks_nowhere(cls, unscale_first):
     optimizer, params = trained(cls)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from bits import bits, everything
 from gpus import DEVICE, needs_gpu, no_waiting
-from optimizers import Signed
+from optimizers import EVERY_RULE
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,13 +22,6 @@ import ampopt
 from ampopt import DynamicLossScale
 
 INF = float("inf")
-RULES = [
-    cls
-    for cls in vars(ampopt).values()
-    if isinstance(cls, type)
-    and issubclass(cls, ampopt.ElementwiseOptimizer)
-    and cls is not ampopt.ElementwiseOptimizer
-] + [Signed]
 
 
 def made(cls: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, list[Any]]:
@@ -48,7 +41,7 @@ def give(params: list[Any], value: float) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("cls", EVERY_RULE)
 def test_no_control_point_waits(cls):
     optimizer, params = made(cls)
     scale: Any = DynamicLossScale(init_scale=4.0)
