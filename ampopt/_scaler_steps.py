@@ -57,8 +57,10 @@ class Record:
 
     @property
     def skipped(self) -> bool:
-        drops = self.found_inf is not None and self.scale.drop_overflow_update
-        return drops and bool(self.found_inf > 0)  # type: ignore[operator]
+        """Whether its step is to be skipped. Synchronizes."""
+        if self.found_inf is None or not self.scale.drop_overflow_update:
+            return False
+        return bool(self.found_inf > 0)
 
 
 def unscale(record: Record, optimizer: Any) -> None:

@@ -244,7 +244,8 @@ class GradScaler(ScheduledScaler):
         """End the iteration: the scale to use next is the successor of this one.
 
         Lower if any optimizer overflowed. Unchanged if none of them had gradients, or none was
-        stepped. Does not synchronize.
+        stepped. Does not synchronize, unless a static scale is given a tensor on a device, whose
+        number it keeps.
 
         Args:
             new_scale: a number or a tensor of one element, to go on with instead.

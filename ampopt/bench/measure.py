@@ -195,7 +195,7 @@ class DeviceCost:
 def device_cost(
     step: Callable[[], object], restore: Callable[[], None], device: torch.device
 ) -> DeviceCost:
-    """Count what a warm ``step`` does on a GPU; three steps are taken for it."""
+    """Count what a warm ``step`` does on a GPU; three steps are taken for it. Synchronizes."""
     restore()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
