@@ -16,7 +16,8 @@ import torch
 
 import ampopt
 from ampopt.bench import contenders, report, rows, workloads
-from ampopt.bench.measure import CLOCKS, bandwidth
+from ampopt.bench.measure import CLOCKS
+from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
 from ampopt.bench.plot import plot, require_matplotlib
 from ampopt_kernels.compiled import cpp_compiler
@@ -59,7 +60,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
-    print(f"{what} at {speed / 1e9:.1f} GB/s, which is the floor", flush=True)
+    print(f"{what} at {speed / 1e9:.1f} GB/s", flush=True)
     sizes = [
         workloads.make(name, device, _room(device, dtype))
         for name in options.workload or workloads.WORKLOADS
@@ -78,7 +79,6 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
             workload,
             dtype=dtype,
             device=device,
-            bandwidth=speed,
             rounds=options.repeats,
             seconds=left / (len(jobs) - done),
             clock=options.clock,
@@ -98,7 +98,8 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
 
 def _print(measured: list[rows.Row], device: torch.device) -> None:
     print("\nmilliseconds a step: median, and half the range of the middle half of the rounds;")
-    print("ampopt to torch's best: medians, and fastest rounds; ampopt to the floor: median")
+    print("ampopt to torch's best: medians, and fastest rounds; ampopt to the floor: medians,")
+    print("the floor being the fastest stream through memory in the same rounds")
     print(report.table(measured))
     if device.type == "cuda":
         print("\nbesides time, for one step")

@@ -11,15 +11,13 @@ import torch
 
 from ampopt import looks
 
-__all__ = ["CLOCKS", "DeviceCost", "Times", "bandwidth", "device_cost", "interleaved", "warmed"]
+__all__ = ["CLOCKS", "DeviceCost", "Times", "device_cost", "interleaved", "warmed"]
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 """What the host reads. On a busy machine, the processor's time of the one thread that steps is
 less disturbed than the time that passes; of several threads it says nothing."""
 
 _WARM_STEPS = 3
-_BEYOND_CACHES = 1 << 26
-"""Float32 elements, 256 MiB, of an array that no cache holds."""
 _L2 = 1 << 28
 """Bytes that are written before a step on a GPU, so that no one finds tensors in its cache."""
 
@@ -151,30 +149,6 @@ def _no_collection():
         yield
     finally:
         gc.enable()
-
-
-def bandwidth(device: torch.device, clock: str = "wall", elements: int = _BEYOND_CACHES) -> float:
-    """Bytes per second that memory is read and written at, the best of several streams.
-
-    On a GPU a copy from device to device. On the CPU also streams that write what they have read,
-    as a step does: a copy into other memory has to fetch it first.
-    """
-    a, b = torch.ones(elements, device=device), torch.ones(elements, device=device)
-    streams: dict[str, tuple[Callable[[], object], int]] = {"copy": (lambda: b.copy_(a), 2)}
-    if device.type == "cpu":
-        streams["scale"] = (lambda: a.mul_(1.0), 2)
-        streams["add"] = (lambda: a.add_(b), 3)
-    timed = interleaved(
-        {name: stream for name, (stream, _) in streams.items()},
-        lambda: None,
-        device,
-        rounds=20,
-        seconds=5.0,
-        clock=clock,
-    )
-    return max(
-        streams[name][1] * a.nbytes / times.least for name, times in timed.items() if times.least
-    )
 
 
 @dataclass(frozen=True)

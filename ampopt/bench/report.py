@@ -78,8 +78,8 @@ def table(rows: Sequence[Row]) -> str:
         for name in columns:
             times = row.times.get(name)
             cells.append("-" if times is None else _milliseconds(times.median, times.spread))
-        cells += ["-" if x is None else f"{x:.2f}" for x in (row.ratio, row.ratio_of_least)]
-        cells.append(f"{row.to_floor:.2f}")
+        shares = (row.ratio, row.ratio_of_least, row.to_floor)
+        cells += ["-" if x is None else f"{x:.2f}" for x in shares]
         cells.append("; ".join(map(str, judge(row))) or "-")
         lines.append(cells)
     return _aligned(lines, left=(0, 1, 2, len(lines[0]) - 1))
@@ -100,7 +100,7 @@ def costs(rows: Sequence[Row]) -> str:
                     "yes" if row.clip else "no",
                     name,
                     f"{row.bytes / times.median / 1e9:.1f}" if ours else "-",
-                    f"{1 / row.to_floor:.2f}" if ours else "-",
+                    f"{1 / row.to_floor:.2f}" if ours and row.to_floor is not None else "-",
                     f"{times.host * 1e6:.0f}",
                     "-" if cost is None else str(cost.launches),
                     "-" if cost is None else str(cost.synchronizations),

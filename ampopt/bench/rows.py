@@ -10,8 +10,12 @@ import ampopt
 from ampopt.bench import contenders, workloads
 from ampopt.bench.count import bytes_moved
 from ampopt.bench.measure import DeviceCost, Times, device_cost, interleaved, warmed
+from ampopt.bench.memory import Streams
 
 __all__ = ["Row", "measure"]
+
+_CACHES = 1 << 26
+"""Bytes that caches may hold."""
 
 
 @dataclass
@@ -26,7 +30,8 @@ class Row:
         tensors: how many.
         elements: in all of them.
         bytes: what ampopt has to read and write; see :func:`ampopt.bench.count.bytes_moved`.
-        bandwidth: bytes per second that memory gave in the same run.
+        bandwidth: bytes per second that memory gave in the same rounds; ``None`` where caches could
+            hold everything, so that memory sets no floor.
         times: of each contender that could run.
         missing: why each of the others could not.
         costs: on a GPU, of each contender that could run.
@@ -39,7 +44,7 @@ class Row:
     tensors: int
     elements: int
     bytes: int
-    bandwidth: float
+    bandwidth: float | None
     times: dict[str, Times]
     missing: dict[str, str]
     costs: dict[str, DeviceCost] = field(default_factory=dict)
@@ -73,14 +78,14 @@ class Row:
         return self.ampopt.least / min(there) if there else None
 
     @property
-    def floor(self) -> float:
+    def floor(self) -> float | None:
         """Seconds that moving the bytes takes at the measured bandwidth."""
-        return self.bytes / self.bandwidth
+        return None if self.bandwidth is None else self.bytes / self.bandwidth
 
     @property
-    def to_floor(self) -> float:
+    def to_floor(self) -> float | None:
         """Our time to the floor."""
-        return self.ampopt.median / self.floor
+        return None if self.floor is None else self.ampopt.median / self.floor
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; times in seconds."""
@@ -91,6 +96,7 @@ class Row:
             "tensors": self.tensors,
             "elements": self.elements,
             "bytes": self.bytes,
+            "bandwidth": self.bandwidth,
             "floor": self.floor,
             "to_floor": self.to_floor,
             "best": self.best,
@@ -115,7 +121,6 @@ def measure(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    bandwidth: float,
     rounds: int,
     seconds: float,
     clock: str = "wall",
@@ -142,11 +147,17 @@ def measure(
             entered.append(contender)
     gradients.restore()
     moved = bytes_moved(_ours(entered))
+    streams = Streams.on(device) if moved > _CACHES else None
     rows = []
     for clip in (False, True):
         steps = {c.name: c.clipped if clip else c.step for c in entered}
         times = interleaved(
-            steps, gradients.restore, device, rounds=rounds, seconds=seconds / 2, clock=clock
+            {**steps, **({} if streams is None else streams.steps)},
+            gradients.restore,
+            device,
+            rounds=rounds,
+            seconds=seconds / 2,
+            clock=clock,
         )
         costs = {}
         if device.type == "cuda":
@@ -160,8 +171,8 @@ def measure(
                 tensors=len(workload.shapes),
                 elements=workload.elements,
                 bytes=moved,
-                bandwidth=bandwidth,
-                times=times,
+                bandwidth=None if streams is None else streams.bandwidth(times),
+                times={name: times[name] for name in steps},
                 missing=missing,
                 costs=costs,
             )

@@ -46,7 +46,7 @@ def _on_cpu(row: Row) -> list[Verdict]:
         return [Verdict("<= 0.50", f"{ratio:.2f}", ratio <= 0.5)]
     if "fused" in row.times:
         return [Verdict("<= 1.05", f"{ratio:.2f}", ratio <= 1.05)]
-    if row.workload != "large":
+    if row.workload != "large" or row.to_floor is None:
         return []
     value = f"{ratio:.2f}, {row.to_floor:.2f} x floor"
     met = ratio <= 0.5 or row.to_floor <= 1.3
@@ -55,7 +55,7 @@ def _on_cpu(row: Row) -> list[Verdict]:
 
 def _on_gpu(row: Row) -> list[Verdict]:
     verdicts = []
-    if row.workload == "large":
+    if row.workload == "large" and row.to_floor is not None:
         fraction = 1 / row.to_floor
         verdicts.append(Verdict(">= 0.90 of copy", f"{fraction:.2f}", fraction >= 0.9))
         ratio = row.ratio_to("fused")

@@ -9,7 +9,7 @@ import torch
 
 import ampopt
 from ampopt.bench import __main__ as bench
-from ampopt.bench import contenders, measure, rows, workloads
+from ampopt.bench import contenders, measure, memory, rows, workloads
 from ampopt.bench.count import bytes_moved
 from ampopt.bench.targets import judge
 
@@ -31,7 +31,8 @@ def eager():
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(workloads, "WORKLOADS", TINY)
-    monkeypatch.setattr(bench, "bandwidth", lambda device, clock: 1e9)
+    monkeypatch.setattr(rows, "_CACHES", 8 * 32)
+    monkeypatch.setattr(memory, "_BEYOND_CACHES", 16)
 
 
 @pytest.fixture
@@ -77,8 +78,12 @@ def test_tables_and_json_have_every_row_and_column(tiny, tmp_path, capsys):
         assert row["best"] in contenders.TORCH
         ours, best = row["contenders"]["ampopt"], row["contenders"][row["best"]]
         assert row["ratio"] == ours["median"] / best["median"]
-        assert row["to_floor"] == ours["median"] / row["floor"]
-    assert figures["bandwidth"] == 1e9
+        if row["workload"] == "small":
+            assert row["to_floor"] is None
+        else:
+            assert row["floor"] == row["bytes"] / row["bandwidth"]
+            assert row["to_floor"] == ours["median"] / row["floor"]
+    assert figures["bandwidth"] > 0
     assert {"cpu", "cores", "threads", "torch", "python", "date"} <= set(figures["environment"])
     assert figures["environment"]["backend"] == "eager"
 
@@ -207,7 +212,6 @@ def test_float16_leaves_out_who_cannot_unscale_it():
         workload,
         dtype=torch.float16,
         device=CPU,
-        bandwidth=1e9,
         rounds=1,
         seconds=0.0,
     )
@@ -230,6 +234,14 @@ def test_bytes_follow_the_states_that_the_rule_has(make, each):
     optimizer = make(params)
     optimizer.unscale_and_step(grads_scaled_by=2.0)
     assert bytes_moved(optimizer) == 10 * each
+
+
+def test_a_floor_is_the_fastest_stream_of_the_same_rounds():
+    streams = memory.Streams({"a": int, "b": int}, {"a": 2, "b": 3})
+    times = {
+        k: measure.Times(v, v, v, 0.1, 1, v) for k, v in {"a": 1.0, "b": 2.0, "c": 9.0}.items()
+    }
+    assert streams.bandwidth(times) == 2.0
 
 
 def row_with(workload, seconds, device="cpu", clip=False, optimizer="AdamW", **others):

@@ -1,0 +1,51 @@
+"""How fast memory is, as far as a step could reach it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ampopt.bench.measure import Times, interleaved
+
+__all__ = ["Streams", "bandwidth"]
+
+_BEYOND_CACHES = 1 << 26
+"""Float32 elements, 256 MiB, of an array that no cache holds."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Plain passes over memory, to time beside the steps of a row.
+
+    What a shared machine's memory gives changes by half within minutes, so a floor that was
+    measured at another time says nothing of a row.
+
+    Attributes:
+        steps: on a GPU a copy from device to device. On the CPU also passes that write what they
+            have read, as a step does: a copy into other memory has to fetch it first.
+        bytes: that each of them reads and writes.
+    """
+
+    steps: Mapping[str, Callable[[], object]]
+    bytes: Mapping[str, int]
+
+    @staticmethod
+    def on(device: torch.device) -> "Streams":
+        """Of arrays that no cache holds."""
+        a, b = (torch.ones(_BEYOND_CACHES, device=device) for _ in range(2))
+        steps: dict[str, Callable[[], object]] = {"stream: copy": lambda: b.copy_(a)}
+        if device.type == "cpu":
+            steps["stream: scale"] = lambda: a.mul_(1.0)
+            steps["stream: add"] = lambda: a.add_(b)
+        return Streams(steps, {name: (3 if "add" in name else 2) * a.nbytes for name in steps})
+
+    def bandwidth(self, times: Mapping[str, Times]) -> float:
+        """Bytes per second of the fastest, by medians as those of the steps beside it."""
+        return max(self.bytes[name] / times[name].median for name in self.steps)
+
+
+def bandwidth(device: torch.device, clock: str = "wall") -> float:
+    """Bytes per second that memory is read and written at now, with nothing beside it."""
+    streams = Streams.on(device)
+    timed = interleaved(streams.steps, lambda: None, device, rounds=20, seconds=5.0, clock=clock)
+    return streams.bandwidth(timed)
