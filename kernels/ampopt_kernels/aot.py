@@ -203,7 +203,10 @@ def launches(case: Case) -> list[Launch]:
 
 
 def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> Iterator[Case]:
-    """What to try of each rule: with float32 all flags, with other dtypes none and all of them."""
+    """What to try of each rule: with float32 all flags, with other dtypes none and all of them.
+
+    If ``quick``, none and all with float32 too, and masters with bfloat16 and no flags alone.
+    """
     names = list(names)
     for name, dtype in itertools.product(names, dtypes):
         n = len(getattr(rules, name).flags)
@@ -211,8 +214,10 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         few = dict.fromkeys((every[0], every[-1]))
         for flags in every if dtype == "float32" and not quick else few:
             yield Case(name, flags, dtype)
-            if dtype in ("float16", "bfloat16"):
+            if dtype in ("float16", "bfloat16") and not quick:
                 yield Case(name, flags, dtype, masters=True)
+        if quick and dtype == "bfloat16":
+            yield Case(name, every[0], dtype, masters=True)
         if name == names[0]:
             for request in REQUESTS[1:]:
                 yield Case(name, every[0], dtype, request)

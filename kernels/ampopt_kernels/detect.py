@@ -48,26 +48,25 @@ def detect_kernel(
     row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
     start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
     numel = tl.load(row + COLUMNS - 1)
-    grad = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)), ALIGN)
+    grad = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)) + start, ALIGN)
     inverse = tl.full((), 1.0, COMPUTE)
     if HAS_SCALE:
         # In float64, so that float32 gets the correctly rounded reciprocal.
         inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
 
-    end = tl.minimum(start + CHUNK, numel)
-    whole = start + (end - start) // BLOCK * BLOCK
+    # From here on 32 bits count: offsets are within the chunk.
+    end = tl.minimum(numel - start, CHUNK).to(tl.int32)
+    whole = end // BLOCK * BLOCK
     bad = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
-    # The interpreter makes offsets numbers of Python's, which take the width of what they are added
-    # to.
-    lanes = tl.arange(0, BLOCK).to(tl.int64)
-    for offset in range(start, whole, BLOCK):
+    lanes = tl.arange(0, BLOCK)
+    for offset in range(0, whole, BLOCK):
         at = offset + lanes
         x = tl.load(grad + at).to(COMPUTE) * inverse
         bad = bad | _not_finite(x)
         if NORM:
-            total += x.to(tl.float64) * x.to(tl.float64)
+            total = _plus_square(total, x)
         if WRITE:
             tl.store(grad + at, rounded(x, DTYPE))
     if whole < end:
@@ -77,7 +76,7 @@ def detect_kernel(
         # A masked lane is 0; NaN if the reciprocal overflowed, but so then are others.
         bad = bad | _not_finite(x)
         if NORM:
-            total += x.to(tl.float64) * x.to(tl.float64)
+            total = _plus_square(total, x)
         if WRITE:
             tl.store(grad + at, rounded(x, DTYPE), mask=live)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
@@ -88,3 +87,11 @@ def detect_kernel(
 @jit
 def _not_finite(x):
     return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
+
+
+@jit
+def _plus_square(total, x):
+    # In one operation: float64 is what some accelerators have little of. The square of a float32 is
+    # exact in it either way.
+    wide = x.to(tl.float64)
+    return tl.fma(wide, wide, total)

@@ -331,9 +331,14 @@ _DTYPES: dict[torch.dtype, Any] = {
 }
 
 
-def options(warp_size: int) -> dict[str, int]:
-    """How every kernel is compiled where a warp has so many threads: AMD has some of 64."""
-    return {"num_warps": THREADS // warp_size}
+def options(warp_size: int) -> dict[str, Any]:
+    """How every kernel is compiled where a warp has so many threads: AMD has some of 64.
+
+    A product is rounded before it is added to something, as a gradient is that was unscaled by
+    itself. Fused, stepping in one call would round otherwise than in two. Triton's own default is
+    about to change.
+    """
+    return {"num_warps": THREADS // warp_size, "enable_fp_fusion": False}
 
 
 def _launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
@@ -342,7 +347,7 @@ def _launch(device: torch.device, kernel: Any, programs: int, arguments: dict[st
 
 
 @functools.cache
-def _options_on(device: torch.device) -> dict[str, int]:
+def _options_on(device: torch.device) -> dict[str, Any]:
     """:func:`options` for ``device``, the current one."""
     if INTERPRETED:
         return {}

@@ -57,14 +57,15 @@ def update_kernel(
     # Gradient, parameter and states. An address from a table carries no alignment of its own.
     streams = ()
     for i in tl.static_range(len(DTYPES)):
-        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i]))
+        stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i])) + start
         # The call must be written in place: a name would hold a number of the kernel's.
         streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
 
-    end = tl.minimum(start + CHUNK, numel)
-    whole = start + (end - start) // BLOCK * BLOCK
+    # From here on 32 bits count, which spares registers: offsets are within the chunk.
+    end = tl.minimum(numel - start, CHUNK).to(tl.int32)
+    whole = end // BLOCK * BLOCK
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
-    for offset in range(start, whole, BLOCK):
+    for offset in range(0, whole, BLOCK):
         _update_block(
             streams,
             offset,
@@ -102,7 +103,7 @@ def _update_block(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    at = offset + tl.arange(0, BLOCK).to(tl.int64)
+    at = offset + tl.arange(0, BLOCK)
     live = at < end
     values = ()
     for i in tl.static_range(len(DTYPES) - COPIED):

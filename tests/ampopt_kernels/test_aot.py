@@ -1,11 +1,13 @@
 """Compilation without a GPU, in a process of its own: this one has Triton interpret."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from ampopt_kernels import aot, rules
 from ampopt_kernels.language import HAS_TRITON
@@ -30,13 +32,10 @@ def command(*arguments, **environment):
 
 
 @pytest.fixture(scope="module")
-def adam(tmp_path_factory):
-    """The lines for Adam, by kernel, variant, dtype and target, and the directory of assembly."""
+def compiled(tmp_path_factory):
+    """A line for each compilation, and the directory of assembly."""
     directory = tmp_path_factory.mktemp("aot")
-    done = command(
-        *["--dump", str(directory), "--quick"],
-        *["--rule", "adam", "--dtype", "float32", "bfloat16"],
-    )
+    done = command("--dump", str(directory), "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     *lines, total = done.stdout.splitlines()
     assert total == f"{len(lines)} compiled, 0 failed"
@@ -45,10 +44,11 @@ def adam(tmp_path_factory):
     assert all(matches), [line for line, m in zip(lines, matches, strict=True) if not m]
     found = [m for m in matches if m is not None]
     assert len(list(directory.glob("*.ptx"))) + len(list(directory.glob("*.amdgcn"))) == len(lines)
-    return found
+    return found, directory
 
 
-def of(lines, kernel, variant, dtype):
+def of(compiled, kernel, variant, dtype):
+    lines, _ = compiled
     chosen = [m for m in lines if m.group("kernel", "variant", "dtype") == (kernel, variant, dtype)]
     assert sorted(m["target"] for m in chosen) == sorted(aot.TARGETS)
     return chosen
@@ -57,8 +57,8 @@ def of(lines, kernel, variant, dtype):
 @pytest.mark.parametrize(
     ("kernel", "variant", "dtype", "bytes_moved"),
     [
-        # What has to be moved at least: AdamW in float32, 4 in detect and 28 in update; float16
-        # gradients and parameters with float32 masters move 30 in all.
+        # What has to be moved at least: AdamW in float32, 4 in detect and 28 in update; 16-bit
+        # gradients and parameters with float32 masters, 30 in all.
         ("detect", "scale", "float32", 4),
         ("detect", "scale+norm", "float32", 4),
         ("detect", "scale", "bfloat16", 2),
@@ -69,24 +69,64 @@ def of(lines, kernel, variant, dtype):
         ("update", "adam+masters", "bfloat16", 28),
     ],
 )
-def test_moves_each_byte_once_sixteen_at_a_time(adam, kernel, variant, dtype, bytes_moved):
-    for line in of(adam, kernel, variant, dtype):
-        assert line["vectorized"] == "yes", line[0]
-        assert line["barriers"] == "0", line[0]
-        assert line["spills"] == "0", line[0]
+def test_moves_what_it_has_to(compiled, kernel, variant, dtype, bytes_moved):
+    for line in of(compiled, kernel, variant, dtype):
         assert float(line["bytes"]) == bytes_moved, line[0]
 
 
-def test_unaligned_tensors_take_narrow_accesses(adam):
+@pytest.mark.parametrize("dtype", aot.DTYPES)
+@pytest.mark.parametrize("name", rules.__all__)
+def test_every_rule_moves_each_byte_once_sixteen_at_a_time(compiled, name, dtype):
+    rule, size = getattr(rules, name), getattr(torch, dtype).itemsize
+    n = len(rule.flags)
+    for flags in dict.fromkeys(((False,) * n, (True,) * n)):
+        variant = "+".join((name, *itertools.compress(rule.flags, flags)))
+        states = len(rule.state_for(flags))
+        for line in of(compiled, "update", variant, dtype):
+            assert_streams(line, size * (1 + 2 * (1 + states)))
+    if dtype == "bfloat16":
+        states = len(rule.state_for((False,) * n))
+        for line in of(compiled, "update", f"{name}+masters", dtype):
+            assert_streams(line, 2 + 4 * 2 * (1 + states) + 2)
+
+
+@pytest.mark.parametrize("dtype", aot.DTYPES)
+@pytest.mark.parametrize("variant", ["scale", "norm", "scale+norm", "scale+write"])
+def test_detect_reads_each_byte_once_sixteen_at_a_time(compiled, variant, dtype):
+    size = getattr(torch, dtype).itemsize
+    for line in of(compiled, "detect", variant, dtype):
+        assert_streams(line, size * (1 + ("write" in variant)))
+
+
+def assert_streams(line, bytes_moved):
+    assert line["vectorized"] == "yes", line[0]
+    assert line["barriers"] == "0", line[0]
+    assert line["spills"] == "0", line[0]
+    assert float(line["bytes"]) == bytes_moved, line[0]
+
+
+def test_products_are_rounded_before_they_are_added(compiled):
+    """So that unscaling and stepping round alike in one call and in two."""
+    _, directory = compiled
+    files = [path for path in directory.iterdir() if path.name.startswith("update-sgd")]
+    assert len(files) == 3 * (2 * len(aot.DTYPES) + 1)
+    for path in files:
+        # AMD reads float16 by such operations: times 1 or plus 0, which is no fusion.
+        assert not re.search(r"fma(?!_mix)", path.read_text()), path.name
+
+
+def test_unaligned_tensors_take_narrow_accesses(compiled):
     """Also that the report can say so."""
-    for line in of(adam, "update", "adam+unaligned", "float32"):
+    first = rules.__all__[0]
+    states = len(getattr(rules, first).state_for((False,) * len(getattr(rules, first).flags)))
+    for line in of(compiled, "update", f"{first}+unaligned", "float32"):
         assert line["vectorized"] == "no"
-        assert float(line["bytes"]) == 28
+        assert float(line["bytes"]) == 4 * (1 + 2 * (1 + states))
 
 
-def test_control_does_not_spill(adam):
-    lines = [m for m in adam if m["kernel"] == "control"]
-    assert len(lines) >= 7 * len(aot.TARGETS)
+def test_control_does_not_spill(compiled):
+    lines = [m for m in compiled[0] if m["kernel"] == "control"]
+    assert len(lines) >= (6 + len(rules.__all__)) * len(aot.TARGETS)
     assert all(m["spills"] == "0" for m in lines)
 
 
