@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ampopt import gradients, ranks, scaler_protocol
 from ampopt.arena import shares_storage
 from ampopt.backend import backend_for
-from ampopt.optimizer import Attempt, Optimizer
+from ampopt.optimizer import Optimizer
+from ampopt.ordinary import Attempt
 from ampopt.plan import Plan, check_plannable
 from ampopt.snapshot import Snapshot
 from ampopt_kernels.layout import real

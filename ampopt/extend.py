@@ -22,12 +22,14 @@ _Opt = TypeVar("_Opt", bound=torch.optim.Optimizer)
 _COOPERATIVE = frozenset({"state_dict", "load_state_dict", "zero_grad", "_optimizer_step_code"})
 """Methods of ours that call theirs."""
 
+_TORCHS = torch.optim.Optimizer.__mro__
 _OURS = {
     name
-    for name in vars(Optimizer)
+    for base in Optimizer.__mro__
+    if base not in _TORCHS
+    for name in vars(base)
     if not (name.startswith("__") or name in _COOPERATIVE or name == "_step_supports_amp_scaling")
 }
-_TORCHS = torch.optim.Optimizer.__mro__
 _PRIVATE = {"_stepped_with", "_uploads"}.union(n for n in _OURS if n.startswith("_"))
 
 _HOOKS = (

@@ -1,19 +1,20 @@
 """Judge, and unscale, the gradients of optimizers of any class, of one or several at once."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampopt import gradients
 from ampopt.backend import backend_for
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Decision, Request, Row, Work, run
 
-__all__ = ["device_of", "judge"]
+__all__ = ["device_of", "judge", "judge_held", "works_of"]
 
 
-@torch.no_grad()
 def judge(
     param_groups: list[dict[str, Any]],
     request: Request,
@@ -38,21 +39,45 @@ def judge(
     """
     gradients.check(param_groups)
     present = gradients.present(param_groups)
-    if not present:
-        return None
-    staged = gradients.Staged()
-    by_device: dict[torch.device, list[Row]] = {}
-    for row in gradients.rows(present, staged, written=write):
-        by_device.setdefault(row.grad.device, []).append(row)
     uploads = {} if uploads is None else uploads
-    works = [
-        Work(device, rows, uploads=uploads.setdefault(device, Uploads()))
-        for device, rows in by_device.items()
-    ]
-    agreed = gradients.agreed_upon(request, present)
+    return judge_held(present, request, write=write, uploads=uploads) if present else None
+
+
+@torch.no_grad()
+def judge_held(
+    holders: Sequence[tuple[int, Tensor]],
+    request: Request,
+    *,
+    write: bool,
+    uploads: dict[torch.device, Uploads],
+) -> Decision:
+    """As :func:`judge`, of gradients that were checked: of one tensor at least.
+
+    Args:
+        holders: ``(group, tensor)``, each with a ``grad``.
+        request: as for :func:`judge`.
+        write: likewise.
+        uploads: likewise.
+    """
+    staged = gradients.Staged()
+    works = works_of(gradients.rows(holders, staged, written=write), uploads)
+    agreed = gradients.agreed_upon(request, holders)
     decision = run(backend_for, works, replace(agreed, write=write, apply=False))
     staged.store()
     return decision
+
+
+def works_of(
+    rows: Sequence[Row], uploads: dict[torch.device, Uploads], **fields: Any
+) -> list[Work]:
+    """The rows by device, the first parameter's first; ``fields`` are further ones of each."""
+    by_device: dict[torch.device, list[Row]] = {}
+    for row in rows:
+        by_device.setdefault(row.grad.device, []).append(row)
+    return [
+        Work(device, of_device, uploads=uploads.setdefault(device, Uploads()), **fields)
+        for device, of_device in by_device.items()
+    ]
 
 
 def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:

@@ -1,56 +1,27 @@
 """The base optimizer: loss scaling's control points, by inheritance."""
 
-import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt import gradients, scaler_protocol
-from ampopt.backend import backend_for
-from ampopt.grad_scale import as_loss_scale, request_fields
-from ampopt.judge import device_of
+from ampopt.bookkeeping import Pending
+from ampopt.grad_scale import request_fields
+from ampopt.ordinary import OrdinarySteps
 from ampopt.replay import Replay, check_closure, check_loss, check_verdict, step_with
 from ampopt.results import StepResult, Unscaled
-from ampopt.snapshot import Snapshot, loaded_uncast
-from ampopt.transaction import Skipper
-from ampopt_kernels.uploads import Uploads
-from ampopt_kernels.work import Decision, Request, Row, Work, run
+from ampopt_kernels.work import Decision, Request
 
-__all__ = ["Attempt", "Optimizer", "check_max_norm", "successor_of"]
+__all__ = ["Optimizer", "check_max_norm", "successor_of"]
 
 _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """An unscale that no step has followed yet."""
-
-    found_inf: Tensor
-    scale: Any  # the given one
-    successor: Any
-
-
-class Attempt(NamedTuple):
-    """A step that was taken or skipped.
-
-    Attributes:
-        decision: ``None`` if there were no gradients.
-        returned: by the step; ``None`` if it was not called.
-        called: whether it was.
-    """
-
-    decision: Decision | None
-    returned: Any = None
-    called: bool = True
-
-
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(OrdinarySteps):
     """A ``torch.optim.Optimizer`` with mixed-precision control points.
 
     Subclass it like torch's and write an ordinary ``step()``: it need not know of scaling. Where
@@ -102,17 +73,7 @@ class Optimizer(torch.optim.Optimizer):
             :attr:`found_inf`. For a step that is a kernel of your own.
     """
 
-    grad_norm: Tensor | None = None
-    skip_by: str = "auto"
-    _pending: _Pending | None = None
-    _judged: Decision | None = None
-    """The decision that an ordinary step is under, while it and its hooks run."""
     _needs_closure = False
-    _transacts = False
-    """Whether ``step`` is known to allow transactions once :meth:`_make_state` was called."""
-    _shared_state: frozenset[str] = frozenset()
-    """Keys of the state whose tensors ``step`` replaces and never writes (see ``Snapshot``)."""
-
     _step_supports_amp_scaling = True
     """Read by ``torch.amp.GradScaler``, which then leaves its flag to ``step``."""
 
@@ -127,8 +88,6 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None and closure.default is inspect.Parameter.empty:
             cls._needs_closure = True
         scaler_protocol.heed_in(cls, Optimizer)
-
-    # --- for authors ------------------------------------------------------------------------
 
     @property
     def found_inf(self) -> Tensor | None:
@@ -153,12 +112,6 @@ class Optimizer(torch.optim.Optimizer):
     def found_inf(self) -> None:
         if vars(self).pop("found_inf", _REQUIRED) is _REQUIRED:
             raise AttributeError("found_inf")
-
-    @property
-    def pending(self) -> Unscaled | None:
-        """What the last :meth:`unscale` returned, if no step has followed it yet."""
-        pending = self._pending
-        return None if pending is None else Unscaled(pending.found_inf, pending.successor)
 
     # --- control points ---------------------------------------------------------------------
 
@@ -190,7 +143,7 @@ class Optimizer(torch.optim.Optimizer):
             decision = self._unscale_in_place(Request(**request_fields(scale)))
         found_inf = self._no_overflow() if decision is None else decision.found_inf
         successor = successor_of(scale, decision, grads_scaled_by)
-        self._pending = _Pending(found_inf, grads_scaled_by, successor)
+        self._pending = Pending(found_inf, grads_scaled_by, successor)
         return Unscaled(found_inf, successor)
 
     def unscale_and_step(
@@ -328,178 +281,7 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from group["params"]
 
-    # --- torch's own methods -----------------------------------------------------------------
-
-    # They take what the class of an author takes, whose defaults may be others.
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Reset the gradients, as torch does, and forget a pending unscale."""
-        self._pending = None
-        super().zero_grad(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state, as torch's. A pending unscale is a ``RuntimeError``: it cannot be saved."""
-        self._refuse_pending("state_dict")
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load a state, as torch does, but bitwise. A pending unscale is a ``RuntimeError``.
-
-        Differs from torch: a state tensor keeps the dtype it was saved with, where torch casts it
-        to that of its parameter, so that saving and loading changes no later step.
-        """
-        self._refuse_pending("load_state_dict")
-        with loaded_uncast(self):
-            super().load_state_dict(state_dict, *args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
-        self._refuse_pending("copying or pickling")
-        return super().__getstate__()
-
-    def _optimizer_step_code(self) -> None:
-        # torch calls this after every step(), whichever class defines it.
-        super()._optimizer_step_code()
-        self._end_pending()
-
-    # --- how a step is carried out: what rule-based optimizers do otherwise -------------------
-
-    def _judge(self, request: Request) -> Decision | None:
-        """Judge what a closure left in the gradients, and make them ready for ``step()``."""
-        gradients.check(self.param_groups)
-        return self._unscale_in_place(request)
-
-    def _attempt(self, request: Request) -> Attempt:
-        """Step as ``request`` says, or skip. Step hooks run in any case, after unscaling.
-
-        What they do is not part of the step, so it is neither undone nor a reason to look.
-        """
-        gradients.check(self.param_groups)
-        self._judged = self._unscale_in_place(request)
-        try:
-            return self._attempt_as(self._judged)
-        finally:
-            self._judged = None
-
-    def _attempt_as(self, decision: Decision | None) -> Attempt:
-        step = _beneath_hooks(self)
-        if step is None:
-            attempt = self._decided(self.step, decision)
-            if not attempt.called:
-                self._run_step_hooks()
-            return attempt
-        attempts: list[Attempt] = []
-
-        def within_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            attempts.append(self._decided(functools.partial(step, self, *args, **kwargs), decision))
-            return attempts[-1].returned
-
-        torch.optim.Optimizer.profile_hook_step(within_hooks)(self)
-        self._opt_called = True  # where torch's schedulers look for a step before theirs
-        return attempts[-1]
-
-    def _skip_or(self, step: Callable[[], Any], request: Request) -> Attempt:
-        """Unscale and call ``step`` as ``request`` says, or skip it."""
-        gradients.check(self.param_groups)
-        self._judged = self._unscale_in_place(request)
-        try:
-            return self._decided(step, self._judged)
-        finally:
-            self._judged = None
-
-    def _decided(self, step: Callable[[], Any], decision: Decision | None) -> Attempt:
-        """Call ``step`` or skip it.
-
-        An ordinary step cannot be told of a flag on the device: the host looks, or the step is a
-        transaction (see :attr:`skip_by`).
-        """
-        if decision is None:
-            return Attempt(None, called=False)
-        skip = decision.factors[0]
-        if self.skip_by == "step":
-            return Attempt(decision, self._told(step, skip))
-        self._make_state()
-        returned: list[Any] = []
-        called = self._skipper.step(self, lambda: returned.append(step()), skip)
-        return Attempt(decision, returned[0] if returned else None, called)
-
-    def _told(self, step: Callable[[], Any], skip: Tensor) -> Any:
-        """Call a ``step`` that skips by itself where ``found_inf`` says so."""
-        self.found_inf = skip.to(torch.float32)
-        try:
-            return step()
-        finally:
-            vars(self).pop("found_inf", None)
-
-    @property
-    def _skip_flag(self) -> Tensor | None:
-        """To a step hook: more than 0 if its step is skipped; ``None`` if certainly not."""
-        return None if self._judged is None else self._judged.factors[0]
-
-    def _make_state(self) -> None:
-        """Make the state that a first step would, as it would be before: see ``_transacts``."""
-
-    @functools.cached_property
-    def _skipper(self) -> Skipper:
-        """How this optimizer's ordinary step is skipped; see :attr:`skip_by`."""
-        if self.skip_by in ("host", "transaction"):
-            return Skipper(self.skip_by, settled=True)  # type: ignore[arg-type]
-        if self.skip_by not in ("auto", "step"):
-            raise ValueError(
-                f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {self.skip_by!r}"
-            )
-        if backend_for(self._home).host_sees:
-            return Skipper("host", settled=True)
-        known = next((cls for cls in type(self).__mro__ if "_transacts" in vars(cls)), type(self))
-        if self._transacts and inspect.unwrap(known.step) is inspect.unwrap(type(self).step):
-            return Skipper("transaction")
-        return Skipper("probation")
-
-    def _left_scaled_by(self) -> Tensor | None:
-        """The scale that gradients still carry after :meth:`_judge`; ``None`` if it unscaled."""
-        return None
-
-    def _unchanged_until_done(self) -> Snapshot | None:
-        """What to restore if ``step(closure)`` fails half way; ``None`` if it cannot."""
-        return Snapshot(self, shared=self._shared_state)
-
-    # --- the parts ---------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _unscale_in_place(self, request: Request) -> Decision | None:
-        """Unscale, judge and clip the gradients. ``None`` if there are none."""
-        write = request.scale is not None
-        holders = self._holders(written=write)
-        if not holders:
-            return None
-        if write:
-            self._refuse_float16(holders)
-        staged = gradients.Staged()
-        works = self._works(gradients.rows(holders, staged, written=write))
-        agreed = gradients.agreed_upon(request, holders)
-        decision = run(backend_for, works, replace(agreed, write=write, apply=False))
-        staged.store()
-        if request.max_norm is not None:
-            self.grad_norm = decision.norm
-            for _, holder in holders:
-                values = gradients.values_of(holder)
-                values.mul_(decision.factors[2].to(values.device, values.dtype))
-        return decision
-
-    def _holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
-        """``(group, tensor)`` for each tensor whose ``grad`` is read, or unscaled in place."""
-        return gradients.present(self.param_groups)
-
-    def _works(self, rows: Sequence[Row], **fields: Any) -> list[Work]:
-        """The rows by device, the first parameter's first."""
-        by_device: dict[torch.device, list[Row]] = {}
-        for row in rows:
-            by_device.setdefault(row.grad.device, []).append(row)
-        uploads: dict[torch.device, Uploads] = self.__dict__.setdefault("_uploads", {})
-        return [
-            Work(device, of_device, uploads=uploads.setdefault(device, Uploads()), **fields)
-            for device, of_device in by_device.items()
-        ]
+    # --- their parts -------------------------------------------------------------------------
 
     def _step_once(self, scale: Any, given: Any, max_norm: float | None) -> StepResult:
         if self._needs_closure:
@@ -578,86 +360,6 @@ class Optimizer(torch.optim.Optimizer):
                 snapshot.restore()
             replay.restore_rng()
             raise
-
-    # --- bookkeeping -------------------------------------------------------------------------
-
-    @property
-    def _home(self) -> torch.device:
-        """Where decisions are made."""
-        return device_of(self.param_groups) or torch.device("cpu")
-
-    def _no_overflow(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float32, device=self._home)
-
-    def _as_scale(self, given: Any) -> Any:
-        scale = as_loss_scale(given, self._home)
-        self._refuse_stepped(given)
-        return scale
-
-    def _refuse_stepped(self, given: Any) -> None:
-        stepped = self.__dict__.get("_stepped_with", ())
-        if not getattr(given, "_reusable", True) and given._generation in stepped:
-            raise RuntimeError(
-                f"this {type(given).__name__} was stepped with already: every control point "
-                "returns the scale to use next, so rebind it, as in `_, _, scale = "
-                "optimizer.unscale_and_step(grads_scaled_by=scale)`"
-            )
-
-    def _mark_stepped(self, given: Any, successor: Any) -> None:
-        generation = getattr(given, "_generation", None)
-        if generation is not None and successor is not given:  # as it is without gradients
-            self.__dict__.setdefault("_stepped_with", weakref.WeakSet()).add(generation)
-
-    def _end_pending(self) -> None:
-        if self._pending is not None:
-            self._mark_stepped(self._pending.scale, self._pending.successor)
-            self._pending = None
-
-    def _refuse_pending(self, call: str) -> None:
-        if self._pending is not None:
-            raise RuntimeError(
-                f"{call}: an unscale is pending. Call step_after_unscale() first, or zero_grad() "
-                "to discard it"
-            )
-
-    def _refuse_gradients(self) -> None:
-        """Refuse gradients that cannot be unscaled and stepped with, before anything changes."""
-        gradients.check(self.param_groups)
-        self._refuse_float16(gradients.present(self.param_groups))
-
-    def _refuse_float16(self, holders: list[tuple[int, Tensor]]) -> None:
-        for _, param in holders:
-            assert param.grad is not None
-            if param.grad.dtype == torch.float16:
-                raise RuntimeError(
-                    f"the gradient of {gradients.name_of(self.param_groups, param)} is float16, "
-                    "where unscaled values would underflow to zero; keep the parameters in "
-                    "float32 and run the model under torch.autocast, or use a rule-based optimizer "
-                    "with unscale_and_step(), which unscales in float32, or with "
-                    "master_weights=True, which keeps float32 copies to unscale"
-                )
-
-    def _run_step_hooks(self) -> None:
-        """What an attempt that does not step still does: hooks run, and schedulers see a step."""
-        _no_step(self)
-        self._opt_called = True  # where torch's schedulers look for a step before theirs
-
-
-def _beneath_hooks(optimizer: Optimizer) -> Callable[..., Any] | None:
-    """The function of ``optimizer.step`` without the hooks that torch puts around it.
-
-    ``None`` if somebody has put another step on the instance, whose hooks cannot be told apart.
-    """
-    hooked = type(optimizer).step
-    given = vars(optimizer).get("step")
-    if given is not None:  # as a scheduler's wrapper is
-        if not hasattr(given, "_wrapped_by_lr_sched") or given.__wrapped__ is not hooked:
-            return None
-    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))
-
-
-# A step hook may hand the step other arguments.
-_no_step = torch.optim.Optimizer.profile_hook_step(lambda self, *args, **kwargs: None)
 
 
 def successor_of(scale: Any, decision: Decision | None, given: Any) -> Any:

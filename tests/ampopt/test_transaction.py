@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt import judge, ordinary
 from ampopt.host_state import HostState
 from ampopt.transaction import Skipper, Writes
 from ampopt_kernels.eager import Eager
@@ -30,7 +31,8 @@ INF = float("inf")
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch):
     """The host may not look at CPU tensors at no cost; else there would be no transactions."""
-    monkeypatch.setattr(ampopt.optimizer, "backend_for", lambda _: Eager(reads_cpu=False))  # pyright: ignore[reportAttributeAccessIssue]
+    for module in (ordinary, judge):
+        monkeypatch.setattr(module, "backend_for", lambda _: Eager(reads_cpu=False))
 
 
 # --- steps that authors write --------------------------------------------------------------------
@@ -549,7 +551,7 @@ def test_an_unknown_way_to_skip_is_refused():
 
 def test_where_the_host_sees_the_flag_anyway_it_looks(monkeypatch):
     monkeypatch.setattr(
-        ampopt.optimizer,  # pyright: ignore
+        ordinary,
         "backend_for",
         lambda _: ampopt.backend._cpu_backend("eager"),  # pyright: ignore[reportAttributeAccessIssue]
     )

@@ -1,0 +1,218 @@
+"""How an ordinary ``step()``, which knows nothing of scaling, is taken or skipped."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampopt import gradients
+from ampopt.backend import backend_for
+from ampopt.bookkeeping import Bookkeeping
+from ampopt.judge import judge_held, works_of
+from ampopt.snapshot import Snapshot
+from ampopt.transaction import Skipper
+from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Decision, Request, Row, Work
+
+__all__ = ["Attempt", "OrdinarySteps"]
+
+
+class Attempt(NamedTuple):
+    """A step that was taken or skipped.
+
+    Attributes:
+        decision: ``None`` if there were no gradients.
+        returned: by the step; ``None`` if it was not called.
+        called: whether it was.
+    """
+
+    decision: Decision | None
+    returned: Any = None
+    called: bool = True
+
+
+class OrdinarySteps(Bookkeeping):
+    """Unscales in one pass, and then steps or skips; what rule-based optimizers do in one."""
+
+    grad_norm: Tensor | None = None
+    skip_by: str = "auto"
+    _judged: Decision | None = None
+    """The decision that an ordinary step is under, while it and its hooks run."""
+    _transacts = False
+    """Whether ``step`` is known to allow transactions once :meth:`_make_state` was called."""
+    _shared_state: frozenset[str] = frozenset()
+    """Keys of the state whose tensors ``step`` replaces and never writes (see ``Snapshot``)."""
+
+    # --- a step, or none --------------------------------------------------------------------
+
+    def _judge(self, request: Request) -> Decision | None:
+        """Judge what a closure left in the gradients, and make them ready for ``step()``."""
+        gradients.check(self.param_groups)
+        return self._unscale_in_place(request)
+
+    def _attempt(self, request: Request) -> Attempt:
+        """Step as ``request`` says, or skip. Step hooks run in any case, after unscaling.
+
+        What they do is not part of the step, so it is neither undone nor a reason to look.
+        """
+        gradients.check(self.param_groups)
+        self._judged = self._unscale_in_place(request)
+        try:
+            return self._attempt_as(self._judged)
+        finally:
+            self._judged = None
+
+    def _attempt_as(self, decision: Decision | None) -> Attempt:
+        step = _beneath_hooks(self)
+        if step is None:
+            attempt = self._decided(self.step, decision)
+            if not attempt.called:
+                self._run_step_hooks()
+            return attempt
+        attempts: list[Attempt] = []
+
+        def within_hooks(self: OrdinarySteps, *args: Any, **kwargs: Any) -> Any:
+            attempts.append(self._decided(functools.partial(step, self, *args, **kwargs), decision))
+            return attempts[-1].returned
+
+        torch.optim.Optimizer.profile_hook_step(within_hooks)(self)
+        self._opt_called = True  # where torch's schedulers look for a step before theirs
+        return attempts[-1]
+
+    def _skip_or(self, step: Callable[[], Any], request: Request) -> Attempt:
+        """Unscale and call ``step`` as ``request`` says, or skip it."""
+        gradients.check(self.param_groups)
+        self._judged = self._unscale_in_place(request)
+        try:
+            return self._decided(step, self._judged)
+        finally:
+            self._judged = None
+
+    def _decided(self, step: Callable[[], Any], decision: Decision | None) -> Attempt:
+        """Call ``step`` or skip it.
+
+        An ordinary step cannot be told of a flag on the device: the host looks, or the step is a
+        transaction (see :attr:`skip_by`).
+        """
+        if decision is None:
+            return Attempt(None, called=False)
+        skip = decision.factors[0]
+        if self.skip_by == "step":
+            return Attempt(decision, self._told(step, skip))
+        self._make_state()
+        returned: list[Any] = []
+        called = self._skipper.step(self, lambda: returned.append(step()), skip)
+        return Attempt(decision, returned[0] if returned else None, called)
+
+    def _told(self, step: Callable[[], Any], skip: Tensor) -> Any:
+        """Call a ``step`` that skips by itself where ``found_inf`` says so."""
+        self.found_inf = skip.to(torch.float32)
+        try:
+            return step()
+        finally:
+            vars(self).pop("found_inf", None)
+
+    @property
+    def _skip_flag(self) -> Tensor | None:
+        """To a step hook: more than 0 if its step is skipped; ``None`` if certainly not."""
+        return None if self._judged is None else self._judged.factors[0]
+
+    def _make_state(self) -> None:
+        """Make the state that a first step would, as it would be before: see ``_transacts``."""
+
+    @functools.cached_property
+    def _skipper(self) -> Skipper:
+        """How this optimizer's ordinary step is skipped; see :attr:`skip_by`."""
+        if self.skip_by in ("host", "transaction"):
+            return Skipper(self.skip_by, settled=True)  # type: ignore[arg-type]
+        if self.skip_by not in ("auto", "step"):
+            raise ValueError(
+                f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {self.skip_by!r}"
+            )
+        if backend_for(self._home).host_sees:
+            return Skipper("host", settled=True)
+        known = next((cls for cls in type(self).__mro__ if "_transacts" in vars(cls)), type(self))
+        if self._transacts and inspect.unwrap(known.step) is inspect.unwrap(type(self).step):
+            return Skipper("transaction")
+        return Skipper("probation")
+
+    def _left_scaled_by(self) -> Tensor | None:
+        """The scale that gradients still carry after :meth:`_judge`; ``None`` if it unscaled."""
+        return None
+
+    def _unchanged_until_done(self) -> Snapshot | None:
+        """What to restore if ``step(closure)`` fails half way; ``None`` if it cannot."""
+        return Snapshot(self, shared=self._shared_state)
+
+    def _run_step_hooks(self) -> None:
+        """What an attempt that does not step still does: hooks run, and schedulers see a step."""
+        _no_step(self)
+        self._opt_called = True  # where torch's schedulers look for a step before theirs
+
+    # --- gradients --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _unscale_in_place(self, request: Request) -> Decision | None:
+        """Unscale, judge and clip the gradients. ``None`` if there are none."""
+        write = request.scale is not None
+        holders = self._holders(written=write)
+        if not holders:
+            return None
+        if write:
+            self._refuse_float16(holders)
+        decision = judge_held(holders, request, write=write, uploads=self._held_by_devices)
+        if request.max_norm is not None:
+            self.grad_norm = decision.norm
+            for _, holder in holders:
+                values = gradients.values_of(holder)
+                values.mul_(decision.factors[2].to(values.device, values.dtype))
+        return decision
+
+    def _holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
+        """``(group, tensor)`` for each tensor whose ``grad`` is read, or unscaled in place."""
+        return gradients.present(self.param_groups)
+
+    def _works(self, rows: Sequence[Row], **fields: Any) -> list[Work]:
+        return works_of(rows, self._held_by_devices, **fields)
+
+    @property
+    def _held_by_devices(self) -> dict[torch.device, Uploads]:
+        """What devices hold of earlier calls."""
+        return self.__dict__.setdefault("_uploads", {})
+
+    def _refuse_gradients(self) -> None:
+        """Refuse gradients that cannot be unscaled and stepped with, before anything changes."""
+        gradients.check(self.param_groups)
+        self._refuse_float16(gradients.present(self.param_groups))
+
+    def _refuse_float16(self, holders: list[tuple[int, Tensor]]) -> None:
+        for _, param in holders:
+            assert param.grad is not None
+            if param.grad.dtype == torch.float16:
+                raise RuntimeError(
+                    f"the gradient of {gradients.name_of(self.param_groups, param)} is float16, "
+                    "where unscaled values would underflow to zero; keep the parameters in "
+                    "float32 and run the model under torch.autocast, or use a rule-based optimizer "
+                    "with unscale_and_step(), which unscales in float32, or with "
+                    "master_weights=True, which keeps float32 copies to unscale"
+                )
+
+
+def _beneath_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
+    """The function of ``optimizer.step`` without the hooks that torch puts around it.
+
+    ``None`` if somebody has put another step on the instance, whose hooks cannot be told apart.
+    """
+    hooked = type(optimizer).step
+    given = vars(optimizer).get("step")
+    if given is not None:  # as a scheduler's wrapper is
+        if not hasattr(given, "_wrapped_by_lr_sched") or given.__wrapped__ is not hooked:
+            return None
+    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))
+
+
+# A step hook may hand the step other arguments.
+_no_step = torch.optim.Optimizer.profile_hook_step(lambda self, *args, **kwargs: None)
