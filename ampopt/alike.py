@@ -15,7 +15,8 @@ except ImportError:
 
 __all__ = ["Alike"]
 
-_FUNCTIONS: tuple[Callable[[Tensor], Any], ...] = (
+_FUNCTIONS: tuple[Callable[[Any], Any], ...] = (
+    type,
     *map(operator.attrgetter, ("layout", "dtype", "device", "shape")),
     Tensor.stride,  # which sparse tensors, told apart above, do not have
     Tensor.is_neg,
@@ -27,7 +28,8 @@ _FUNCTIONS: tuple[Callable[[Tensor], Any], ...] = (
 class Alike:
     """The layouts of some strided tensors: what may take their places in a flat kernel.
 
-    That is device, dtype, shape, strides, and no lazy negation or conjugation that they have not.
+    That is class, device, dtype, shape, strides, and no lazy negation or conjugation that they have
+    not.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -36,9 +38,10 @@ class Alike:
         self._guards = None if TensorGuards is None else _guards(tensors)
         self._known = None if self._guards else [list(map(of, tensors)) for of in _FUNCTIONS]
 
-    def to(self, tensors: Sequence[Tensor]) -> bool:
+    def to(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether ``tensors`` are laid out so, each as the one that was in its place.
 
+        ``None`` is like no tensor.
         May be ``False`` where nothing but how autograd sees them differs.
         """
         if len(tensors) != self._n:

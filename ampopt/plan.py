@@ -5,9 +5,7 @@ step, and next to nothing changes between steps but the gradients. A plan is mad
 until something else changes; that it does hold is checked at every step.
 """
 
-import functools
 import operator
-from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from torch import Tensor
 from ampopt import gradients
 from ampopt.alike import Alike
 from ampopt.arena import lay_end_to_end
+from ampopt_kernels.objects import Contents, addresses, same
 from ampopt_kernels.trial import try_out
 from ampopt_kernels.work import Row, Work
 
@@ -50,12 +49,13 @@ class Plan:
             for group, p in gradients.present(groups)
             if optimizer._holder(groups[group], p).grad is not None
         ]
-        masters = {p: optimizer._master_of(groups[group], p) for group, p in present}
-        self._absent = [p not in masters for p in self._params]
+        self._present = [p for _, p in present]
+        kept = set(self._present)
+        self._absent = [p for p in self._params if p not in kept]
         self._masters = [
             (place, master)
-            for place, p in enumerate(self._params)
-            if (master := masters.get(p)) is not None
+            for place, (group, p) in enumerate(present)
+            if (master := optimizer._master_of(groups[group], p)) is not None
         ]
         states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
         for part in (*rule.state, *rule.scalar_state):
@@ -65,14 +65,11 @@ class Plan:
             for (group, param), state in zip(present, states, strict=True)
         ]
         self.works: list[Work] = optimizer._works(self._rows, rule=rule)
-        self._addresses = list(map(Tensor.data_ptr, self._params))
+        self._addresses = addresses(self._params)
         self._params_alike = Alike(self._params)
         self._grads_alike = Alike([row.grad for row in self._rows])
-        self._written = list(masters)
         self._state = optimizer.state
-        self._states = list(self._state.values())
-        self._entries = list(map(dict.values, self._states))
-        self._values = list(chain.from_iterable(self._entries))
+        self._contents = Contents([self._state, *self._state.values()])
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
 
     def _row(
@@ -101,39 +98,30 @@ class Plan:
 
     def renew(self, optimizer: "ElementwiseOptimizer") -> bool:
         """Take up the gradients of this step; ``False`` if anything but them has changed."""
-        params, groups = self._params, optimizer.param_groups
+        groups = optimizer.param_groups
         if not (
             self.lasts
-            and _are(chain.from_iterable(group["params"] for group in groups), params)
-            and list(map(Tensor.data_ptr, params)) == self._addresses
-            and self._params_alike.to(params)
-            and self._has_state_of(optimizer)
+            and same(list(chain.from_iterable(group["params"] for group in groups)), self._params)
+            and self._params_alike.to(self._params)
+            and addresses(self._params) == self._addresses
+            and optimizer.state is self._state
+            and self._contents.unchanged()
             and [optimizer.rule.flag_values(group) for group in groups] == self._flags
+            and all(param.grad is None for param in self._absent)
         ):
             return False
-        grads = list(map(_grad_of, params))
+        grads = list(map(_grad_of, self._present))
         if optimizer._masters_have_gradients:
             for place, master in self._masters:
                 if grads[place] is not None:
                     grads[place] = master.grad
-        if list(map(_is_none, grads)) != self._absent:
+        if not self._grads_alike.to(grads):
             return False
-        found = [g for g in grads if g is not None] if True in self._absent else grads
-        if not self._grads_alike.to(found):
-            return False
-        for row, grad in zip(self._rows, found, strict=True):
+        for row, grad in zip(self._rows, grads, strict=True):
             row.grad = grad
         for work in self.works:
             work.stamp += 1
         return True
-
-    def _has_state_of(self, optimizer: "ElementwiseOptimizer") -> bool:
-        """Whether the state still is, tensor by tensor, what the rows were made from."""
-        return (
-            optimizer.state is self._state
-            and _are(self._state.values(), self._states)
-            and _are(chain.from_iterable(self._entries), self._values)
-        )
 
     def finish(self) -> None:
         """What follows a step: copies go where they belong, and gradients are let go of.
@@ -142,7 +130,7 @@ class Plan:
         through a graph that needs the old values is refused, as after a step of torch's.
         """
         self._staged.store()
-        torch.autograd.graph.increment_version(self._written)
+        torch.autograd.graph.increment_version(self._present)
         for row in self._rows:
             row.grad = _RELEASED  # the next backward pass may need the memory
 
@@ -177,10 +165,3 @@ def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
 
 
 _grad_of = operator.attrgetter("grad")
-_is_none = functools.partial(operator.is_, None)
-_END = object()
-
-
-def _are(found: Iterable[Any], known: Sequence[Any]) -> bool:
-    """Whether ``found`` are the very objects ``known``. Runs no Python for each."""
-    return all(map(operator.is_, chain(found, (_END,)), chain(known, (_END,))))

@@ -2,15 +2,15 @@
 
 import ctypes
 import functools
-from array import array
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["addresses", "loops", "sum_of_squares"]
+__all__ = ["loops", "object_loops", "sum_of_squares"]
 
 _SOURCE = """
+#include <Python.h>
+
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -21,6 +21,40 @@ extern "C" void gather(char* const* tensors, const int64_t* bytes, int64_t n, ch
 
 extern "C" void scatter(char* const* tensors, const int64_t* bytes, int64_t n, char* scratch) {
     for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(tensors[i], scratch, bytes[i]);
+}
+
+// Of ampopt_kernels.objects, which calls these three with Python's lock held.
+
+extern "C" int same(PyObject* found, PyObject* known) {
+    const Py_ssize_t n = PyList_GET_SIZE(known);
+    if (PyList_GET_SIZE(found) != n) return 0;
+    for (Py_ssize_t i = 0; i < n; ++i)
+        if (PyList_GET_ITEM(found, i) != PyList_GET_ITEM(known, i)) return 0;
+    return 1;
+}
+
+extern "C" int hold(PyObject* dicts, PyObject* keys, PyObject* values) {
+    const Py_ssize_t n = PyList_GET_SIZE(values);
+    Py_ssize_t place = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts); ++i) {
+        PyObject *key, *value;
+        for (Py_ssize_t at = 0; PyDict_Next(PyList_GET_ITEM(dicts, i), &at, &key, &value); ++place)
+            if (place == n || key != PyList_GET_ITEM(keys, place) ||
+                value != PyList_GET_ITEM(values, place))
+                return 0;
+    }
+    return place == n;
+}
+
+// Of torch's stable C interface; its handle is the address of a pointer to the tensor.
+extern "C" int32_t aoti_torch_get_data_ptr(void* handle, void** address);
+
+extern "C" int addresses(PyObject* tensors, void** found) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+        char* object = reinterpret_cast<char*>(PyList_GET_ITEM(tensors, i));
+        if (aoti_torch_get_data_ptr(object + sizeof(PyObject), found + i)) return 0;
+    }
+    return 1;
 }
 
 // In lanes and chunks whose order is that of the elements, so that the sum does not depend on the
@@ -61,7 +95,7 @@ extern "C" double sum_of_squares_64(const double* x, int64_t n, int64_t threads)
 
 @functools.cache
 def loops() -> ctypes.CDLL:
-    """The loops, compiled in a few seconds, or found in Inductor's cache.
+    """The loops over numbers, compiled in a few seconds, or found in Inductor's cache.
 
     Raises:
         Exception: of whatever kind torch raises where the compiler fails.
@@ -77,9 +111,19 @@ def loops() -> ctypes.CDLL:
     return library
 
 
-def addresses(tensors: Sequence[Tensor]) -> array:
-    """What the loops take as a list of tensors."""
-    return array("q", map(Tensor.data_ptr, tensors))
+@functools.cache
+def _object_loops() -> ctypes.PyDLL:
+    library = ctypes.PyDLL(loops()._name, handle=loops()._handle)
+    pointer, objects = ctypes.c_void_p, ctypes.py_object
+    library.same.argtypes = (objects, objects)
+    library.hold.argtypes = (objects, objects, objects)
+    library.addresses.argtypes = (objects, pointer)
+    return library
+
+
+def object_loops() -> ctypes.PyDLL | None:
+    """The loops over Python objects, if :func:`loops` has been called: nothing is compiled."""
+    return _object_loops() if loops.cache_info().currsize else None
 
 
 def sum_of_squares(tensor: Tensor) -> float:

@@ -1,19 +1,28 @@
 """What a step works on is kept from one step to the next, and never when it should not be."""
 
+import copy
+
 import pytest
 import torch
 
 import ampopt
 from ampopt import alike
 from ampopt.alike import Alike
+from ampopt_kernels import native, objects
+from ampopt_kernels.compiled import cpp_compiler
 
 
 @pytest.fixture(params=["guards", "functions"])
 def implementation(request, monkeypatch):
+    """What a plan asks of many objects, in one call or of each; with loops of C++ or without."""
     if request.param == "functions":
         monkeypatch.setattr(alike, "TensorGuards", None)
-    elif alike.TensorGuards is None:
+        monkeypatch.setattr(objects, "object_loops", lambda: None)
+        return
+    if alike.TensorGuards is None:
         pytest.skip("this torch has no TensorGuards")
+    if cpp_compiler() is not None:
+        native.loops()
 
 
 def example():
@@ -42,6 +51,14 @@ def test_others_laid_out_the_same_are_alike(implementation):
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_a_flat_kernel_would_misread_is_not_alike(implementation, what):
     assert not Alike(example()).to([CHANGED[what], *example()[1:]])
+
+
+def test_none_is_like_no_tensor(implementation):
+    assert not Alike(example()).to([None, *example()[1:]])
+
+
+def test_a_tensor_of_another_class_is_not_alike(implementation):
+    assert not Alike(example()).to([torch.nn.Parameter(example()[0]), *example()[1:]])
 
 
 def test_more_or_fewer_are_not_alike(implementation):
@@ -97,3 +114,97 @@ def test_a_plan_is_made_anew_when_anything_else_changes(implementation, change):
     change(model, optimizer)
     trained(model, optimizer, scale)
     assert optimizer._plan is not plan
+
+
+def twisted(tensor):
+    """The same values laid out column by column."""
+    return tensor.detach().t().contiguous().t()
+
+
+def in_other_memory(tensor):
+    return torch.cat((tensor.detach().reshape(-1), torch.zeros(3)))[:-3].view(tensor.shape)
+
+
+@torch.no_grad()
+def set_(model):
+    model.weight.set_(in_other_memory(model.weight))
+
+
+def grown(model):
+    """Its memory is another, and its values are the same."""
+    model.weight.untyped_storage().resize_(1 << 20)
+
+
+def other_state(model, optimizer):
+    state = optimizer.state[model.weight]
+    state["momentum_buffer"] = state["momentum_buffer"] * 3
+
+
+def removed(model, optimizer):
+    del optimizer.param_groups[0]["params"][0]
+
+
+CHANGES = {
+    "data in other memory": lambda m, o: setattr(m.weight, "data", in_other_memory(m.weight)),
+    "data laid out otherwise": lambda m, o: setattr(m.weight, "data", twisted(m.weight)),
+    "data seen otherwise": lambda m, o: setattr(m.weight, "data", m.weight.data.view(4, 3).t()),
+    "set_": lambda m, o: set_(m),
+    "storage resized": lambda m, o: grown(m),
+    "frozen": lambda m, o: m.weight.requires_grad_(False),
+    "gradient in other memory": lambda m, o: setattr(
+        m.weight, "grad", in_other_memory(m.weight.grad)
+    ),
+    "gradient laid out otherwise": lambda m, o: setattr(m.weight, "grad", twisted(m.weight.grad)),
+    "gradient expanded": lambda m, o: setattr(m.weight, "grad", torch.ones(()).expand(3, 4)),
+    "gradient lazily negated": lambda m, o: setattr(
+        m.weight,
+        "grad",
+        torch._neg_view(m.weight.grad),  # pyright: ignore[reportPrivateImportUsage]
+    ),
+    "gradient with a graph": lambda m, o: setattr(
+        m.weight, "grad", m.weight.grad.clone().requires_grad_() * 2
+    ),
+    "no gradient": lambda m, o: setattr(m.weight, "grad", None),
+    "other state": other_state,
+    "state gone": lambda m, o: o.state.clear(),
+    "state of one gone": lambda m, o: o.state.pop(m.weight),
+    "another dict": lambda m, o: o.state.update({m.weight: dict(o.state[m.weight])}),
+    "loaded": lambda m, o: o.load_state_dict(copy.deepcopy(o.state_dict())),
+    "parameter removed": removed,
+    "parameters in another order": lambda m, o: o.param_groups[0]["params"].reverse(),
+    "other hyperparameters": lambda m, o: o.param_groups[0].update(weight_decay=0.1, lr=0.3),
+    "other momentum": lambda m, o: o.param_groups[0].update(momentum=0.0),
+    "group added": lambda m, o: o.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]}),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_between_two_steps_is_as_with_torch(change, backend, implementation):
+    if backend == "compiled" and cpp_compiler() is None:
+        pytest.skip("there is no C++ compiler here")
+    before = ampopt.get_backend()
+    ampopt.set_backend(backend)
+    try:
+        ours, torchs = (
+            stepped_with_a_change(kind, CHANGES[change]) for kind in (ampopt.SGD, torch.optim.SGD)
+        )
+    finally:
+        ampopt.set_backend(before)
+    torch.testing.assert_close(ours, torchs)
+
+
+def stepped_with_a_change(kind, change):
+    """The parameters after each of four steps, the third of which has another start."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    after = []
+    for turn in range(4):
+        optimizer.zero_grad()
+        model(torch.arange(20.0).view(5, 4)).square().mean().backward()
+        if turn == 2:
+            change(model, optimizer)
+        optimizer.step()
+        after += [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+    return after
