@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ampopt._checks import LARGEST_SCALE, check_count, check_number, check_scale_number
 from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.uploads import sent
 
-__all__ = ["HYSTERESIS_MODES", "Schedule", "policy_dtype"]
+__all__ = ["HYSTERESIS_MODES", "Schedule", "constants_on", "policy_dtype"]
 
 HYSTERESIS_MODES = {
     # mode: (refilled by any finite step, refilled by lowering the scale)
@@ -25,6 +26,11 @@ def policy_dtype(device: torch.device) -> torch.dtype:
     """What the schedule is computed in: float64, which rounds once, when the scale is stored."""
     # Metal has no float64. Powers of two times powers of two are exact in float32 all the same.
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def constants_on(device: torch.device, policy: PolicyConstants) -> Tensor:
+    """``policy`` as a vector on ``device``, shape (9,)."""
+    return sent(torch.tensor(policy, dtype=policy_dtype(device), device="cpu"), device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +143,7 @@ class Schedule:
         """:attr:`policy` as a vector on ``device``: float64, shape (9,). Made once per device."""
         held = self._on.get(device)
         if held is None:
-            vector = torch.tensor(self.policy, dtype=policy_dtype(device), device="cpu")
-            held = self._on[device] = vector.to(device, non_blocking=True)
+            held = self._on[device] = constants_on(device, self.policy)
         return held
 
 

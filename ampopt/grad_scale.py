@@ -1,11 +1,13 @@
 """Whatever the caller passed as the scale of the gradients, as one thing: a loss scale or none."""
 
+import functools
 import numbers
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampopt._schedule import constants_on
 from ampopt.loss_scale import LossScale, check_scale_number
 from ampopt_kernels.policy import PolicyConstants
 
@@ -38,16 +40,19 @@ class BareScale:
         self.value = value
 
     def _constants(self) -> Tensor:
-        return torch.tensor(_HALVED_AFTER_OVERFLOW, dtype=torch.float64).to(
-            self.value.device, non_blocking=True
-        )
+        return _constants_on(self.value.device)
 
-    @property
+    @functools.cached_property
     def _counters(self) -> Tensor:
         return torch.zeros(2, dtype=torch.int32, device=self.value.device)
 
     def _successor(self, value: Tensor, counters: Tensor) -> Tensor:
         return value
+
+
+@functools.cache
+def _constants_on(device: torch.device) -> Tensor:
+    return constants_on(device, _HALVED_AFTER_OVERFLOW)
 
 
 def as_loss_scale(given: Any, device: torch.device) -> "LossScale | BareScale | None":

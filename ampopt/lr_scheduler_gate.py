@@ -189,7 +189,7 @@ def _outcome(attempts: list[Tensor | None]) -> _Outcome:
     module = torch.get_device_module(flag.device)
     if not (hasattr(module, "Event") and hasattr(module, "current_stream")):
         return _Outcome(flag, None, True)
-    host = torch.empty((), dtype=flag.dtype, pin_memory=True)
+    host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     event = module.Event()
     event.record(module.current_stream(flag.device))

@@ -135,7 +135,7 @@ class Plan:
             row.grad = _RELEASED  # the next backward pass may need the memory
 
 
-_RELEASED = torch.empty(0)
+_RELEASED = torch.empty(0, device="cpu")
 
 
 def check_plannable(optimizer: "ElementwiseOptimizer") -> None:

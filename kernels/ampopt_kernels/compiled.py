@@ -72,7 +72,8 @@ class Compiled(Cpu):
         key = _key(rule, flags, tensors, len(h))
         function = self._functions.get(key)
         if function is not None:
-            function(torch.tensor(h, dtype=arithmetic(*(t.dtype for t in tensors[:2]))), *tensors)
+            dtype = arithmetic(*(t.dtype for t in tensors[:2]))
+            function(torch.tensor(h, dtype=dtype, device="cpu"), *tensors)
             return
         start = time.perf_counter()
         super()._apply(rule, flags, tensors, h)
@@ -169,7 +170,8 @@ def compile_rule(
     # Inductor compiles for any size, and decides by this one whether threads are worth their start.
     # It is not that of h: equal sizes would become one symbol.
     size = 1 << 20 if parallel else width + 64
-    example = [torch.ones(width, dtype=compute), *(torch.ones(size, dtype=d) for d in dtypes)]
+    sizes = [(width, compute), *((size, dtype) for dtype in dtypes)]
+    example = [torch.ones(n, dtype=dtype, device="cpu") for n, dtype in sizes]
     traced = make_fx(body, tracing_mode="symbolic")(*example)
     placeholders = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
     # Kept by this backend, so never looked up; and torch 2.11 cannot pickle the key of the lookup,

@@ -95,7 +95,7 @@ class Cpu(Eager):
 
     def _sum_of_squares(self, grad: Tensor) -> float:
         """In float64 and in chunks that fit the cache: ``vector_norm`` takes nine times as long."""
-        wide = torch.empty(min(CHUNK, grad.numel()), dtype=torch.float64)
+        wide = torch.empty(min(CHUNK, grad.numel()), dtype=torch.float64, device="cpu")
         total = 0.0
         for chunk in flat(grad).split(CHUNK):
             part = wide[: chunk.numel()].copy_(chunk)
@@ -155,7 +155,7 @@ def _finite(grad: Tensor, inverse: float, dtype: torch.dtype, square: float | No
             return True
     # Unscaling is monotone: the extremes say whether any element leaves the range.
     low, high = (x.item() for x in grad.aminmax())
-    unscaled = torch.tensor((low, high), dtype=dtype) * inverse
+    unscaled = torch.tensor((low, high), dtype=dtype, device="cpu") * inverse
     return bool(unscaled.isfinite().all())
 
 
@@ -225,8 +225,8 @@ class Piece:
         if self.copies is None:
             (place,) = self.places
             return tuple(x[place].item() if isinstance(x, Tensor) else x for x in h)
-        sizes = torch.tensor([row.grad.numel() for row in self.rows])
-        places = torch.tensor(self.places)
+        sizes = torch.tensor([row.grad.numel() for row in self.rows], device="cpu")
+        places = torch.tensor(self.places, device="cpu")
         return tuple(x[places].repeat_interleave(sizes) if isinstance(x, Tensor) else x for x in h)
 
 
@@ -277,13 +277,11 @@ class _Block:
                 if stored is not None:
                     stored.fill_(value)
             return h
-        s = tuple(
-            torch.zeros(len(self.rows), dtype=torch.float64) if s is None else s.double()
-            for s in self.scalars
-        )
+        none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
+        s = tuple(none if s is None else s.double() for s in self.scalars)
         # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
         # and the same step among others of the same count would have another result.
-        given = tuple(torch.as_tensor(x, dtype=torch.float64) for x in hyper)
+        given = tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in hyper)
         new_s, h = rule.torch_scalars(s, given)
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:

@@ -150,7 +150,7 @@ class Rule:
     def _widths(self) -> Any:
         @functools.cache
         def width(n_hyper: int) -> int:
-            one = torch.ones((), dtype=torch.float64)
+            one = torch.ones((), dtype=torch.float64, device="cpu")
             _, h = self.torch_scalars((one,) * len(self.scalar_state), (one * 0.5,) * n_hyper)
             return len(h)
 

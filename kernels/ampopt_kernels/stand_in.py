@@ -34,7 +34,7 @@ def _unary(on_tensor: Callable[..., Any], on_number: Callable[..., Any]) -> Call
         try:
             return on_number(x)
         except (ValueError, ArithmeticError):  # where tensors have an infinity or NaN
-            return on_tensor(torch.tensor(x, dtype=float64)).item()
+            return on_tensor(torch.tensor(x, dtype=float64, device="cpu")).item()
 
     return function
 

@@ -32,7 +32,7 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
     states = [part.name for part in rule.state_for(flags)]
     given = f"flags {dict(zip(rule.flags, flags, strict=True))}"
 
-    one = torch.ones((), dtype=torch.float64)
+    one = torch.ones((), dtype=torch.float64, device="cpu")
     s, h = _called(
         f"scalars of {owner}'s rule, which declares scalar_state={scalars}, {declared}",
         rule.torch_scalars,
@@ -64,7 +64,7 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
             )
         return (p, *new)
 
-    block = torch.tensor([0.5, 2.0])
+    block = torch.tensor([0.5, 2.0], device="cpu")
     together, apart = updated(block), zip(*map(updated, block.split(1)), strict=True)
     for name, value, each in zip(("p", *states), together, apart, strict=True):
         for made, of in ((value, block), *zip(each, block.split(1), strict=True)):

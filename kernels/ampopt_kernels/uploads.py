@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Uploads"]
+__all__ = ["Uploads", "sent"]
 
 
 class Uploads:
@@ -48,26 +48,50 @@ class Uploads:
         held = self._held.get(name)
         if held is not None and held[0] == values and held[1].device == device:
             return held[1]
-        if _captures(device):
-            raise RuntimeError(
-                "a CUDA graph cannot capture this step: the addresses or settings that it works on "
-                "are not those of the step before, and would have to be sent. Take a step before "
-                "the capture, keep the gradients where they are (zero_grad(set_to_none=False)), "
-                "and change nothing in between; ampopt.TrainStep(cuda_graph=True) does all that"
-            )
-        table = torch.tensor(values, dtype=dtype)
-        if device.type == "cuda":
-            # The caching host allocator keeps the pinned block until the copy is done.
-            table = table.pin_memory()
-        if in_place and held is not None and held[1].device == device:
-            if held[1].shape == table.shape and held[1].dtype == dtype:
-                table = held[1].copy_(table, non_blocking=True)
-        self._held[name] = (values, table := table.to(device, non_blocking=True))
+        _refuse_while_captured(device)
+        table = torch.tensor(values, dtype=dtype, device="cpu")  # whatever the default device is
+        if held is not None and held[1].device == device:
+            if in_place and held[1].shape == table.shape and held[1].dtype == dtype:
+                table = held[1].copy_(_pinned(table, device), non_blocking=True)
+            elif device.type == "cuda":
+                # It may have been made on another stream, where its memory is used again; not
+                # before what is queued on this one has read it.
+                held[1].record_stream(torch.cuda.current_stream(device))
+        self._held[name] = (values, table := sent(table, device))
         return table
 
     def tables(self) -> list[Tensor]:
         """All that is on a device now, to be kept for as long as a captured graph reads it."""
         return [table for _, table in self._held.values()]
+
+
+def sent(table: Tensor, device: torch.device) -> Tensor:
+    """A small CPU tensor on ``device``; itself if it is there. Does not synchronize.
+
+    Raises:
+        RuntimeError: it would have to be sent while a CUDA graph is captured.
+    """
+    if table.device == device:
+        return table
+    _refuse_while_captured(device)
+    return _pinned(table, device).to(device, non_blocking=True)
+
+
+def _pinned(table: Tensor, device: torch.device) -> Tensor:
+    """``table`` where a copy to ``device`` can read it while the host goes on."""
+    # The caching host allocator keeps the pinned block until the copy is done.
+    return table.pin_memory() if device.type == "cuda" else table
+
+
+def _refuse_while_captured(device: torch.device) -> None:
+    if _captures(device):
+        raise RuntimeError(
+            "a CUDA graph cannot capture this step: the addresses, settings or loss scale that it "
+            "works on are not those of the step before, and would have to be sent. Take a step "
+            "before the capture, keep the gradients where they are "
+            "(zero_grad(set_to_none=False)), and change nothing in between; "
+            "ampopt.TrainStep(cuda_graph=True) does all that"
+        )
 
 
 def _captures(device: torch.device) -> bool:

@@ -6,7 +6,9 @@ such as a copy that waits, is left to tests on one.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -108,6 +110,49 @@ def test_no_kind_of_scale_is_looked_at(kind, split):
             optimizer.zero_grad()
     if kind not in ("none", "static"):
         assert float(scale) != 2.0 or kind == "dynamic with hysteresis"
+
+
+@contextmanager
+def nothing_is_sent() -> Iterator[None]:
+    """Tables and constants are where they are needed, and no other numbers are brought there.
+
+    Filling memory on the device with a number is no copy.
+    """
+    refuse = mock.Mock(side_effect=AssertionError("a tensor is made of the host's numbers"))
+    with (
+        mock.patch("ampopt_kernels.uploads._captures", lambda device: True),
+        mock.patch.object(torch, "tensor", refuse),
+        mock.patch.object(torch, "as_tensor", refuse),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_step_like_the_one_before_sends_nothing(kind, split):
+    optimizer, params = trained(ampopt.AdamW)
+    scale = SCALES[kind]()
+    for step, value in enumerate((2.0, 2.0, INF, 3.0)):
+        for p in params:
+            assert p.grad is not None
+            p.grad.fill_(value)  # where they were
+        with no_read_back(), nothing_is_sent() if step >= 2 else nullcontext():
+            if split:
+                optimizer.unscale(grads_scaled_by=scale)
+                scale = optimizer.step_after_unscale().scale
+            else:
+                scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0).scale
+
+
+def test_what_is_sent_is_noticed():
+    optimizer, params = trained(ampopt.AdamW)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    for p in params:
+        p.grad = torch.full_like(p, 2.0)  # elsewhere
+    with pytest.raises(RuntimeError, match="would have to be sent"), nothing_is_sent():
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    with pytest.raises(AssertionError, match="of the host's numbers"), nothing_is_sent():
+        torch.tensor(1.0)
 
 
 @pytest.mark.parametrize("cls", EVERY_RULE)

@@ -1,0 +1,45 @@
+"""A default device is for what the caller makes: steps are taken where parameters are.
+
+``torch.set_default_device("cuda")`` is common. Here it is one that no kernel runs on.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from bits import everything
+from optimizers import Plain
+from torch.nn import Parameter
+
+import ampopt
+
+pytestmark = [
+    pytest.mark.parametrize("backend", ["eager", "triton"], indirect=True),
+    pytest.mark.usefixtures("backend"),
+]
+
+
+def trained(cls: Any, default: str) -> Any:
+    params = [Parameter(torch.linspace(-1.0, 1.0, n).reshape(n, 1)) for n in (3, 5)]
+    numbers = [[torch.full_like(p, x) for p in params] for x in (2.0, float("inf"), 1.0, 0.5)]
+    optimizer, again = cls(params), cls(params)  # torch's Adagrad makes tensors wherever it is
+    with torch.device(default):
+        scale: Any = ampopt.DynamicLossScale(init_scale=2.0)
+        for kind in ("dynamic", 2.0):
+            for step, gradients in enumerate(numbers):
+                for p, grad in zip(params, gradients, strict=True):
+                    p.grad = grad.clone()
+                given = scale if kind == "dynamic" else kind
+                if step % 2:
+                    optimizer.unscale(grads_scaled_by=given)
+                    scale = optimizer.step_after_unscale().scale
+                else:
+                    scale = optimizer.unscale_and_step(grads_scaled_by=given, max_norm=1.0).scale
+        again.load_state_dict(optimizer.state_dict())
+        again.step()
+    return everything(again)
+
+
+@pytest.mark.parametrize("cls", [ampopt.NAdam, ampopt.SGD, Plain])
+def test_steps_are_taken_where_the_parameters_are(cls):
+    assert trained(cls, "meta") == trained(cls, "cpu")
