@@ -84,10 +84,16 @@ class Compiled(Cpu):
             return native.sum_of_squares(grad)
         return super()._sum_of_squares(grad)
 
-    def _prepare(self, work: Work) -> None:
+    def _surely_finite(self, grad: Tensor) -> bool:
+        if native.are_compiled() and grad.numel() <= BUNDLE:
+            return native.all_finite(grad)
+        return super()._surely_finite(grad)
+
+    def _prepare(self, work: Work) -> bool:
         # While nothing has changed yet that a failure would leave half done.
         rule = work.rule
         assert rule is not None
+        done = True
         for block, piece in pieces_of(work):
             row = piece.rows[0]
             if piece.param.numel() >= 2:
@@ -97,6 +103,8 @@ class Compiled(Cpu):
                     self._functions[key] = self._compile(*key)
                 if isinstance(piece.copies, TorchCopies) and self._functions.get(key) is not None:
                     piece.copies = NativeCopies(piece.params, piece.param)
+                done = done and key in self._functions
+        return done
 
     def _compile(
         self,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt_kernels import native
 from ampopt_kernels.copies import Copies, TorchCopies
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.layout import flat
@@ -57,11 +58,11 @@ class Cpu(Eager):
             if not grad.numel():
                 continue
             square = None if request.max_norm is None else self._sum_of_squares(grad)
-            flags.append(not _finite(grad, inverse, dtype, square))
+            flags.append(not self._finite(grad, inverse, dtype, square))
             if square is not None:
                 squares.append(square * inverse * inverse)
         return Partials(
-            torch.tensor(flags, dtype=torch.float32, device=work.device),
+            flags,
             None
             if request.max_norm is None
             else torch.tensor(squares, dtype=torch.float64, device=work.device),
@@ -72,11 +73,12 @@ class Cpu(Eager):
         skip, inverse, clip = decision.factors.tolist()
         rule = work.rule
         assert rule is not None
-        if not skip > 0:
-            self._prepare(work)
+        made = _made(work)
+        if not skip > 0 and made.prepared_by is not self and self._prepare(work):
+            made.prepared_by = self
         known: dict[Any, Any] = {}
         last, advanced = None, None
-        for block, piece in pieces_of(work):
+        for block, piece in made.pieces:
             grad = piece.gather(work.stamp, again=False)
             piece.gathered_at = None
             if skip > 0:
@@ -102,8 +104,34 @@ class Cpu(Eager):
             total += torch.dot(part, part).item()
         return total
 
-    def _prepare(self, work: Work) -> None:
-        """Do beforehand what may fail."""
+    def _finite(
+        self, grad: Tensor, inverse: float, dtype: torch.dtype, square: float | None
+    ) -> bool:
+        """Whether every element of ``grad`` is finite once unscaled.
+
+        Args:
+            grad: not empty.
+            inverse: the reciprocal of the scale, before it is rounded to ``dtype``.
+            dtype: of the arithmetic.
+            square: the sum of the squares of ``grad`` in float64, if that is known.
+        """
+        if 0 <= inverse <= 1:
+            if self._surely_finite(grad) if square is None else math.isfinite(square):
+                return True
+        # Unscaling is monotone: the extremes say whether any element leaves the range.
+        low, high = (x.item() for x in grad.aminmax())
+        unscaled = torch.tensor((low, high), dtype=dtype, device="cpu") * inverse
+        return bool(unscaled.isfinite().all())
+
+    def _surely_finite(self, grad: Tensor) -> bool:
+        """Whether every element of ``grad`` is finite; ``False`` if that takes more to tell."""
+        # A sum is finite only if all elements are, and it takes two thirds of the time of the
+        # extremes. That of a half-precision tensor would be half-precision.
+        return grad.dtype in (torch.float32, torch.float64) and math.isfinite(grad.sum().item())
+
+    def _prepare(self, work: Work) -> bool:
+        """Do beforehand what may fail; return whether that was all, for all steps."""
+        return True
 
     def _apply(
         self, rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
@@ -135,28 +163,6 @@ def updated(
     param, state = rule.torch_update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags)
     copies = len(stored) - 1 - n
     return (param, *state, *[param] * copies)
-
-
-def _finite(grad: Tensor, inverse: float, dtype: torch.dtype, square: float | None) -> bool:
-    """Whether every element of ``grad`` is finite once unscaled.
-
-    Args:
-        grad: not empty.
-        inverse: the reciprocal of the scale, before it is rounded to ``dtype``.
-        dtype: of the arithmetic.
-        square: the sum of the squares of ``grad`` in float64, if that is known.
-    """
-    if 0 <= inverse <= 1:
-        # A sum is finite only if all elements are, and it takes two thirds of the time of the
-        # extremes. That of a half-precision tensor would be half-precision.
-        if square is None and grad.dtype in (torch.float32, torch.float64):
-            square = grad.sum().item()
-        if square is not None and math.isfinite(square):
-            return True
-    # Unscaling is monotone: the extremes say whether any element leaves the range.
-    low, high = (x.item() for x in grad.aminmax())
-    unscaled = torch.tensor((low, high), dtype=dtype, device="cpu") * inverse
-    return bool(unscaled.isfinite().all())
 
 
 @dataclass
@@ -265,13 +271,12 @@ class _Block:
 
         ``known`` holds the results of this step: blocks of one group share them.
         """
-        ends = [(0.0, 0.0) if s is None else _ends(s) for s in self.scalars]
-        first = [low for low, _ in ends]
-        if all(low == high for low, high in ends):
-            key = (self.group, *first)
+        counts = tuple([0.0 if s is None else _common(s) for s in self.scalars])
+        if None not in counts:
+            key = (self.group, *counts)
             if key not in known:
                 numbers = tuple(x.item() if isinstance(x, Tensor) else float(x) for x in hyper)
-                known[key] = rule.torch_scalars(tuple(first), numbers)
+                known[key] = rule.torch_scalars(counts, numbers)
             new_s, h = known[key]
             for stored, value in zip(self.scalars, new_s, strict=True):
                 if stored is not None:
@@ -289,20 +294,33 @@ class _Block:
         return tuple(x if isinstance(x, Tensor) and x.ndim else float(x) for x in h)
 
 
-def _ends(scalars: Tensor) -> tuple[float, float]:
-    if scalars.numel() == 1:
-        return scalars.item(), scalars.item()
-    low, high = scalars.aminmax()
-    return low.item(), high.item()
+def _common(scalars: Tensor) -> float | None:
+    """What all of them are, if they are all the same."""
+    if native.are_compiled() and scalars.dtype == torch.float32:
+        return native.common(scalars)
+    low, high = (x.item() for x in scalars.aminmax())
+    return low if low == high else None
 
 
 @dataclass
 class _Pieces:
+    """The form of the rows that is kept from step to step.
+
+    Attributes:
+        pieces: what the rule is applied to at a time, with the block of each.
+        prepared_by: the backend that has nothing left to do beforehand.
+    """
+
     pieces: list[tuple[_Block, Piece]]
+    prepared_by: Eager | None = None
 
 
 def pieces_of(work: Work) -> list[tuple[_Block, Piece]]:
     """What the rule is applied to at a time, of all rows; made once for each plan."""
+    return _made(work).pieces
+
+
+def _made(work: Work) -> _Pieces:
     if not isinstance(work.table, _Pieces):
         blocks: list[list[Row]] = []
         for row in work.rows:
@@ -312,7 +330,7 @@ def pieces_of(work: Work) -> list[tuple[_Block, Piece]]:
                 blocks.append([row])
         made = [_Block.of(rows) for rows in blocks]
         work.table = _Pieces([(block, piece) for block in made for piece in block.pieces])
-    return work.table.pieces
+    return work.table
 
 
 def _advance_together(last: Row, row: Row) -> bool:

@@ -80,8 +80,8 @@ class Eager(Backend):
         look = _number if self._reads(device) else _wide
 
         found: Any = 0.0
-        if request.check and partials is not None and partials.flags.numel():
-            found = look(partials.flags.max())
+        if request.check and partials is not None:
+            found = _worst(partials.flags, look)
         if request.found_inf is not None:
             flag = look(request.found_inf)
             found = stand_in.where(flag > 0, flag, found)
@@ -110,7 +110,9 @@ class Eager(Backend):
             new = _next_scale(
                 look(request.scale), *read(request.counters), found, tuple(read(request.constants))
             )
-            scale = _tensor(new[0], request.scale.dtype, device).reshape(request.scale.shape)
+            scale = _tensor(new[0], request.scale.dtype, device)
+            if request.scale.ndim:
+                scale = scale.reshape(request.scale.shape)
             counters = _stack(new[1:], torch.int32, device)
 
         return Decision(
@@ -145,6 +147,12 @@ class Eager(Backend):
                 copy = () if row.copy is None else (param,)
                 for old, new in zip(stored, (param, *state, *copy), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
+
+
+def _worst(flags: Tensor | list[bool], look: Callable[[Tensor], Any]) -> Any:
+    if isinstance(flags, list):
+        return float(any(flags))
+    return look(flags.max()) if flags.numel() else 0.0
 
 
 def _take_new(old: Tensor, new: Tensor) -> Tensor:

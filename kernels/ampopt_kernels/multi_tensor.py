@@ -154,7 +154,7 @@ class Triton(Backend):
         def given(tensor: Tensor | None) -> Tensor:
             return factors if tensor is None else tensor  # any address serves for one never read
 
-        flags = None if partials is None else partials.flags
+        flags = None if partials is None else partials.flags_on(work.device)
         squares = None if partials is None else partials.squares
         table = None if h is None else _Table.of(work)
         hyper = None if h is None else _hyper_table(work)

@@ -2,15 +2,17 @@
 
 import ctypes
 import functools
+import math
 
 import torch
 from torch import Tensor
 
-__all__ = ["loops", "object_loops", "sum_of_squares"]
+__all__ = ["all_finite", "are_compiled", "common", "loops", "object_loops", "sum_of_squares"]
 
 _SOURCE = """
 #include <Python.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -21,6 +23,27 @@ extern "C" void gather(char* const* tensors, const int64_t* bytes, int64_t n, ch
 
 extern "C" void scatter(char* const* tensors, const int64_t* bytes, int64_t n, char* scratch) {
     for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(tensors[i], scratch, bytes[i]);
+}
+
+// Whether no element has all bits of the exponent set, which infinities and NaN have.
+template <typename T> int finite(const T* x, int64_t n, T exponent) {
+    T others = 0;
+    for (int64_t i = 0; i < n; ++i) others |= (x[i] & exponent) == exponent;
+    return others == 0;
+}
+
+#define FINITE(NAME, T, EXPONENT) \\
+    extern "C" int NAME(const T* x, int64_t n) { return finite<T>(x, n, EXPONENT); }
+FINITE(finite_16, uint16_t, 0x7C00)
+FINITE(finite_b16, uint16_t, 0x7F80)
+FINITE(finite_32, uint32_t, 0x7F800000)
+FINITE(finite_64, uint64_t, 0x7FF0000000000000)
+
+// What all elements are; NaN if they are not all the same.
+extern "C" double common(const float* x, int64_t n) {
+    int others = 0;
+    for (int64_t i = 0; i < n; ++i) others |= x[i] != x[0];
+    return others ? NAN : x[0];
 }
 
 // Of ampopt_kernels.objects, which calls these three with Python's lock held.
@@ -93,6 +116,14 @@ extern "C" double sum_of_squares_64(const double* x, int64_t n, int64_t threads)
 """
 
 
+_FINITE = {
+    torch.float16: "finite_16",
+    torch.bfloat16: "finite_b16",
+    torch.float32: "finite_32",
+    torch.float64: "finite_64",
+}
+
+
 @functools.cache
 def loops() -> ctypes.CDLL:
     """The loops over numbers, compiled in a few seconds, or found in Inductor's cache.
@@ -106,6 +137,9 @@ def loops() -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     for loop in (library.gather, library.scatter):
         loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None
+    for name in _FINITE.values():
+        getattr(library, name).argtypes = (pointer, count)
+    library.common.argtypes, library.common.restype = (pointer, count), ctypes.c_double
     for loop in (library.sum_of_squares_32, library.sum_of_squares_64):
         loop.argtypes, loop.restype = (pointer, count, count), ctypes.c_double
     return library
@@ -121,9 +155,25 @@ def _object_loops() -> ctypes.PyDLL:
     return library
 
 
+def are_compiled() -> bool:
+    """Whether :func:`loops` has been called, so that it costs nothing."""
+    return loops.cache_info().currsize > 0
+
+
 def object_loops() -> ctypes.PyDLL | None:
-    """The loops over Python objects, if :func:`loops` has been called: nothing is compiled."""
-    return _object_loops() if loops.cache_info().currsize else None
+    """The loops over Python objects; ``None`` unless they are compiled."""
+    return _object_loops() if are_compiled() else None
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Of a dense CPU tensor of a dtype that rules take. On one thread, so for small ones."""
+    return bool(getattr(loops(), _FINITE[tensor.dtype])(tensor.data_ptr(), tensor.numel()))
+
+
+def common(tensor: Tensor) -> float | None:
+    """What all elements of a dense float32 CPU tensor are, if they are all the same."""
+    value = loops().common(tensor.data_ptr(), tensor.numel())
+    return None if math.isnan(value) else value
 
 
 def sum_of_squares(tensor: Tensor) -> float:

@@ -66,6 +66,6 @@ def _tensors_follow_heads() -> bool:
 
     So it is in all versions known; in one where it is not, Python asks each tensor.
     """
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     behind = ctypes.c_void_p.from_address(id(tensor) + object.__basicsize__)
     return behind.value == getattr(tensor, "_cdata", None)

@@ -125,12 +125,19 @@ class Partials:
     ``widest`` is float64 where the device has it; see ``precision``.
 
     Attributes:
-        flags: float32, shape (parts,): 1 where a part has a non-finite unscaled gradient.
+        flags: float32, shape (parts,): 1 where a part has a non-finite unscaled gradient. Truths,
+            of a backend whose host sees them.
         squares: ``widest``, shape (parts,): sums of squares of unscaled gradients, if asked for.
     """
 
-    flags: Tensor
+    flags: Tensor | list[bool]
     squares: Tensor | None
+
+    def flags_on(self, device: torch.device) -> Tensor:
+        """:attr:`flags` as a tensor on ``device``."""
+        if isinstance(self.flags, list):
+            return torch.tensor(self.flags, dtype=torch.float32, device=device)
+        return carried(self.flags, device, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,8 @@ def run(
         ]
         partials = _joined(found, works[0].device)
         if request.agree is not None:
-            partials = replace(partials, flags=request.agree(partials.flags))
+            flags = partials.flags_on(works[0].device)
+            partials = replace(partials, flags=request.agree(flags))
     first, *others = works
     decision = backends[0].control(first, _on(first.device, request), partials)
     if request.apply:
@@ -227,11 +235,10 @@ def _joined(parts: list[Partials], device: torch.device) -> Partials:
     if len(parts) == 1:
         return parts[0]
 
-    def join(tensors: list[Tensor | None], dtype: torch.dtype) -> Tensor | None:
-        if any(t is None for t in tensors):
-            return None
-        return torch.cat([carried(t, device, dtype) for t in tensors if t is not None])
-
-    flags = join([p.flags for p in parts], torch.float32)
-    assert flags is not None
-    return Partials(flags, join([p.squares for p in parts], widest(device)))
+    squares = None
+    if all(p.squares is not None for p in parts):
+        wide = widest(device)
+        squares = torch.cat(
+            [carried(p.squares, device, wide) for p in parts if p.squares is not None]
+        )
+    return Partials(torch.cat([p.flags_on(device) for p in parts]), squares)

@@ -8,7 +8,7 @@ from passes import edge_numbers, fingerprint
 
 from ampopt_kernels.compiled import cpp_compiler
 from ampopt_kernels.copies import NativeCopies, TorchCopies
-from ampopt_kernels.native import sum_of_squares
+from ampopt_kernels.native import all_finite, common, sum_of_squares
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 
@@ -72,3 +72,27 @@ def test_sum_of_squares_is_not_finite_where_an_element_is_not(value, at):
     tensor = torch.zeros(41)
     tensor[at] = value
     assert not torch.tensor(sum_of_squares(tensor)).isfinite()
+
+
+@given(dtypes, edge_numbers(torch.float16), st.integers(1, 70), st.data())
+def test_all_finite_sees_every_element(dtype, values, size, data):
+    tensor = filled((size,), dtype, values)
+    assert all_finite(tensor) == bool(tensor.isfinite().all())
+    at = data.draw(st.integers(0, size - 1))
+    largest = torch.finfo(dtype).max
+    tensor.fill_(-largest)[at] = largest
+    assert all_finite(tensor)
+    for value in (float("inf"), float("-inf"), float("nan")):
+        tensor[at] = value
+        assert not all_finite(tensor)
+
+
+@given(st.floats(-(2.0**60), 2.0**60, width=32), st.integers(2, 70), st.data())
+def test_common_is_what_all_elements_are(value, size, data):
+    tensor = torch.full((size,), value)
+    assert common(tensor) == value
+    at = data.draw(st.integers(0, size - 1))
+    for other in (value + 1 if abs(value) < 2**20 else -value, float("nan")):
+        tensor[at] = other
+        assert common(tensor) is None
+    assert common(torch.full((size,), float("nan"))) is None
