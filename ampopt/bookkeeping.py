@@ -11,6 +11,7 @@ from ampopt.grad_scale import as_loss_scale
 from ampopt.judge import device_of
 from ampopt.results import Unscaled
 from ampopt.snapshot import loaded_uncast
+from ampopt.uncompiled import uncompiled
 
 __all__ = ["Bookkeeping", "Pending"]
 
@@ -37,6 +38,7 @@ class Bookkeeping(torch.optim.Optimizer):
 
     # They take what the class of an author takes, whose defaults may be others.
 
+    @uncompiled
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Reset the gradients, as torch does, and forget a pending unscale."""
         self._pending = None

@@ -18,6 +18,7 @@ from ampopt.optimizer import Optimizer
 from ampopt.ordinary import Attempt
 from ampopt.plan import Plan, check_plannable
 from ampopt.snapshot import Snapshot
+from ampopt.uncompiled import uncompiled
 from ampopt_kernels.layout import real
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.transfers import carried
@@ -96,6 +97,7 @@ class ElementwiseOptimizer(Optimizer):
         if step is not inspect.unwrap(ElementwiseOptimizer.step):
             cls._has_own_step = True
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Perform one step, as torch's ``step`` does. Does not synchronize.
@@ -127,6 +129,7 @@ class ElementwiseOptimizer(Optimizer):
             left.put_back(self, self._decision)
         return loss
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as torch does, and forget a pending unscale."""
         super().zero_grad(set_to_none)

@@ -14,6 +14,7 @@ from ampopt.grad_scale import request_fields
 from ampopt.ordinary import OrdinarySteps
 from ampopt.replay import Replay, check_closure, check_loss, check_verdict, step_with
 from ampopt.results import StepResult, Unscaled
+from ampopt.uncompiled import uncompiled
 from ampopt_kernels.work import Decision, Request
 
 __all__ = ["Optimizer", "check_max_norm", "successor_of"]
@@ -115,6 +116,7 @@ class Optimizer(OrdinarySteps):
 
     # --- control points ---------------------------------------------------------------------
 
+    @uncompiled
     @torch.no_grad()
     def unscale(self, grads_scaled_by: Any = None) -> Unscaled:
         """Divide the gradients by the scale in place, and look for overflow.
@@ -146,6 +148,7 @@ class Optimizer(OrdinarySteps):
         self._pending = Pending(found_inf, grads_scaled_by, successor)
         return Unscaled(found_inf, successor)
 
+    @uncompiled
     def unscale_and_step(
         self,
         closure: Callable[[Any], Any] | None = None,
@@ -207,6 +210,7 @@ class Optimizer(OrdinarySteps):
             closure, evaluate, grads_scaled_by, max_replays=max_replays, preserve_rng=preserve_rng
         )
 
+    @uncompiled
     def step_after_unscale(
         self,
         closure: Callable[[Any], Any] | None = None,

@@ -11,11 +11,13 @@ from ampopt.grad_scale import as_loss_scale, request_fields
 from ampopt.judge import device_of, judge
 from ampopt.optimizer import Optimizer, check_max_norm, successor_of
 from ampopt.results import StepResult
+from ampopt.uncompiled import uncompiled
 from ampopt_kernels.work import Decision, Request
 
 __all__ = ["unscale_and_step"]
 
 
+@uncompiled
 def unscale_and_step(
     optimizers: Iterable[Optimizer], grads_scaled_by: Any = None, *, max_norm: float | None = None
 ) -> StepResult:
