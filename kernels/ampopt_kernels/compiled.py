@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,16 +64,12 @@ class Compiled(Cpu):
     def _apply(
         self, rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
     ) -> None:
-        # Traced sizes are symbols, which 0 and 1 are not; scalars that differ from element to
-        # element come up only where gradients come and go.
-        if tensors[0].numel() < 2 or any(isinstance(x, Tensor) for x in h):
-            super()._apply(rule, flags, tensors, h)
-            return
         key = _key(rule, flags, tensors, len(h))
         function = self._functions.get(key)
         if function is not None:
             dtype = arithmetic(*(t.dtype for t in tensors[:2]))
-            function(torch.tensor(h, dtype=dtype, device="cpu"), *tensors)
+            for part, numbers in _alike(tensors, h):
+                function(torch.tensor(numbers, dtype=dtype, device="cpu"), *part)
             return
         start = time.perf_counter()
         super()._apply(rule, flags, tensors, h)
@@ -96,7 +92,7 @@ class Compiled(Cpu):
         done = True
         for block, piece in pieces_of(work):
             row = piece.rows[0]
-            if piece.param.numel() >= 2:
+            if piece.param.numel():
                 width = 2 + rule.width(len(work.hyper[block.group]))
                 key = _key(rule, row.flags, (row.grad, piece.param, *piece.rest), width)
                 if key not in self._functions and self._spent.get(key, 0.0) >= self._patience:
@@ -139,6 +135,25 @@ def _key(
     return rule, flags, tuple(t.dtype for t in tensors), width, tensors[1].numel() > BUNDLE
 
 
+def _alike(
+    tensors: Sequence[Tensor], h: tuple[Any, ...]
+) -> Iterator[tuple[Sequence[Tensor], tuple[float, ...]]]:
+    """Parts of flat tensors whose elements have the same ``h``, and what it is, as numbers.
+
+    There are several only where gradients come and go. Running those eagerly would round otherwise
+    than what is compiled, so that a parameter's results would depend on what it is bundled with.
+    """
+    varying = [x for x in h if isinstance(x, Tensor)]
+    ends = [tensors[0].numel()]
+    if varying:
+        changes = torch.stack([x[1:] != x[:-1] for x in varying]).any(0)
+        ends = [*(changes.nonzero().flatten() + 1).tolist(), *ends]
+    for start, end in zip([0, *ends], ends, strict=False):
+        if start < end:
+            numbers = tuple(x[start].item() if isinstance(x, Tensor) else x for x in h)
+            yield [t[start:end] for t in tensors] if varying else tensors, numbers
+
+
 def _first_line(error: Exception) -> str:
     """What went wrong, without the command line, the source and the traceback that may follow."""
     return next((line for line in str(error).splitlines() if line.strip()), "no message")
@@ -157,7 +172,7 @@ def compile_rule(
         rule: whose ``update`` is compiled.
         flags: of the rule.
         dtypes: of gradient, parameter, states and copy, if there is one, which are flat and of
-            one size, 2 or more.
+            one size.
         width: of ``h``, a 1-d tensor of the arithmetic dtype: the reciprocal of the scale, the
             clip coefficient, then what ``update`` takes as ``h``.
         parallel: use all threads, as many as torch has now; else one, for small tensors.

@@ -4,8 +4,10 @@ Each optimizer, set of flags and dtype takes a second to compile, once for all t
 so float32 has the default and the richest options of each rule, and other dtypes some of these.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bits import bits, everything, state_of
@@ -114,3 +116,22 @@ def test_complex_and_absent_gradients_and_many_sizes(backend):
     for step in range(4):
         grads = [None if (step + i) % 3 == 0 else (p + step) / 4 for i, p in enumerate(params)]
         assert_train_alike(ours, torchs, lambda: grads, range(1), apart=apart)  # noqa: B023
+
+
+@pytest.mark.parametrize("options", RICHEST, ids=str)
+def test_a_parameter_trains_to_the_same_bits_beside_others_that_rest(options, backend):
+    """Step counts in a bundle differ then; elsewhere the bundle is one parameter, or one number."""
+    shapes, steps = [(23,), (40,), (1,)], 4
+    source = np.random.default_rng(0)
+    grads = [
+        [torch.tensor(source.standard_normal(s)).float() for s in shapes] for _ in range(steps)
+    ]
+
+    def train(chosen: Sequence[int]) -> list[Any]:
+        optimizer = options.ours([torch.ones(shapes[i]) for i in chosen])
+        for step in range(steps):
+            give(optimizer, [None if step == i > 0 else grads[step][i] for i in chosen])
+            optimizer.step()
+        return bits([(p, dict(optimizer.state[p])) for p in params_of(optimizer)])
+
+    assert train(range(3)) == [train([i])[0] for i in range(3)]
