@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
-    print(f"{what} at {speed / 1e9:.1f} GB/s", flush=True)
+    print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
     sizes = [
         workloads.make(name, device, _room(device, dtype))
         for name in options.workload or workloads.WORKLOADS
@@ -74,15 +74,18 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
             print(f"\n{overhead(optimizer, workload, dtype=dtype, device=device)}", flush=True)
             continue
         _note(f"{done + 1}/{len(jobs)} {optimizer} {workload.name}")
-        new = rows.measure(
-            optimizer,
-            workload,
-            dtype=dtype,
-            device=device,
-            rounds=options.repeats,
-            seconds=left / (len(jobs) - done),
-            clock=options.clock,
-        )
+        try:
+            new = rows.measure(
+                optimizer,
+                workload,
+                dtype=dtype,
+                device=device,
+                rounds=options.repeats,
+                seconds=left / (len(jobs) - done),
+                clock=options.clock,
+            )
+        except Exception as error:  # the rows that there are, are not lost
+            new = rows.unmeasured(optimizer, workload, device, error)
         left = max(0.0, left - (time.perf_counter() - start))
         measured += new
     if options.profile:
@@ -107,7 +110,7 @@ def _print(measured: list[rows.Row], device: torch.device) -> None:
     missing = {
         f"{row.optimizer}, {name}: {reason}"
         for row in measured
-        for name, reason in row.missing.items()
+        for name, reason in (*row.missing.items(), *row.unknown.items())
     }
     if missing:
         print("\nleft out:", *sorted(missing), sep="\n  ")
@@ -117,10 +120,12 @@ def _room(device: torch.device, dtype: torch.dtype) -> int | None:
     """Elements for which parameters, gradients and everyone's states fit a GPU; else ``None``."""
     if device.type != "cuda":
         return None
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    # Parameters, two sets of gradients, two states of each contender, and foreach's copies.
+    # Parameters, two sets of gradients, two states of each contender, and foreach's copies; and
+    # what caches are flushed with and memory is measured by.
     copies = 3 + 2 * len(contenders.names(device)) + 4
-    return int(0.9 * free) // (copies * dtype.itemsize)
+    return max(0, int(0.9 * free) - (1 << 30)) // (copies * dtype.itemsize)
 
 
 def _note(text: str) -> None:

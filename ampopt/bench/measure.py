@@ -80,6 +80,7 @@ def interleaved(
     rounds: int,
     seconds: float,
     clock: str = "wall",
+    failed: dict[str, str] | None = None,
 ) -> dict[str, Times]:
     """Time ``steps`` in turn, so that what slows the machine down slows all of them.
 
@@ -93,6 +94,8 @@ def interleaved(
         rounds: how many at most.
         seconds: after which no round begins; there are three in any case, if ``rounds`` allows.
         clock: one of :data:`CLOCKS`, on the CPU.
+        failed: gets the name of each step that raises, and why; the others go on without it.
+            Without, the error is the caller's.
     """
     order = list(steps)
     times: dict[str, list[float]] = {name: [] for name in order}
@@ -103,13 +106,28 @@ def interleaved(
         for done in range(rounds):
             if done >= 3 and time.perf_counter() > end:
                 break
-            first = done % len(order)
+            first = done % max(1, len(order))
             for name in order[first:] + order[:first]:
                 restore()
-                taken, host = timed(steps[name])
+                try:
+                    taken, host = timed(steps[name])
+                except Exception as error:
+                    if failed is None:
+                        raise
+                    failed[name] = reason(error)
+                    order.remove(name)
+                    continue
                 times[name].append(taken)
                 hosts[name].append(host)
-    return {name: Times.of(times[name], hosts[name]) for name in order}
+    return {name: Times.of(times[name], hosts[name]) for name in steps if name in order}
+
+
+def reason(error: Exception) -> str:
+    """What a table says of ``error``: one line."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, NotImplementedError) and lines:
+        return lines[0]
+    return ": ".join([type(error).__name__, *lines[:1]])
 
 
 def _on_cpu(clock: Callable[[], float]) -> Callable[[Callable[[], object]], tuple[float, float]]:

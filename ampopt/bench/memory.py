@@ -39,12 +39,16 @@ class Streams:
             steps["stream: add"] = lambda: a.add_(b)
         return Streams(steps, {name: (3 if "add" in name else 2) * a.nbytes for name in steps})
 
-    def bandwidth(self, times: Mapping[str, Times]) -> float:
-        """Bytes per second of the fastest, by medians as those of the steps beside it."""
-        return max(self.bytes[name] / times[name].median for name in self.steps)
+    def bandwidth(self, times: Mapping[str, Times]) -> float | None:
+        """Bytes per second of the fastest, by medians as those of the steps beside it.
+
+        ``None`` if none of them could run.
+        """
+        speeds = (self.bytes[k] / times[k].median for k in self.steps if k in times)
+        return max(speeds, default=None)
 
 
-def bandwidth(device: torch.device, clock: str = "wall") -> float:
+def bandwidth(device: torch.device, clock: str = "wall") -> float | None:
     """Bytes per second that memory is read and written at now, with nothing beside it."""
     streams = Streams.on(device)
     timed = interleaved(streams.steps, lambda: None, device, rounds=20, seconds=5.0, clock=clock)

@@ -37,7 +37,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     columns = list(dict.fromkeys(column for row in rows for column in row.times))
     for panel, name in zip(panels[0], names, strict=True):
         shown = [row for row in rows if row.workload == name]
-        thickness = 0.8 / len(columns)
+        thickness = 0.8 / max(1, len(columns))
         for i, column in enumerate(columns):
             there = [(y, row) for y, row in enumerate(shown) if column in row.times]
             panel.barh(
@@ -58,4 +58,5 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
 
 def _unit(row: Row) -> float:
-    return row.times[row.best or "ampopt"].median
+    best = row.times.get(row.best or "ampopt")
+    return min(t.median for t in row.times.values()) if best is None else best.median

@@ -54,7 +54,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
     """Everything that was measured, times in seconds and bandwidths in bytes per second."""
     return {
         "environment": about,

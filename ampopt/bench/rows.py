@@ -1,6 +1,6 @@
 """One row of the table: an optimizer on a workload, everyone beside everyone."""
 
-from collections.abc import Sequence
+import gc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 import ampopt
 from ampopt.bench import contenders, workloads
 from ampopt.bench.count import bytes_moved
-from ampopt.bench.measure import DeviceCost, Times, device_cost, interleaved, warmed
+from ampopt.bench.measure import DeviceCost, Times, device_cost, interleaved, reason, warmed
 from ampopt.bench.memory import Streams
 
-__all__ = ["Row", "measure"]
+__all__ = ["Row", "measure", "unmeasured"]
 
 _CACHES = 1 << 26
 """Bytes that caches may hold."""
@@ -29,12 +29,14 @@ class Row:
         device: ``"cpu"`` or ``"cuda"``.
         tensors: how many.
         elements: in all of them.
-        bytes: what ampopt has to read and write; see :func:`ampopt.bench.count.bytes_moved`.
+        bytes: what ampopt has to read and write; see :func:`ampopt.bench.count.bytes_moved`. 0 if
+            it could not begin.
         bandwidth: bytes per second that memory gave in the same rounds; ``None`` where caches could
-            hold everything, so that memory sets no floor.
+            hold everything, so that memory sets no floor, and where there was no room to measure.
         times: of each contender that could run.
         missing: why each of the others could not.
         costs: on a GPU, of each contender that could run.
+        unknown: what else could not be measured, and why.
     """
 
     optimizer: str
@@ -48,11 +50,12 @@ class Row:
     times: dict[str, Times]
     missing: dict[str, str]
     costs: dict[str, DeviceCost] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
 
     @property
-    def ampopt(self) -> Times:
-        """Ours."""
-        return self.times[contenders.AMPOPT]
+    def ampopt(self) -> Times | None:
+        """Ours; ``None`` if it failed, which ``missing`` explains."""
+        return self.times.get(contenders.AMPOPT)
 
     @property
     def best(self) -> str | None:
@@ -67,7 +70,7 @@ class Row:
 
     def ratio_to(self, name: str | None) -> float | None:
         """Our time to that of ``name``: medians. ``None`` if it could not run."""
-        if name not in self.times:
+        if self.ampopt is None or name not in self.times:
             return None
         return self.ampopt.median / self.times[name].median
 
@@ -75,7 +78,7 @@ class Row:
     def ratio_of_least(self) -> float | None:
         """As :attr:`ratio`, of the fastest rounds: what a busy machine disturbs least."""
         there = [self.times[name].least for name in contenders.TORCH if name in self.times]
-        return self.ampopt.least / min(there) if there else None
+        return self.ampopt.least / min(there) if there and self.ampopt is not None else None
 
     @property
     def floor(self) -> float | None:
@@ -85,7 +88,9 @@ class Row:
     @property
     def to_floor(self) -> float | None:
         """Our time to the floor."""
-        return None if self.floor is None else self.ampopt.median / self.floor
+        if self.floor is None or self.ampopt is None:
+            return None
+        return self.ampopt.median / self.floor
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; times in seconds."""
@@ -107,8 +112,9 @@ class Row:
                     name: {**times.as_dict(), **vars(self.costs.get(name, _NO_COST))}
                     for name, times in self.times.items()
                 },
-                **{name: {"missing": reason} for name, reason in self.missing.items()},
+                **{name: {"missing": why} for name, why in self.missing.items()},
             },
+            "unknown": self.unknown,
         }
 
 
@@ -128,29 +134,31 @@ def measure(
     """The rows of ``optimizer`` on ``workload``: without clipping, and with.
 
     Contenders share parameters and gradients, so that all fit and none finds its own warmer.
-    Whoever fails in its first steps is left out, and the row says why; only ampopt must not.
+    Whoever fails, at the start or later, is left out, and the row says why.
     """
+    _let_go(device)  # of the row before, of which optimizers may be in cycles of references
     params = workload.parameters(dtype, device)
     gradients = workloads.Gradients(params)
     entered: list[contenders.Contender] = []
-    missing: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    moved = 0
     for name in contenders.names(device):
         try:
             contender = contenders.enter(name, optimizer, params)
             warmed(contender.step, gradients.restore)
             warmed(contender.clipped, gradients.restore)
-        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            if name == contenders.AMPOPT:
-                raise
-            missing[name] = str(error).splitlines()[0]
-        else:
-            entered.append(contender)
+        except Exception as error:  # what others have installed may fail in any way
+            failed[name] = reason(error)
+            continue
+        entered.append(contender)
+        if name == contenders.AMPOPT:
+            moved = bytes_moved(_rule_based(contender.optimizer))
     gradients.restore()
-    moved = bytes_moved(_ours(entered))
-    streams = Streams.on(device) if moved > _CACHES else None
     rows = []
     for clip in (False, True):
+        missing, unknown = dict(failed), {}
         steps = {c.name: c.clipped if clip else c.step for c in entered}
+        streams = _streams(moved, device, unknown)
         times = interleaved(
             {**steps, **({} if streams is None else streams.steps)},
             gradients.restore,
@@ -158,10 +166,17 @@ def measure(
             rounds=rounds,
             seconds=seconds / 2,
             clock=clock,
+            failed=missing,
         )
+        for name in streams.steps if streams is not None else ():
+            if name in missing:
+                unknown[name] = missing.pop(name)
         costs = {}
-        if device.type == "cuda":
-            costs = {n: device_cost(step, gradients.restore, device) for n, step in steps.items()}
+        for name in [n for n in steps if n in times] if device.type == "cuda" else ():
+            try:
+                costs[name] = device_cost(steps[name], gradients.restore, device)
+            except Exception as error:
+                unknown[f"costs of {name}"] = reason(error)
         rows.append(
             Row(
                 optimizer=optimizer,
@@ -172,15 +187,43 @@ def measure(
                 elements=workload.elements,
                 bytes=moved,
                 bandwidth=None if streams is None else streams.bandwidth(times),
-                times={name: times[name] for name in steps},
+                times={name: times[name] for name in steps if name in times},
                 missing=missing,
                 costs=costs,
+                unknown=unknown,
             )
         )
     return rows
 
 
-def _ours(entered: Sequence[contenders.Contender]) -> ampopt.ElementwiseOptimizer:
-    found = next(c.optimizer for c in entered if c.name == contenders.AMPOPT)
-    assert isinstance(found, ampopt.ElementwiseOptimizer)
-    return found
+def unmeasured(
+    optimizer: str, workload: workloads.Workload, device: torch.device, error: Exception
+) -> list[Row]:
+    """The rows where ``error`` came of everyone, as where not even the parameters fit."""
+    size = len(workload.shapes), workload.elements, 0
+    why = dict.fromkeys(contenders.names(device), reason(error))
+    return [
+        Row(optimizer, workload.name, clip, device.type, *size, None, {}, why)
+        for clip in (False, True)
+    ]
+
+
+def _streams(moved: int, device: torch.device, unknown: dict[str, str]) -> Streams | None:
+    if moved <= _CACHES:
+        return None
+    try:
+        return Streams.on(device)
+    except RuntimeError as error:
+        unknown["the floor"] = reason(error)
+        return None
+
+
+def _let_go(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _rule_based(optimizer: torch.optim.Optimizer) -> ampopt.ElementwiseOptimizer:
+    assert isinstance(optimizer, ampopt.ElementwiseOptimizer)
+    return optimizer

@@ -35,6 +35,8 @@ def judge(row: Row) -> list[Verdict]:
     fused AdamW is to be beaten by 1.2, and by 1.4 when clipping; never a synchronization; at
     small tensors no more time of the host than torch's fused step.
     """
+    if row.ampopt is None:
+        return []
     return _on_cpu(row) if row.device == "cpu" else _on_gpu(row)
 
 
@@ -63,7 +65,7 @@ def _on_gpu(row: Row) -> list[Verdict]:
             least = 1.4 if row.clip else 1.2
             value = f"{1 / ratio:.2f}x"
             verdicts.append(Verdict(f">= {least:.1f}x fused", value, 1 / ratio >= least))
-    if row.workload == "small" and "fused" in row.times:
+    if row.workload == "small" and row.ampopt is not None and "fused" in row.times:
         host, fused = row.ampopt.host, row.times["fused"].host
         value = f"{host * 1e6:.0f} us"
         verdicts.append(Verdict(f"host <= fused {fused * 1e6:.0f} us", value, host <= fused))

@@ -44,7 +44,7 @@ def make(name: str, device: torch.device, room: int | None = None) -> Workload:
     Args:
         name: which.
         device: the CPU gets what a few milliseconds can do, an accelerator what fills it.
-        room: elements that fit the device, if that limits ``large``.
+        room: elements that fit the device, if that limits ``large`` and ``mix``.
     """
     return Workload(name, WORKLOADS[name](device.type == "cpu", room))
 
@@ -74,6 +74,9 @@ def _mix(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
         *((4 * width, width), (4 * width,)),
         *((width, 4 * width), (width,)),
     )
+    if room is not None:
+        each = sum(map(math.prod, block))
+        blocks = max(1, min(blocks, (room - vocabulary * width) // each))
     return ((vocabulary, width), *block * blocks, (width,), (width,))
 
 

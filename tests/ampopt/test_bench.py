@@ -1,8 +1,10 @@
 """The benchmark measures what it says: the same work by everyone, every row, every column."""
 
+import importlib.util
 import json
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,6 +101,74 @@ def test_tables_and_json_have_every_row_and_column(tiny, tmp_path, capsys):
         assert any(line[:3] == [optimizer, workload, "yes" if clip else "no"] for line in lines)
     assert "RMSprop, fused: torch has no fused RMSprop" in printed
     assert ampopt.get_backend() == "eager"
+
+
+@pytest.mark.parametrize(
+    ("name", "steps_before"), [("foreach", 0), ("ampopt", 1), ("foreach", 7), ("ampopt", 7)]
+)
+def test_whoever_fails_is_left_out_of_a_full_table(
+    tiny, monkeypatch, tmp_path, capsys, name, steps_before
+):
+    """Also ampopt itself, and at any step: six warm up."""
+    enter = contenders.enter
+
+    def failing(entered, optimizer, params):
+        made = enter(entered, optimizer, params)
+        if entered != name:
+            return made
+        budget = iter(range(steps_before))
+
+        def failing_after(step):
+            def stepped():
+                if next(budget, None) is None:
+                    raise AssertionError("no room\nfor more")
+                step()
+
+            return stepped
+
+        return replace(made, step=failing_after(made.step), clipped=failing_after(made.clipped))
+
+    monkeypatch.setattr(contenders, "enter", failing)
+    figures, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    plot = ["--plot", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    asked = ("--optimizer", "AdamW", "--workload", "large", "--repeats", "3")
+    run(*asked, "--json", str(figures), *plot)
+    found = json.loads(figures.read_text())["rows"]
+    assert len(found) == 2
+    for row in found:
+        assert row["contenders"].pop(name) == {"missing": "AssertionError: no room"}
+        assert all(there["rounds"] == 3 for there in row["contenders"].values())
+        assert len(row["contenders"]) == 3
+        assert (row["ratio"] is None) == (name == "ampopt")
+    assert f"AdamW, {name}: AssertionError: no room" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_a_row_that_says_so(tiny, monkeypatch, tmp_path, capsys):
+    def parameters(self, dtype, device):
+        if self.name == "large":
+            raise torch.OutOfMemoryError("no room")
+        return made(self, dtype, device)
+
+    made = workloads.Workload.parameters
+    monkeypatch.setattr(workloads.Workload, "parameters", parameters)
+    figures = tmp_path / "figures.json"
+    run("--optimizer", "SGD", "--repeats", "1", "--json", str(figures))
+    found = json.loads(figures.read_text())["rows"]
+    assert [row["workload"] for row in found] == [name for name in TINY for _ in range(2)]
+    for row in found:
+        missing = [c for c, there in row["contenders"].items() if "missing" in there]
+        assert missing == (
+            ["for-loop", "foreach", "fused", "ampopt"] * (row["workload"] == "large")
+        )
+    assert "SGD, ampopt: OutOfMemoryError: no room" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("room", [None, 10**10, 10**8, 0])
+def test_workloads_fit_the_room_there_is(room):
+    for name in ("large", "mix"):
+        elements = workloads.make(name, torch.device("cuda"), room).elements
+        least = 4 * 10**7  # one block and the embedding
+        assert elements <= max(least, 10**9 if room is None else min(room, 10**9))
 
 
 def test_profile_shows_functions_of_ours(tiny, capsys):
