@@ -17,12 +17,11 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by CUDA; torch asks it
 import hypothesis
 import pytest
 import torch
+from extras import skip_unless_it_runs
 from gpus import skip_without_gpu
 
 import ampopt
-from ampopt_kernels.compiled import cpp_compiler
 from ampopt_kernels.eager import Eager
-from ampopt_kernels.language import HAS_TRITON
 
 # Times vary with the machine, so no example has a deadline.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=40, print_blob=True)
@@ -57,10 +56,7 @@ def backend(request):
     """
     if "GPU" in request.param:
         skip_without_gpu()
-    if request.param == "triton" and not HAS_TRITON:
-        pytest.skip("Triton cannot be imported here")
-    if request.param == "compiled" and cpp_compiler() is None:
-        pytest.skip("there is no C++ compiler here")
+    skip_unless_it_runs(request.param)
     ampopt.set_backend(request.param.split()[0])
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "eager on a device":

@@ -1,4 +1,4 @@
-"""Packages that some tests are about, and the suite can do without."""
+"""What some tests are about, and the suite can do without: packages, and what backends need."""
 
 import importlib
 import importlib.util
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-__all__ = ["needs"]
+from ampopt_kernels.compiled import cpp_compiler
+from ampopt_kernels.language import HAS_TRITON
+
+__all__ = ["needs", "skip_unless_it_runs"]
 
 
 def needs(name: str) -> Any:
@@ -23,3 +26,11 @@ def needs(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(name)
+
+
+def skip_unless_it_runs(backend: str) -> None:
+    """Skip a test of that backend where it cannot run, and say why."""
+    if backend == "triton" and not HAS_TRITON:
+        pytest.skip("Triton cannot be imported here")
+    if backend == "compiled" and cpp_compiler() is None:
+        pytest.skip("there is no C++ compiler here")

@@ -2,30 +2,14 @@
 
 from typing import Any
 
-import pytest
 import torch
 from contracts import BUILT_IN, Small, contract_of
 from hypothesis import strategies as st
 from strategies import fewer
+from torch_options import RICH
 
 import ampopt
 from ampopt.testing import OptimizerContract, strategies
-from ampopt_kernels.compiled import cpp_compiler
-from ampopt_kernels.language import HAS_TRITON
-
-
-@pytest.fixture(autouse=True, scope="class")
-def backend(request):
-    """The backend that the contract is about."""
-    name = request.cls.backend
-    if name == "triton" and not HAS_TRITON:
-        pytest.skip("Triton cannot be imported here")
-    if name == "compiled" and cpp_compiler() is None:
-        pytest.skip("there is no C++ compiler here")
-    ampopt.set_backend(name)
-    yield
-    ampopt.set_backend("auto")
-
 
 OF_KERNELS = (
     "a_finite_gradient_is_never_skipped",
@@ -53,8 +37,6 @@ OTHERS = {
     for name in dir(OptimizerContract)
     if name.startswith("test_") and name.removeprefix("test_") not in OF_KERNELS
 }
-# Each example as on the CPU; a way as on a device is Triton's own, and eager's.
-KERNELS: dict[str, Any] = {**OTHERS, "on_device": (False,)}
 SPARSE: dict[str, Any] = {
     "dense_gradients": False,
     "sparse_gradients": True,
@@ -64,24 +46,48 @@ SPARSE: dict[str, Any] = {
     "sync_free": False,
     "shapes": strategies.shapes(min_dims=1, max_dims=2, min_side=1),
 }
-# Compiling takes seconds for each set of flags and each dtype.
-COMPILED: dict[str, Any] = {
-    **KERNELS,
-    "backend": "compiled",
-    "options": st.just({"lr": 0.125, "weight_decay": 0.25}),
-    "dtypes": (torch.float32,),
-    "half_precision": (),
-    "complex_parameters": False,
-}
+
+
+def of_one_compilation(cls: type[ampopt.ElementwiseOptimizer]) -> st.SearchStrategy[dict[str, Any]]:
+    """Any numbers, but the flags that bring most state: compiled code differs by flags alone."""
+    (richest,) = (options for options in RICH if options.name == cls.__name__)
+    group = richest.torchs([torch.ones(())]).defaults
+    structure = (*cls.rule.flags, "dampening")  # which SGD's nesterov forbids
+    return strategies.hyperparameters(cls).map(
+        lambda drawn: {k: group[k] if k in structure else v for k, v in drawn.items()}
+    )
+
+
+def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claims: Any) -> Any:
+    """The contract on a backend other than eager: what kernels can break."""
+    # Each of LBFGS's takes a closure.
+    others = {} if cls is ampopt.LBFGS else OTHERS
+    return contract_of(cls, suffix, bases, **others, **claims)
+
+
+EAGER: dict[str, Any] = {"backend": "eager", "settings": fewer(0.075)}
+# Each example as on the CPU; a way as on a device is Triton's own, and eager's.
+TRITON: dict[str, Any] = {"backend": "triton", "on_device": (False,), "settings": fewer(0.05)}
+COMPILED: dict[str, Any] = {"backend": "compiled", "on_device": (False,), "settings": fewer(0.1)}
 BY_RULE = [cls for cls in BUILT_IN if issubclass(cls, ampopt.ElementwiseOptimizer)]
-EAGER = {"backend": "eager", "settings": fewer(0.075)}
-TRITON = {**KERNELS, "backend": "triton", "settings": fewer(0.05)}
+# What is compiled is fast, and has elements. Of the dtypes of half precision, which each take a
+# compilation, test_compiled.py has the other.
+COMPILED_RULE: dict[str, Any] = {
+    **COMPILED,
+    "settings": fewer(0.25),
+    "shapes": strategies.shapes(min_dims=1, min_side=1, boundaries=(64,)),
+    "half_precision": (torch.bfloat16,),
+}
 CONTRACTS = [
     *(contract_of(cls, "", (), **EAGER) for cls in BUILT_IN),
     contract_of(ampopt.SGD, "Sparse", (), **SPARSE, **EAGER),
     contract_of(ampopt.Adagrad, "Sparse", (), **SPARSE, **EAGER),
-    *(contract_of(cls, "OnTriton", (Small,), **TRITON) for cls in BY_RULE),
-    contract_of(ampopt.AdamW, "Compiled", (Small,), **{**EAGER, **COMPILED}),
+    *(on_kernels(cls, "OnTriton", (Small,), **TRITON) for cls in BUILT_IN),
+    *(
+        on_kernels(cls, "Compiled", (), options=of_one_compilation(cls), **COMPILED_RULE)
+        for cls in BY_RULE
+    ),
+    *(on_kernels(cls, "Compiled", (), **COMPILED) for cls in BUILT_IN if cls not in BY_RULE),
 ]
 
 for _contract in CONTRACTS:
