@@ -1,7 +1,6 @@
-"""The compiled backend gives the results of torch, and so of the others, for every rule.
+"""What is particular to compiled code: half precision, sizes that are arguments, and bundles.
 
-Each optimizer, set of flags and dtype takes a second to compile, once for all tests of a process:
-so float32 has the default and the richest options of each rule, and other dtypes some of these.
+That it gives torch's results, for every option set, is in test_torch_parity.py.
 """
 
 from collections.abc import Sequence
@@ -10,20 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import bits, everything, state_of
-from torch.nn import Parameter
+from bits import bits
 from torch_options import (
     ELEMENTWISE,
     RICH,
     Apart,
-    OptionSet,
     assert_train_alike,
     give,
     gradients,
     initial,
     named,
     params_of,
-    spoiled,
 )
 
 import ampopt
@@ -31,23 +27,6 @@ import ampopt
 pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
 
 RICHEST = [options for options in RICH if options.name in ELEMENTWISE]
-DEFAULT = [named(name) for name in ELEMENTWISE]
-STEPS = range(7)  # RAdam rectifies from the sixth
-
-
-@pytest.mark.parametrize("options", [*DEFAULT, *RICHEST], ids=str)
-def test_every_rule_gives_the_results_of_torchs_for_loop(options, backend):
-    ours, torchs = options.ours(initial(options)), options.torchs(initial(options))
-    source = gradients(options)
-    assert_train_alike(ours, torchs, source, STEPS)
-    assert_skips_and_scales(options, ours, source())
-
-
-@pytest.mark.parametrize("name", ["NAdam", "RMSprop"])
-def test_float64(name, backend):
-    options, dtype = next(o for o in RICHEST if o.name == name), torch.float64
-    ours, torchs = options.ours(initial(options, dtype)), options.torchs(initial(options, dtype))
-    assert_train_alike(ours, torchs, gradients(options, dtype), STEPS)
 
 
 @pytest.mark.parametrize(
@@ -87,21 +66,6 @@ def test_half_precision_is_that_of_the_eager_backend(dtype, masters, backend):
     if masters:
         for p, master in zip(params_of(compiled), compiled.master_params(), strict=True):
             assert bits(p) == bits(master.to(dtype))
-
-
-def assert_skips_and_scales(options: OptionSet, ours: Any, grads: list[torch.Tensor]) -> None:
-    give(ours, spoiled(grads))
-    before = everything(ours)
-    assert ours.unscale_and_step(grads_scaled_by=2.0).skipped
-    assert everything(ours) == before
-    twin = options.ours([Parameter(p.detach().clone()) for p in params_of(ours)])
-    twin.load_state_dict(ours.state_dict())
-    give(ours, grads, 2.0**10)
-    give(twin, grads)
-    ours.unscale_and_step(grads_scaled_by=2.0**10)
-    twin.step()
-    assert bits(params_of(ours)) == bits(params_of(twin))
-    assert state_of(ours) == state_of(twin)
 
 
 def test_complex_and_absent_gradients_and_many_sizes(backend):

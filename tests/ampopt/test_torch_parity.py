@@ -37,15 +37,17 @@ each_optimizer = pytest.mark.parametrize("options", RICH, ids=str)
 each_rule = pytest.mark.parametrize("options", [s for s in RICH if s.name in ELEMENTWISE], ids=str)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
-# Compiling takes a second for each rule, flag and dtype; test_compiled.py has some of each.
-pytestmark = pytest.mark.parametrize("backend", ["eager", "triton"], indirect=True)
+# Compiling takes a second for each rule, its flags and dtypes, once for all tests: about a hundred.
+pytestmark = pytest.mark.parametrize("backend", ["eager", "triton", "compiled"], indirect=True)
 
 
 def steps_for(options: OptionSet, backend: str) -> range:
-    """As many steps as show RAdam's rectification, which begins at the sixth, but for slow ones."""
+    """As many steps as show all there is, but for slow ones."""
     if options.name == "Muon":
         return range(3)  # products of bfloat16 matrices take the CPU milliseconds
-    return range(12 if backend == "eager" else 7)
+    if backend != "triton":
+        return range(12)
+    return range(7 if options.name == "RAdam" else 4)  # it begins to rectify at the sixth
 
 
 # --- results -------------------------------------------------------------------------------------
