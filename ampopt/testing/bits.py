@@ -134,7 +134,7 @@ def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, ulps: float = 8.0, size: float = 0.0) -> None:
-    """``actual`` is within a few units in the last place of ``expected``.
+    """``actual`` is within a few units in the last place of ``expected``, on whatever devices.
 
     Args:
         actual: a tensor.
@@ -147,8 +147,8 @@ def assert_close(actual: Tensor, expected: Tensor, *, ulps: float = 8.0, size: f
     eps = torch.finfo(expected.dtype).eps
     wide = torch.complex128 if expected.is_complex() else torch.float64
     torch.testing.assert_close(
-        actual.detach().to(wide),
-        expected.detach().to(wide),
+        actual.detach().to("cpu", wide),
+        expected.detach().to("cpu", wide),
         rtol=ulps * eps,
         atol=ulps * eps * max(size, torch.finfo(expected.dtype).tiny),
         equal_nan=True,

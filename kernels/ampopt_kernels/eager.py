@@ -173,7 +173,8 @@ def _advance(
         by_group.setdefault(row.group, []).append(index)
     zero, wide = torch.zeros((), device=work.device), widest(work.device)
     for group, members in by_group.items():
-        h = tuple(_cast(x, wide) for x in work.hyper[group])
+        hyper = (x.reshape(()) if isinstance(x, Tensor) else x for x in work.hyper[group])
+        h = tuple(_cast(x, wide) for x in hyper)
         columns = list(zip(*(work.rows[i].scalars for i in members), strict=True))
         s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
         new_s, new_h = rule.torch_scalars(s, h)

@@ -4,6 +4,7 @@ Where the mathematics is exact, so is the comparison; against torch, whose opera
 another order, it is to a few units in the last place.
 """
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing import as_on_a_device
 
 pytestmark = [
     pytest.mark.parametrize("backend", ["eager", "triton", ON_A_GPU], indirect=True),
@@ -502,13 +504,15 @@ def test_a_learning_rate_tensor_may_be_changed_in_place():
     assert_same_training(params, optimizer, twins, reference)
 
 
+@pytest.mark.parametrize("where", [contextlib.nullcontext, as_on_a_device])
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_learning_rate_tensor_has_one_element_of_any_shape(shape):
+def test_a_learning_rate_tensor_has_one_element_of_any_shape(shape, where):
     params = [Parameter(torch.ones(3)) for _ in range(3)]
-    optimizer = ampopt.AdamW(params, lr=torch.full(shape, 0.5))
-    for p in params:
-        p.grad = torch.ones(3)
-    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    with where():
+        optimizer = ampopt.AdamW(params, lr=torch.full(shape, 0.5))
+        for p in params:
+            p.grad = torch.ones(3)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
     twin = Parameter(torch.ones(3))
     twin.grad = torch.ones(3)
     ampopt.AdamW([twin], lr=0.5).step()
