@@ -115,6 +115,14 @@ def test_products_are_rounded_before_they_are_added(compiled):
         assert not re.search(r"fma(?!_mix)", path.read_text()), path.name
 
 
+def test_nothing_is_added_up_in_an_order_that_may_vary(compiled):
+    """No atomics, by whatever name."""
+    files = [f for f in compiled[1].iterdir() if f.suffix in (".ptx", ".amdgcn")]
+    assert len(files) == len(compiled[0])
+    for path in files:
+        assert not re.search(r"atomic|\batom\.|\bred\.(?!sync)", path.read_text()), path.name
+
+
 def test_unaligned_tensors_take_narrow_accesses(compiled):
     """Also that the report can say so."""
     first = rules.__all__[0]

@@ -28,10 +28,13 @@ def row(n=3, dtype=torch.float32, shift=0, **kwargs):
     return RowPlan((n,), dtype, shift, (1.0,), flags=kwargs.pop("flags", OFF), **kwargs)
 
 
-@given(sizes=st.lists(st.integers(1, 3 * CHUNK), min_size=1, max_size=20))
-def test_three_launches_however_many_tensors_and_groups(sizes):
+@given(
+    sizes=st.lists(st.integers(1, 3 * CHUNK), min_size=1, max_size=20),
+    request=st.sampled_from([Request(), Request(scale=torch.ones(())), Request(max_norm=1.0)]),
+)
+def test_three_launches_however_many_tensors_and_groups(sizes, request):
     rows = tuple(row(n, group=i % 2) for i, n in enumerate(sizes))
-    launches = launched(WorkPlan(rows, rules.sgd, (HYPER, HYPER)).build().work)
+    launches = launched(WorkPlan(rows, rules.sgd, (HYPER, HYPER)).build().work, request)
     assert [launch[0] for launch in launches] == [detect_kernel, control_kernel, update_kernel]
     chunks = sum(-(-n // CHUNK) for n in sizes)
     assert [launch[1] for launch in launches] == [chunks, 1, chunks]
