@@ -65,6 +65,8 @@ def machine_of(contract: type[Claims]) -> type["Machine"]:
     shapes = contract.shapes.filter(lambda shape: 0 < torch.Size(shape).numel() <= 12)
 
     class OfContract(Machine):
+        saves, copies = contract.checkpoints, contract.deepcopies
+
         @initialize(
             shapes=st.lists(shapes, min_size=1, max_size=2),
             dtype=st.sampled_from(contract.dtypes),
@@ -86,9 +88,17 @@ def machine_of(contract: type[Claims]) -> type["Machine"]:
 
 
 class Machine(RuleBasedStateMachine):
-    """An optimizer, and beside it what should have happened."""
+    """An optimizer, and beside it what should have happened.
+
+    Attributes:
+        last: the machine that ran last.
+        saves: the optimizer is saved and loaded.
+        copies: the optimizer is copied.
+    """
 
     last: ClassVar[Any] = None
+    saves: ClassVar[bool] = True
+    copies: ClassVar[bool] = True
 
     def __init__(self) -> None:
         """Nothing is made yet."""
@@ -297,7 +307,7 @@ class Machine(RuleBasedStateMachine):
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-    @precondition(lambda self: self.pending is None)
+    @precondition(lambda self: self.saves and self.pending is None)
     @rule()
     def save_and_load(self) -> None:
         """Into a new optimizer."""
@@ -312,7 +322,7 @@ class Machine(RuleBasedStateMachine):
             saved, self.scale = self.scale.state_dict(), copy.deepcopy(self.scale)
             self.scale.load_state_dict(saved)
 
-    @precondition(lambda self: self.pending is None)
+    @precondition(lambda self: self.copies and self.pending is None)
     @rule()
     def deepcopy(self) -> None:
         """Go on with a copy, gradients included."""
