@@ -7,7 +7,7 @@ import torch
 import ampopt
 from ampopt.testing import OptimizerContract, strategies
 
-__all__ = ["BUILT_IN", "Small", "contract_of"]
+__all__ = ["BUILT_IN", "OF_RULES", "OTHERS", "Small", "contract_of"]
 
 BUILT_IN: tuple[type[Any], ...] = tuple(
     cls
@@ -19,11 +19,40 @@ BUILT_IN: tuple[type[Any], ...] = tuple(
 )
 """The optimizers that torch has too."""
 
-_BY_RULE: dict[str, Any] = {
+OF_KERNELS = (
+    "a_finite_gradient_is_never_skipped",
+    "a_power_of_two_changes_no_bit",
+    "a_scale_on_the_device_that_is_no_scale_skips",
+    "a_skipped_step_changes_nothing",
+    "a_sum_of_flags_skips",
+    "any_sequence_of_calls",
+    "clipping_does_not_depend_on_the_scale",
+    "complex_parameters",
+    "gradients_are_judged_after_unscaling",
+    "half_precision_parameters",
+    "layout_does_not_matter",
+    "max_norm_is_clip_grad_norm",
+    "no_control_point_waits_for_the_device",
+    "order_and_groups_of_parameters_do_not_matter",
+    "split_is_joined",
+    "the_scale_follows_its_schedule_within_its_bounds",
+    "training_goes_on_as_if_skipped_steps_had_never_been",
+    "unscale_divides_gradients_by_the_scale",
+)
+"""The invariants that kernels can break; the others are kept above them, and tested with eager."""
+OTHERS = {
+    name: None
+    for name in dir(OptimizerContract)
+    if name.startswith("test_") and name.removeprefix("test_") not in OF_KERNELS
+}
+"""To leave those out of a contract."""
+
+OF_RULES: dict[str, Any] = {
     "half_precision": (torch.bfloat16, torch.float16),
     "complex_parameters": True,
     "sync_free": True,
 }
+"""What every rule brings with it."""
 _ORDINARY: dict[str, Any] = {"half_precision": (torch.bfloat16,)}
 _OF_EACH: dict[str, dict[str, Any]] = {
     # A step goes by the learning rate that the last one computed.
@@ -79,7 +108,7 @@ def contract_of(
     attributes = {
         "make": make,
         "options": strategies.hyperparameters(cls),
-        **(_BY_RULE if by_rule else _ORDINARY),
+        **(OF_RULES if by_rule else _ORDINARY),
         **_OF_EACH.get(cls.__name__, {}),
         **claims,
     }

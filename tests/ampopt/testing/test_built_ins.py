@@ -3,40 +3,14 @@
 from typing import Any
 
 import torch
-from contracts import BUILT_IN, Small, contract_of
+from contracts import BUILT_IN, OTHERS, Small, contract_of
 from hypothesis import strategies as st
 from strategies import fewer
 from torch_options import RICH
 
 import ampopt
-from ampopt.testing import OptimizerContract, strategies
+from ampopt.testing import strategies
 
-OF_KERNELS = (
-    "a_finite_gradient_is_never_skipped",
-    "a_power_of_two_changes_no_bit",
-    "a_scale_on_the_device_that_is_no_scale_skips",
-    "a_skipped_step_changes_nothing",
-    "a_sum_of_flags_skips",
-    "any_sequence_of_calls",
-    "clipping_does_not_depend_on_the_scale",
-    "complex_parameters",
-    "gradients_are_judged_after_unscaling",
-    "half_precision_parameters",
-    "layout_does_not_matter",
-    "max_norm_is_clip_grad_norm",
-    "no_control_point_waits_for_the_device",
-    "order_and_groups_of_parameters_do_not_matter",
-    "split_is_joined",
-    "the_scale_follows_its_schedule_within_its_bounds",
-    "training_goes_on_as_if_skipped_steps_had_never_been",
-    "unscale_divides_gradients_by_the_scale",
-)
-"""The invariants that kernels can break; the others are kept above them, and tested with eager."""
-OTHERS = {
-    name: None
-    for name in dir(OptimizerContract)
-    if name.startswith("test_") and name.removeprefix("test_") not in OF_KERNELS
-}
 SPARSE: dict[str, Any] = {
     "dense_gradients": False,
     "sparse_gradients": True,

@@ -1,0 +1,49 @@
+"""Optimizers that others wrote keep the contract: extended, patched, and a rule of an author's."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytorch_optimizer
+import torch
+from authored import contract_of
+from contracts import OF_RULES, OTHERS, Small
+from strategies import fewer
+
+import ampopt
+
+sys.path.append(str(Path(__file__).parents[3] / "examples"))
+LION: Any = importlib.import_module("custom_lion").Lion
+
+
+def patched(params: Any) -> Any:
+    """Torch's own, patched in place."""
+    return ampopt.patch_optimizer(torch.optim.NAdam(params, lr=0.125))
+
+
+PATCHED: Any = patched
+CONTRACTS: dict[str, Any] = {
+    # It counts the steps of a group on the host, and, as any torch optimizer with attributes of
+    # its own, is no optimizer once it is copied.
+    "AdaBelief": contract_of(
+        ampopt.extend(pytorch_optimizer.AdaBelief),
+        {"independent_parameters": False, "deepcopies": False, "settings": fewer(0.1)},
+    ),
+    # It keeps all in tensors, so that on a device its steps are undone there; one count for all.
+    "MADGRAD": contract_of(
+        ampopt.extend(pytorch_optimizer.MADGRAD),
+        {"independent_parameters": False, "deepcopies": False, "settings": fewer(0.1)},
+    ),
+    "PatchedNAdam": contract_of(PATCHED, {"settings": fewer(0.1)}),
+    "Lion": contract_of(LION, {**OF_RULES, "settings": fewer(0.1)}),
+}
+for _backend in ("triton", "compiled"):
+    _claims = {**OF_RULES, **OTHERS, "backend": _backend, "on_device": (False,)}
+    CONTRACTS[f"LionOn{_backend.title()}"] = contract_of(
+        LION, {**_claims, "settings": fewer(0.05 if _backend == "triton" else 0.25)}, (Small,)
+    )
+for _name, _contract in CONTRACTS.items():
+    _contract.__name__ = _contract.__qualname__ = f"Test{_name}"
+    _contract.__module__ = __name__
+    globals()[_contract.__name__] = _contract
