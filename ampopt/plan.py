@@ -60,14 +60,16 @@ class Plan:
         states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
-        self._rows = [
+        rows = [
             self._row(optimizer, group, param, state)
             for (group, param), state in zip(present, states, strict=True)
         ]
-        self.works: list[Work] = optimizer._works(self._rows, rule=rule)
+        self.works: list[Work] = optimizer._works(rows, rule=rule)
+        order = {id(row): place for place, row in enumerate(rows)}
+        self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._addresses = addresses(self._params)
         self._params_alike = Alike(self._params)
-        self._grads_alike = Alike([row.grad for row in self._rows])
+        self._grads_alike = Alike([row.grad for row in rows])
         self._state = optimizer.state
         self._contents = Contents([self._state, *self._state.values()])
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
@@ -117,10 +119,8 @@ class Plan:
                     grads[place] = master.grad
         if not self._grads_alike.to(grads):
             return False
-        for row, grad in zip(self._rows, grads, strict=True):
-            row.grad = grad
-        for work in self.works:
-            work.stamp += 1
+        for work, places in zip(self.works, self._places, strict=True):
+            work.take(grads if len(places) == len(grads) else [grads[i] for i in places])
         return True
 
     def finish(self) -> None:
@@ -131,11 +131,8 @@ class Plan:
         """
         self._staged.store()
         torch.autograd.graph.increment_version(self._present)
-        for row in self._rows:
-            row.grad = _RELEASED  # the next backward pass may need the memory
-
-
-_RELEASED = torch.empty(0, device="cpu")
+        for work in self.works:
+            work.release()
 
 
 def check_plannable(optimizer: "ElementwiseOptimizer") -> None:

@@ -94,7 +94,8 @@ class Compiled(Cpu):
             row = piece.rows[0]
             if piece.param.numel():
                 width = 2 + rule.width(len(work.hyper[block.group]))
-                key = _key(rule, row.flags, (row.grad, piece.param, *piece.rest), width)
+                tensors = (piece.gather(work, again=False), piece.param, *piece.rest)
+                key = _key(rule, row.flags, tensors, width)
                 if key not in self._functions and self._spent.get(key, 0.0) >= self._patience:
                     self._functions[key] = self._compile(*key)
                 if isinstance(piece.copies, TorchCopies) and self._functions.get(key) is not None:

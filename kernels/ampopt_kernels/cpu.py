@@ -12,6 +12,7 @@ gradients come and go.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,17 +39,21 @@ class Cpu(Eager):
 
     name = "eager"
     host_sees = True
+    reads_rows = False
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""
         if request.write:
+            work.hand_out()
             return super().detect(work, request)
         parts: list[tuple[Tensor, torch.dtype]]
         if work.rule is None:
-            parts = [(row.grad, row.compute_dtype) for row in work.rows]
+            parts = [
+                (grad, row.compute_dtype) for grad, row in zip(work.grads, work.rows, strict=True)
+            ]
         else:
             pieces = (piece for _, piece in pieces_of(work))
-            parts = [(p.gather(work.stamp), p.rows[0].compute_dtype) for p in pieces]
+            parts = [(p.gather(work), p.dtype) for p in pieces]
         inverse = 1.0
         if request.scale is not None:
             value = request.scale.item()
@@ -79,7 +84,7 @@ class Cpu(Eager):
         known: dict[Any, Any] = {}
         last, advanced = None, None
         for block, piece in made.pieces:
-            grad = piece.gather(work.stamp, again=False)
+            grad = piece.gather(work, again=False)
             piece.gathered_at = None
             if skip > 0:
                 continue
@@ -172,6 +177,8 @@ class Piece:
     Attributes:
         rows: all of one kind and group.
         places: where each row is in its block.
+        among: where each row is among all rows of its work.
+        dtype: of the arithmetic.
         param: what the rule works on, flat: the parameter, or scratch for those of a bundle.
         rest: what the rule works on besides: the states of all rows, end to end, flat; and the
             low-precision copy, if there is one and it is alone.
@@ -183,6 +190,8 @@ class Piece:
 
     rows: list[Row]
     places: list[int]
+    among: range | list[int]
+    dtype: torch.dtype
     param: Tensor
     rest: list[Tensor]
     grad: Tensor | None = None
@@ -191,18 +200,21 @@ class Piece:
     gathered_at: int | None = None
 
     @staticmethod
-    def of(rows: list[Row], places: list[int]) -> "Piece":
-        """Rows whose states adjoin; ``places`` says where they are in their block."""
+    def of(rows: list[Row], places: list[int], start: int) -> "Piece":
+        """Rows whose states adjoin, by their places in a block that begins at ``start``."""
+        among = [start + place for place in places]
+        whole = range(among[0], among[-1] + 1)
+        where = (places, whole if len(whole) == len(among) else among, rows[0].compute_dtype)
         rest = [_spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
         rounded = [row.copy for row in rows if row.copy is not None]
         params = _params(rows)
         if len(rows) == 1:
-            return Piece(rows, places, flat(params[0]), rest + [flat(c) for c in rounded])
+            return Piece(rows, *where, flat(params[0]), rest + [flat(c) for c in rounded])
         size = sum(p.numel() for p in params)
         param, grad = params[0].new_empty(size), rows[0].grad.new_empty(size)
         return Piece(
             rows,
-            places,
+            *where,
             param,
             rest,
             grad,
@@ -215,13 +227,19 @@ class Piece:
         """The parameter of each row."""
         return _params(self.rows)
 
-    def gather(self, stamp: int, again: bool = True) -> Tensor:
-        """The gradients, end to end, flat; those gathered at ``stamp``, unless ``again``."""
+    def grads(self, work: Work) -> list[Tensor]:
+        """The gradient of each row, now."""
+        if isinstance(self.among, range):
+            return work.grads[self.among.start : self.among.stop]
+        return [work.grads[i] for i in self.among]
+
+    def gather(self, work: Work, again: bool = True) -> Tensor:
+        """The gradients, end to end, flat; those gathered before, unless ``again`` or others."""
         if self.grad is None or self.copies is None:
-            return flat(self.rows[0].grad)
-        if again or self.gathered_at != stamp:
-            self.copies.gather([row.grad for row in self.rows], self.grad)
-            self.gathered_at = stamp
+            return flat(work.grads[self.among[0]])
+        if again or self.gathered_at != work.stamp:
+            self.copies.gather(self.grads(work), self.grad)
+            self.gathered_at = work.stamp
         return self.grad
 
     def picked(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -231,7 +249,7 @@ class Piece:
         if self.copies is None:
             (place,) = self.places
             return tuple(x[place].item() if isinstance(x, Tensor) else x for x in h)
-        sizes = torch.tensor([row.grad.numel() for row in self.rows], device="cpu")
+        sizes = torch.tensor([p.numel() for p in self.params], device="cpu")
         places = torch.tensor(self.places, device="cpu")
         return tuple(x[places].repeat_interleave(sizes) if isinstance(x, Tensor) else x for x in h)
 
@@ -257,13 +275,13 @@ class _Block:
     pieces: list[Piece] = field(default_factory=list)
 
     @staticmethod
-    def of(rows: list[Row]) -> "_Block":
+    def of(rows: list[Row], start: int) -> "_Block":
         columns = zip(*(row.scalars for row in rows), strict=True)
         return _Block(
             rows[0].group,
             rows,
             [None if column[0] is None else _spanning(column) for column in columns],
-            [Piece.of([rows[i] for i in places], places) for places in _runs(rows)],
+            [Piece.of([rows[i] for i in places], places, start) for places in _runs(rows)],
         )
 
     def advance(self, rule: Rule, hyper: Sequence[Any], known: dict[Any, Any]) -> tuple[Any, ...]:
@@ -322,13 +340,15 @@ def pieces_of(work: Work) -> list[tuple[_Block, Piece]]:
 
 def _made(work: Work) -> _Pieces:
     if not isinstance(work.table, _Pieces):
+        work.hand_out()
         blocks: list[list[Row]] = []
         for row in work.rows:
             if blocks and _advance_together(blocks[-1][-1], row):
                 blocks[-1].append(row)
             else:
                 blocks.append([row])
-        made = [_Block.of(rows) for rows in blocks]
+        starts = accumulate((len(rows) for rows in blocks), initial=0)
+        made = [_Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
         work.table = _Pieces([(block, piece) for block in made for piece in block.pieces])
     return work.table
 

@@ -71,7 +71,9 @@ class Work:
         uploads: what the device already holds of the tables, kept from step to step.
         table: the backend's own form of the rows, once it has made one. It outlasts the
             gradients of one step.
-        stamp: changes whenever rows have been given other gradients.
+        grads: of the rows in their order. Those of later steps are in the rows themselves only
+            once :meth:`hand_out` was called.
+        stamp: changes whenever there are other gradients.
     """
 
     device: torch.device
@@ -80,12 +82,41 @@ class Work:
     hyper: Sequence[Sequence[float | Tensor]] = ()
     uploads: Uploads = field(default_factory=Uploads)
     table: Any = None
+    grads: list[Tensor] = field(init=False)
     stamp: int = 0
+    _handed_out: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with the gradients that the rows were made with."""
+        self.grads = [row.grad for row in self.rows]
+
+    def take(self, grads: list[Tensor]) -> None:
+        """Work on ``grads`` from now on, each laid out as the one in its place before."""
+        self.grads = grads
+        self._handed_out = False
+        self.stamp += 1
+
+    def hand_out(self) -> None:
+        """Give each row its gradient, for whoever looks there: a store for each, and all cold."""
+        if not self._handed_out:
+            self._handed_out = True
+            for row, grad in zip(self.rows, self.grads, strict=True):
+                row.grad = grad
+
+    def release(self) -> None:
+        """Let go of the gradients, whose memory the next backward pass may need."""
+        self.grads = []
+        if self._handed_out:
+            for row in self.rows:
+                row.grad = _RELEASED
 
     @property
     def float64(self) -> bool:
         """Whether all of the arithmetic is float64."""
         return all(row.compute_dtype == torch.float64 for row in self.rows)
+
+
+_RELEASED = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -171,6 +202,9 @@ class Backend(ABC):
     host_sees: ClassVar[bool] = False
     """Whether the host reads this backend's tensors at no cost, so that it need not avoid it."""
 
+    reads_rows: ClassVar[bool] = True
+    """Whether it takes gradients from the rows, not from ``Work.grads``."""
+
     @abstractmethod
     def detect(self, work: Work, request: Request) -> Partials:
         """Read every gradient once; store it unscaled if ``request.write``."""
@@ -201,6 +235,9 @@ def run(
         request: what is asked of all of them.
     """
     backends = [backend_for(work.device) for work in works]
+    for backend, work in zip(backends, works, strict=True):
+        if backend.reads_rows:
+            work.hand_out()
     partials = None
     if request.check or request.write or request.max_norm is not None:
         found = [

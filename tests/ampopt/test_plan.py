@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampopt
 from ampopt import alike
 from ampopt.alike import Alike
 from ampopt_kernels import native, objects
 from ampopt_kernels.compiled import cpp_compiler
+from ampopt_kernels.cpu import pieces_of
 
 
 @pytest.fixture(params=["guards", "functions"])
@@ -208,3 +210,51 @@ def stepped_with_a_change(kind, change):
         optimizer.step()
         after += [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     return after
+
+
+@pytest.mark.parametrize("order", [["eager", "compiled"], ["compiled", "eager", "triton"]])
+def test_one_plan_serves_every_backend(order):
+    if cpp_compiler() is None:
+        pytest.skip("there is no C++ compiler here")
+    before = ampopt.get_backend()
+    model, twin = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    twin.load_state_dict(model.state_dict())
+    ours = ampopt.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    torchs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    plans = []
+    try:
+        for backend in order * 2:
+            ampopt.set_backend(backend)
+            for m, optimizer in ((model, ours), (twin, torchs)):
+                optimizer.zero_grad()
+                m(torch.arange(20.0).view(5, 4)).square().mean().backward()
+                optimizer.step()
+            assert ours._plan is not None
+            plans.append(ours._plan)
+            if backend != "triton":
+                assert len(pieces_of(ours._plan.works[0])) == 1, "they are not taken together"
+            torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
+    finally:
+        ampopt.set_backend(before)
+    assert all(plan is plans[0] for plan in plans)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"])
+def test_a_step_keeps_no_gradient_alive(backend):
+    if backend == "compiled" and cpp_compiler() is None:
+        pytest.skip("there is no C++ compiler here")
+    before = ampopt.get_backend()
+    ampopt.set_backend(backend)
+    try:
+        model = torch.nn.Linear(4, 3)
+        optimizer = ampopt.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            model(torch.ones(5, 4)).sum().backward()
+            grads = [p.grad for p in model.parameters()]
+            storages = [StorageWeakRef(g.untyped_storage()) for g in grads if g is not None]
+            del grads
+            optimizer.step()
+            optimizer.zero_grad()
+            assert len(storages) == 2 and all(storage.expired() for storage in storages)
+    finally:
+        ampopt.set_backend(before)
