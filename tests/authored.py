@@ -156,20 +156,47 @@ class Wrapped(ampopt.Optimizer, torch.optim.NAdam):
         super().__init__(params, lr=0.125)
 
 
-RANDOM: dict[str, Any] = {"independent_parameters": False}
+class Theirs(torch.optim.Optimizer):
+    """Adagrad as someone wrote it who has never heard of ampopt: it counts on the host."""
+
+    def __init__(self, params: Any, lr: float = 0.125) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    total = state.setdefault("sum", torch.zeros_like(p))
+                    total.addcmul_(p.grad, p.grad)
+                    lr = group["lr"] / state["step"] ** 0.5
+                    p.addcdiv_(p.grad, total.sqrt().add_(2.0**-10), value=-lr)
+        return loss
+
+
+Extended = ampopt.extend(Theirs)
+RANDOM: dict[str, Any] = {"independent_parameters": False, "continuous": False}
 CORRECT: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "Plain": (Plain, {}),
-    "Signed": (Signed, {}),
+    "Signed": (Signed, {"continuous": False}),
     "Decayed": (Decayed, {"sync_free": False}),
     "Selecting": (Selecting, {"sync_free": True}),
     "OwnHooks": (OwnHooks, {}),
-    "Ratio": (Ratio, {"layout_changes_no_bit": False}),
+    # What cancels to nothing has no direction, and steps as far as anything.
+    "Ratio": (Ratio, {"layout_changes_no_bit": False, "continuous": False}),
     "Looking": (Looking, {}),
     "Rounded": (
         Rounded,
         {**RANDOM, "zero_lr_is_still": False, "layout_changes_no_bit": False},
     ),
     "Wrapped": (Wrapped, {}),
+    "Extended": (Extended, {"reference": lambda self, params: Theirs(params)}),
 }
 """Correct optimizers, with what they claim beyond, or short of, the ordinary."""
 

@@ -67,13 +67,14 @@ _OF_EACH: dict[str, dict[str, Any]] = {
         "several_groups": False,
         "independent_parameters": False,
     },
-    # torch's Muon divides by the number of rows, and by norms.
+    # torch's Muon divides by the number of rows, and by norms, and rounds to bfloat16.
     "Muon": {
+        "continuous": False,
         "shapes": strategies.shapes(min_dims=2, max_dims=2, min_side=1),
         "layout_changes_no_bit": False,
     },
-    # The learning rate is where step sizes begin.
-    "Rprop": {"zero_lr_is_still": False},
+    # The learning rate is where step sizes begin, and signs are what they go by.
+    "Rprop": {"continuous": False, "zero_lr_is_still": False},
     "SparseAdam": {
         "dense_gradients": False,
         "sparse_gradients": True,
@@ -102,11 +103,17 @@ def contract_of(
     def make(self: Any, params: Any, **options: Any) -> Any:
         return cls(params, **options)
 
+    def reference(self: Any, params: Any, **options: Any) -> Any:
+        # Other mathematics than a rule's: torch's own, which takes no part of ampopt.
+        lr = float(options["lr"])
+        return getattr(torch.optim, cls.__name__)(params, **{**options, "lr": lr})
+
     if claims.get("sparse_gradients"):  # with which torch takes no weight decay
         claims["options"] = strategies.hyperparameters(cls).map(lambda o: {**o, "weight_decay": 0})
     by_rule = issubclass(cls, ampopt.ElementwiseOptimizer)
     attributes = {
         "make": make,
+        "reference": reference,
         "options": strategies.hyperparameters(cls),
         **(OF_RULES if by_rule else _ORDINARY),
         **_OF_EACH.get(cls.__name__, {}),

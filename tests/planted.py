@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from authored import Decayed, OwnHooks, Selecting
+from hypothesis import strategies as st
 from optimizers import Plain
 from torch import Tensor
 
@@ -555,3 +556,95 @@ class ScaledLoss(Plain):
 class RealPart(Judging):
     def judge(self, grad):
         return (grad.real if grad.is_complex() else grad).isfinite().all()
+
+
+# What one call after another does. Sequences take long to shrink, so there is little to them else.
+
+FEW: dict[str, Any] = {
+    "shapes": st.just(()),
+    "dtypes": (torch.float32,),
+    "on_device": (False,),
+    "several_groups": False,
+}
+
+
+@planted(
+    "keeps the groups that it has seen, which ``load_state_dict`` replaces",
+    "any_sequence_of_calls",
+    **FEW,
+)
+class KeepsGroups(Plain):
+    def update(self):
+        if len(self.__dict__.get("groups", ())) != len(self.param_groups):
+            self.groups = list(self.param_groups)
+        for group in self.groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+                    buffer.mul_(0.5).add_(p.grad)
+                    p.sub_(group["lr"] * buffer)
+
+
+@planted("takes no scale for the last one", "any_sequence_of_calls", **FEW)
+class LastScale(OwnHooks):
+    def unscale_and_step(self, closure=None, grads_scaled_by=None, **keywords):
+        if closure is not None:
+            return super().unscale_and_step(closure, grads_scaled_by, **keywords)
+        if grads_scaled_by is not None:
+            self.last = float(grads_scaled_by)
+            return super().unscale_and_step(None, grads_scaled_by, **keywords)
+        result = super().unscale_and_step(None, self.__dict__.get("last"), **keywords)
+        return result._replace(scale=None)
+
+
+@planted("keeps the static scale that it was given first", "any_sequence_of_calls", **FEW)
+class FirstScale(OwnHooks):
+    def unscale(self, grads_scaled_by=None):
+        if isinstance(grads_scaled_by, ampopt.StaticLossScale):
+            grads_scaled_by = self.__dict__.setdefault("static", grads_scaled_by)
+        return super().unscale(grads_scaled_by)
+
+
+@planted(
+    "begins an added group at the step count of the others",
+    "any_sequence_of_calls_is_near_float64",
+    **{**FEW, "several_groups": True},
+    reference=lambda self, params: Decayed(params),
+)
+class CountsOn(Decayed):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        counts = [state["step"] for state in self.state.values()]
+        if counts:
+            for p in self.param_groups[-1]["params"]:
+                self.state_of(p)["step"] += counts[0]
+
+
+@planted(
+    "divides by its bias correction in bfloat16",
+    "any_sequence_of_calls_is_near_float64",
+    **FEW,
+    reference=lambda self, params: Decayed(params),
+)
+class CoarseCorrection(Decayed):
+    def one(self, p, g, state, lr, group):
+        state["step"] += 1
+        state["mean"].lerp_(g, 0.25)
+        state["square"].mul_(0.5).addcmul_(g, g, value=0.5)
+        size = (lr / (1 - 0.75 ** state["step"])).bfloat16()
+        p.mul_(1 - lr * group["decay"])
+        p.sub_(size * state["mean"] / (state["square"].sqrt() + 2.0**-20))
+
+
+@planted(
+    "reads the learning rate of float64 parameters as a float32",
+    "any_sequence_of_calls_is_near_float64",
+    **{**FEW, "dtypes": (torch.float64,)},
+    reference=lambda self, params: Decayed(params, lr=0.1),
+)
+class SingleRate(Decayed):
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr)
+
+    def lr_of(self, group):
+        return torch.tensor(group["lr"], dtype=torch.float32).item()

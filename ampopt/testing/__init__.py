@@ -16,7 +16,10 @@ except ImportError as error:
 _pytest.register_assert_rewrite(
     *(
         f"ampopt.testing.{name}"
-        for name in ("calls", "closures", "machine", "scaling", "skipping", "storage")
+        for name in (
+            *("beside", "calls", "changes", "closures", "machine", "scaling", "skipping"),
+            "storage",
+        )
     )
 )
 

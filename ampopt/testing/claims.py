@@ -19,7 +19,7 @@ from ampopt.testing import strategies
 from ampopt.testing.blueprints import History
 from ampopt.testing.device import as_on_a_device
 
-__all__ = ["Claims", "Make", "apart", "invariant", "settings_of"]
+__all__ = ["Claims", "Make", "apart", "check_claims", "invariant", "maker", "settings_of"]
 
 Make = Callable[[Any], Any]
 """Makes the optimizer of parameters or groups."""
@@ -77,6 +77,9 @@ class Claims:
         layout_changes_no_bit: in whatever layout, a step gives the same bits; not so where it takes
             norms or sums, in the order that elements lie in.
         several_groups: it takes several param groups.
+        continuous: a step changes little where gradients change little, so that rounding errors do
+            not decide where a training goes; not so where it takes signs, rounds coarsely or draws
+            random numbers.
         independent_parameters: what happens to a parameter depends on no other one, so that neither
             their order nor their groups matter.
         zero_lr_is_still: with a learning rate of 0 no parameter moves.
@@ -102,6 +105,7 @@ class Claims:
     any_layout: ClassVar[bool] = True
     layout_changes_no_bit: ClassVar[bool] = True
     several_groups: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
     independent_parameters: ClassVar[bool] = True
     zero_lr_is_still: ClassVar[bool] = True
     leaves_gradients: ClassVar[bool] = True
@@ -119,6 +123,20 @@ class Claims:
             params: a list of parameters, or of groups.
         """
         raise NotImplementedError(f"define make(self, params) in {type(self).__name__}")
+
+    def reference(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer to trust, of float64 ``params``, that should end where yours does.
+
+        By default yours, as ``make`` makes it, whose mathematics is then its own measure: only what
+        float32 and a sequence of calls do to it is seen. Another implementation shows more, such as
+        torch's where yours is a faster one, or ten lines without a kernel. Only ``step()`` and
+        ``add_param_group`` are called, and ``lr`` of its groups is set.
+
+        Args:
+            params: a list of parameters, or of groups.
+            options: those that ``make`` was given.
+        """
+        return self.make(params, **options)
 
     @classmethod
     def histories(cls, **changed: Any) -> st.SearchStrategy[History]:
@@ -155,11 +173,10 @@ def _marked(cls: type, name: str) -> Any:
 
 def _as_test(cls: Any, name: str, body: Any) -> Any:
     claims, arguments = body._invariant
-    missing = [claim for claim in claims if not getattr(cls, claim)]
-    if missing:
+    if not all(getattr(cls, claim) for claim in claims):
 
         def test(self: Any) -> None:
-            pytest.skip(f"not claimed: {', '.join(missing)}")
+            check_claims(cls, claims)
 
     else:
 
@@ -196,6 +213,13 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
     return test
 
 
+def check_claims(cls: type[Claims], claims: tuple[str, ...]) -> None:
+    """Skip the test that runs, if one of ``claims`` is not made."""
+    missing = [claim for claim in claims if not getattr(cls, claim)]
+    if missing:
+        pytest.skip(f"not claimed: {', '.join(missing)}")
+
+
 def settings_of(cls: type[Claims]) -> hypothesis.settings:
     """Those of the profile, without what optimizers do not go with."""
     given = cls.settings or hypothesis.settings()
@@ -220,17 +244,29 @@ def _run(
     on_device: bool = False,
     **drawn: Any,
 ) -> None:
-    def make(params: Any) -> Any:
-        optimizer = self.make(params, **(options or {}))
-        if not isinstance(optimizer, ampopt.Optimizer):
+    with apart(), as_on_a_device() if on_device else _as_it_is():
+        functools.partial(body, self, maker(self, options or {}))(**drawn)
+
+
+def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = False) -> Make:
+    """What makes the optimizer, or the reference, with ``options`` of its own each time."""
+    if of_reference:
+        make, kind, must_be = contract.reference, torch.optim.Optimizer, "a torch.optim.Optimizer"
+    else:
+        make, kind, must_be = contract.make, ampopt.Optimizer, "an ampopt.Optimizer"
+
+    def made(params: Any) -> Any:
+        # A learning rate in a tensor is written to.
+        own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        optimizer = make(params, **own)
+        if not isinstance(optimizer, kind):
             raise TypeError(
-                f"make must return an ampopt.Optimizer, got {type(optimizer).__name__}: derive "
-                "the class from ampopt.Optimizer"
+                f"{make.__name__} must return {must_be}, got {type(optimizer).__name__}: derive "
+                f"the class from {must_be.split()[1]}"
             )
         return optimizer
 
-    with apart(), as_on_a_device() if on_device else _as_it_is():
-        functools.partial(body, self, make)(**drawn)
+    return made
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from ampopt.testing.calls import Calls
 from ampopt.testing.closures import Closures
-from ampopt.testing.machine import Sequences
 from ampopt.testing.scaling import Scaling
+from ampopt.testing.sequences import Sequences
 from ampopt.testing.skipping import Skipping
 from ampopt.testing.storage import Storage
 

@@ -1,0 +1,153 @@
+"""The state machine's calls between steps: scales, learning rates, checkpoints, copies, groups."""
+
+import copy
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from torch import Tensor
+
+import ampopt
+from ampopt.testing.beside import set_learning_rate
+from ampopt.testing.blueprints import Blueprint
+from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, Machine, call
+
+__all__ = ["Changes", "kinds"]
+
+kinds = st.sampled_from(["number", "tensor", "static", "dynamic", "none"])
+"""Of scales."""
+
+
+class Saved(NamedTuple):
+    """A checkpoint.
+
+    Attributes:
+        optimizer: its state, as a file has it.
+        params: copies.
+        scale: the scale, and the account of it.
+        moment: of the training beside.
+    """
+
+    optimizer: bytes
+    params: list[Tensor]
+    scale: tuple[str, Any, float, int]
+    moment: int
+
+
+class Changes(Machine):
+    """The machine with all of its calls."""
+
+    saved: Saved | None = None
+
+    def begin_scaled(
+        self,
+        make: Any,
+        beside: Any,
+        params: Sequence[Blueprint],
+        on_device: bool,
+        kind: str,
+    ) -> None:
+        """With a scale, and a checkpoint to go back to."""
+        super().begin_with(make, beside, params, on_device)
+        self.use_scale(kind, 2.0)
+        if self.claims.checkpoints:
+            self.saved = self.checkpoint()
+
+    @precondition(lambda self: not any(self.held) and self.pending is None)
+    @rule(kind=kinds, number=st.sampled_from([2.0, 4.0]))
+    @call
+    def scale_by(self, kind: str, number: float) -> None:
+        """Go on with another scale."""
+        self.use_scale(kind, number)
+
+    def use_scale(self, kind: str, number: float) -> None:
+        """And remember which."""
+        self.kind = "number" if kind == "tensor" else kind
+        self.number, self.finite = 1.0 if kind == "none" else number, 0
+        made: dict[str, Any] = {
+            "none": None,
+            "number": number,
+            "tensor": torch.tensor(number),
+            "static": ampopt.StaticLossScale(number),
+            "dynamic": ampopt.DynamicLossScale(
+                init_scale=number, growth_interval=INTERVAL, min_scale=FLOOR, max_scale=CEILING
+            ),
+        }
+        self.scale = made[kind]
+
+    @rule(lr=st.sampled_from([0.25, 0.03125]))
+    @call
+    def set_learning_rate(self, lr: float) -> None:
+        """As schedulers do."""
+        set_learning_rate(self.optimizer, lr)
+        self.beside.tell("set_learning_rate", lr)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    @precondition(lambda self: self.pending is None and self.claims.checkpoints)
+    @rule(go_on_with_it=st.booleans())
+    @call
+    def save(self, go_on_with_it: bool) -> None:
+        """For later, or to go on with at once, gradients included, with a new optimizer."""
+        self.saved = self.checkpoint()
+        if go_on_with_it:
+            groups = [{"params": group["params"]} for group in self.optimizer.param_groups]
+            self.optimizer = self.make(groups if len(groups) > 1 else groups[0]["params"])
+            self.restore(self.saved)
+
+    @precondition(lambda self: self.may_load)
+    @rule()
+    @call
+    def load(self) -> None:
+        """Go back to what was saved, with the optimizer that there is."""
+        assert self.saved is not None
+        with torch.no_grad():
+            for p, old in zip(self.params, self.saved.params, strict=True):
+                p.copy_(old)
+        self.restore(self.saved)
+        self.beside.back_to(self.saved.moment)
+        self.drop()
+
+    @property
+    def may_load(self) -> bool:
+        """There is a checkpoint of as many groups."""
+        saved = self.saved
+        return saved is not None and len(saved.params) == len(self.params) and self.pending is None
+
+    def checkpoint(self) -> Saved:
+        """All that there is to save."""
+        file = io.BytesIO()
+        torch.save(self.optimizer.state_dict(), file)
+        params = [p.detach().clone() for p in self.params]
+        scale = self.kind, copy.deepcopy(self.scale), self.number, self.finite
+        return Saved(file.getvalue(), params, scale, self.beside.now)
+
+    def restore(self, saved: Saved) -> None:
+        """Optimizer and scale."""
+        self.optimizer.load_state_dict(torch.load(io.BytesIO(saved.optimizer)))
+        self.kind, scale, self.number, self.finite = saved.scale
+        self.scale = copy.deepcopy(scale)
+        if isinstance(scale, ampopt.LossScale):
+            self.scale.load_state_dict(scale.state_dict())
+
+    # --- copies and groups -----------------------------------------------------------------------
+
+    @precondition(lambda self: self.pending is None and self.claims.deepcopies)
+    @rule()
+    @call
+    def deepcopy(self) -> None:
+        """Go on with a copy, gradients included."""
+        gradients = [p.grad for p in self.params]
+        self.params, self.optimizer = copy.deepcopy((self.params, self.optimizer))
+        for p, grad in zip(self.params, gradients, strict=True):
+            p.grad = grad
+
+    def add_group_of(self, param: Blueprint, lr: float) -> None:
+        """One more parameter, in a group of its own."""
+        self.params.append(param.parameter())
+        self.optimizer.add_param_group({"params": [self.params[-1]], "lr": lr})
+        self.beside.tell("add", param, lr)
+        self.held = [*self.held, None]
