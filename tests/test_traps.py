@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import EVERY, INF, give, iterate, made, scaler_at, steps
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale
 from ampopt._presets import PRESETS
+from ampopt.testing.bits import bits, everything
 
 RULES = [cls for cls in EVERY if issubclass(cls, ampopt.ElementwiseOptimizer)]
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import EVERY, INF, made, scaler_at
@@ -14,6 +13,7 @@ from strategies import fewer
 
 import ampopt
 from ampopt import DynamicLossScale
+from ampopt.testing.bits import bits, everything, state_of
 
 DENSE = [cls for cls in (*EVERY, *OWN) if cls is not ampopt.SparseAdam]
 """Sparse gradients have a test of their own."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything, state_of
 from torch.nn import Parameter
 
 import ampopt
 from ampopt import backend as backends
+from ampopt.testing.bits import bits, everything, state_of
 from ampopt_kernels import compiled, multi_tensor
 from ampopt_kernels.compiled import Compiled, cpp_compiler
 from ampopt_kernels.cpu import Cpu

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from optimizers import RULE_BASED, Plain
 from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.bits import bits, everything
 
 INF = float("inf")
 NAN = float("nan")

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, state_of
 from fake_graphs import FakeGraphs
 from gpus import DEVICE, ON_A_GPU, no_waiting, skip_without_gpu
-from read_back import no_read_back
 from torch import Tensor
 
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale, TrainStep, captured
+from ampopt.testing.bits import bits, state_of
+from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
@@ -257,7 +257,7 @@ def test_post_hooks_run_for_each_step_once_and_know_whether_it_was_skipped(graph
 def test_no_step_looks(graphs):
     training = Training(True, max_norm=1.0)
     batches = [batch(first) for first in (1.0, 2.0, 3.0, 1.0, INF, 2.0)]
-    with no_read_back():
+    with assert_no_sync():
         for inputs, targets in batches:
             training.step(inputs, targets)
     assert graphs.replays == 3

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything, state_of
 from torch import Tensor
 from torch.nn import Parameter
 from torch_options import (
@@ -31,6 +30,7 @@ from torch_options import (
 )
 
 import ampopt
+from ampopt.testing.bits import bits, everything, state_of
 
 each_optimizer = pytest.mark.parametrize("options", RICH, ids=str)
 each_rule = pytest.mark.parametrize("options", [s for s in RICH if s.name in ELEMENTWISE], ids=str)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import bits
 from torch_options import (
     ELEMENTWISE,
     RICH,
@@ -23,6 +22,7 @@ from torch_options import (
 )
 
 import ampopt
+from ampopt.testing.bits import bits
 
 pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from bits import everything
 from optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.bits import everything
 
 pytestmark = [
     pytest.mark.parametrize("backend", ["eager", "triton"], indirect=True),

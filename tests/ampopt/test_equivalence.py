@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_close, bits, state_of
 from gpus import ON_A_GPU
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -34,6 +33,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing import as_on_a_device
+from ampopt.testing.bits import assert_close, bits, state_of
 
 pytestmark = [
     pytest.mark.parametrize("backend", ["eager", "triton", ON_A_GPU], indirect=True),

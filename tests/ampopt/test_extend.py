@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import EVERY, Step, give, made, steps
@@ -20,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import ampopt
 from ampopt import extend, patch_optimizer
+from ampopt.testing.bits import bits, everything
 
 INF = float("inf")
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import EVERY, INF, after, give, made, scaler_at, steps
@@ -13,6 +12,7 @@ from strategies import fewer
 
 import ampopt
 from ampopt import GradScaler
+from ampopt.testing.bits import bits, everything
 
 TORCHS = [getattr(torch.optim, cls.__name__) for cls in EVERY]
 each_kind = pytest.mark.parametrize(

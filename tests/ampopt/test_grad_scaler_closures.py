@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits
 from loops import EVERY, INF, give, made, scaler_at
 from optimizers import OWN, HostCounted, Plain
 
 import ampopt
 from ampopt import GradScaler, NonFiniteGradientError
+from ampopt.testing.bits import bits
 
 
 def closure_of(

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import EVERY, INF, Step, give, iterate, made, scaler_at, steps
 from optimizers import OWN, Plain
-from read_back import no_read_back
 from strategies import fewer
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.bits import bits, everything, state_of
+from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
 
 RULES = [cls for cls in EVERY if issubclass(cls, ampopt.ElementwiseOptimizer)]
@@ -192,7 +192,7 @@ def test_no_loop_looks_at_a_value(cls, unscale_first, triton):
     before = bits(params)
     for step in steps:
         give(optimizer, step)
-        with no_read_back():
+        with assert_no_sync():
             if unscale_first:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import INF, after, give, made, scaler_at, steps
@@ -16,6 +15,7 @@ from strategies import fewer
 import ampopt
 from ampopt import DynamicLossScale, GradScaler, StaticLossScale
 from ampopt._presets import PRESETS
+from ampopt.testing.bits import bits
 
 
 def fused_sgd(params: Any) -> torch.optim.SGD:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything, state_of
 from optimizers import Signed
 from torch import Tensor
 from torch.nn import Parameter
 from torch_options import ELEMENTWISE, RICH, ULPS, Apart, OptionSet, named, params_of
 
 import ampopt
+from ampopt.testing.bits import bits, everything, state_of
 from ampopt_kernels import rules
 from ampopt_kernels.cpu import SMALL
 from ampopt_kernels.eager import CHUNK

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fewer, powers_of_two
@@ -15,6 +14,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt import NonFiniteGradientError, scale_outputs
+from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import HostCounted, Plain, Signed
-from read_back import no_read_back
 from strategies import fewer
 from torch.nn import Parameter
 from torch.optim import lr_scheduler as schedulers
 
 import ampopt
 from ampopt import lr_scheduler_gate
+from ampopt.testing.bits import bits
+from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
 
 INF = float("inf")
@@ -303,12 +303,12 @@ def test_no_call_waits_for_a_step_of_the_last_ones(monkeypatch):
         gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5), delay=3)
         for bad in (False, True, False):
             attempt(optimizer, params, bad)
-            with no_read_back():
+            with assert_no_sync():
                 gate.step()
         attempt(optimizer, params, False)
         gate.step()
         attempt(optimizer, params, False)
-        with pytest.raises(AssertionError), no_read_back():
+        with pytest.raises(AssertionError), assert_no_sync():
             gate.step()  # which learns of the second one
     finally:
         ampopt.set_backend("auto")

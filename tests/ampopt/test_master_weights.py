@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_close, bits, everything, state_of
 from gpus import ON_A_GPU
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch_options import ELEMENTWISE, OptionSet, named
 
 import ampopt
+from ampopt.testing.bits import assert_close, bits, everything, state_of
 
 pytestmark = [
     pytest.mark.parametrize("backend", ["eager", "triton", ON_A_GPU], indirect=True),

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from optimizers import EVERY_RULE, Signed
-from read_back import ReadBack, no_read_back
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.no_sync import ReadBack, assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
@@ -53,7 +53,7 @@ def triton() -> Iterator[None]:
     ],
 )
 def test_the_detector_catches_a_planted_look(look):
-    with pytest.raises(ReadBack), no_read_back():
+    with pytest.raises(ReadBack), assert_no_sync():
         look(torch.ones(()))
 
 
@@ -65,7 +65,7 @@ def test_the_detector_catches_a_look_within_a_step():
                 raise RuntimeError
             return decision
 
-    with pytest.raises(ReadBack), no_read_back():
+    with pytest.raises(ReadBack), assert_no_sync():
         optimizer, _ = trained(Looks)
         optimizer.unscale_and_step(grads_scaled_by=2.0)
 
@@ -98,7 +98,7 @@ SCALES: dict[str, Callable[[], Any]] = {
 def test_no_kind_of_scale_is_looked_at(kind, split):
     optimizer, params = trained(ampopt.AdamW)
     scale = SCALES[kind]()
-    with no_read_back():
+    with assert_no_sync():
         for value in (2.0, INF, 2.0):
             params[0].grad = torch.full((3,), value)
             if split:
@@ -136,7 +136,7 @@ def test_a_step_like_the_one_before_sends_nothing(kind, split):
         for p in params:
             assert p.grad is not None
             p.grad.fill_(value)  # where they were
-        with no_read_back(), nothing_is_sent() if step >= 2 else nullcontext():
+        with assert_no_sync(), nothing_is_sent() if step >= 2 else nullcontext():
             if split:
                 optimizer.unscale(grads_scaled_by=scale)
                 scale = optimizer.step_after_unscale().scale
@@ -159,7 +159,7 @@ def test_what_is_sent_is_noticed():
 def test_no_control_point_of_any_rule_looks(cls):
     optimizer, params = trained(cls)
     scale: Any = ampopt.DynamicLossScale(init_scale=2.0)
-    with no_read_back():
+    with assert_no_sync():
         for value in (2.0, INF, 2.0):
             for p in params:
                 p.grad = torch.full_like(p, value)
@@ -179,7 +179,7 @@ def test_a_loop_written_for_grad_scaler_looks_nowhere(cls, unscale_first):
     optimizer, params = trained(cls)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = params[0].detach().clone()
-    with no_read_back():
+    with assert_no_sync():
         for value in (INF, 2.0):
             optimizer.zero_grad()
             scaler.scale(params[0].sum() + params[1].float())
@@ -197,7 +197,7 @@ def test_a_loop_written_for_grad_scaler_looks_nowhere(cls, unscale_first):
 def test_growing_and_changing_between_steps_is_not_looked_at():
     """Groups added, learning rates changed, gradients gone: tables are sent, nothing comes back."""
     optimizer, params = trained(ampopt.AdamW)
-    with no_read_back():
+    with assert_no_sync():
         optimizer.unscale_and_step(grads_scaled_by=1.0)
         optimizer.param_groups[0]["lr"] = 0.5
         params[0].grad = None
@@ -213,5 +213,5 @@ def test_the_parts_of_an_answer_that_do_look_say_so():
     optimizer, _ = trained(ampopt.SGD)
     result = optimizer.unscale_and_step(grads_scaled_by=2.0)
     assert "ynchronizes" in (ampopt.StepResult.skipped.__doc__ or "")
-    with pytest.raises(ReadBack), no_read_back():
+    with pytest.raises(ReadBack), assert_no_sync():
         _ = result.skipped

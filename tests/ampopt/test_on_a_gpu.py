@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from gpus import DEVICE, needs_gpu, no_waiting
 from optimizers import EVERY_RULE
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt import DynamicLossScale
+from ampopt.testing.bits import bits, everything
 
 INF = float("inf")
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from optimizers import RULE_BASED, HostCounted, Plain, Signed
 from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
 from ampopt import StepResult, Unscaled
+from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import Plain
-from read_back import no_read_back
 from strategies import fewer
 from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.bits import bits, everything
+from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
 
 INF = float("inf")
@@ -146,7 +146,7 @@ def test_nothing_is_read_back():
         for number in (1.0, INF, 2.0):
             param.grad = numbers(number, 1.0)
             before = bits(param)
-            with no_read_back() if HAS_TRITON and number != 1.0 else contextlib.nullcontext():
+            with assert_no_sync() if HAS_TRITON and number != 1.0 else contextlib.nullcontext():
                 optimizer.unscale_and_step(grads_scaled_by=2.0)
             assert (bits(param) == before) is (number == INF)
     finally:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits
 from optimizers import Signed
 from torch.nn import Parameter
 from two_ranks import CLASSES, FORMS, ORDERS, SPOILED, work
 
 import ampopt
 from ampopt import ranks
+from ampopt.testing.bits import bits
 
 
 @pytest.fixture(scope="module")

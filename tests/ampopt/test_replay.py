@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import RULE_BASED, HostCounted, Plain
@@ -16,6 +15,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt import NonFiniteGradientError, StepResult, scale_outputs
+from ampopt.testing.bits import bits, everything, state_of
 
 pytestmark = pytest.mark.usefixtures("backend")
 

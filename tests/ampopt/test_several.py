@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_close, bits, everything
 from hypothesis import given
 from hypothesis import strategies as st
 from optimizers import RULE_BASED, HostCounted, Plain, Signed
-from read_back import no_read_back
 from strategies import fewer
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 
 import ampopt
+from ampopt.testing.bits import assert_close, bits, everything
+from ampopt.testing.no_sync import assert_no_sync
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -184,7 +184,7 @@ def test_rules_wait_for_nothing(backend):
         before = bits(params)
         give(params, [(1.0, number), (1.0, 2.0), None, (0.0, 1.0)])
         if backend == "triton" and place:  # after its tables are on the device
-            with no_read_back():
+            with assert_no_sync():
                 result = ampopt.unscale_and_step(optimizers, scale, max_norm=1.0)
         else:
             result = ampopt.unscale_and_step(optimizers, scale, max_norm=1.0)

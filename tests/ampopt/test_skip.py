@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything, state_of
 from gpus import ON_A_GPU
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -27,6 +26,7 @@ from strategies import (
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.bits import bits, everything, state_of
 
 every_way = pytest.mark.parametrize(
     "backend", ["eager", "eager on a device", "triton", ON_A_GPU], indirect=True

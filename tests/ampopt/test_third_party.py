@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import pytorch_optimizer
 import torch
-from bits import bits
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 import ampopt
 from ampopt import judge, ordinary
+from ampopt.testing.bits import bits
 from ampopt_kernels.eager import Eager
 
 INF = float("inf")

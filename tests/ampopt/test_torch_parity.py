@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import bits, state_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -28,6 +27,7 @@ from torch_options import (
 )
 
 import ampopt
+from ampopt.testing.bits import bits, state_of
 
 EVERY = [s for s in OPTION_SETS if s.name != "LBFGS"]
 BY_RULE = [s for s in EVERY if s.name in ELEMENTWISE]

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits, everything
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizers import HostCounted, Plain
 
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale, TrainStep, scale_outputs
+from ampopt.testing.bits import bits, everything
 
 INF = float("inf")
 MSE = torch.nn.MSELoss()

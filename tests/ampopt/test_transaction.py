@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bits import bits
 from hypothesis import given
 from hypothesis import strategies as st
-from read_back import no_read_back
 from strategies import fewer
 from torch import Tensor
 from torch.nn import Parameter
@@ -21,6 +19,8 @@ from torch.nn import Parameter
 import ampopt
 from ampopt import judge, ordinary
 from ampopt.host_state import HostState
+from ampopt.testing.bits import bits
+from ampopt.testing.no_sync import assert_no_sync
 from ampopt.transaction import Skipper, Writes
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
@@ -702,12 +702,12 @@ def test_a_transaction_reads_nothing_back(cls, device):
         set_gradients(params, (1.0, 1.0))
         optimizer.unscale_and_step(grads_scaled_by=1.0)
     before = [seen(optimizer)]
-    with no_read_back():
+    with assert_no_sync():
         for x in (INF, float("nan")):
             set_gradients(params, (1.0, x))
             optimizer.unscale_and_step(grads_scaled_by=2.0)
     assert [seen(optimizer)] == before
-    with no_read_back():
+    with assert_no_sync():
         set_gradients(params, (1.0, 1.0))
         optimizer.unscale(grads_scaled_by=2.0)
         optimizer.step_after_unscale()
@@ -736,7 +736,7 @@ def test_optimizers_with_a_step_of_torchs_never_look(cls, first, device):
     for x in (first, INF, 1.0):
         before = bits(params)
         give(params, x, sparse)
-        with no_read_back():
+        with assert_no_sync():
             optimizer.unscale_and_step(grads_scaled_by=2.0)
         assert (bits(params) == before) is (x == INF)
         assert optimizer._skipper.mode == "transaction"

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits
 from loops import INF, made
 from optimizers import HostCounted, Plain
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampopt
 from ampopt import DynamicLossScale, scale_outputs
+from ampopt.testing.bits import bits
 
 PAIRS = [
     (getattr(ampopt, name), getattr(torch.optim, name))

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from bits import bits
 from hypothesis import given
 from hypothesis import strategies as st
 from passes import CPU, ENGINES, each_engine
 
+from ampopt.testing.bits import bits
 from ampopt_kernels import stand_in
 from ampopt_kernels.policy import PolicyConstants, next_scale
 from ampopt_kernels.work import Decision, Partials, Request, Work

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from bits import assert_close, bits, everything
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import fewer
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.bits import assert_close, bits, everything
 from ampopt_kernels import Rule, State, jit, tl
 
 STATE = (State("average"),)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from passes import (
@@ -24,6 +23,7 @@ from passes import (
     works,
 )
 
+from ampopt.testing.bits import bits
 from ampopt_kernels import rules
 from ampopt_kernels.work import Request, Work, run
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import readme
 import torch
-from bits import bits
 from extras import needs
 
 import ampopt
+from ampopt.testing.bits import bits
 
 needs("accelerate")
 from accelerate import Accelerator  # noqa: E402

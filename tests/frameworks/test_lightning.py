@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import readme
 import torch
-from bits import bits
 from extras import needs
 
 import ampopt
+from ampopt.testing.bits import bits
 
 needs("lightning")
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402

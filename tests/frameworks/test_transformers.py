@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from bits import bits
 from extras import needs
 
 import ampopt
+from ampopt.testing.bits import bits
 
 needs("accelerate")  # without which it has no Trainer
 needs("transformers")
