@@ -67,7 +67,7 @@ def _refuse(look: str) -> None:
 
 
 def _memory() -> list[tuple[Any, Any]]:
-    """All tensors' memory, and a copy of it."""
+    """The memory of all tensors made since the first test began, and a copy of it."""
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (Tensor, Parameter)]
     storages = {
