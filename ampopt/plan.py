@@ -67,7 +67,14 @@ class Plan:
         self.works: list[Work] = optimizer._works(rows, rule=rule)
         order = {id(row): place for place, row in enumerate(rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
-        self._addresses = addresses(self._params)
+        parts = [(*rule.state_for(flags), *rule.scalar_state_for(flags)) for flags in self._flags]
+        self._stored = [
+            *self._params,
+            *(master for _, master in self._masters),
+            *(s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]),
+        ]
+        # An object may stay and what it refers to be exchanged, as by an assignment to its data.
+        self._addresses = addresses(self._stored)
         self._params_alike = Alike(self._params)
         self._grads_alike = Alike([row.grad for row in rows])
         self._state = optimizer.state
@@ -105,7 +112,7 @@ class Plan:
             self.lasts
             and same(list(chain.from_iterable(group["params"] for group in groups)), self._params)
             and self._params_alike.to(self._params)
-            and addresses(self._params) == self._addresses
+            and addresses(self._stored) == self._addresses
             and optimizer.state is self._state
             and self._contents.unchanged()
             and [optimizer.rule.flag_values(group) for group in groups] == self._flags

@@ -142,6 +142,13 @@ def other_state(model, optimizer):
     state["momentum_buffer"] = state["momentum_buffer"] * 3
 
 
+def offloaded(model, optimizer):
+    """And brought back to where there was room."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = in_other_memory(value) * 3
+
+
 def removed(model, optimizer):
     del optimizer.param_groups[0]["params"][0]
 
@@ -168,6 +175,7 @@ CHANGES = {
     ),
     "no gradient": lambda m, o: setattr(m.weight, "grad", None),
     "other state": other_state,
+    "state in other memory": offloaded,
     "state gone": lambda m, o: o.state.clear(),
     "state of one gone": lambda m, o: o.state.pop(m.weight),
     "another dict": lambda m, o: o.state.update({m.weight: dict(o.state[m.weight])}),
@@ -210,6 +218,33 @@ def stepped_with_a_change(kind, change):
         optimizer.step()
         after += [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
     return after
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"])
+@pytest.mark.parametrize("name", ["exp_avg", "step", "master_param"])
+def test_what_is_stored_is_stepped_with_where_it_is_now(name, backend):
+    if backend == "compiled" and cpp_compiler() is None:
+        pytest.skip("there is no C++ compiler here")
+    before = ampopt.get_backend()
+    ampopt.set_backend(backend)
+    try:
+        written, exchanged = (stepped_with_other_values(name, how) for how in ("copy_", "set_"))
+    finally:
+        ampopt.set_backend(before)
+    assert written == exchanged
+
+
+def stepped_with_other_values(name, how):
+    params = [torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16)) for n in (3, 5)]
+    optimizer = ampopt.AdamW(params, lr=0.1, master_weights=True)
+    for turn in range(3):
+        for p in params:
+            p.grad = torch.ones_like(p)
+            if turn == 2:
+                stored = optimizer.state[p][name]
+                getattr(stored, how)(torch.full_like(stored, 3.0))
+        optimizer.step()
+    return [p.tolist() for p in params]
 
 
 @pytest.mark.parametrize("order", [["eager", "compiled"], ["compiled", "eager", "triton"]])
