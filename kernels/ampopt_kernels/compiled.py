@@ -178,7 +178,10 @@ def compile_rule(
             clip coefficient, then what ``update`` takes as ``h``.
         parallel: use all threads, as many as torch has now; else one, for small tensors.
     """
-    from torch._inductor import compile as inductor_compile  # seconds to import
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner  # seconds to import
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.func import functionalize
     from torch.fx.experimental.proxy_tensor import make_fx
 
     compute = arithmetic(*dtypes[:2])
@@ -196,9 +199,15 @@ def compile_rule(
     size = 1 << 20 if parallel else width + 64
     sizes = [(width, compute), *((size, dtype) for dtype in dtypes)]
     example = [torch.ones(n, dtype=dtype, device="cpu") for n, dtype in sizes]
-    traced = make_fx(body, tracing_mode="symbolic")(*example)
+    # What torch.compile does on the way to Inductor, without the wrappers that it leaves around the
+    # result for autograd and aliases, of which there are none here.
+    functional = functionalize(body, remove="mutations_and_views")
+    traced = make_fx(
+        functional, decomposition_table=select_decomp_table(), tracing_mode="symbolic"
+    )(*example)
     placeholders = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
     # Kept by this backend, so never looked up; and torch 2.11 cannot pickle the key of the lookup,
     # which it reports with a traceback.
-    compiled: Any = inductor_compile(traced, placeholders, options={"fx_graph_cache": False})
-    return compiled
+    with config.patch(fx_graph_cache=False):
+        compiled: Any = compile_fx_inner(traced, placeholders)
+    return lambda *tensors: compiled.current_callable(list(tensors))
