@@ -18,6 +18,7 @@ from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.claims import Claims, apart
 from ampopt.testing.device import as_on_a_device
 from ampopt.testing.strategies import NON_FINITE, values
+from ampopt.testing.training import seed
 
 __all__ = ["MOST", "Machine", "call"]
 
@@ -82,7 +83,7 @@ class Machine(RuleBasedStateMachine):
         self.entered.enter_context(apart())
         if on_device:
             self.entered.enter_context(as_on_a_device())
-        torch.manual_seed(0)
+        seed()
         self.make, self.dtype = make, params[0].dtype
         self.params = [p.parameter() for p in params]
         self.optimizer = make(list(self.params))
