@@ -68,4 +68,4 @@ def _tensors_follow_heads() -> bool:
     """
     tensor = torch.empty(1, device="cpu")
     behind = ctypes.c_void_p.from_address(id(tensor) + object.__basicsize__)
-    return behind.value == getattr(tensor, "_cdata", None)
+    return behind.value is not None and behind.value == getattr(tensor, "_cdata", None)

@@ -99,3 +99,16 @@ def test_where_objects_are_made_otherwise_each_tensor_is_asked(monkeypatch):
     monkeypatch.setattr(objects, "_tensors_follow_heads", lambda: False)
     tensor = torch.zeros(3)
     assert addresses([tensor]).tolist() == [tensor.data_ptr()]
+
+
+@pytest.mark.parametrize("empty", [torch.zeros, lambda n, device: Unlike()])
+def test_whether_objects_are_made_otherwise_is_found_out(monkeypatch, empty):
+    monkeypatch.setattr(torch, "empty", empty)
+    found = objects._tensors_follow_heads.__wrapped__()
+    assert found is (empty is torch.zeros)
+
+
+class Unlike:
+    """Nothing is right behind its head, and it says nothing of where a tensor is."""
+
+    __slots__ = ("tensor",)
