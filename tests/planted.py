@@ -597,7 +597,14 @@ class LastScale(OwnHooks):
         return result._replace(scale=None)
 
 
-@planted("keeps the static scale that it was given first", "any_sequence_of_calls", **FEW)
+@planted(
+    "keeps the static scale that it was given first",
+    "any_sequence_of_calls",
+    **FEW,
+    # Of fewer kinds of calls, those that it takes come together sooner.
+    checkpoints=False,
+    deepcopies=False,
+)
 class FirstScale(OwnHooks):
     def unscale(self, grads_scaled_by=None):
         if isinstance(grads_scaled_by, ampopt.StaticLossScale):

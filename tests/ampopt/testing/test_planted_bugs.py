@@ -25,8 +25,9 @@ TABLE = re.compile(r"(?<=\|---\|---\|---\|\n)(?:\|.*\n)+")
 HUNT = hypothesis.settings(
     derandomize=True,
     database=None,
-    max_examples=1000,
-    stateful_step_count=20,
+    # Short runs, as they shrink sooner, and as many of them as it takes.
+    max_examples=5000,
+    stateful_step_count=12,
     report_multiple_bugs=False,
 )
 
