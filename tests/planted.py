@@ -598,6 +598,23 @@ class LastScale(OwnHooks):
 
 
 @planted(
+    "steps with what it unscaled, whatever was done to it since", "any_sequence_of_calls", **FEW
+)
+class Unedited(Plain):
+    def unscale(self, grads_scaled_by=None):
+        result = super().unscale(grads_scaled_by)
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.unscaled = {p: p.grad.clone() for p in params}
+        return result
+
+    def step_after_unscale(self, *args, **keywords):
+        if self.pending is not None:
+            for p, grad in self.unscaled.items():
+                p.grad = grad
+        return super().step_after_unscale(*args, **keywords)
+
+
+@planted(
     "keeps the static scale that it was given first",
     "any_sequence_of_calls",
     **FEW,

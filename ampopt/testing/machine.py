@@ -141,6 +141,16 @@ class Machine(RuleBasedStateMachine):
         self.give_gradients(((1.0, -0.5),) * MOST, None)
         self.take_a_step(None)
 
+    @precondition(lambda self: self.pending is None and self.kind != "none" and self.splits)
+    @rule()
+    @call
+    def advance_edited(self) -> None:
+        """An iteration by two calls and what is between, which single calls hardly ever make."""
+        self.give_gradients(((1.0, -0.5),) * MOST, None)
+        self.unscale_gradients()
+        self.multiply_gradients(0.5)
+        self.take_the_step()
+
     @precondition(lambda self: self.pending is not None or any(self.held))
     @rule(set_to_none=st.booleans())
     @call
@@ -167,6 +177,10 @@ class Machine(RuleBasedStateMachine):
     @call
     def unscale(self) -> None:
         """The first of the two calls."""
+        self.unscale_gradients()
+
+    def unscale_gradients(self) -> None:
+        """And see whether they overflow."""
         result = self.optimizer.unscale(grads_scaled_by=self.scale)
         assert bool(result.found_inf > 0) is self.overflows
         self.pending = self.overflows
@@ -182,6 +196,10 @@ class Machine(RuleBasedStateMachine):
     @call
     def edit_gradients(self, factor: float) -> None:
         """What is unscaled is the caller's, to clip or to weigh."""
+        self.multiply_gradients(factor)
+
+    def multiply_gradients(self, factor: float) -> None:
+        """And remember it."""
         for p in self.params:
             if p.grad is not None:
                 p.grad.mul_(factor)
@@ -195,6 +213,10 @@ class Machine(RuleBasedStateMachine):
     @call
     def step_after_unscale(self) -> None:
         """The second."""
+        self.take_the_step()
+
+    def take_the_step(self) -> None:
+        """Or skip it."""
         before = torch.get_rng_state()
         self.stepped(self.optimizer.step_after_unscale(), before)
 
