@@ -45,10 +45,13 @@ __all__ = [
 
 
 def fewer(factor: float) -> settings:
-    """The caller's profile with ``factor`` times its examples; Triton's interpreter is slow."""
+    """The caller's profile with ``factor`` times its examples; Triton's interpreter is slow.
+
+    Two at least: the first is always the simplest there is.
+    """
     profile = settings()
     return settings(
-        max_examples=max(1, round(profile.max_examples * factor)),
+        max_examples=max(2, round(profile.max_examples * factor)),
         # To explain a failure, every line of torch that is run would be traced, for minutes.
         phases=[phase for phase in profile.phases if phase is not Phase.explain],
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import hypothesis
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,8 +40,12 @@ def _optim_db() -> list[Any]:
         stub: Any = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
+    ours = hypothesis.settings()
     from torch.testing._internal.common_optimizers import optim_db
 
+    # Importing that loaded a Hypothesis profile, with other examples, for all files after this one.
+    hypothesis.settings.register_profile("ours", ours)
+    hypothesis.settings.load_profile("ours")
     # Importing that made torch.backends refuse to be set, which is for torch's own tests.
     torch.backends.__dict__["__allow_nonbracketed_mutation_flag"] = True
     return optim_db

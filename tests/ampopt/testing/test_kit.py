@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+import torch_options
 from torch.nn import Parameter
 
 import ampopt
@@ -89,3 +91,11 @@ def test_a_change_is_named():
     with pytest.raises(AssertionError, match=r"\['parameters'\]\[0\]"):
         with assert_bitwise_unchanged(optimizer):
             optimizer.step()
+
+
+def test_as_many_examples_are_drawn_as_the_profile_says():
+    """Whatever else is imported: ``torch_options`` imports what loads a profile of torch's."""
+    assert torch_options.OPTION_SETS
+    asked = hypothesis.settings.get_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
+    assert hypothesis.settings().max_examples == asked.max_examples
+    assert hypothesis.settings().deadline == asked.deadline
