@@ -25,7 +25,7 @@ import ampopt
 from ampopt_kernels.eager import Eager
 
 # Times vary with the machine, so no example has a deadline.
-hypothesis.settings.register_profile("default", deadline=None, max_examples=20, print_blob=True)
+hypothesis.settings.register_profile("default", deadline=None, max_examples=12, print_blob=True)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 
