@@ -34,10 +34,11 @@ class Streams:
         """Of arrays that no cache holds."""
         a, b = (torch.ones(_BEYOND_CACHES, device=device) for _ in range(2))
         steps: dict[str, Callable[[], object]] = {"stream: copy": lambda: b.copy_(a)}
+        moved = {"stream: copy": 2 * a.nbytes}
         if device.type == "cpu":
-            steps["stream: scale"] = lambda: a.mul_(1.0)
-            steps["stream: add"] = lambda: a.add_(b)
-        return Streams(steps, {name: (3 if "add" in name else 2) * a.nbytes for name in steps})
+            steps |= {"stream: scale": lambda: a.mul_(1.0), "stream: add": lambda: a.add_(b)}
+            moved |= {"stream: scale": 2 * a.nbytes, "stream: add": 3 * a.nbytes}
+        return Streams(steps, moved)
 
     def bandwidth(self, times: Mapping[str, Times]) -> float | None:
         """Bytes per second of the fastest, by medians as those of the steps beside it.

@@ -154,11 +154,12 @@ def measure(
         if name == contenders.AMPOPT:
             moved = bytes_moved(_rule_based(contender.optimizer))
     gradients.restore()
+    without_floor: dict[str, str] = {}
+    streams = _streams(moved, device, without_floor)
     rows = []
     for clip in (False, True):
-        missing, unknown = dict(failed), {}
+        missing, unknown = dict(failed), dict(without_floor)
         steps = {c.name: c.clipped if clip else c.step for c in entered}
-        streams = _streams(moved, device, unknown)
         times = interleaved(
             {**steps, **({} if streams is None else streams.steps)},
             gradients.restore,
