@@ -28,7 +28,7 @@ def on(device: torch.device, scale: LossScale) -> LossScale:
 
 
 def at(scale: LossScale, value: Any) -> LossScale:
-    """``scale`` at another value, a number or a tensor. Looks at a tensor if it is static.
+    """``scale`` at another value, a number or a tensor. For a tensor, a static one synchronizes.
 
     Raises:
         TypeError: ``value`` is neither.
@@ -80,7 +80,7 @@ def to_torch(scale: LossScale) -> dict[str, Any]:
     state = scale.state_dict()
     dynamic = isinstance(scale, DynamicLossScale)
     entries = {
-        "scale": scale.item(),
+        "scale": state["scale"] if dynamic else scale.item(),
         # By factors of 1, torch's scaler stays what it is.
         "growth_factor": state["growth_factor"] if dynamic else 1.0,
         "backoff_factor": state["backoff_factor"] if dynamic else 1.0,

@@ -212,10 +212,8 @@ class Captured:
         return StepResult(loss.clone(), found_inf.clone(), self._latest)
 
     def _send_hyper(self, plan: Plan) -> None:
-        groups = self._optimizer.param_groups
-        hyper = [self._optimizer.rule.hyper_values(group) for group in groups]
+        plan.take_hyper(self._optimizer)
         for work in plan.works:
-            work.hyper = hyper
             _backend(work.device).send_hyper(work)
 
     def _clear(self) -> None:

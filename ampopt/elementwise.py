@@ -324,9 +324,7 @@ class ElementwiseOptimizer(Optimizer):
         """One step over all parameters with gradients. ``None`` if there are none."""
         if not plan.works:
             return None
-        hyper = [self.rule.hyper_values(group) for group in self.param_groups]
-        for work in plan.works:
-            work.hyper = hyper
+        plan.take_hyper(self)
         decision = run(backend_for, plan.works, request)
         plan.finish()
         if request.max_norm is not None:

@@ -58,12 +58,7 @@ class OrdinarySteps(Bookkeeping):
 
         What they do is not part of the step, so it is neither undone nor a reason to look.
         """
-        gradients.check(self.param_groups)
-        self._judged = self._unscale_in_place(request)
-        try:
-            return self._attempt_as(self._judged)
-        finally:
-            self._judged = None
+        return self._while_judged(request, self._attempt_as)
 
     def _attempt_as(self, decision: Decision | None) -> Attempt:
         step = _beneath_hooks(self)
@@ -84,10 +79,16 @@ class OrdinarySteps(Bookkeeping):
 
     def _skip_or(self, step: Callable[[], Any], request: Request) -> Attempt:
         """Unscale and call ``step`` as ``request`` says, or skip it."""
+        return self._while_judged(request, lambda decision: self._decided(step, decision))
+
+    def _while_judged(
+        self, request: Request, attempt: Callable[[Decision | None], Attempt]
+    ) -> Attempt:
+        """Unscale as ``request`` says, and have the decision known while ``attempt`` runs."""
         gradients.check(self.param_groups)
         self._judged = self._unscale_in_place(request)
         try:
-            return self._decided(step, self._judged)
+            return attempt(self._judged)
         finally:
             self._judged = None
 

@@ -130,6 +130,12 @@ class Plan:
             work.take(grads if len(places) == len(grads) else [grads[i] for i in places])
         return True
 
+    def take_hyper(self, optimizer: "ElementwiseOptimizer") -> None:
+        """Take up the hyperparameters of this step."""
+        hyper = [optimizer.rule.hyper_values(group) for group in optimizer.param_groups]
+        for work in self.works:
+            work.hyper = hyper
+
     def finish(self) -> None:
         """What follows a step: copies go where they belong, and gradients are let go of.
 

@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+from hypothesis import settings
+from strategies import fewer
 
 import ampopt
 from ampopt.testing import OptimizerContract, strategies
 
-__all__ = ["BUILT_IN", "OF_RULES", "OTHERS", "Small", "contract_of"]
+__all__ = ["BUILT_IN", "INTERPRETED", "OF_RULES", "OTHERS", "Small", "contract_of"]
 
 BUILT_IN: tuple[type[Any], ...] = tuple(
     cls
@@ -46,6 +48,9 @@ OTHERS = {
     if name.startswith("test_") and name.removeprefix("test_") not in OF_KERNELS
 }
 """To leave those out of a contract."""
+
+INTERPRETED = settings(fewer(0.05), stateful_step_count=8)
+"""A call of the interpreter's takes milliseconds, and a sequence has many."""
 
 OF_RULES: dict[str, Any] = {
     "half_precision": (torch.bfloat16, torch.float16),

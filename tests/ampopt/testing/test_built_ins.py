@@ -3,8 +3,7 @@
 from typing import Any
 
 import torch
-from contracts import BUILT_IN, OTHERS, Small, contract_of
-from hypothesis import settings
+from contracts import BUILT_IN, INTERPRETED, OTHERS, Small, contract_of
 from hypothesis import strategies as st
 from strategies import fewer
 from torch_options import RICH
@@ -42,8 +41,6 @@ def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claim
 
 EAGER: dict[str, Any] = {"backend": "eager", "settings": fewer(0.075)}
 # Each example as on the CPU; a way as on a device is Triton's own, and eager's.
-# A call of the interpreter's takes milliseconds, and a sequence has many.
-INTERPRETED = settings(fewer(0.05), stateful_step_count=8)
 TRITON: dict[str, Any] = {"backend": "triton", "on_device": (False,), "settings": INTERPRETED}
 COMPILED: dict[str, Any] = {"backend": "compiled", "on_device": (False,), "settings": fewer(0.1)}
 BY_RULE = [cls for cls in BUILT_IN if issubclass(cls, ampopt.ElementwiseOptimizer)]

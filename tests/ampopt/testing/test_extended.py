@@ -8,8 +8,7 @@ from typing import Any
 import pytorch_optimizer
 import torch
 from authored import contract_of
-from contracts import OF_RULES, OTHERS, Small
-from hypothesis import settings
+from contracts import INTERPRETED, OF_RULES, OTHERS, Small
 from strategies import fewer
 
 import ampopt
@@ -40,8 +39,7 @@ CONTRACTS: dict[str, Any] = {
     "PatchedNAdam": contract_of(PATCHED, {"settings": fewer(0.1)}),
     "Lion": contract_of(LION, {**OF_LION, "settings": fewer(0.1)}),
 }
-# A call of the interpreter's takes milliseconds, and a sequence has many.
-FEW = {"triton": settings(fewer(0.05), stateful_step_count=8), "compiled": fewer(0.25)}
+FEW = {"triton": INTERPRETED, "compiled": fewer(0.25)}
 for _backend in ("triton", "compiled"):
     _claims = {**OF_LION, **OTHERS, "backend": _backend, "on_device": (False,)}
     CONTRACTS[f"LionOn{_backend.title()}"] = contract_of(
