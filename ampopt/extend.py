@@ -217,3 +217,4 @@ def _complete(optimizer: Any) -> None:
     """What a wrapper that does not call torch's constructor leaves out."""
     for name in _HOOKS:
         vars(optimizer).setdefault(name, OrderedDict())
+    optimizer._patch_step_function()  # around the step of a class that made no instance yet
