@@ -23,10 +23,10 @@ _COOPERATIVE = frozenset({"state_dict", "load_state_dict", "zero_grad", "_optimi
 """Methods of ours that call theirs."""
 
 _TORCHS = torch.optim.Optimizer.__mro__
+_BASES = [base for base in Optimizer.__mro__ if base not in _TORCHS]
 _OURS = {
     name
-    for base in Optimizer.__mro__
-    if base not in _TORCHS
+    for base in _BASES
     for name in vars(base)
     if not (name.startswith("__") or name in _COOPERATIVE or name == "_step_supports_amp_scaling")
 }
@@ -163,7 +163,7 @@ def _extended(cls: type) -> type:
         "_extends": cls,
         **kept,
     }
-    return _meta(type(cls))(cls.__name__, (Optimizer, cls), namespace)
+    return _meta(type(cls))(cls.__name__, (cls, Optimizer), namespace)
 
 
 class _Theirs:
@@ -182,8 +182,17 @@ class _Theirs:
 
 @functools.cache
 def _meta(of_theirs: type) -> type:
-    """A metaclass whose classes are pickled by what they extend: no module has their names."""
-    meta = type(of_theirs.__name__, (of_theirs,), {})
+    """A metaclass whose classes are pickled by what they extend: no module has their names.
+
+    Their class is the first of the bases, after which Python lays out instances, so that one of
+    theirs can become one of ours; our methods still come before theirs.
+    """
+
+    def mro(cls: Any) -> list[type]:
+        extends = vars(cls).get("_extends")
+        return type.mro(cls) if extends is None else [cls, *_BASES, *extends.__mro__]
+
+    meta = type(of_theirs.__name__, (of_theirs,), {"mro": mro})
     copyreg.pickle(meta, _reduced)
     return meta
 

@@ -313,6 +313,16 @@ class OwnFlag(Sign):
     _step_supports_amp_scaling = False
 
 
+class AbstractFirst(abc.ABC, Sign):
+    """Lays out its instances after a base that no optimizer is, as interfaces have it."""
+
+
+class Slots(Sign):
+    """Has room of its own in its instances."""
+
+    __slots__ = ("more",)
+
+
 class Wrapper(torch.optim.Optimizer):
     """Lookahead-like: another optimizer does the work, and has the groups and the state."""
 
@@ -351,7 +361,7 @@ class Wrapper(torch.optim.Optimizer):
 
 AUTHORS = (
     Sign, WithoutClosure, KeywordClosure, ClosureSecond, AnyArguments, Attributes, StepsAtOnce,
-    OtherMethods, AddsInLoading, OwnFlag, Wrapper,
+    OtherMethods, AddsInLoading, OwnFlag, AbstractFirst, Slots, Wrapper,
 )  # fmt: skip
 every_author = pytest.mark.parametrize("cls", AUTHORS, ids=lambda cls: cls.__name__)
 

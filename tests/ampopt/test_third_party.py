@@ -188,6 +188,27 @@ def test_a_skip_changes_nothing_and_a_finite_step_is_theirs(name, skip_by):
 
 
 @pytest.mark.parametrize("name", WORK)
+def test_one_that_is_in_training_can_be_patched(name):
+    original = made(EVERY[name], name)
+    steps(original, range(5))
+    expected = seen(original)
+
+    optimizer = made(EVERY[name], name)
+    steps(optimizer, range(2))
+    assert ampopt.patch_optimizer(optimizer) is optimizer
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    for step in (2, 3, 4):
+        for bad in (True, False):
+            give(optimizer, step, 2.0**-4, bad)
+            before = seen(optimizer)
+            assert optimizer.unscale_and_step(grads_scaled_by=2.0**-4).skipped is bad
+            assert (seen(optimizer) == before) is bad
+    assert len(calls) == 6 or name == "MuonClip"  # whose own step has hooks around a second one
+    assert seen(optimizer) == expected
+
+
+@pytest.mark.parametrize("name", WORK)
 @pytest.mark.parametrize("skip_by", ["device"], indirect=True)
 def test_only_a_step_that_keeps_all_in_tensors_is_undone_on_the_device(name, skip_by):
     def on_the_host(optimizer: Any) -> Any:
