@@ -236,9 +236,17 @@ class ElementwiseOptimizer(Optimizer):
 
     @contextmanager
     def _restored_on_failure(self, replay: Any) -> Iterator[None]:
+        known = set(self._with_masters())
         try:
             with super()._restored_on_failure(replay):
                 yield
+        except BaseException:
+            for param in set(self._with_masters()) - known:  # a closure that unscales makes them
+                master = self.state[param].pop(MASTER)
+                master.grad = None
+                if not self.state[param]:
+                    del self.state[param]
+            raise
         finally:  # unscaled ones that no step took
             self._drop_master_gradients()
 
@@ -283,11 +291,15 @@ class ElementwiseOptimizer(Optimizer):
             state[MASTER] = param.detach().to(torch.float32)
         return state[MASTER]
 
+    def _with_masters(self) -> Iterator[Tensor]:
+        for group in filter(_has_masters, self.param_groups):
+            yield from (p for p in group["params"] if MASTER in self.state.get(p, {}))
+
     def _drop_master_gradients(self) -> None:
         if self._masters_have_gradients:
             self._masters_have_gradients = False
-            for master in self.master_params():
-                master.grad = None
+            for param in self._with_masters():
+                self.state[param][MASTER].grad = None
 
     def _remember_dtypes(self) -> None:
         """Remember the dtype of each parameter, to notice a model that is cast later."""

@@ -640,6 +640,27 @@ def test_a_closure_is_replayed_until_gradients_are_finite(dtype, split):
 
 
 @each_half
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "AdamW"])
+@pytest.mark.parametrize("raised", [KeyError, ampopt.NonFiniteGradientError])
+def test_a_closure_that_fails_leaves_no_masters_behind(name, dtype, raised):
+    params = [half(1.0, -2.0, dtype=dtype), half(3.0, dtype=dtype)]
+    optimizer = getattr(ampopt, name)(params, lr=0.1, master_weights=True)
+    before = everything(optimizer)
+
+    def closure(scale: Any) -> Any:
+        params[0].grad = torch.full_like(params[0], INF)
+        params[1].grad = torch.ones_like(params[1])
+        verdict = optimizer.unscale(scale)
+        if raised is KeyError:
+            raise KeyError("data")
+        return (1.0, *verdict)
+
+    with pytest.raises(raised):
+        optimizer.step_after_unscale(closure, 2.0, max_replays=1)
+    assert everything(optimizer) == before
+
+
+@each_half
 def test_step_and_its_closure_work_on_masters(dtype):
     param, wide = half(1.0, -2.0, dtype=dtype), Parameter(torch.tensor([1.0, -2.0]))
     optimizer = ampopt.SGD([param], lr=2.0**-14, master_weights=True)
