@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from ampopt_kernels.rule import Rule
 
@@ -27,6 +28,13 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
             elementwise.
         AttributeError: a function is used that ``tl`` does not have on every backend.
     """
+    # The numbers are the trial's own: whoever watches the first step, as ``assert_no_sync`` does,
+    # is not to see it look at them, nor a mode of torch's to make them into something else.
+    with no_dispatch():
+        _try_out(rule, flags, n_hyper, owner)
+
+
+def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
     declared = f"hyper={rule.hyper}, flags={rule.flags}"
     scalars = [part.name for part in rule.scalar_state]
     states = [part.name for part in rule.state_for(flags)]

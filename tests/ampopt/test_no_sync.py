@@ -19,6 +19,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.testing.no_sync import ReadBack, assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.trial import try_out
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 
@@ -66,17 +67,13 @@ def test_the_detector_catches_a_look_within_a_step():
             return decision
 
     with pytest.raises(ReadBack), assert_no_sync():
-        optimizer, _ = trained(Looks)
+        optimizer, _ = made(Looks)
         optimizer.unscale_and_step(grads_scaled_by=2.0)
 
 
-def trained(cls: Any) -> tuple[Any, list[Parameter]]:
-    """A fresh optimizer of a class that was used before: a rule is tried out once, on the CPU."""
-    made(cls)[0].step()
-    return made(cls)
-
-
 def made(cls: Any) -> tuple[Any, list[Parameter]]:
+    """An optimizer of a rule that is yet to be tried out, as before the first step of a process."""
+    try_out.cache_clear()
     params = [Parameter(torch.ones(3)), Parameter(torch.ones((), dtype=torch.float64))]
     for p in params:
         p.grad = torch.full_like(p, 2.0)
@@ -96,7 +93,7 @@ SCALES: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("split", [False, True])
 def test_no_kind_of_scale_is_looked_at(kind, split):
-    optimizer, params = trained(ampopt.AdamW)
+    optimizer, params = made(ampopt.AdamW)
     scale = SCALES[kind]()
     with assert_no_sync():
         for value in (2.0, INF, 2.0):
@@ -130,7 +127,7 @@ def nothing_is_sent() -> Iterator[None]:
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("split", [False, True])
 def test_a_step_like_the_one_before_sends_nothing(kind, split):
-    optimizer, params = trained(ampopt.AdamW)
+    optimizer, params = made(ampopt.AdamW)
     scale = SCALES[kind]()
     for step, value in enumerate((2.0, 2.0, INF, 3.0)):
         for p in params:
@@ -145,7 +142,7 @@ def test_a_step_like_the_one_before_sends_nothing(kind, split):
 
 
 def test_what_is_sent_is_noticed():
-    optimizer, params = trained(ampopt.AdamW)
+    optimizer, params = made(ampopt.AdamW)
     optimizer.unscale_and_step(grads_scaled_by=2.0)
     for p in params:
         p.grad = torch.full_like(p, 2.0)  # elsewhere
@@ -157,7 +154,7 @@ def test_what_is_sent_is_noticed():
 
 @pytest.mark.parametrize("cls", EVERY_RULE)
 def test_no_control_point_of_any_rule_looks(cls):
-    optimizer, params = trained(cls)
+    optimizer, params = made(cls)
     scale: Any = ampopt.DynamicLossScale(init_scale=2.0)
     with assert_no_sync():
         for value in (2.0, INF, 2.0):
@@ -176,7 +173,7 @@ def test_no_control_point_of_any_rule_looks(cls):
 @pytest.mark.parametrize("cls", EVERY_RULE)
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_a_loop_written_for_grad_scaler_looks_nowhere(cls, unscale_first):
-    optimizer, params = trained(cls)
+    optimizer, params = made(cls)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = params[0].detach().clone()
     with assert_no_sync():
@@ -196,7 +193,7 @@ def test_a_loop_written_for_grad_scaler_looks_nowhere(cls, unscale_first):
 
 def test_growing_and_changing_between_steps_is_not_looked_at():
     """Groups added, learning rates changed, gradients gone: tables are sent, nothing comes back."""
-    optimizer, params = trained(ampopt.AdamW)
+    optimizer, params = made(ampopt.AdamW)
     with assert_no_sync():
         optimizer.unscale_and_step(grads_scaled_by=1.0)
         optimizer.param_groups[0]["lr"] = 0.5
@@ -210,7 +207,7 @@ def test_growing_and_changing_between_steps_is_not_looked_at():
 
 
 def test_the_parts_of_an_answer_that_do_look_say_so():
-    optimizer, _ = trained(ampopt.SGD)
+    optimizer, _ = made(ampopt.SGD)
     result = optimizer.unscale_and_step(grads_scaled_by=2.0)
     assert "ynchronizes" in (ampopt.StepResult.skipped.__doc__ or "")
     with pytest.raises(ReadBack), assert_no_sync():
