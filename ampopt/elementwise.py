@@ -213,6 +213,7 @@ class ElementwiseOptimizer(Optimizer):
         gradients.check(self.param_groups)
         rows = gradients.rows(self._holders(written=False), gradients.Staged(), written=False)
         if not rows:
+            self._note_norm(request, None)
             return None
         works = self._works(rows)
         judged = replace(request, apply=False, max_norm=None)
@@ -335,12 +336,12 @@ class ElementwiseOptimizer(Optimizer):
     def _run(self, plan: Plan, request: Request) -> Decision | None:
         """One step over all parameters with gradients. ``None`` if there are none."""
         if not plan.works:
+            self._note_norm(request, None)
             return None
         plan.take_hyper(self)
         decision = run(backend_for, plan.works, request)
         plan.finish()
-        if request.max_norm is not None:
-            self.grad_norm = decision.norm
+        self._note_norm(request, decision)
         return decision
 
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Optimizer(OrdinarySteps):
 
     Attributes:
         grad_norm: global 2-norm of the unscaled gradients of the last ``unscale_and_step`` that
-            was given ``max_norm``, before clipping; a 0-d tensor on the parameters' device.
+            was given ``max_norm``, before clipping; a 0-d tensor on the parameters' device, 0 if
+            there were no gradients. ``None`` before the first such call.
         skip_by: how an ordinary ``step()`` is skipped; set it on the class or, before its first
             step, on the instance.
 

@@ -161,16 +161,22 @@ class OrdinarySteps(Bookkeeping):
         write = request.scale is not None
         holders = self._holders(written=write)
         if not holders:
+            self._note_norm(request, None)
             return None
         if write:
             self._refuse_float16(holders)
         decision = judge_held(holders, request, write=write, uploads=self._held_by_devices)
+        self._note_norm(request, decision)
         if request.max_norm is not None:
-            self.grad_norm = decision.norm
             for _, holder in holders:
                 values = gradients.values_of(holder)
                 values.mul_(decision.factors[2].to(values.device, values.dtype))
         return decision
+
+    def _note_norm(self, request: Request, decision: Decision | None) -> None:
+        """Set :attr:`grad_norm` if ``request`` asks for it; without gradients it is 0."""
+        if request.max_norm is not None:
+            self.grad_norm = self._no_overflow() if decision is None else decision.norm
 
     def _holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
         """``(group, tensor)`` for each tensor whose ``grad`` is read, or unscaled in place."""

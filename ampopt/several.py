@@ -83,8 +83,7 @@ def unscale_and_step(
     for optimizer in optimizers:
         optimizer._attempt(step)
         optimizer._mark_stepped(grads_scaled_by, successor)
-        if decision is not None and max_norm is not None:
-            optimizer.grad_norm = decision.norm
+        optimizer._note_norm(request, decision)
     found_inf = torch.zeros((), device=device) if decision is None else decision.found_inf
     return StepResult(None, found_inf, successor)
 

@@ -425,6 +425,24 @@ def test_grad_norm_is_a_device_tensor_of_the_last_clipped_step(param):
     torch.testing.assert_close(optimizer.grad_norm, torch.tensor(17.25).sqrt() / 2)
 
 
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("how", ["alone", "several", "closure"])
+@pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
+def test_grad_norm_without_gradients_is_0_not_that_of_an_earlier_step(cls, how, scale):
+    param = Parameter(torch.ones(2))
+    optimizer = cls([param], lr=0.5)
+    for expected in (5.0, 0.0, 5.0):
+        param.grad = torch.tensor([3.0, 4.0]) * (scale or 1.0) if expected else None
+        if how == "alone":
+            optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
+        elif how == "several":
+            ampopt.unscale_and_step([optimizer], grads_scaled_by=scale, max_norm=1.0)
+        else:
+            optimizer.unscale_and_step(lambda _: 1.0, scale, max_norm=1.0)
+        norm = optimizer.grad_norm
+        assert (norm.item(), norm.dtype, norm.shape) == (expected, torch.float32, ())
+
+
 # --- hooks, schedulers, exceptions ----------------------------------------------------------------
 
 

@@ -260,6 +260,7 @@ def test_none_with_gradients_is_a_step_without_effect():
     assert result.scale is scale and result.found_inf == 0
     assert all_of(optimizers) == before
     assert len(calls) == 2
+    assert [o.grad_norm.item() for o in optimizers] == [0.0, 0.0]
     assert ampopt.unscale_and_step([ampopt.SGD([{"params": []}])], 2.0).found_inf == 0
 
 
