@@ -15,7 +15,7 @@ from ampopt import gradients, ranks, scaler_protocol
 from ampopt.arena import shares_storage
 from ampopt.backend import backend_for
 from ampopt.optimizer import Optimizer
-from ampopt.ordinary import Attempt
+from ampopt.ordinary import Attempt, is_watched
 from ampopt.plan import Plan, check_plannable
 from ampopt.snapshot import Snapshot
 from ampopt.uncompiled import uncompiled
@@ -119,12 +119,7 @@ class ElementwiseOptimizer(Optimizer):
             self._request = None  # whatever the closure does, it is for this step alone
         if left is not None:
             request = left.request
-        plan = self._planned()
-        if plan is None:
-            self._decision = self._step_as_torch(request)
-        else:
-            self._decision = self._run(plan, request)
-        self._drop_master_gradients()
+        self._step_as(request)
         if left is not None:
             left.put_back(self, self._decision)
         return loss
@@ -195,11 +190,17 @@ class ElementwiseOptimizer(Optimizer):
     def _attempt(self, request: Request) -> Attempt:
         if self._has_own_step:
             return super()._attempt(request)
-        self._request, self._decision = request, None
-        try:
-            self.step()
-        finally:
-            self._request = None
+        self._decision = None
+        if is_watched(self):
+            self._request = request
+            try:
+                self.step()
+            finally:
+                self._request = None
+        else:
+            with torch.no_grad():
+                self._step_as(request)
+            self._opt_called = True  # where torch's schedulers look for a step before theirs
         return Attempt(self._decision)
 
     @torch.no_grad()
@@ -322,6 +323,15 @@ class ElementwiseOptimizer(Optimizer):
                         "make the optimizer then (with master_weights=True it keeps float32 "
                         "masters of half-precision parameters)"
                     )
+
+    def _step_as(self, request: Request) -> None:
+        """Step, or skip, with what is in the gradients."""
+        plan = self._planned()
+        if plan is None:
+            self._decision = self._step_as_torch(request)
+        else:
+            self._decision = self._run(plan, request)
+        self._drop_master_gradients()
 
     def _planned(self) -> Plan | None:
         """What this step works on; ``None`` if torch's own step has to do it."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ampopt import gradients
 from ampopt.backend import backend_for
@@ -17,7 +18,7 @@ from ampopt.transaction import Skipper
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Decision, Request, Row, Work
 
-__all__ = ["Attempt", "OrdinarySteps"]
+__all__ = ["Attempt", "OrdinarySteps", "is_watched"]
 
 
 class Attempt(NamedTuple):
@@ -208,17 +209,39 @@ class OrdinarySteps(Bookkeeping):
                 )
 
 
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anybody would miss a step that is not taken through ``optimizer.step``.
+
+    Hooks would, somebody's own step on the instance, and a profiler, which is shown each step.
+    Going through torch's wrapper for none of them is a tenth of a small network's step.
+    """
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        or _is_replaced(optimizer)
+    )
+
+
 def _beneath_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     """The function of ``optimizer.step`` without the hooks that torch puts around it.
 
     ``None`` if somebody has put another step on the instance, whose hooks cannot be told apart.
     """
-    hooked = type(optimizer).step
+    if _is_replaced(optimizer):
+        return None
+    return inspect.unwrap(type(optimizer).step, stop=lambda f: not hasattr(f, "hooked"))
+
+
+def _is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the instance has a step of its own, but for a scheduler's wrapper."""
     given = vars(optimizer).get("step")
-    if given is not None:  # as a scheduler's wrapper is
-        if not hasattr(given, "_wrapped_by_lr_sched") or given.__wrapped__ is not hooked:
-            return None
-    return inspect.unwrap(hooked, stop=lambda f: not hasattr(f, "hooked"))
+    if given is None:
+        return False
+    scheduled = hasattr(given, "_wrapped_by_lr_sched")
+    return not (scheduled and given.__wrapped__ is type(optimizer).step)
 
 
 # A step hook may hand the step other arguments.

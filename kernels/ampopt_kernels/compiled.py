@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels import native
+from ampopt_kernels import native, scans
 from ampopt_kernels.copies import NativeCopies, TorchCopies
-from ampopt_kernels.cpu import BUNDLE, Cpu, pieces_of, updated
+from ampopt_kernels.cpu import BUNDLE, Cpu, Piece, pieces_of, updated
 from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Work
@@ -63,30 +63,38 @@ class Compiled(Cpu):
         self._patience = patience
         self._spent: dict[Any, float] = {}
         self._functions: dict[Any, Callable[..., Any] | None] = {}
+        self._factors: tuple[Any, Tensor | None] = (None, None)
 
-    def _apply(
-        self, rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
-    ) -> None:
-        key = _key(rule, flags, tensors, len(h))
-        function = self._functions.get(key)
-        if function is not None:
-            dtype = arithmetic(*(t.dtype for t in tensors[:2]))
+    def _apply(self, rule: Rule, piece: Piece, grad: Tensor, h: tuple[Any, ...]) -> None:
+        tensors = (grad, piece.param, *piece.rest)
+        if piece.function is None:
+            start = time.perf_counter()
+            super()._apply(rule, piece, grad, h)
+            key = _key(rule, piece, grad, len(h))
+            self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
+        elif any(isinstance(x, Tensor) for x in h):
             for part, numbers in _alike(tensors, h):
-                function(torch.tensor(numbers, dtype=dtype, device="cpu"), *part)
-            return
-        start = time.perf_counter()
-        super()._apply(rule, flags, tensors, h)
-        self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
+                piece.function(self._on_tensor(numbers, piece.dtype), *part)
+        else:
+            piece.function(self._on_tensor(h, piece.dtype), *tensors)
 
-    def _sum_of_squares(self, grad: Tensor) -> float:
-        if any(self._functions.values()) and grad.dtype in (torch.float32, torch.float64):
-            return native.sum_of_squares(grad)
-        return super()._sum_of_squares(grad)
+    def _on_tensor(self, numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+        """As a vector; the last one again where it is of the very same tuple."""
+        known, tensor = self._factors
+        if known is not numbers or tensor is None or tensor.dtype != dtype:
+            tensor = torch.tensor(numbers, dtype=dtype, device="cpu")
+            self._factors = (numbers, tensor)
+        return tensor
 
-    def _surely_finite(self, grad: Tensor) -> bool:
-        if native.are_compiled() and grad.numel() <= BUNDLE:
-            return native.all_finite(grad)
-        return super()._surely_finite(grad)
+    def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
+        if native.are_compiled() and scans.can_square(grads):
+            return scans.sums_of_squares(grads)
+        return super()._sums_of_squares(grads)
+
+    def _surely_finite(self, grads: list[Tensor]) -> bool:
+        if native.are_compiled():
+            return scans.all_finite(grads)
+        return super()._surely_finite(grads)
 
     def _prepare(self, work: Work) -> bool:
         # While nothing has changed yet that a failure would leave half done.
@@ -94,14 +102,14 @@ class Compiled(Cpu):
         assert rule is not None
         done = True
         for block, piece in pieces_of(work):
-            row = piece.rows[0]
+            piece.function = None
             if piece.param.numel():
                 width = 2 + rule.width(len(work.hyper[block.group]))
-                tensors = (piece.gather(work, again=False), piece.param, *piece.rest)
-                key = _key(rule, row.flags, tensors, width)
+                key = _key(rule, piece, piece.gather(work, again=False), width)
                 if key not in self._functions and self._spent.get(key, 0.0) >= self._patience:
                     self._functions[key] = self._compile(*key)
-                if isinstance(piece.copies, TorchCopies) and self._functions.get(key) is not None:
+                piece.function = self._functions.get(key)
+                if isinstance(piece.copies, TorchCopies) and piece.function is not None:
                     piece.copies = NativeCopies(piece.params, piece.param)
                 done = done and key in self._functions
         return done
@@ -133,10 +141,11 @@ class Compiled(Cpu):
 
 
 def _key(
-    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], width: int
+    rule: Rule, piece: Piece, grad: Tensor, width: int
 ) -> tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, bool]:
-    """What :func:`compile_rule` takes for gradient, parameter, states and copy."""
-    return rule, flags, tuple(t.dtype for t in tensors), width, tensors[1].numel() > BUNDLE
+    """What :func:`compile_rule` takes for a piece and its gradients."""
+    dtypes = tuple(t.dtype for t in (grad, piece.param, *piece.rest))
+    return rule, piece.flags, dtypes, width, piece.param.numel() > BUNDLE
 
 
 def _alike(
@@ -144,18 +153,15 @@ def _alike(
 ) -> Iterator[tuple[Sequence[Tensor], tuple[float, ...]]]:
     """Parts of flat tensors whose elements have the same ``h``, and what it is, as numbers.
 
-    There are several only where gradients come and go. Running those eagerly would round otherwise
+    They differ only where gradients come and go. Running those eagerly would round otherwise
     than what is compiled, so that a parameter's results would depend on what it is bundled with.
     """
-    varying = [x for x in h if isinstance(x, Tensor)]
-    ends = [tensors[0].numel()]
-    if varying:
-        changes = torch.stack([x[1:] != x[:-1] for x in varying]).any(0)
-        ends = [*(changes.nonzero().flatten() + 1).tolist(), *ends]
+    varying = torch.stack([x[1:] != x[:-1] for x in h if isinstance(x, Tensor)]).any(0)
+    ends = [*(varying.nonzero().flatten() + 1).tolist(), tensors[0].numel()]
     for start, end in zip([0, *ends], ends, strict=False):
         if start < end:
             numbers = tuple(x[start].item() if isinstance(x, Tensor) else x for x in h)
-            yield [t[start:end] for t in tensors] if varying else tensors, numbers
+            yield [t[start:end] for t in tensors], numbers
 
 
 def _first_line(error: Exception) -> str:

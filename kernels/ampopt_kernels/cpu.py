@@ -10,15 +10,16 @@ gradients come and go.
 """
 
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels import native
+from ampopt_kernels import native, scans
 from ampopt_kernels.copies import Copies, TorchCopies
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.layout import flat
@@ -26,7 +27,7 @@ from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Decision, Partials, Request, Row, Work
 
-__all__ = ["BUNDLE", "SMALL", "Cpu", "Piece", "pieces_of", "updated"]
+__all__ = ["BUNDLE", "SMALL", "Cpu", "Piece", "apply_rule", "pieces_of", "updated"]
 
 SMALL = 1 << 14
 """Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
@@ -58,20 +59,18 @@ class Cpu(Eager):
         if request.scale is not None:
             value = request.scale.item()
             inverse = 1.0 / value if value else math.inf
-        flags, squares = [], []
-        for grad, dtype in parts:
-            if not grad.numel():
-                continue
-            square = None if request.max_norm is None else self._sum_of_squares(grad)
-            flags.append(not self._finite(grad, inverse, dtype, square))
-            if square is not None:
-                squares.append(square * inverse * inverse)
-        return Partials(
-            flags,
-            None
-            if request.max_norm is None
-            else torch.tensor(squares, dtype=torch.float64, device=work.device),
+        parts = [(grad, dtype) for grad, dtype in parts if grad.numel()]
+        grads = [grad for grad, _ in parts]
+        squares = None if request.max_norm is None else self._sums_of_squares(grads)
+        # Where unscaling makes nothing larger.
+        finite = 0 <= inverse <= 1 and (
+            self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
         )
+        flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype in parts]
+        if squares is not None:
+            squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
+            squares = squares * inverse * inverse
+        return Partials(flags, squares)
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
@@ -79,85 +78,88 @@ class Cpu(Eager):
         rule = work.rule
         assert rule is not None
         made = _made(work)
-        if not skip > 0 and made.prepared_by is not self and self._prepare(work):
-            made.prepared_by = self
-        known: dict[Any, Any] = {}
-        last, advanced = None, None
+        if not skip > 0 and made.prepared_by is not self:
+            made.prepared_by = self if self._prepare(work) else None
+        last, h, varies = None, (), False
         for block, piece in made.pieces:
             grad = piece.gather(work, again=False)
             piece.gathered_at = None
             if skip > 0:
                 continue
             if block is not last:
-                last, advanced = block, block.advance(rule, work.hyper[block.group], known)
-            assert advanced is not None
+                last, h = block, (inverse, clip, *block.advance(rule, work.hyper, made.advanced))
+                varies = any(isinstance(x, Tensor) for x in h)
             if piece.copies is not None:
                 piece.copies.load()
-            h = (inverse, clip, *piece.picked(advanced))
-            self._apply(rule, piece.rows[0].flags, (grad, piece.param, *piece.rest), h)
+            self._apply(rule, piece, grad, piece.picked(h) if varies else h)
             if piece.copies is not None:
                 piece.copies.store()
                 if piece.rounded is not None:
                     piece.rounded.store()
 
-    def _sum_of_squares(self, grad: Tensor) -> float:
-        """In float64 and in chunks that fit the cache: ``vector_norm`` takes nine times as long."""
-        wide = torch.empty(min(CHUNK, grad.numel()), dtype=torch.float64, device="cpu")
-        total = 0.0
-        for chunk in flat(grad).split(CHUNK):
-            part = wide[: chunk.numel()].copy_(chunk)
-            total += torch.dot(part, part).item()
-        return total
+    def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
+        """Of each gradient, in float64."""
+        return [_sum_of_squares(grad) for grad in grads]
 
-    def _finite(
-        self, grad: Tensor, inverse: float, dtype: torch.dtype, square: float | None
-    ) -> bool:
-        """Whether every element of ``grad`` is finite once unscaled.
-
-        Args:
-            grad: not empty.
-            inverse: the reciprocal of the scale, before it is rounded to ``dtype``.
-            dtype: of the arithmetic.
-            square: the sum of the squares of ``grad`` in float64, if that is known.
-        """
-        if 0 <= inverse <= 1:
-            if self._surely_finite(grad) if square is None else math.isfinite(square):
-                return True
-        # Unscaling is monotone: the extremes say whether any element leaves the range.
-        low, high = (x.item() for x in grad.aminmax())
-        unscaled = torch.tensor((low, high), dtype=dtype, device="cpu") * inverse
-        return bool(unscaled.isfinite().all())
-
-    def _surely_finite(self, grad: Tensor) -> bool:
-        """Whether every element of ``grad`` is finite; ``False`` if that takes more to tell."""
+    def _surely_finite(self, grads: list[Tensor]) -> bool:
+        """Whether every element is finite; ``False`` if that takes more to tell."""
         # A sum is finite only if all elements are, and it takes two thirds of the time of the
         # extremes. That of a half-precision tensor would be half-precision.
-        return grad.dtype in (torch.float32, torch.float64) and math.isfinite(grad.sum().item())
+        return all(
+            grad.dtype in (torch.float32, torch.float64) and math.isfinite(grad.sum().item())
+            for grad in grads
+        )
 
     def _prepare(self, work: Work) -> bool:
         """Do beforehand what may fail; return whether that was all, for all steps."""
         return True
 
-    def _apply(
-        self, rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
-    ) -> None:
-        """Apply the rule to flat gradient, parameter and states, in place.
+    def _apply(self, rule: Rule, piece: "Piece", grad: Tensor, h: tuple[Any, ...]) -> None:
+        """Apply the rule to what ``piece`` holds; see :func:`apply_rule`."""
+        apply_rule(rule, piece.flags, (grad, piece.param, *piece.rest), h)
 
-        One tensor more than the rule has states is a copy of the parameter, which is written.
-        ``h`` begins with the reciprocal of the scale and the clip coefficient; its entries are
-        numbers, or tensors with an entry for each element.
-        """
-        dtype = arithmetic(*(t.dtype for t in tensors[:2]))
-        n = tensors[0].numel()
-        for start in range(0, n, CHUNK):
-            grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
-            inverse, clip, *rest = (x.to(dtype) if isinstance(x, Tensor) else x for x in h)
-            g = grad.to(dtype)
-            if not (inverse == 1 and clip == 1):
-                g = g * inverse * clip
-            new = updated(rule, flags, g, [t.to(dtype) for t in stored], tuple(rest))
-            for old, value in zip(stored, new, strict=True):
-                old.copy_(value)
+
+def apply_rule(
+    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
+) -> None:
+    """Apply ``rule`` to flat gradient, parameter and states, in place.
+
+    One tensor more than the rule has states is a copy of the parameter, which is written.
+    ``h`` begins with the reciprocal of the scale and the clip coefficient; its entries are numbers,
+    or tensors with an entry for each element.
+    """
+    dtype = arithmetic(*(t.dtype for t in tensors[:2]))
+    n = tensors[0].numel()
+    for start in range(0, n, CHUNK):
+        grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
+        inverse, clip, *rest = (x.to(dtype) if isinstance(x, Tensor) else x for x in h)
+        g = grad.to(dtype)
+        if not (inverse == 1 and clip == 1):
+            g = g * inverse * clip
+        new = updated(rule, flags, g, [t.to(dtype) for t in stored], tuple(rest))
+        for old, value in zip(stored, new, strict=True):
+            old.copy_(value)
+
+
+def _sum_of_squares(grad: Tensor) -> float:
+    """In chunks that fit the cache: ``vector_norm`` takes nine times as long."""
+    wide = torch.empty(min(CHUNK, grad.numel()), dtype=torch.float64, device="cpu")
+    total = 0.0
+    for chunk in flat(grad).split(CHUNK):
+        part = wide[: chunk.numel()].copy_(chunk)
+        total += torch.dot(part, part).item()
+    return total
+
+
+def _overflows(grad: Tensor, inverse: float, dtype: torch.dtype) -> bool:
+    """Whether an element of ``grad``, not empty, is not finite once unscaled.
+
+    ``inverse`` is the reciprocal of the scale, before it is rounded to ``dtype``, in which the
+    arithmetic is.
+    """
+    # Unscaling is monotone: the extremes say whether any element leaves the range.
+    extremes = torch.stack(grad.aminmax()).to(dtype) * inverse
+    return not extremes.isfinite().all()
 
 
 def updated(
@@ -186,6 +188,7 @@ class Piece:
         copies: between the scratch and the tensors of the rows; ``None`` if alone.
         rounded: from the scratch to low-precision copies, of a bundle that has them.
         gathered_at: the stamp of the work whose gradients ``grad`` holds.
+        function: what the compiled backend has made of the rule for this piece, if it has.
     """
 
     rows: list[Row]
@@ -198,6 +201,7 @@ class Piece:
     copies: Copies | None = None
     rounded: Copies | None = None
     gathered_at: int | None = None
+    function: Callable[..., Any] | None = None
 
     @staticmethod
     def of(rows: list[Row], places: list[int], start: int) -> "Piece":
@@ -223,6 +227,11 @@ class Piece:
         )
 
     @property
+    def flags(self) -> tuple[bool, ...]:
+        """Of the rule, for every row."""
+        return self.rows[0].flags
+
+    @property
     def params(self) -> list[Tensor]:
         """The parameter of each row."""
         return _params(self.rows)
@@ -244,8 +253,6 @@ class Piece:
 
     def picked(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
         """``h`` of this piece, from that of its block: numbers, or an entry for each element."""
-        if not any(isinstance(x, Tensor) for x in h):
-            return h
         if self.copies is None:
             (place,) = self.places
             return tuple(x[place].item() if isinstance(x, Tensor) else x for x in h)
@@ -284,38 +291,59 @@ class _Block:
             [Piece.of([rows[i] for i in places], places, start) for places in _runs(rows)],
         )
 
-    def advance(self, rule: Rule, hyper: Sequence[Any], known: dict[Any, Any]) -> tuple[Any, ...]:
+    def advance(
+        self, rule: Rule, hyper: Sequence[Sequence[Any]], advanced: "dict[int, _Advanced]"
+    ) -> tuple[Any, ...]:
         """Advance the scalars; return ``h``, as numbers or float64 with an entry for each row.
 
-        ``known`` holds the results of this step: blocks of one group share them.
+        ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
+        group share it, and so do steps of a rule that counts nothing.
         """
-        counts = tuple([0.0 if s is None else _common(s) for s in self.scalars])
-        if None not in counts:
-            key = (self.group, *counts)
-            if key not in known:
-                numbers = tuple(x.item() if isinstance(x, Tensor) else float(x) for x in hyper)
-                known[key] = rule.torch_scalars(counts, numbers)
-            new_s, h = known[key]
-            for stored, value in zip(self.scalars, new_s, strict=True):
+        given = hyper[self.group]
+        found = [0.0 if s is None else _common(s) for s in self.scalars]
+        counts = [count for count in found if count is not None]
+        if len(counts) == len(found):
+            numbers = [float(x) for x in given]
+            # As bits, for which -0.0 is not 0.0.
+            key = array("d", [*counts, *numbers]).tobytes()
+            last = advanced.get(self.group)
+            if last is None or last.key != key:
+                result = rule.torch_scalars(tuple(counts), tuple(numbers))
+                last = advanced[self.group] = _Advanced(key, *result)
+            for stored, value in zip(self.scalars, last.scalars, strict=True):
                 if stored is not None:
                     stored.fill_(value)
-            return h
+            return last.h
         none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
         s = tuple(none if s is None else s.double() for s in self.scalars)
         # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
         # and the same step among others of the same count would have another result.
-        given = tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in hyper)
-        new_s, h = rule.torch_scalars(s, given)
+        wide = tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given)
+        new_s, h = rule.torch_scalars(s, wide)
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
                 stored.copy_(value)
         return tuple(x if isinstance(x, Tensor) and x.ndim else float(x) for x in h)
 
 
+class _Advanced(NamedTuple):
+    """What ``scalars`` of a rule made of step counts and hyperparameters.
+
+    Attributes:
+        key: the counts and hyperparameters, all numbers.
+        scalars: the new values.
+        h: what ``update`` takes, all numbers.
+    """
+
+    key: bytes
+    scalars: tuple[float, ...]
+    h: tuple[float, ...]
+
+
 def _common(scalars: Tensor) -> float | None:
     """What all of them are, if they are all the same."""
     if native.are_compiled() and scalars.dtype == torch.float32:
-        return native.common(scalars)
+        return scans.common(scalars)
     low, high = (x.item() for x in scalars.aminmax())
     return low if low == high else None
 
@@ -327,10 +355,12 @@ class _Pieces:
     Attributes:
         pieces: what the rule is applied to at a time, with the block of each.
         prepared_by: the backend that has nothing left to do beforehand.
+        advanced: see :meth:`_Block.advance`.
     """
 
     pieces: list[tuple[_Block, Piece]]
     prepared_by: Eager | None = None
+    advanced: dict[int, _Advanced] = field(default_factory=dict)
 
 
 def pieces_of(work: Work) -> list[tuple[_Block, Piece]]:

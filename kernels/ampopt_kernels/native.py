@@ -2,16 +2,13 @@
 
 import ctypes
 import functools
-import math
 
-import torch
-from torch import Tensor
-
-__all__ = ["all_finite", "are_compiled", "common", "loops", "object_loops", "sum_of_squares"]
+__all__ = ["are_compiled", "loops", "object_loops"]
 
 _SOURCE = """
 #include <Python.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -25,19 +22,103 @@ extern "C" void scatter(char* const* tensors, const int64_t* bytes, int64_t n, c
     for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(tensors[i], scratch, bytes[i]);
 }
 
-// Whether no element has all bits of the exponent set, which infinities and NaN have.
-template <typename T> int finite(const T* x, int64_t n, T exponent) {
-    T others = 0;
-    for (int64_t i = 0; i < n; ++i) others |= (x[i] & exponent) == exponent;
-    return others == 0;
+// Of ampopt_kernels.scans: tensors by address, dtype (as there) and number of elements, in parts
+// for one thread each, whose bounds and order do not depend on the number of threads.
+
+struct Part {
+    int64_t tensor, start, size;
+};
+
+static std::vector<Part> parts_of(const int64_t* sizes, int64_t n) {
+    constexpr int64_t SIZE = 1 << 14;
+    std::vector<Part> parts;
+    for (int64_t t = 0; t < n; ++t)
+        for (int64_t start = 0; start < sizes[t]; start += SIZE)
+            parts.push_back({t, start, std::min(SIZE, sizes[t] - start)});
+    return parts;
 }
 
-#define FINITE(NAME, T, EXPONENT) \\
-    extern "C" int NAME(const T* x, int64_t n) { return finite<T>(x, n, EXPONENT); }
-FINITE(finite_16, uint16_t, 0x7C00)
-FINITE(finite_b16, uint16_t, 0x7F80)
-FINITE(finite_32, uint32_t, 0x7F800000)
-FINITE(finite_64, uint64_t, 0x7FF0000000000000)
+constexpr int64_t WORTH_THREADS = 16;  // parts, which take longer than threads take to start
+
+// Vectors are spelled out below, for Inductor has the compiler make none of loops.
+
+// Whether the bits of an element, but for the sign, are those of infinity, or of a NaN, above it.
+template <typename T> bool overflowed(const void* tensor, const Part& part, T infinity) {
+    constexpr int64_t LANES = 256 / sizeof(T);
+    constexpr T BUT_SIGN = ~(T(1) << (8 * sizeof(T) - 1));
+    typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
+    const T* x = static_cast<const T*>(tensor) + part.start;
+    Vector largest = {};
+    bool found = false;
+    int64_t i = 0;
+    for (; i + LANES <= part.size; i += LANES) {
+        Vector values;
+        std::memcpy(&values, x + i, sizeof(values));
+        values &= BUT_SIGN;
+        largest = values > largest ? values : largest;
+    }
+    for (; i < part.size; ++i) found |= (x[i] & BUT_SIGN) >= infinity;
+    for (int64_t lane = 0; lane < LANES; ++lane) found |= largest[lane] >= infinity;
+    return found;
+}
+
+static bool overflowed(const void* tensor, const Part& part, int64_t dtype) {
+    switch (dtype) {
+        case 0: return overflowed<int16_t>(tensor, part, 0x7C00);
+        case 1: return overflowed<int16_t>(tensor, part, 0x7F80);
+        case 2: return overflowed<int32_t>(tensor, part, 0x7F800000);
+        default: return overflowed<int64_t>(tensor, part, 0x7FF0000000000000);
+    }
+}
+
+extern "C" int all_finite(
+    const void* const* tensors, const int64_t* dtypes, const int64_t* sizes, int64_t n,
+    int64_t threads
+) {
+    const std::vector<Part> parts = parts_of(sizes, n);
+    const int64_t count = parts.size();
+    int found = 0;
+    #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS) reduction(| : found)
+    for (int64_t p = 0; p < count; ++p)
+        found |= overflowed(tensors[parts[p].tensor], parts[p], dtypes[parts[p].tensor]);
+    return !found;
+}
+
+template <typename T> double square(const void* tensor, const Part& part) {
+    constexpr int64_t LANES = 32;
+    typedef T Narrow __attribute__((vector_size(LANES * sizeof(T))));
+    typedef double Wide __attribute__((vector_size(LANES * sizeof(double))));
+    const T* x = static_cast<const T*>(tensor) + part.start;
+    Wide lanes = {};
+    double sum = 0;
+    int64_t i = 0;
+    for (; i + LANES <= part.size; i += LANES) {
+        Narrow values;
+        std::memcpy(&values, x + i, sizeof(values));
+        const Wide wide = __builtin_convertvector(values, Wide);
+        lanes += wide * wide;
+    }
+    for (; i < part.size; ++i) sum += double(x[i]) * double(x[i]);
+    for (int64_t lane = 0; lane < LANES; ++lane) sum += lanes[lane];
+    return sum;
+}
+
+extern "C" void sums_of_squares(
+    const void* const* tensors, const int64_t* dtypes, const int64_t* sizes, int64_t n,
+    int64_t threads, double* sums
+) {
+    const std::vector<Part> parts = parts_of(sizes, n);
+    const int64_t count = parts.size();
+    std::vector<double> found(count);
+    #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS)
+    for (int64_t p = 0; p < count; ++p) {
+        const void* tensor = tensors[parts[p].tensor];
+        found[p] = dtypes[parts[p].tensor] == 2 ? square<float>(tensor, parts[p])
+                                                : square<double>(tensor, parts[p]);
+    }
+    for (int64_t t = 0; t < n; ++t) sums[t] = 0;
+    for (int64_t p = 0; p < count; ++p) sums[parts[p].tensor] += found[p];
+}
 
 // What all elements are; NaN if they are not all the same.
 extern "C" double common(const float* x, int64_t n) {
@@ -79,49 +160,7 @@ extern "C" int addresses(PyObject* tensors, void** found) {
     }
     return 1;
 }
-
-// In lanes and chunks whose order is that of the elements, so that the sum does not depend on the
-// number of threads.
-template <typename T> double sum_of_squares(const T* x, int64_t n, int64_t threads) {
-    constexpr int64_t LANES = 32, CHUNK = 1 << 14;  // of 16 and more, threads earn their start
-    const int64_t chunks = (n + CHUNK - 1) / CHUNK;
-    std::vector<double> sums(chunks);
-    #pragma omp parallel for num_threads(threads) if (chunks >= 16)
-    for (int64_t c = 0; c < chunks; ++c) {
-        const T* from = x + c * CHUNK;
-        const int64_t left = n - c * CHUNK, size = left < CHUNK ? left : CHUNK;
-        double lanes[LANES] = {}, sum = 0;
-        int64_t i = 0;
-        for (; i + LANES <= size; i += LANES)
-            for (int64_t j = 0; j < LANES; ++j) {
-                const double value = from[i + j];
-                lanes[j] += value * value;
-            }
-        for (; i < size; ++i) sum += double(from[i]) * double(from[i]);
-        for (int64_t j = 0; j < LANES; ++j) sum += lanes[j];
-        sums[c] = sum;
-    }
-    double total = 0;
-    for (double sum : sums) total += sum;
-    return total;
-}
-
-extern "C" double sum_of_squares_32(const float* x, int64_t n, int64_t threads) {
-    return sum_of_squares(x, n, threads);
-}
-
-extern "C" double sum_of_squares_64(const double* x, int64_t n, int64_t threads) {
-    return sum_of_squares(x, n, threads);
-}
 """
-
-
-_FINITE = {
-    torch.float16: "finite_16",
-    torch.bfloat16: "finite_b16",
-    torch.float32: "finite_32",
-    torch.float64: "finite_64",
-}
 
 
 @functools.cache
@@ -137,11 +176,10 @@ def loops() -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     for loop in (library.gather, library.scatter):
         loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None
-    for name in _FINITE.values():
-        getattr(library, name).argtypes = (pointer, count)
+    library.all_finite.argtypes = (pointer, pointer, pointer, count, count)
+    library.sums_of_squares.argtypes = (pointer, pointer, pointer, count, count, pointer)
+    library.sums_of_squares.restype = None
     library.common.argtypes, library.common.restype = (pointer, count), ctypes.c_double
-    for loop in (library.sum_of_squares_32, library.sum_of_squares_64):
-        loop.argtypes, loop.restype = (pointer, count, count), ctypes.c_double
     return library
 
 
@@ -163,22 +201,3 @@ def are_compiled() -> bool:
 def object_loops() -> ctypes.PyDLL | None:
     """The loops over Python objects; ``None`` unless they are compiled."""
     return _object_loops() if are_compiled() else None
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Of a dense CPU tensor of a dtype that rules take. On one thread, so for small ones."""
-    return bool(getattr(loops(), _FINITE[tensor.dtype])(tensor.data_ptr(), tensor.numel()))
-
-
-def common(tensor: Tensor) -> float | None:
-    """What all elements of a dense float32 CPU tensor are, if they are all the same."""
-    value = loops().common(tensor.data_ptr(), tensor.numel())
-    return None if math.isnan(value) else value
-
-
-def sum_of_squares(tensor: Tensor) -> float:
-    """In float64, of a dense float32 or float64 CPU tensor; the same for any number of threads."""
-    library = loops()
-    wide = tensor.dtype == torch.float64
-    loop = library.sum_of_squares_64 if wide else library.sum_of_squares_32
-    return loop(tensor.data_ptr(), tensor.numel(), torch.get_num_threads())

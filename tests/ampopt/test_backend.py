@@ -13,7 +13,7 @@ from ampopt import backend as backends
 from ampopt.testing.bits import bits, everything, state_of
 from ampopt_kernels import compiled, multi_tensor
 from ampopt_kernels.compiled import Compiled, cpp_compiler
-from ampopt_kernels.cpu import Cpu
+from ampopt_kernels.cpu import Cpu, apply_rule
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.work import Backend
@@ -160,7 +160,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         asked.append((rule, flags, dtypes))
 
         def function(h: torch.Tensor, *tensors: torch.Tensor) -> None:
-            Cpu()._apply(rule, flags, tensors, tuple(h.tolist()))
+            apply_rule(rule, flags, tensors, tuple(h.tolist()))
 
         return function
 
@@ -198,6 +198,16 @@ def test_asked_for_it_compiles_at_the_first_use_of_each_kind(compilations):
             param.grad = torch.ones_like(param)
             optimizer.step()
     assert [dtypes[0] for _, _, dtypes in compilations] == [torch.float32, torch.float64]
+
+
+def test_a_backend_that_is_chosen_again_runs_what_it_has_compiled(compilations, monkeypatch):
+    ran: list[Any] = []
+    monkeypatch.setattr(compiled, "compile_rule", lambda *_: lambda *given: ran.append(given))
+    _, optimizer = made()
+    for name, steps in (("compiled", 1), ("auto", 1), ("compiled", 2), ("eager", 2)):
+        ampopt.set_backend(name)
+        optimizer.step()
+        assert len(ran) == steps
 
 
 def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compilations, monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 from optimizers import RULE_BASED, HostCounted, Plain, Signed
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import ampopt
 from ampopt import StepResult, Unscaled
@@ -469,6 +474,66 @@ def test_step_hooks_run_on_every_attempt(cls, split):
     attempt()
     overflow(param)
     attempt()  # skipped
+
+
+def seen_by_hooks_of_all(attempt: Callable[[], None], optimizer: Any) -> bool:
+    calls: list[str] = []
+    hooks = (
+        register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
+        register_optimizer_step_post_hook(lambda *_: calls.append("after")),
+    )
+    try:
+        attempt()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls == ["before", "after"]
+
+
+def seen_by_a_profiler(attempt: Callable[[], None], optimizer: Any) -> bool:
+    with torch.autograd.profiler.profile() as profile:
+        attempt()
+    name = f"Optimizer.step#{type(optimizer).__name__}.step"
+    return [event.name for event in profile.function_events].count(name) == 1
+
+
+def seen_by_a_scheduler(attempt: Callable[[], None], optimizer: Any) -> bool:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    attempt()
+    scheduler.step()  # which warns if it has not seen the step
+    return True
+
+
+def seen_by_who_replaced_the_step(attempt: Callable[[], None], optimizer: Any) -> bool:
+    calls: list[None] = []
+    original = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    optimizer.step = step
+    attempt()
+    return bool(calls)
+
+
+@pytest.mark.parametrize("cls", RULE_BASED)
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        seen_by_hooks_of_all,
+        seen_by_a_profiler,
+        seen_by_a_scheduler,
+        seen_by_who_replaced_the_step,
+    ],
+)
+def test_whoever_watches_steps_sees_those_of_the_control_points(cls, bad, seen):
+    param = Parameter(torch.ones(3))
+    optimizer = cls([param])
+    param.grad = torch.tensor([1.0, INF if bad else 2.0, 4.0])
+    assert seen(lambda: optimizer.unscale_and_step(grads_scaled_by=1.0), optimizer)
+    assert (param.tolist() == [1.0] * 3) is bad
 
 
 @pytest.mark.parametrize("cls", WITHOUT_CLOSURE)

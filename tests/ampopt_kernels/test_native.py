@@ -1,5 +1,7 @@
 """The loops of C++ that the compiled backend runs besides rules, against torch's operations."""
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -8,7 +10,7 @@ from passes import edge_numbers, fingerprint
 
 from ampopt_kernels.compiled import cpp_compiler
 from ampopt_kernels.copies import NativeCopies, TorchCopies
-from ampopt_kernels.native import all_finite, common, sum_of_squares
+from ampopt_kernels.scans import all_finite, common, sums_of_squares
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 
@@ -46,45 +48,63 @@ def test_copies_move_every_bit_to_its_place(copies, shapes, dtype, grad_dtype, v
     assert [fingerprint(p) for p in params] == wanted
 
 
+sizes = st.sampled_from([0, 1, 31, 32, 33, 255, 257, (1 << 14) - 1, 1 << 14, (1 << 15) + 5])
+
+
 @given(
-    st.sampled_from([torch.float32, torch.float64]),
-    st.sampled_from([0, 1, 31, 32, 33, (1 << 14) - 1, 1 << 14, (1 << 15) + 5, (1 << 18) + 1]),
+    st.lists(st.tuples(st.sampled_from([torch.float32, torch.float64]), sizes), max_size=4),
+    st.booleans(),
     st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=1, max_size=40),
 )
-def test_sum_of_squares_is_that_of_float64_with_any_number_of_threads(dtype, size, values):
-    tensor = torch.tensor(values, dtype=dtype).repeat(size // len(values) + 1)[:size].clone()
-    wanted = tensor.double().square().sum().item()
+def test_sums_of_squares_are_those_of_float64_with_any_number_of_threads(kinds, large, values):
+    kinds = [*kinds, (torch.float32, (1 << 18) + 1)] if large else kinds  # worth several threads
+    tensors = [
+        torch.tensor(values, dtype=dtype).repeat(size // len(values) + 1)[:size].clone()
+        for dtype, size in kinds
+    ]
+    wanted = [tensor.double().square().sum().item() for tensor in tensors]
     before = torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(sum_of_squares(tensor))
+            found.append(sums_of_squares(tensors))
     finally:
         torch.set_num_threads(before)
     assert found[0] == pytest.approx(wanted, rel=1e-12)
     assert found == found[:1] * 3
+    assert found[0] == [sums_of_squares([tensor])[0] for tensor in tensors]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("at", [0, 31, 32, 40])
-def test_sum_of_squares_is_not_finite_where_an_element_is_not(value, at):
-    tensor = torch.zeros(41)
-    tensor[at] = value
-    assert not torch.tensor(sum_of_squares(tensor)).isfinite()
+def test_a_sum_of_squares_is_not_finite_where_an_element_is_not(value, at):
+    tensors = [torch.zeros(41), torch.ones(2)]
+    tensors[0][at] = value
+    first, second = sums_of_squares(tensors)
+    assert not math.isfinite(first)
+    assert second == 2
 
 
-@given(dtypes, edge_numbers(torch.float16), st.integers(1, 70), st.data())
-def test_all_finite_sees_every_element(dtype, values, size, data):
-    tensor = filled((size,), dtype, values)
-    assert all_finite(tensor) == bool(tensor.isfinite().all())
-    at = data.draw(st.integers(0, size - 1))
-    largest = torch.finfo(dtype).max
-    tensor.fill_(-largest)[at] = largest
-    assert all_finite(tensor)
+@given(
+    st.lists(st.tuples(dtypes, st.one_of(sizes, st.integers(1, 600))), min_size=1, max_size=4),
+    edge_numbers(torch.float16),
+    st.booleans(),
+    st.data(),
+)
+def test_all_finite_sees_every_element_of_every_tensor(kinds, values, large, data):
+    kinds = [*kinds, (torch.float32, (1 << 18) + 1)] if large else kinds
+    tensors = [filled((size,), dtype, values) for dtype, size in kinds]
+    assert all_finite(tensors) == all(bool(tensor.isfinite().all()) for tensor in tensors)
+    for tensor in tensors:
+        tensor.fill_(-torch.finfo(tensor.dtype).max)
+        tensor[: tensor.numel() // 2] *= -1
+    assert all_finite(tensors)
+    tensor = data.draw(st.sampled_from([t for t in tensors if t.numel()] or [torch.zeros(1)]))
+    at = data.draw(st.integers(0, tensor.numel() - 1))
     for value in (float("inf"), float("-inf"), float("nan")):
         tensor[at] = value
-        assert not all_finite(tensor)
+        assert not all_finite([*tensors, tensor])
 
 
 @given(st.floats(-(2.0**60), 2.0**60, width=32), st.integers(2, 70), st.data())
