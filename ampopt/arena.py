@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import SMALL
+from ampopt_kernels.pieces import SMALL
 
 __all__ = ["lay_end_to_end", "shares_storage"]
 

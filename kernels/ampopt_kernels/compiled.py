@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ampopt_kernels import native, scans
 from ampopt_kernels.copies import NativeCopies, TorchCopies
-from ampopt_kernels.cpu import BUNDLE, Cpu, Piece, pieces_of, updated
+from ampopt_kernels.cpu import Cpu, updated
+from ampopt_kernels.pieces import BUNDLE, Piece, pieces_of
 from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Work
@@ -101,7 +102,7 @@ class Compiled(Cpu):
         rule = work.rule
         assert rule is not None
         done = True
-        for block, piece in pieces_of(work):
+        for block, piece in pieces_of(work).pieces:
             piece.function = None
             if piece.param.numel():
                 width = 2 + rule.width(len(work.hyper[block.group]))

@@ -1,38 +1,24 @@
 """The eager backend on the CPU: small tensors together, and no more work than the host can see.
 
-A network's small tensors cost a CPU more in calls than in arithmetic. Those whose states lie end
-to end (``ampopt.arena`` lays them so) are gathered into one scratch that fits the cache, the rule
-runs once over all of them, and the parameters are scattered back.
-
-The host may read a CPU tensor at no cost. So a skipped step returns at once, and the ``scalars``
-of a rule run once, on Python numbers, for all rows whose step counts agree, which they do unless
-gradients come and go.
+The rows are taken in the pieces of ``pieces``. The host may read a CPU tensor at no cost, so a
+skipped step returns at once.
 """
 
 import math
-from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels import native, scans
-from ampopt_kernels.copies import Copies, TorchCopies
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.layout import flat
+from ampopt_kernels.pieces import Piece, pieces_of
 from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.work import Decision, Partials, Request, Row, Work
+from ampopt_kernels.work import Decision, Partials, Request, Work
 
-__all__ = ["BUNDLE", "SMALL", "Cpu", "Piece", "apply_rule", "pieces_of", "updated"]
-
-SMALL = 1 << 14
-"""Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
-BUNDLE = 1 << 16
-"""Elements of a bundle: its float32 gradient, parameter and two states fit a core's cache."""
+__all__ = ["Cpu", "apply_rule", "updated"]
 
 
 class Cpu(Eager):
@@ -53,8 +39,7 @@ class Cpu(Eager):
                 (grad, row.compute_dtype) for grad, row in zip(work.grads, work.rows, strict=True)
             ]
         else:
-            pieces = (piece for _, piece in pieces_of(work))
-            parts = [(p.gather(work), p.dtype) for p in pieces]
+            parts = [(p.gather(work), p.dtype) for _, p in pieces_of(work).pieces]
         inverse = 1.0
         if request.scale is not None:
             value = request.scale.item()
@@ -77,7 +62,7 @@ class Cpu(Eager):
         skip, inverse, clip = decision.factors.tolist()
         rule = work.rule
         assert rule is not None
-        made = _made(work)
+        made = pieces_of(work)
         if not skip > 0 and made.prepared_by is not self:
             made.prepared_by = self if self._prepare(work) else None
         last, h, varies = None, (), False
@@ -114,7 +99,7 @@ class Cpu(Eager):
         """Do beforehand what may fail; return whether that was all, for all steps."""
         return True
 
-    def _apply(self, rule: Rule, piece: "Piece", grad: Tensor, h: tuple[Any, ...]) -> None:
+    def _apply(self, rule: Rule, piece: Piece, grad: Tensor, h: tuple[Any, ...]) -> None:
         """Apply the rule to what ``piece`` holds; see :func:`apply_rule`."""
         apply_rule(rule, piece.flags, (grad, piece.param, *piece.rest), h)
 
@@ -170,263 +155,3 @@ def updated(
     param, state = rule.torch_update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags)
     copies = len(stored) - 1 - n
     return (param, *state, *[param] * copies)
-
-
-@dataclass
-class Piece:
-    """Rows that are updated together: a bundle of small ones, or one alone.
-
-    Attributes:
-        rows: all of one kind and group.
-        places: where each row is in its block.
-        among: where each row is among all rows of its work.
-        dtype: of the arithmetic.
-        param: what the rule works on, flat: the parameter, or scratch for those of a bundle.
-        rest: what the rule works on besides: the states of all rows, end to end, flat; and the
-            low-precision copy, if there is one and it is alone.
-        grad: scratch for all gradients; ``None`` if alone.
-        copies: between the scratch and the tensors of the rows; ``None`` if alone.
-        rounded: from the scratch to low-precision copies, of a bundle that has them.
-        gathered_at: the stamp of the work whose gradients ``grad`` holds.
-        function: what the compiled backend has made of the rule for this piece, if it has.
-    """
-
-    rows: list[Row]
-    places: list[int]
-    among: range | list[int]
-    dtype: torch.dtype
-    param: Tensor
-    rest: list[Tensor]
-    grad: Tensor | None = None
-    copies: Copies | None = None
-    rounded: Copies | None = None
-    gathered_at: int | None = None
-    function: Callable[..., Any] | None = None
-
-    @staticmethod
-    def of(rows: list[Row], places: list[int], start: int) -> "Piece":
-        """Rows whose states adjoin, by their places in a block that begins at ``start``."""
-        among = [start + place for place in places]
-        whole = range(among[0], among[-1] + 1)
-        where = (places, whole if len(whole) == len(among) else among, rows[0].compute_dtype)
-        rest = [_spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
-        rounded = [row.copy for row in rows if row.copy is not None]
-        params = _params(rows)
-        if len(rows) == 1:
-            return Piece(rows, *where, flat(params[0]), rest + [flat(c) for c in rounded])
-        size = sum(p.numel() for p in params)
-        param, grad = params[0].new_empty(size), rows[0].grad.new_empty(size)
-        return Piece(
-            rows,
-            *where,
-            param,
-            rest,
-            grad,
-            TorchCopies(params, param),
-            TorchCopies(rounded, param) if rounded else None,
-        )
-
-    @property
-    def flags(self) -> tuple[bool, ...]:
-        """Of the rule, for every row."""
-        return self.rows[0].flags
-
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameter of each row."""
-        return _params(self.rows)
-
-    def grads(self, work: Work) -> list[Tensor]:
-        """The gradient of each row, now."""
-        if isinstance(self.among, range):
-            return work.grads[self.among.start : self.among.stop]
-        return [work.grads[i] for i in self.among]
-
-    def gather(self, work: Work, again: bool = True) -> Tensor:
-        """The gradients, end to end, flat; those gathered before, unless ``again`` or others."""
-        if self.grad is None or self.copies is None:
-            return flat(work.grads[self.among[0]])
-        if again or self.gathered_at != work.stamp:
-            self.copies.gather(self.grads(work), self.grad)
-            self.gathered_at = work.stamp
-        return self.grad
-
-    def picked(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``h`` of this piece, from that of its block: numbers, or an entry for each element."""
-        if self.copies is None:
-            (place,) = self.places
-            return tuple(x[place].item() if isinstance(x, Tensor) else x for x in h)
-        sizes = torch.tensor([p.numel() for p in self.params], device="cpu")
-        places = torch.tensor(self.places, device="cpu")
-        return tuple(x[places].repeat_interleave(sizes) if isinstance(x, Tensor) else x for x in h)
-
-
-def _params(rows: Sequence[Row]) -> list[Tensor]:
-    return [row.param for row in rows if row.param is not None]
-
-
-@dataclass
-class _Block:
-    """Rows whose scalars advance together.
-
-    Attributes:
-        group: the param group of all of them.
-        rows: in the order in which their scalars lie end to end.
-        scalars: the scalar states, an entry for each row; ``None`` where the flags leave one out.
-        pieces: the same rows, as the rule takes them.
-    """
-
-    group: int
-    rows: list[Row]
-    scalars: list[Tensor | None] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
-
-    @staticmethod
-    def of(rows: list[Row], start: int) -> "_Block":
-        columns = zip(*(row.scalars for row in rows), strict=True)
-        return _Block(
-            rows[0].group,
-            rows,
-            [None if column[0] is None else _spanning(column) for column in columns],
-            [Piece.of([rows[i] for i in places], places, start) for places in _runs(rows)],
-        )
-
-    def advance(
-        self, rule: Rule, hyper: Sequence[Sequence[Any]], advanced: "dict[int, _Advanced]"
-    ) -> tuple[Any, ...]:
-        """Advance the scalars; return ``h``, as numbers or float64 with an entry for each row.
-
-        ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
-        group share it, and so do steps of a rule that counts nothing.
-        """
-        given = hyper[self.group]
-        found = [0.0 if s is None else _common(s) for s in self.scalars]
-        counts = [count for count in found if count is not None]
-        if len(counts) == len(found):
-            numbers = [float(x) for x in given]
-            # As bits, for which -0.0 is not 0.0.
-            key = array("d", [*counts, *numbers]).tobytes()
-            last = advanced.get(self.group)
-            if last is None or last.key != key:
-                result = rule.torch_scalars(tuple(counts), tuple(numbers))
-                last = advanced[self.group] = _Advanced(key, *result)
-            for stored, value in zip(self.scalars, last.scalars, strict=True):
-                if stored is not None:
-                    stored.fill_(value)
-            return last.h
-        none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
-        s = tuple(none if s is None else s.double() for s in self.scalars)
-        # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
-        # and the same step among others of the same count would have another result.
-        wide = tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given)
-        new_s, h = rule.torch_scalars(s, wide)
-        for stored, value in zip(self.scalars, new_s, strict=True):
-            if stored is not None:
-                stored.copy_(value)
-        return tuple(x if isinstance(x, Tensor) and x.ndim else float(x) for x in h)
-
-
-class _Advanced(NamedTuple):
-    """What ``scalars`` of a rule made of step counts and hyperparameters.
-
-    Attributes:
-        key: the counts and hyperparameters, all numbers.
-        scalars: the new values.
-        h: what ``update`` takes, all numbers.
-    """
-
-    key: bytes
-    scalars: tuple[float, ...]
-    h: tuple[float, ...]
-
-
-def _common(scalars: Tensor) -> float | None:
-    """What all of them are, if they are all the same."""
-    if native.are_compiled() and scalars.dtype == torch.float32:
-        return scans.common(scalars)
-    low, high = (x.item() for x in scalars.aminmax())
-    return low if low == high else None
-
-
-@dataclass
-class _Pieces:
-    """The form of the rows that is kept from step to step.
-
-    Attributes:
-        pieces: what the rule is applied to at a time, with the block of each.
-        prepared_by: the backend that has nothing left to do beforehand.
-        advanced: see :meth:`_Block.advance`.
-    """
-
-    pieces: list[tuple[_Block, Piece]]
-    prepared_by: Eager | None = None
-    advanced: dict[int, _Advanced] = field(default_factory=dict)
-
-
-def pieces_of(work: Work) -> list[tuple[_Block, Piece]]:
-    """What the rule is applied to at a time, of all rows; made once for each plan."""
-    return _made(work).pieces
-
-
-def _made(work: Work) -> _Pieces:
-    if not isinstance(work.table, _Pieces):
-        work.hand_out()
-        blocks: list[list[Row]] = []
-        for row in work.rows:
-            if blocks and _advance_together(blocks[-1][-1], row):
-                blocks[-1].append(row)
-            else:
-                blocks.append([row])
-        starts = accumulate((len(rows) for rows in blocks), initial=0)
-        made = [_Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
-        work.table = _Pieces([(block, piece) for block in made for piece in block.pieces])
-    return work.table
-
-
-def _advance_together(last: Row, row: Row) -> bool:
-    return last.group == row.group and all(
-        _adjoins(a, b) for a, b in zip(last.scalars, row.scalars, strict=True)
-    )
-
-
-def _runs(rows: Sequence[Row]) -> list[list[int]]:
-    """The places of the rows in runs that can be a piece each; small ones pass over large ones."""
-    runs: list[list[int]] = []
-    bundle: list[int] | None = None
-    total = 0
-    for place, row in enumerate(rows):
-        size = row.grad.numel()
-        if not 0 < size <= SMALL:
-            runs.append([place])
-        elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
-            bundle.append(place)
-            total += size
-        else:
-            bundle, total = [place], size
-            runs.append(bundle)
-    return runs
-
-
-def _joins(last: Row, row: Row) -> bool:
-    return (
-        last.kind == row.kind
-        and all(t.is_contiguous() for r in (last, row) for t in r.tensors)
-        and all(_adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
-    )
-
-
-def _adjoins(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether ``b`` begins where ``a`` ends."""
-    if a is None or b is None:
-        return a is b
-    return (
-        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        and a.storage_offset() + a.numel() == b.storage_offset()
-    )
-
-
-def _spanning(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat view over tensors that adjoin."""
-    if len(tensors) == 1:
-        return flat(tensors[0])
-    return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))

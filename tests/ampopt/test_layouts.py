@@ -14,9 +14,9 @@ from torch_options import ELEMENTWISE, RICH, ULPS, Apart, OptionSet, named, para
 import ampopt
 from ampopt.testing.bits import bits, everything, state_of
 from ampopt_kernels import rules
-from ampopt_kernels.cpu import SMALL
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.pieces import SMALL
 from ampopt_kernels.work import Request, Row, Work, run
 
 every_way = pytest.mark.parametrize(

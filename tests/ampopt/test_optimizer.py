@@ -491,10 +491,11 @@ def seen_by_hooks_of_all(attempt: Callable[[], None], optimizer: Any) -> bool:
 
 
 def seen_by_a_profiler(attempt: Callable[[], None], optimizer: Any) -> bool:
-    with torch.autograd.profiler.profile() as profile:
+    profile = torch.autograd.profiler.profile()
+    with profile:
         attempt()
     name = f"Optimizer.step#{type(optimizer).__name__}.step"
-    return [event.name for event in profile.function_events].count(name) == 1
+    return [event.name for event in profile.function_events or ()].count(name) == 1
 
 
 def seen_by_a_scheduler(attempt: Callable[[], None], optimizer: Any) -> bool:

@@ -11,7 +11,7 @@ from ampopt import alike
 from ampopt.alike import Alike
 from ampopt_kernels import native, objects
 from ampopt_kernels.compiled import cpp_compiler
-from ampopt_kernels.cpu import pieces_of
+from ampopt_kernels.pieces import pieces_of
 
 
 @pytest.fixture(params=["guards", "functions"])
@@ -267,7 +267,9 @@ def test_one_plan_serves_every_backend(order):
             assert ours._plan is not None
             plans.append(ours._plan)
             if backend != "triton":
-                assert len(pieces_of(ours._plan.works[0])) == 1, "they are not taken together"
+                assert len(pieces_of(ours._plan.works[0]).pieces) == 1, (
+                    "they are not taken together"
+                )
             torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
     finally:
         ampopt.set_backend(before)
