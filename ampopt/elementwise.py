@@ -63,7 +63,7 @@ class ElementwiseOptimizer(Optimizer):
     """Whether the torch base class takes sparse gradients, in whose case its step is used."""
 
     _step_supports_amp_scaling = True  # the step below does
-    _has_own_step: ClassVar[bool] = False
+    _has_own_step: bool = False
     _request: Request | None = None
     _decision: Decision | None = None
     _plan: Plan | None = None

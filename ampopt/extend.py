@@ -112,15 +112,20 @@ def patch_optimizer(optimizer: _Opt) -> _Opt:
         )
     if isinstance(optimizer, Optimizer):
         return optimizer
+    theirs = type(optimizer).step
     cls = extend(type(optimizer))
     _refuse(cls, _private_of(optimizer))
     optimizer.__class__ = cls
     _complete(optimizer)
-    if hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched"):
+    given: Any = vars(optimizer).get("step")
+    if hasattr(given, "_wrapped_by_lr_sched") and given.__wrapped__ is theirs:
         del optimizer.step  # a scheduler's wrapper around the step of the class that it was
         _Tracker(optimizer)
-    elif "step" in vars(optimizer):  # somebody's own, which does not heed what a scaler leaves
+    elif given is not None:
+        # Somebody's own, which may end in the step of the class that it was: that one heeds neither
+        # a scaler nor a control point.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        optimizer._has_own_step = True  # type: ignore[attr-defined]
     return optimizer
 
 

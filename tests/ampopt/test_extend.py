@@ -2,8 +2,10 @@
 
 import abc
 import copy
+import functools
 import inspect
 import pickle
+import types
 from collections import defaultdict
 from typing import Any
 
@@ -623,28 +625,44 @@ def test_schedulers_and_hooks_stay(when, scaled):
     assert calls == ["pre", "post"] * 3
 
 
-def test_what_someone_put_on_the_instance_stays():
-    optimizer: Any = Sign(some_params())
+@pytest.mark.parametrize("cls", [Sign, torch.optim.SGD, torch.optim.Muon], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_what_someone_put_on_the_instance_stays(cls, scheduled):
+    """Also where it ends in the step of the class that it was."""
+    optimizer, clean = (cls([Parameter(torch.ones(2, 2))], lr=0.5) for _ in range(2))
     taken: list[int] = []
     original = optimizer.step
 
-    def counted(closure: Any = None) -> Any:
+    @functools.wraps(cls.step)
+    def counted(self: Any, closure: Any = None) -> Any:
         taken.append(1)
         return original(closure)
 
-    optimizer.step = counted
-    optimizer.unscale = lambda: "theirs"
+    optimizer.step = types.MethodType(counted, optimizer)
+    optimizer.zero_grad = lambda: "theirs"
+    if scheduled:
+        StepLR(optimizer, 1)
+        StepLR(clean, 1)
     patch_optimizer(optimizer)
-    assert optimizer.unscale() == "theirs"
-    set_gradients(optimizer, 1.0, 1.0)
-    optimizer.unscale_and_step(grads_scaled_by=1.0)
-    assert len(taken) == 1
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    for number in (1.0, INF):
-        before = everything(optimizer)
+    assert optimizer.zero_grad() == "theirs"
+
+    def by_scaler(scaler: Any) -> None:
         scaler.scale(torch.zeros(()))
-        set_gradients(optimizer, number, 1.0)
         scaler.step(optimizer)
-        scaler.update()
-        assert (everything(optimizer) == before) is (number == INF)
-    assert len(taken) == 2
+
+    for attempt in (
+        lambda: optimizer.unscale_and_step(grads_scaled_by=2.0),
+        lambda: (optimizer.unscale(grads_scaled_by=2.0), optimizer.step_after_unscale()),
+        lambda: by_scaler(torch.amp.GradScaler("cpu", init_scale=2.0)),
+        lambda: by_scaler(ampopt.GradScaler("cpu", init_scale=2.0)),
+    ):
+        for number in (1.0, INF):
+            taken.clear()
+            before = everything(optimizer)
+            set_gradients(optimizer, 2.0 * number)
+            attempt()
+            assert len(taken) == (number != INF)
+            assert (everything(optimizer) == before) is (number == INF)
+        set_gradients(clean, 1.0)
+        clean.step()
+    assert everything(optimizer) == everything(clean)
