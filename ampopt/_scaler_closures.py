@@ -47,7 +47,7 @@ def refused(optimizer: Any, controlled: bool) -> Exception:
             "step(optimizer, closure) makes new gradients, but unscale_() was called for those "
             "there were: leave unscale_() out, or call discard(optimizer) first"
         )
-    if hasattr(optimizer, "unscale_and_step"):
+    if hasattr(type(optimizer), "unscale_and_step"):
         return TypeError(
             f"beside a closure, step of {name} takes max_norm, max_replays and preserve_rng only"
         )

@@ -35,7 +35,8 @@ class Record:
         found_inf: more than 0 for overflow; ``None`` until its gradients are judged.
         successor: of ``scale``; ``scale`` itself if there were no gradients.
         owned: whether it has unscaled them itself, so that its ``step_after_unscale`` is to follow.
-        pending: the optimizer's own mark of an unscale, to see that it was not discarded.
+        holder: the optimizer that has unscaled them, which a wrapper hands that on to.
+        pending: the holder's own mark of an unscale, to see that it was not discarded.
         wrote: whether gradients were unscaled in place.
     """
 
@@ -46,6 +47,7 @@ class Record:
     found_inf: Tensor | None = None
     successor: LossScale | None = None
     owned: bool = False
+    holder: Any = None
     pending: Any = None
     wrote: bool = False
 
@@ -105,7 +107,7 @@ def judge_gradients(
 
 def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Step or skip, and return what the step returned. Waits, unless it can skip by itself."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if _skips_by_itself(optimizer):
         return _step_with_flag(record, optimizer, *args, **kwargs)
     if record.stage is OptState.READY:
         unscale(record, optimizer)
@@ -139,9 +141,17 @@ def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -
 def wants_scaler(optimizer: Any) -> bool:
     """Whether ``optimizer.step`` takes the scaler itself, which torch has deprecated."""
     return (
-        getattr(optimizer, "_step_supports_amp_scaling", False)
+        _skips_by_itself(optimizer)
         and "grad_scaler" in inspect.signature(optimizer.step).parameters
     )
+
+
+def _skips_by_itself(optimizer: Any) -> bool:
+    """Whether ``optimizer`` reads the flag that is left on it.
+
+    A wrapper that hands on what it has not says so of the optimizer in it, which finds no flag.
+    """
+    return bool(inspect.getattr_static(optimizer, "_step_supports_amp_scaling", False))
 
 
 def warn_of_scaler() -> None:

@@ -170,7 +170,8 @@ class GradScaler(ScheduledScaler):
         if _has_control_points(optimizer):
             record.learn(*optimizer.unscale(grads_scaled_by=record.scale))
             record.owned = True
-            record.pending = getattr(optimizer, "_pending", None)
+            record.holder = getattr(optimizer.unscale, "__self__", optimizer)
+            record.pending = getattr(record.holder, "_pending", None)
         else:
             others.unscale(record, optimizer)
         record.wrote, record.stage = True, OptState.UNSCALED
@@ -203,7 +204,8 @@ class GradScaler(ScheduledScaler):
             TypeError: the closure takes more than a scale.
         """
         closure, rest, keywords = split(args, kwargs)
-        controlled = _has_control_points(optimizer) and not rest and keywords.keys() <= _KEYWORDS
+        own = _has_control_points(type(optimizer))
+        controlled = own and not rest and keywords.keys() <= _KEYWORDS
         if not self._enabled:
             if controlled and (closure or keywords):
                 closure = closure and evaluation(self, closure)
@@ -218,7 +220,11 @@ class GradScaler(ScheduledScaler):
         if closure is not None and (not controlled or record.stage is OptState.UNSCALED):
             raise refused(optimizer, controlled)
         if record.stage is OptState.READY:
-            self._refuse_shared(record, optimizer)
+            if _has_control_points(optimizer) and not own:
+                # A wrapper that hands on what it has not: its own step is the one to take.
+                self.unscale_(optimizer)
+            else:
+                self._refuse_shared(record, optimizer)
         if controlled and record.stage is OptState.UNSCALED and not record.owned:
             controlled = False  # a wrapper was unscaled in its place
         if controlled:
@@ -271,8 +277,8 @@ class GradScaler(ScheduledScaler):
                 if scale._settings() != self._loss_scale._settings():  # changed since
                     scale = schedules.changed(scale, **self._loss_scale._settings())
         for record in self._records:
-            if record.pending is not None and record.pending is record.optimizer._pending:
-                record.optimizer._pending = None
+            if record.pending is not None and record.pending is record.holder._pending:
+                record.holder._pending = None
         self._stepped = [r for r in self._records if r.stage is OptState.STEPPED]
         self._records = []
         self._replicas = {}
@@ -349,7 +355,7 @@ class GradScaler(ScheduledScaler):
         for record in self._records:
             if record.of(optimizer):
                 dropped = record.pending is not None and (
-                    record.pending is not record.optimizer._pending
+                    record.pending is not record.holder._pending
                 )
                 if record.stage is not OptState.UNSCALED or not dropped:
                     return record

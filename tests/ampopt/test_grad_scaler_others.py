@@ -1,5 +1,6 @@
 """``ampopt.GradScaler`` with what others have made: outputs, wrappers, optimizers."""
 
+import functools
 from collections import namedtuple
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt import GradScaler
+from ampopt.testing.bits import everything
 
 each_kind = pytest.mark.parametrize(
     "cls", [ampopt.AdamW, ampopt.Muon, *OWN, torch.optim.AdamW, torch.optim.Adagrad]
@@ -71,6 +73,52 @@ def test_t6_a_wrapper_stands_for_its_optimizer(cls, wrapped_first):
     give(clean, 1.0)
     clean.step()
     torch.testing.assert_close(params, clean_params)
+
+
+class WarmedUp(Wrapper):
+    """Does something in its step, and hands on to the optimizer whatever it has not."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.param_groups[0]["lr"] *= 2
+        return super().step(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("unscale_first", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        ampopt.AdamW,
+        ampopt.Muon,
+        *OWN,
+        torch.optim.AdamW,
+        functools.partial(torch.optim.AdamW, fused=True),
+    ],
+)
+def test_the_step_of_a_wrapper_is_taken_and_skipped(make, unscale_first):
+    optimizer, (twin, _) = made(make, lr=0.125)[0], made(make, lr=0.125)
+    wrapper, clean = WarmedUp(optimizer), WarmedUp(twin)
+    scaler = scaler_at(4.0, GradScaler)
+    for number in (INF, 1.0, 0.5):
+        torch.manual_seed(0)  # HostCounted draws
+        before = everything(optimizer)
+        give(optimizer, number, 4.0)
+        if unscale_first:
+            scaler.unscale_(wrapper)
+        scaler.step(wrapper)
+        assert (everything(optimizer) == before) is (number == INF)
+        assert scaler.was_skipped(wrapper) is (number == INF)
+        scaler.update(4.0)
+        if number != INF:
+            give(clean, number)
+            torch.manual_seed(0)
+            clean.step()
+    assert everything(optimizer) == everything(twin)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(RuntimeError, match="WarmedUp cannot run a closure again"):
+        scaler.step(wrapper, lambda: torch.zeros(()))
 
 
 def test_t6_a_parameter_of_two_optimizers_is_not_unscaled_twice():
