@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,18 +66,16 @@ class Compiled(Cpu):
         self._functions: dict[Any, Callable[..., Any] | None] = {}
         self._factors: tuple[Any, Tensor | None] = (None, None)
 
-    def _apply(self, rule: Rule, piece: Piece, grad: Tensor, h: tuple[Any, ...]) -> None:
-        tensors = (grad, piece.param, *piece.rest)
-        if piece.function is None:
-            start = time.perf_counter()
-            super()._apply(rule, piece, grad, h)
-            key = _key(rule, piece, grad, len(h))
-            self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
-        elif any(isinstance(x, Tensor) for x in h):
-            for part, numbers in _alike(tensors, h):
-                piece.function(self._on_tensor(numbers, piece.dtype), *part)
-        else:
+    def _apply(
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+    ) -> None:
+        if piece.function is not None:
             piece.function(self._on_tensor(h, piece.dtype), *tensors)
+            return
+        start = time.perf_counter()
+        super()._apply(rule, piece, tensors, h)
+        key = _key(rule, piece, tensors[0], len(h))
+        self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
 
     def _on_tensor(self, numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
         """As a vector; the last one again where it is of the very same tuple."""
@@ -147,22 +145,6 @@ def _key(
     """What :func:`compile_rule` takes for a piece and its gradients."""
     dtypes = tuple(t.dtype for t in (grad, piece.param, *piece.rest))
     return rule, piece.flags, dtypes, width, piece.param.numel() > BUNDLE
-
-
-def _alike(
-    tensors: Sequence[Tensor], h: tuple[Any, ...]
-) -> Iterator[tuple[Sequence[Tensor], tuple[float, ...]]]:
-    """Parts of flat tensors whose elements have the same ``h``, and what it is, as numbers.
-
-    They differ only where gradients come and go. Running those eagerly would round otherwise
-    than what is compiled, so that a parameter's results would depend on what it is bundled with.
-    """
-    varying = torch.stack([x[1:] != x[:-1] for x in h if isinstance(x, Tensor)]).any(0)
-    ends = [*(varying.nonzero().flatten() + 1).tolist(), tensors[0].numel()]
-    for start, end in zip([0, *ends], ends, strict=False):
-        if start < end:
-            numbers = tuple(x[start].item() if isinstance(x, Tensor) else x for x in h)
-            yield [t[start:end] for t in tensors], numbers
 
 
 def _first_line(error: Exception) -> str:

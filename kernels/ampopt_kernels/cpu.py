@@ -72,11 +72,17 @@ class Cpu(Eager):
             if skip > 0:
                 continue
             if block is not last:
-                last, h = block, (inverse, clip, *block.advance(rule, work.hyper, made.advanced))
-                varies = any(isinstance(x, Tensor) for x in h)
+                last = block
+                advanced, varies = block.advance(rule, work.hyper, made.advanced)
+                h = (inverse, clip, *advanced)
             if piece.copies is not None:
                 piece.copies.load()
-            self._apply(rule, piece, grad, piece.picked(h) if varies else h)
+            tensors = (grad, piece.param, *piece.rest)
+            if not varies:
+                self._apply(rule, piece, tensors, h)
+            else:
+                for start, end, own in piece.alike(h):
+                    self._apply(rule, piece, [t[start:end] for t in tensors], own)
             if piece.copies is not None:
                 piece.copies.store()
                 if piece.rounded is not None:
@@ -99,25 +105,26 @@ class Cpu(Eager):
         """Do beforehand what may fail; return whether that was all, for all steps."""
         return True
 
-    def _apply(self, rule: Rule, piece: Piece, grad: Tensor, h: tuple[Any, ...]) -> None:
-        """Apply the rule to what ``piece`` holds; see :func:`apply_rule`."""
-        apply_rule(rule, piece.flags, (grad, piece.param, *piece.rest), h)
+    def _apply(
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+    ) -> None:
+        """Apply the rule to ``tensors`` of a piece, or a part of them; see :func:`apply_rule`."""
+        apply_rule(rule, piece.flags, tensors, h)
 
 
 def apply_rule(
-    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
+    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[float, ...]
 ) -> None:
     """Apply ``rule`` to flat gradient, parameter and states, in place.
 
     One tensor more than the rule has states is a copy of the parameter, which is written.
-    ``h`` begins with the reciprocal of the scale and the clip coefficient; its entries are numbers,
-    or tensors with an entry for each element.
+    ``h`` begins with the reciprocal of the scale and the clip coefficient.
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
+    inverse, clip, *rest = h
     n = tensors[0].numel()
     for start in range(0, n, CHUNK):
         grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
-        inverse, clip, *rest = (x.to(dtype) if isinstance(x, Tensor) else x for x in h)
         g = grad.to(dtype)
         if not (inverse == 1 and clip == 1):
             g = g * inverse * clip

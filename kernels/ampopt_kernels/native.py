@@ -1,7 +1,7 @@
 """The few loops of C++ that the compiled backend runs besides those made from rules."""
 
 import ctypes
-import functools
+from typing import Any
 
 __all__ = ["are_compiled", "loops", "object_loops"]
 
@@ -163,16 +163,27 @@ extern "C" int addresses(PyObject* tensors, void** found) {
 """
 
 
-@functools.cache
+_numbers: ctypes.CDLL | None = None
+_objects: ctypes.PyDLL | None = None
+
+
 def loops() -> ctypes.CDLL:
     """The loops over numbers, compiled in a few seconds, or found in Inductor's cache.
 
     Raises:
         Exception: of whatever kind torch raises where the compiler fails.
     """
-    from torch._inductor.codecache import CppCodeCache  # seconds to import
+    global _numbers, _objects
+    if _numbers is None:
+        from torch._inductor.codecache import CppCodeCache  # seconds to import
 
-    library = CppCodeCache.load(_SOURCE)
+        library = CppCodeCache.load(_SOURCE)
+        _objects = _of_objects(ctypes.PyDLL(library._name, handle=library._handle))
+        _numbers = _of_numbers(library)
+    return _numbers
+
+
+def _of_numbers(library: Any) -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     for loop in (library.gather, library.scatter):
         loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None
@@ -183,9 +194,7 @@ def loops() -> ctypes.CDLL:
     return library
 
 
-@functools.cache
-def _object_loops() -> ctypes.PyDLL:
-    library = ctypes.PyDLL(loops()._name, handle=loops()._handle)
+def _of_objects(library: ctypes.PyDLL) -> ctypes.PyDLL:
     pointer, objects = ctypes.c_void_p, ctypes.py_object
     library.same.argtypes = (objects, objects)
     library.hold.argtypes = (objects, objects, objects)
@@ -195,9 +204,9 @@ def _object_loops() -> ctypes.PyDLL:
 
 def are_compiled() -> bool:
     """Whether :func:`loops` has been called, so that it costs nothing."""
-    return loops.cache_info().currsize > 0
+    return _numbers is not None
 
 
 def object_loops() -> ctypes.PyDLL | None:
     """The loops over Python objects; ``None`` unless they are compiled."""
-    return _object_loops() if are_compiled() else None
+    return _objects

@@ -10,7 +10,7 @@ go.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -111,14 +111,27 @@ class Piece:
             self.gathered_at = work.stamp
         return self.grad
 
-    def picked(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``h`` of this piece, from that of its block: numbers, or an entry for each element."""
-        if self.copies is None:
-            (place,) = self.places
-            return tuple(x[place].item() if isinstance(x, Tensor) else x for x in h)
-        sizes = torch.tensor([p.numel() for p in self.params], device="cpu")
-        places = torch.tensor(self.places, device="cpu")
-        return tuple(x[places].repeat_interleave(sizes) if isinstance(x, Tensor) else x for x in h)
+    def alike(self, h: tuple[Any, ...]) -> Iterator[tuple[int, int, tuple[float, ...]]]:
+        """Parts whose rows have the same ``h``: where each starts and ends, and what it is.
+
+        There are several only where gradients come and go. A part is applied as if it were alone,
+        so that a parameter's result does not depend on what it is bundled with.
+
+        Args:
+            h: of the block; numbers, and tensors with an entry for each row.
+        """
+        columns = [x[self.places].tolist() if isinstance(x, Tensor) else x for x in h]
+        sizes = [self.param.numel()] if self.copies is None else [p.numel() for p in self.params]
+        own = [
+            tuple(x[row] if isinstance(x, list) else x for x in columns)
+            for row in range(len(sizes))
+        ]
+        start = end = 0
+        for row, size in enumerate(sizes):
+            end += size
+            if row + 1 == len(sizes) or own[row + 1] != own[row]:
+                yield start, end, own[row]
+                start = end
 
 
 def _params(rows: Sequence[Row]) -> list[Tensor]:
@@ -153,9 +166,10 @@ class Block:
 
     def advance(
         self, rule: Rule, hyper: Sequence[Sequence[Any]], advanced: "dict[int, _Advanced]"
-    ) -> tuple[Any, ...]:
-        """Advance the scalars; return ``h``, as numbers or float64 with an entry for each row.
+    ) -> tuple[tuple[Any, ...], bool]:
+        """Advance the scalars; return ``h``, and whether it differs from row to row.
 
+        Its entries are numbers, and, if it does, float64 tensors with an entry for each row.
         ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
         group share it, and so do steps of a rule that counts nothing.
         """
@@ -173,7 +187,7 @@ class Block:
             for stored, value in zip(self.scalars, last.scalars, strict=True):
                 if stored is not None:
                     stored.fill_(value)
-            return last.h
+            return last.h, False
         none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
         s = tuple(none if s is None else s.double() for s in self.scalars)
         # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
@@ -183,7 +197,8 @@ class Block:
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
                 stored.copy_(value)
-        return tuple(x if isinstance(x, Tensor) and x.ndim else float(x) for x in h)
+        varies = [isinstance(x, Tensor) and x.ndim > 0 for x in h]
+        return tuple(x if v else float(x) for x, v in zip(h, varies, strict=True)), any(varies)
 
 
 class _Advanced(NamedTuple):

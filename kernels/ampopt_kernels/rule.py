@@ -99,10 +99,8 @@ class Rule:
 
     def flag_values(self, group: Mapping[str, Any]) -> tuple[bool, ...]:
         """The flags of one param group. Reads no device tensor."""
-        return tuple(
-            isinstance(value, Tensor) or bool(value)
-            for value in (self._entry(group, name) for name in self.flags)
-        )
+        values = [self._entry(group, name) for name in self.flags]
+        return tuple([isinstance(value, Tensor) or bool(value) for value in values])
 
     def hyper_values(self, group: Mapping[str, Any]) -> list[float | Tensor]:
         """The hyperparameters of one param group, laid flat in the order of ``h``."""

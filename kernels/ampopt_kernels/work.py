@@ -238,18 +238,20 @@ def run(
     for backend, work in zip(backends, works, strict=True):
         if backend.reads_rows:
             work.hand_out()
+    detects = request.check or request.write or request.max_norm is not None
+    asked = [_on(work.device, request) for work in (works if detects else works[:1])]
     partials = None
-    if request.check or request.write or request.max_norm is not None:
+    if detects:
         found = [
-            backend.detect(work, _on(work.device, request))
-            for backend, work in zip(backends, works, strict=True)
+            backend.detect(work, its_own)
+            for backend, work, its_own in zip(backends, works, asked, strict=True)
         ]
         partials = _joined(found, works[0].device)
         if request.agree is not None:
             flags = partials.flags_on(works[0].device)
             partials = replace(partials, flags=request.agree(flags))
     first, *others = works
-    decision = backends[0].control(first, _on(first.device, request), partials)
+    decision = backends[0].control(first, asked[0], partials)
     if request.apply:
         backends[0].update(first, decision)
         for backend, work in zip(backends[1:], others, strict=True):

@@ -3,7 +3,7 @@
 import pytest
 from passes import BLOCK, CHUNK
 
-from ampopt_kernels import cpu, eager
+from ampopt_kernels import cpu, eager, pieces
 from ampopt_kernels.language import HAS_TRITON
 
 
@@ -13,7 +13,7 @@ def small_chunks():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
         patch.setattr(cpu, "CHUNK", CHUNK)
-        patch.setattr(cpu, "SMALL", CHUNK)
+        patch.setattr(pieces, "SMALL", CHUNK)
         if HAS_TRITON:
             from ampopt_kernels import multi_tensor
 
