@@ -279,7 +279,7 @@ class GradScaler(ScheduledScaler):
         for record in self._records:
             if record.pending is not None and record.pending is record.holder._pending:
                 record.holder._pending = None
-        self._stepped = [r for r in self._records if r.stage is OptState.STEPPED]
+        self._stepped = self._last_steps()  # an iteration may have none
         self._records = []
         self._replicas = {}
         self._adopt(scale)
@@ -315,7 +315,7 @@ class GradScaler(ScheduledScaler):
         """Whether the last ``step`` of ``optimizer`` was left out. Synchronizes.
 
         Raises:
-            RuntimeError: it was not stepped in the last iteration.
+            RuntimeError: it was not stepped in the last iteration with a step.
         """
         for record in self._last_steps():
             if record.of(optimizer):

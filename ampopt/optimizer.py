@@ -51,8 +51,9 @@ class Optimizer(OrdinarySteps):
     **The scale** is ``None`` (scaling off: nothing is checked), a number or one-element tensor,
     or a :class:`ampopt.LossScale`. Every control point returns the scale to use next: ``None``
     for ``None``, the successor of a ``LossScale``, and for a bare number or tensor, which has no
-    history, a one-element tensor with the number, or half of it after an overflow. A gradient is
-    judged after unscaling, in float32 (float64 for float64 gradients).
+    history, a one-element tensor with the number, or half of it, and no less than ``2**-126``,
+    after an overflow. A gradient is judged after unscaling, in float32 (float64 for float64
+    gradients).
 
     Attributes:
         grad_norm: global 2-norm of the unscaled gradients of the last ``unscale_and_step`` that

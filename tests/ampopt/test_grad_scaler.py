@@ -117,7 +117,7 @@ def test_whether_a_step_was_skipped_is_known_until_the_next():
     for number in (INF, 1.0):
         give(optimizer, number)
         scaler.step(optimizer)
-        for _ in range(2):
+        for _ in range(3):  # also after an iteration without a step
             assert scaler.skipped is scaler.was_skipped(optimizer) is (number == INF)
             with pytest.raises(RuntimeError, match="was not stepped"):
                 scaler.was_skipped(other)
