@@ -10,8 +10,8 @@ from ampopt._loss_scale import LossScale
 __all__ = ["next_scale"]
 
 
-def next_scale(a: Any, b: Any, *more: Any) -> Any:
-    """The smaller of the scales that several optimizers returned in one iteration.
+def next_scale(a: Any, *more: Any) -> Any:
+    """The smallest of the scales that several optimizers returned in one iteration.
 
     For optimizers that share a loss and so a scale. It is as if one optimizer had stepped whose
     flag is on if any of theirs is: ``next_scale(S.next(f), S.next(g))`` is ``S.next(max(f, g))``,
@@ -20,19 +20,18 @@ def next_scale(a: Any, b: Any, *more: Any) -> Any:
     Args:
         a: a scale as an optimizer returns it: a :class:`LossScale`, a tensor of one element, or
             ``None`` where scaling is off.
-        b: another of the same kind. Dynamic scales must have the same settings, static scales be
-            the same.
-        more: further ones.
+        more: others of the same kind, if there are any. Dynamic scales must have the same settings,
+            static scales be the same.
 
     Returns:
-        The smaller one's value and counters as a new scale, on the device of the first that is
+        The smallest one's value and counters as a new scale, on the device of the first that is
         on one; of equal values, the smaller counters. ``None`` for ``None``; a static scale itself.
 
     Raises:
         TypeError: the kinds differ, or one is not a scale.
         ValueError: the settings differ, or a tensor has not one floating-point element.
     """
-    scales = (a, b, *more)
+    scales = (a, *more)
     if all(scale is None for scale in scales):
         return None
     if all(isinstance(scale, Tensor) for scale in scales):

@@ -8,7 +8,7 @@ import copyreg
 import functools
 import inspect
 from collections import OrderedDict
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,8 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ampopt.optimizer import Optimizer
 
 __all__ = ["extend", "patch_optimizer"]
-
-_Opt = TypeVar("_Opt", bound=torch.optim.Optimizer)
 
 _COOPERATIVE = frozenset({"state_dict", "load_state_dict", "zero_grad", "_optimizer_step_code"})
 """Methods of ours that call theirs."""
@@ -83,7 +81,7 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
     return cls if issubclass(cls, Optimizer) else _twin(cls) or _extended(cls)
 
 
-def patch_optimizer(optimizer: _Opt) -> _Opt:
+def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
     """Give an optimizer that is there already the control points, in place.
 
     For optimizers that a framework or a factory made. From now on its class is ``extend`` of its
@@ -98,7 +96,7 @@ def patch_optimizer(optimizer: _Opt) -> _Opt:
         optimizer: any of torch's, yours or someone's. One of ampopt's is left as it is.
 
     Returns:
-        ``optimizer``.
+        ``optimizer``, which type checkers know the control points of from now on.
 
     Raises:
         TypeError: ``optimizer`` is no torch optimizer, or one that cannot be extended; see
@@ -126,7 +124,7 @@ def patch_optimizer(optimizer: _Opt) -> _Opt:
         # a scaler nor a control point.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         optimizer._has_own_step = True  # type: ignore[attr-defined]
-    return optimizer
+    return cast("Optimizer", optimizer)
 
 
 class _Tracker(LRScheduler):

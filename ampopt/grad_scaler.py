@@ -1,7 +1,7 @@
 """``torch.amp.GradScaler`` for those who keep a scaler: any schedule, any optimizer, closures."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ampopt.scaling import scale_outputs
 
 __all__ = ["GradScaler"]
 
+_Outputs = TypeVar("_Outputs")
 _CONTROL_POINTS = ("unscale", "unscale_and_step", "step_after_unscale")
 _KEYWORDS = frozenset({"max_norm", "max_replays", "preserve_rng"})
 """Those of ``unscale_and_step`` that ``step`` hands on."""
@@ -112,7 +113,7 @@ class GradScaler(ScheduledScaler):
 
     # --- an iteration ------------------------------------------------------------------------
 
-    def scale(self, outputs: Any) -> Any:
+    def scale(self, outputs: _Outputs) -> _Outputs:
         """Multiply a tensor, or all tensors of a nested structure, by the scale.
 
         In float32 at least; see :func:`ampopt.scale_outputs`. An iterator is scaled as it is
@@ -272,7 +273,7 @@ class GradScaler(ScheduledScaler):
             ]
             scale = self._loss_scale
             if learned:
-                scale = learned[0] if len(learned) == 1 else next_scale(*learned)
+                scale = next_scale(*learned)
                 scale = schedules.on(self._loss_scale.device or scale.value.device, scale)
                 if scale._settings() != self._loss_scale._settings():  # changed since
                     scale = schedules.changed(scale, **self._loss_scale._settings())

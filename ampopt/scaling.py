@@ -1,6 +1,6 @@
 """Scaling what gradients are taken of."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from ampopt_kernels.transfers import carried
 
 __all__ = ["check_scale_number", "scale_outputs"]
 
+_Outputs = TypeVar("_Outputs")
 
-def scale_outputs(outputs: Any, S: Any) -> Any:  # the name that scales go by
+
+def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scales go by
     """Multiply a loss, or every tensor of a nested structure, by the loss scale.
 
     The product is taken in float32 at least, so that the loss of a float16 model does not

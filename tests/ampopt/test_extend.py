@@ -371,7 +371,7 @@ every_author = pytest.mark.parametrize("cls", AUTHORS, ids=lambda cls: cls.__nam
 @every_author
 @pytest.mark.parametrize("patched", [False, True])
 def test_whatever_they_do_a_step_is_theirs_and_a_skip_nothing(cls, patched):
-    optimizer = patch_optimizer(cls(some_params())) if patched else extend(cls)(some_params())
+    optimizer: Any = patch_optimizer(cls(some_params())) if patched else extend(cls)(some_params())
     assert type(optimizer) is extend(cls)
     works(optimizer, cls(some_params()))
     if cls is Wrapper:

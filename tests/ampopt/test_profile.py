@@ -141,7 +141,7 @@ def test_looks_of_a_closure_are_named(eager):
 
     def closure(scale: Any) -> Any:
         optimizer.zero_grad()
-        loss = sum(p.sum() for p in optimizer.param_groups[0]["params"])
+        loss: Any = sum(p.sum() for p in optimizer.param_groups[0]["params"])
         ampopt.scale_outputs(loss, scale).backward()
         return loss
 
