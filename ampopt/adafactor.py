@@ -70,7 +70,9 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
                 state["col_var"] = param.new_zeros([*shape[:-2], 1, shape[-1]])
             else:
                 state["variance"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        step = torch.as_tensor(state.get("step", 0.0))
+        step = state.get("step", 0.0)
+        if not isinstance(step, Tensor):  # new, or from an old checkpoint
+            step = torch.full((), step, device=param.device)
         state["step"] = carried(step, param.device, torch.float32)
         return state
 
