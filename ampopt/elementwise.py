@@ -1,7 +1,6 @@
 """Optimizers that are a rule: one step is a few launches, and no host waits for any of them."""
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +17,7 @@ from ampopt.optimizer import Optimizer
 from ampopt.ordinary import Attempt, is_watched
 from ampopt.plan import Plan, check_plannable
 from ampopt.snapshot import Snapshot
+from ampopt.step_hooks import beneath_hooks
 from ampopt.uncompiled import uncompiled
 from ampopt_kernels.layout import real
 from ampopt_kernels.rule import MASTER, Rule, State
@@ -93,8 +93,7 @@ class ElementwiseOptimizer(Optimizer):
         Only the step below can be told to skip; any other is skipped around.
         """
         super().__init_subclass__(**kwargs)
-        step = inspect.unwrap(cls.step)
-        if step is not inspect.unwrap(ElementwiseOptimizer.step):
+        if beneath_hooks(cls.step) is not beneath_hooks(ElementwiseOptimizer.step):
             cls._has_own_step = True
 
     @uncompiled
@@ -427,8 +426,8 @@ class ElementwiseOptimizer(Optimizer):
         """Take torch's own step, unless the request says to skip it; see ``skip_by``."""
         decision = self._unscale_in_place(request)
         step: Any = super().step
-        if getattr(step, "hooked", False):  # by torch's class, and they have run around ours
-            step = functools.partial(step.__func__.__wrapped__, self)
+        # Hooks of torch's class have run around ours.
+        step = functools.partial(beneath_hooks(step.__func__), self)
         if decision is None:
             step()
         else:

@@ -1,7 +1,6 @@
 """How an ordinary ``step()``, which knows nothing of scaling, is taken or skipped."""
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from ampopt.backend import backend_for
 from ampopt.bookkeeping import Bookkeeping
 from ampopt.judge import judge_held, works_of
 from ampopt.snapshot import Snapshot
+from ampopt.step_hooks import beneath_hooks, hooked
 from ampopt.transaction import Skipper
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Decision, Request, Row, Work
@@ -74,7 +74,7 @@ class OrdinarySteps(Bookkeeping):
             attempts.append(self._decided(functools.partial(step, self, *args, **kwargs), decision))
             return attempts[-1].returned
 
-        torch.optim.Optimizer.profile_hook_step(within_hooks)(self)
+        hooked(within_hooks)(self)
         self._opt_called = True  # where torch's schedulers look for a step before theirs
         return attempts[-1]
 
@@ -137,7 +137,7 @@ class OrdinarySteps(Bookkeeping):
         if backend_for(self._home).host_sees:
             return Skipper("host", settled=True)
         known = next((cls for cls in type(self).__mro__ if "_transacts" in vars(cls)), type(self))
-        if self._transacts and inspect.unwrap(known.step) is inspect.unwrap(type(self).step):
+        if self._transacts and beneath_hooks(known.step) is beneath_hooks(type(self).step):
             return Skipper("transaction")
         return Skipper("probation")
 
@@ -232,7 +232,7 @@ def _beneath_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | Non
     """
     if _is_replaced(optimizer):
         return None
-    return inspect.unwrap(type(optimizer).step, stop=lambda f: not hasattr(f, "hooked"))
+    return beneath_hooks(type(optimizer).step)
 
 
 def _is_replaced(optimizer: torch.optim.Optimizer) -> bool:
@@ -245,4 +245,4 @@ def _is_replaced(optimizer: torch.optim.Optimizer) -> bool:
 
 
 # A step hook may hand the step other arguments.
-_no_step = torch.optim.Optimizer.profile_hook_step(lambda self, *args, **kwargs: None)
+_no_step = hooked(lambda self, *args, **kwargs: None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ampopt.step_hooks import beneath_hooks, has_own_step
 from ampopt_kernels.work import Decision, Request
 
 if TYPE_CHECKING:
@@ -81,12 +82,10 @@ def heed_in(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
     for base in cls.__mro__:
         if vars(base).get("_step_supports_amp_scaling") and base is not root:
             return
-        if "step" in vars(base):
+        if has_own_step(base):
             break
-    step: Any = cls.step
-    if getattr(step, "hooked", False):  # by torch, which does it again
-        step = step.__wrapped__
-    if not getattr(step, "_heeds_scaler", False):
+    step: Any = beneath_hooks(cls.step)  # around which torch puts them again
+    if getattr(step, "_heeds_scaler", None) is not step:
         cls.step = _heeding(step)
 
 
@@ -102,5 +101,7 @@ def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
         left.put_back(self, attempt.decision)
         return attempt.returned
 
-    heeding._heeds_scaler = True  # type: ignore[attr-defined]
+    # Marks that wraps has copied from a step which the author made with it are not for this one.
+    vars(heeding).pop("hooked", None)
+    heeding._heeds_scaler = heeding  # type: ignore[attr-defined]
     return heeding

@@ -1,6 +1,7 @@
 """The control points: their order, what they take and return, and what else reads them."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -693,6 +694,60 @@ def test_a_subclass_without_a_step_of_its_own_is_still_told_to_skip():
     assert Renamed._step_supports_amp_scaling
     assert not Renamed._has_own_step
     assert Derived._has_own_step
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_a_subclass_is_told_to_skip_whatever_was_made_before_it(made_before):
+    """With the first instance of a class, torch puts a step into it that runs hooks."""
+
+    class Base(ampopt.AdamW):
+        pass
+
+    if made_before:
+        Base([Parameter(torch.ones(3))])
+
+    class Renamed(Base):
+        pass
+
+    # Of float16, whose gradients an ordinary step refuses.
+    param = Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = Renamed([param], lr=0.5)
+    param.grad = torch.ones_like(param)
+    scaler_for(param).step(optimizer)
+    assert (param < 1.0).all()
+
+
+@pytest.mark.parametrize("theirs", [torch.optim.SGD, ampopt.SGD, Plain])
+@pytest.mark.parametrize("made_before", [False, True])
+@pytest.mark.parametrize("scaler", [False, True])
+def test_a_step_made_with_wraps_is_the_authors_own(theirs, made_before, scaler):
+    """``functools.wraps`` makes it look like the one that it wraps, torch's and our marks too."""
+
+    class Base(theirs):
+        pass
+
+    if made_before:
+        Base([Parameter(torch.ones(3))])
+
+    class Halving(Base):
+        @functools.wraps(Base.step)
+        def step(self, closure: Any = None) -> Any:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].mul_(0.5)
+            return Base.step(self, closure)
+
+    param = Parameter(torch.ones(3))
+    optimizer = ampopt.extend(Halving)([param], lr=0.0)
+    attempts = []
+    optimizer.register_step_post_hook(lambda *_: attempts.append(param.tolist()))
+    for third in (INF, 1.0):
+        attempts.clear()
+        param.grad = torch.tensor([1.0, 1.0, third])
+        if scaler:
+            scaler_for(param).step(optimizer)
+        else:
+            optimizer.unscale_and_step(grads_scaled_by=4.0)
+        assert attempts[-1] == param.tolist() == [1.0 if third == INF else 0.5] * 3
 
 
 # --- torch.amp.GradScaler -------------------------------------------------------------------------

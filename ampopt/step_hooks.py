@@ -1,0 +1,34 @@
+"""Torch's wrapper around the ``step`` of a class, which runs step hooks, told from what is in it.
+
+Torch puts it there when the class makes its first instance: around the step that its author wrote,
+or around the one that it inherits, which from then on stands in the class itself. So what a class
+has depends on what was made before; what these functions answer does not.
+"""
+
+from typing import Any
+
+import torch
+
+__all__ = ["beneath_hooks", "has_own_step", "hooked"]
+
+hooked = torch.optim.Optimizer.profile_hook_step
+"""Put that wrapper around a function."""
+
+_WRAPPER = hooked(lambda self: None).__code__
+
+
+def beneath_hooks(step: Any) -> Any:
+    """The function ``step`` without torch's wrapper, if it is in one.
+
+    Torch marks its wrappers, but ``functools.wraps`` copies the mark to what an author makes of
+    one, so they are told by their code.
+    """
+    while getattr(step, "__code__", None) is _WRAPPER:
+        step = step.__wrapped__
+    return step
+
+
+def has_own_step(cls: type) -> bool:
+    """Whether ``cls`` itself defines a ``step``, and does not merely have hooks around another."""
+    inherited = getattr(super(cls, cls), "step", None)
+    return "step" in vars(cls) and beneath_hooks(cls.step) is not beneath_hooks(inherited)  # type: ignore[attr-defined]
