@@ -69,10 +69,10 @@ def unscale(record: Record, optimizer: Any) -> None:
     """Unscale the gradients of ``optimizer`` in place.
 
     Raises:
-        ValueError: some are float16, where unscaled values would underflow to zero.
+        ValueError: some are float16 or complex32, where unscaled values would underflow to zero.
     """
     for group, param in gradients.present(optimizer.param_groups):
-        if param.grad is not None and param.grad.dtype == torch.float16:
+        if param.grad is not None and param.grad.dtype in gradients.UNDERFLOWING:
             raise ValueError(
                 f"Attempting to unscale FP16 gradients: group {group} of "
                 f"{type(optimizer).__name__} has some. Keep the parameters in float32 and run the "

@@ -228,8 +228,7 @@ class ElementwiseOptimizer(Optimizer):
             check_plannable(self)
         else:
             self._check_dtypes()
-            present = gradients.present(self.param_groups)
-            self._refuse_float16([x for x in present if not _has_masters(self.param_groups[x[0]])])
+            self._refuse_float16()
 
     def _unchanged_until_done(self) -> Snapshot | None:
         # The step above evaluates a closure before it updates anything.
@@ -259,6 +258,9 @@ class ElementwiseOptimizer(Optimizer):
 
     def _left_scaled_by(self) -> Tensor | None:
         return None if self._request is None else self._request.scale
+
+    def _keeps_master(self, group: dict[str, Any], param: Tensor) -> bool:
+        return needs_master(group, param)
 
     def _holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
         holders = super()._holders(written=written)

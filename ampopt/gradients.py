@@ -11,7 +11,7 @@ from ampopt import ranks
 from ampopt_kernels.layout import dense_like, real
 from ampopt_kernels.work import Request, Row
 
-__all__ = ["Staged", "agreed_upon", "check", "offenders", "present", "values_of"]
+__all__ = ["UNDERFLOWING", "Staged", "agreed_upon", "check", "offenders", "present", "values_of"]
 
 _DTYPES = frozenset(
     {
@@ -24,6 +24,9 @@ _DTYPES = frozenset(
         torch.complex128,
     }
 )
+
+UNDERFLOWING = (torch.float16, torch.complex32)
+"""Dtypes of gradients that cannot be unscaled in place: small ones would become zero."""
 
 
 def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:

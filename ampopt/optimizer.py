@@ -135,7 +135,7 @@ class Optimizer(OrdinarySteps):
 
         Raises:
             RuntimeError: an unscale is pending; the scale was stepped with before; gradients are
-                float16, where unscaled values would underflow to zero.
+                float16 or complex32, where unscaled values would underflow to zero.
             ValueError: a number that cannot be a scale, or a tensor of wrong shape or device.
             TypeError: not a scale.
         """

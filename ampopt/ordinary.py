@@ -160,12 +160,12 @@ class OrdinarySteps(Bookkeeping):
     def _unscale_in_place(self, request: Request) -> Decision | None:
         """Unscale, judge and clip the gradients. ``None`` if there are none."""
         write = request.scale is not None
+        if write:
+            self._refuse_float16()  # before masters are made
         holders = self._holders(written=write)
         if not holders:
             self._note_norm(request, None)
             return None
-        if write:
-            self._refuse_float16(holders)
         decision = judge_held(holders, request, write=write, uploads=self._held_by_devices)
         self._note_norm(request, decision)
         if request.max_norm is not None:
@@ -173,6 +173,10 @@ class OrdinarySteps(Bookkeeping):
                 values = gradients.values_of(holder)
                 values.mul_(decision.factors[2].to(values.device, values.dtype))
         return decision
+
+    def _keeps_master(self, group: dict[str, Any], param: Tensor) -> bool:
+        """Whether the gradient of ``param`` is unscaled on a float32 master, not in place."""
+        return False
 
     def _note_norm(self, request: Request, decision: Decision | None) -> None:
         """Set :attr:`grad_norm` if ``request`` asks for it; without gradients it is 0."""
@@ -194,18 +198,20 @@ class OrdinarySteps(Bookkeeping):
     def _refuse_gradients(self) -> None:
         """Refuse gradients that cannot be unscaled and stepped with, before anything changes."""
         gradients.check(self.param_groups)
-        self._refuse_float16(gradients.present(self.param_groups))
+        self._refuse_float16()
 
-    def _refuse_float16(self, holders: list[tuple[int, Tensor]]) -> None:
-        for _, param in holders:
+    def _refuse_float16(self) -> None:
+        for index, param in gradients.present(self.param_groups):
             assert param.grad is not None
-            if param.grad.dtype == torch.float16:
+            in_place = not self._keeps_master(self.param_groups[index], param)
+            if in_place and param.grad.dtype in gradients.UNDERFLOWING:
                 raise RuntimeError(
-                    f"the gradient of {gradients.name_of(self.param_groups, param)} is float16, "
-                    "where unscaled values would underflow to zero; keep the parameters in "
-                    "float32 and run the model under torch.autocast, or use a rule-based optimizer "
-                    "with unscale_and_step(), which unscales in float32, or with "
-                    "master_weights=True, which keeps float32 copies to unscale"
+                    f"the gradient of {gradients.name_of(self.param_groups, param)} is "
+                    f"{str(param.grad.dtype).removeprefix('torch.')}, where unscaled values would "
+                    "underflow to zero; keep the parameters in float32 and run the model under "
+                    "torch.autocast, or use a rule-based optimizer with unscale_and_step(), which "
+                    "unscales in float32, or with master_weights=True, which keeps float32 copies "
+                    "to unscale"
                 )
 
 

@@ -176,6 +176,14 @@ def test_an_optimizer_whose_step_takes_the_scaler_gets_it():
     assert scaler.get_scale() == 2.0
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_gradients_that_are_pairs_of_float16_are_not_unscaled_in_place():
+    p = Parameter(torch.ones(2, dtype=torch.complex64).to(torch.complex32))
+    p.grad = torch.full((2,), 1e-5 + 1e-5j).to(torch.complex32)
+    with pytest.raises(ValueError, match="FP16"):
+        scaler_at(2.0**10, GradScaler).unscale_(torch.optim.SGD([p], lr=0.5))
+
+
 def test_float16_parameters():
     for cls in (torch.optim.SGD, ampopt.SGD, Plain):
         p = Parameter(torch.ones(2, dtype=torch.float16))

@@ -8,7 +8,7 @@ import torch
 from gpus import ON_A_GPU
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import RULE_BASED, Signed
+from optimizers import RULE_BASED, Plain, Signed
 from strategies import (
     Case,
     History,
@@ -409,6 +409,36 @@ def test_float16_without_masters_is_not_unscaled_and_the_message_says_what_to_do
     assert "master_weights=True" in str(raised.value)
     assert (everything(optimizer), bits([p.grad for p in params])) == before
     optimizer.unscale_and_step(grads_scaled_by=2.0)  # nothing is pending
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
+def test_pairs_of_float16_are_not_unscaled_in_place_either(cls):
+    param = Parameter(torch.ones(2, dtype=torch.complex64).to(torch.complex32))
+    optimizer = cls([param], lr=0.5)
+    param.grad = torch.full((2,), 1e-5 + 1e-5j).to(torch.complex32)
+    before = bits([param, param.grad])
+    with pytest.raises(RuntimeError, match=r"group 0, parameter 0 is complex32.*unscale_and_step"):
+        optimizer.unscale(grads_scaled_by=2.0**10)
+    assert bits([param, param.grad]) == before
+    assert optimizer.pending is None
+
+
+def test_a_refused_unscale_leaves_nothing_on_the_masters():
+    kept, other = half(1.0), half(1.0)
+    optimizer = ampopt.SGD(
+        [{"params": [kept], "master_weights": True}, {"params": [other]}], lr=1.0
+    )
+    before = everything(optimizer)
+    for p in (kept, other):
+        p.grad = torch.full_like(p, 4.0)
+    with pytest.raises(RuntimeError, match="group 1, parameter 0 is float16"):
+        optimizer.unscale(grads_scaled_by=4.0)
+    assert everything(optimizer) == before
+    for p in (kept, other):
+        p.grad = torch.full_like(p, 8.0)
+    optimizer.unscale_and_step(grads_scaled_by=4.0)
+    assert kept.item() == other.item() == -1.0
 
 
 @fewer(0.3)
