@@ -143,7 +143,9 @@ class Optimizer(OrdinarySteps):
         scale = self._as_scale(grads_scaled_by)
         gradients.check(self.param_groups)
         decision = None
-        if scale is not None:
+        if scale is None:
+            self._holders(written=True)  # masters are to have gradients here too
+        else:
             decision = self._unscale_in_place(Request(**request_fields(scale)))
         found_inf = self._no_overflow() if decision is None else decision.found_inf
         successor = successor_of(scale, decision, grads_scaled_by)

@@ -424,6 +424,19 @@ def test_pairs_of_float16_are_not_unscaled_in_place_either(cls):
     assert optimizer.pending is None
 
 
+@each_half
+def test_unscaling_without_a_scale_puts_gradients_on_masters_too(dtype):
+    param = half(1.0, 1.0, dtype=dtype)
+    optimizer = ampopt.SGD([param], lr=1.0, master_weights=True)
+    param.grad = torch.tensor([3.0, 4.0], dtype=dtype)
+    optimizer.unscale(None)
+    (master,) = optimizer.master_params()
+    clip_grad_norm_([master], max_norm=1.0)
+    optimizer.step_after_unscale()
+    assert_close(master.detach(), torch.tensor([0.4, 0.2]), size=1.0)
+    assert master.grad is None
+
+
 def test_a_refused_unscale_leaves_nothing_on_the_masters():
     kept, other = half(1.0), half(1.0)
     optimizer = ampopt.SGD(
