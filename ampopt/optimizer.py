@@ -108,10 +108,12 @@ class Optimizer(OrdinarySteps):
         return given
 
     @found_inf.setter
+    @uncompiled
     def found_inf(self, value: Tensor | None) -> None:
         vars(self)["found_inf"] = value
 
     @found_inf.deleter
+    @uncompiled
     def found_inf(self) -> None:
         if vars(self).pop("found_inf", _REQUIRED) is _REQUIRED:
             raise AttributeError("found_inf")

@@ -15,6 +15,7 @@ from ampopt.judge import judge_held, works_of
 from ampopt.snapshot import Snapshot
 from ampopt.step_hooks import beneath_hooks, hooked
 from ampopt.transaction import Skipper
+from ampopt.uncompiled import uncompiled
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Decision, Request, Row, Work
 
@@ -78,6 +79,7 @@ class OrdinarySteps(Bookkeeping):
         self._opt_called = True  # where torch's schedulers look for a step before theirs
         return attempts[-1]
 
+    @uncompiled
     def _skip_or(self, step: Callable[[], Any], request: Request) -> Attempt:
         """Unscale and call ``step`` as ``request`` says, or skip it."""
         return self._while_judged(request, lambda decision: self._decided(step, decision))

@@ -125,6 +125,28 @@ def test_a_compiled_step_gives_the_same(make):
     torch.testing.assert_close(trained(twin, twin.plain), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=["SGD", "AdamW", "Adafactor", "ordinary"])
+def test_a_compiled_step_under_torchs_scaler_gives_the_same(make):
+    def step(scaler: Any, optimizer: Any) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    results = []
+    for how in (step, torch.compile(step, backend="eager")):
+        loop = Loop(make)
+        loop.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+        def scaled(batch: Any, scale: Any, loop: Loop = loop, how: Any = how) -> Any:
+            loop.optimizer.zero_grad()
+            loop.scaler.scale(loop.loss(batch)).backward()
+            how(loop.scaler, loop.optimizer)
+            return scale
+
+        results.append(trained(loop, scaled))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert loop.scaler.get_scale() == GROWN
+
+
 def test_a_new_scale_compiles_nothing_again():
     loop, graphs = Loop(OPTIMIZERS[0]), Graphs()
     step = torch.compile(loop.joined, backend=graphs)
