@@ -49,7 +49,7 @@ class Loop:
         self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
         self.optimizer = make([self.weight])
         self.second = ampopt.SGD([torch.nn.Parameter(torch.ones(2))])
-        self.scaler = ampopt.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        self.scaler: Any = ampopt.GradScaler("cpu", init_scale=4.0, growth_interval=2)
 
     def loss(self, batch: Any) -> Any:
         return (batch @ self.weight).square().mean()
