@@ -176,6 +176,16 @@ class ElementwiseOptimizer(Optimizer):
             copied["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
         return {**copied, "_master_weights": self._master_weights}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support loading, copying and pickling."""
+        states = state["state"]
+        # A master alone torch would take for a state that is all there.
+        alone = {p: s for p, s in states.items() if isinstance(s, dict) and s.keys() == {MASTER}}
+        for param in alone:
+            del states[param]
+        super().__setstate__(state)
+        self.state.update(alone)
+
     def master_params(self) -> Iterator[Tensor]:
         """See :meth:`Optimizer.master_params`. A frozen parameter stands for itself."""
         for group in self.param_groups:

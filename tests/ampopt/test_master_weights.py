@@ -1,6 +1,7 @@
 """Float16 and bfloat16 parameters, with float32 masters and without."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -392,6 +393,21 @@ def test_a_frozen_parameter_has_no_master():
     assert params[1] not in optimizer.state
     params[1].requires_grad_(True)
     assert masters_of(optimizer)[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_masters_made_before_the_first_step_are_copied(name, copied):
+    optimizer = getattr(ampopt, name)([half(1.0, -2.0)], lr=0.1, master_weights=True)
+    (master,) = optimizer.master_params()
+    master.fill_(1.0001)  # which float16 cannot hold
+    before = everything(optimizer)
+    twin = copied(optimizer)
+    assert everything(twin) == everything(optimizer) == before
+    for o in (optimizer, twin):
+        o.param_groups[0]["params"][0].grad = half(1.0, 2.0).detach()
+        o.unscale_and_step(grads_scaled_by=1.0)
+    assert everything(twin) == everything(optimizer)
 
 
 # --- without masters -----------------------------------------------------------------------------
