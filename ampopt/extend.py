@@ -17,7 +17,15 @@ from ampopt.optimizer import Optimizer
 
 __all__ = ["extend", "patch_optimizer"]
 
-_COOPERATIVE = frozenset({"state_dict", "load_state_dict", "zero_grad", "_optimizer_step_code"})
+_COOPERATIVE = frozenset(
+    {
+        "state_dict",
+        "load_state_dict",
+        "zero_grad",
+        "_optimizer_step_code",
+        "_patch_step_function",
+    }
+)
 """Methods of ours that call theirs."""
 
 _TORCHS = torch.optim.Optimizer.__mro__

@@ -14,6 +14,7 @@ from ampopt.grad_scale import request_fields
 from ampopt.ordinary import OrdinarySteps
 from ampopt.replay import Replay, check_closure, check_loss, check_verdict, step_with
 from ampopt.results import StepResult, Unscaled
+from ampopt.step_hooks import has_step
 from ampopt.uncompiled import uncompiled
 from ampopt_kernels.work import Decision, Request
 
@@ -91,6 +92,17 @@ class Optimizer(OrdinarySteps):
         if closure is not None and closure.default is inspect.Parameter.empty:
             cls._needs_closure = True
         scaler_protocol.heed_in(cls, Optimizer)
+
+    def _patch_step_function(self) -> None:
+        """Put hooks around the step of the class, as torch does.
+
+        A class that has no step is left without one, where torch would put a wrapper around its
+        own, which raises: in a class derived from this and another, it would hide the other's.
+        """
+        super()._patch_step_function()
+        cls = type(self)
+        if "step" in vars(cls) and not has_step(cls):
+            del cls.step
 
     @property
     def found_inf(self) -> Tensor | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ampopt.step_hooks import beneath_hooks, has_own_step
+from ampopt.step_hooks import beneath_hooks, has_own_step, has_step
 from ampopt_kernels.work import Decision, Request
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def heed_in(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
             return
         if has_own_step(base):
             break
+    if not has_step(cls):  # what derives from it may have, from its other bases
+        return
     step: Any = beneath_hooks(cls.step)  # around which torch puts them again
     if getattr(step, "_heeds_scaler", None) is not step:
         cls.step = _heeding(step)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["beneath_hooks", "has_own_step", "hooked"]
+__all__ = ["beneath_hooks", "has_own_step", "has_step", "hooked"]
 
 hooked = torch.optim.Optimizer.profile_hook_step
 """Put that wrapper around a function."""
@@ -32,3 +32,8 @@ def has_own_step(cls: type) -> bool:
     """Whether ``cls`` itself defines a ``step``, and does not merely have hooks around another."""
     inherited = getattr(super(cls, cls), "step", None)
     return "step" in vars(cls) and beneath_hooks(cls.step) is not beneath_hooks(inherited)  # type: ignore[attr-defined]
+
+
+def has_step(cls: type[torch.optim.Optimizer]) -> bool:
+    """Whether anybody wrote a ``step`` for ``cls``: torch's base has one that only raises."""
+    return beneath_hooks(cls.step) is not beneath_hooks(torch.optim.Optimizer.step)

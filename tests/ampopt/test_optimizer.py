@@ -717,6 +717,30 @@ def test_a_subclass_is_told_to_skip_whatever_was_made_before_it(made_before):
     assert (param < 1.0).all()
 
 
+@pytest.mark.parametrize("made_before", [False, True])
+def test_a_class_without_a_step_hides_that_of_no_other(made_before):
+    class Helping(ampopt.Optimizer):
+        pass
+
+    if made_before:
+        for cls in (Helping, ampopt.Optimizer):
+            with pytest.raises(NotImplementedError):
+                cls([Parameter(torch.ones(3))], {}).step()
+
+    class Helped(Helping, torch.optim.SGD):
+        pass
+
+    class Theirs(torch.optim.SGD):
+        pass
+
+    for cls in (Helped, ampopt.extend(Theirs)):
+        param = Parameter(torch.ones(3))
+        optimizer = cls([param], lr=0.5)
+        param.grad = torch.ones(3)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        assert param.tolist() == [0.5] * 3
+
+
 @pytest.mark.parametrize("theirs", [torch.optim.SGD, ampopt.SGD, Plain])
 @pytest.mark.parametrize("made_before", [False, True])
 @pytest.mark.parametrize("scaler", [False, True])
