@@ -1,6 +1,7 @@
 """Optimizers that are a rule: one step is a few launches, and no host waits for any of them."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,8 @@ from ampopt_kernels.transfers import carried
 from ampopt_kernels.work import Decision, Request, run
 
 __all__ = ["ElementwiseOptimizer", "needs_master"]
+
+_HANDS_ON = (["self"], "args", "kwargs")
 
 
 class ElementwiseOptimizer(Optimizer):
@@ -90,9 +93,13 @@ class ElementwiseOptimizer(Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Treat a subclass that overrides ``step`` as one with an ordinary ``step``.
 
-        Only the step below can be told to skip; any other is skipped around.
+        Only the step below can be told to skip; any other is skipped around. A constructor that
+        hands all on to a class of torch's shows the arguments that it takes.
         """
         super().__init_subclass__(**kwargs)
+        theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
+        if theirs is not None and inspect.getfullargspec(cls.__init__)[:3] == _HANDS_ON:
+            cls.__init__ = _showing(cls.__init__, theirs)
         if beneath_hooks(cls.step) is not beneath_hooks(ElementwiseOptimizer.step):
             cls._has_own_step = True
 
@@ -445,6 +452,20 @@ class ElementwiseOptimizer(Optimizer):
         else:
             self._skipper.step(self, step, decision.factors[0])
         return decision
+
+
+def _showing(init: Any, theirs: type[torch.optim.Optimizer]) -> Any:
+    """``init`` with the signature that it has with ``theirs`` as the class behind it."""
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    masters = inspect.signature(ElementwiseOptimizer.__init__).parameters["master_weights"]
+    signature = inspect.signature(theirs.__init__)
+    parameters = [*signature.parameters.values(), masters]
+    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return __init__
 
 
 def _has_masters(group: dict[str, Any]) -> bool:

@@ -2,13 +2,14 @@
 
 import copy
 import functools
+import inspect
 import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from optimizers import RULE_BASED, HostCounted, Plain, Signed
+from optimizers import EVERY_RULE, RULE_BASED, HostCounted, Plain, Signed, torch_twin
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import (
@@ -904,6 +905,23 @@ def test_an_optimizer_is_an_instance_of_its_twin_and_of_the_base():
         assert isinstance(optimizer, ampopt.Optimizer)
         twin = getattr(torch.optim, cls.__name__)([Parameter(torch.ones(1))], lr=0.5)
         assert optimizer.defaults == twin.defaults
+
+
+@pytest.mark.parametrize("cls", [c for c in EVERY_RULE if hasattr(torch.optim, c.__name__)])
+def test_a_constructor_shows_the_arguments_that_it_takes(cls):
+    """To ``help``, and to who asks whether ``"fused"`` is among them."""
+    torchs = inspect.signature(torch_twin(cls)).parameters
+    *shown, masters = inspect.signature(cls).parameters.values()
+    assert shown == list(torchs.values())
+    assert (masters.name, masters.kind, masters.default) == (
+        "master_weights", inspect.Parameter.KEYWORD_ONLY, False,
+    )  # fmt: skip
+
+    class Author(cls):
+        def __init__(self, params: Any, number: int = 3) -> None:
+            super().__init__(params)
+
+    assert list(inspect.signature(Author).parameters) == ["params", "number"]
 
 
 # --- what autograd knows of a step ----------------------------------------------------------------
