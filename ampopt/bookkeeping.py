@@ -96,7 +96,9 @@ class Bookkeeping(torch.optim.Optimizer):
     def _mark_stepped(self, given: Any, successor: Any) -> None:
         generation = getattr(given, "_generation", None)
         if generation is not None and successor is not given:  # as it is without gradients
-            self.__dict__.setdefault("_stepped_with", weakref.WeakSet()).add(generation)
+            if "_stepped_with" not in self.__dict__:
+                self._stepped_with = weakref.WeakSet()
+            self._stepped_with.add(generation)
 
     def _end_pending(self) -> None:
         if self._pending is not None:

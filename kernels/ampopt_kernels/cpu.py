@@ -59,7 +59,7 @@ class Cpu(Eager):
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
-        skip, inverse, clip = decision.factors.tolist()
+        skip, inverse, clip = decision.numbers
         rule = work.rule
         assert rule is not None
         made = pieces_of(work)

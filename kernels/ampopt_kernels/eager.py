@@ -76,8 +76,8 @@ class Eager(Backend):
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`."""
-        device = work.device
-        look = _number if self._reads(device) else _wide
+        device, reads = work.device, self._reads(work.device)
+        look = _number if reads else _wide
 
         found: Any = 0.0
         if request.check and partials is not None:
@@ -106,7 +106,7 @@ class Eager(Backend):
         if request.constants is not None:
             assert request.scale is not None and request.counters is not None
             # The policy's constants and counters are read as one list each.
-            read = Tensor.tolist if self._reads(device) else _unbound
+            read = Tensor.tolist if reads else _unbound
             new = _next_scale(
                 look(request.scale), *read(request.counters), found, tuple(read(request.constants))
             )
@@ -115,9 +115,10 @@ class Eager(Backend):
                 scale = scale.reshape(request.scale.shape)
             counters = _stack(new[1:], torch.int32, device)
 
+        factors = (skip, inverse, coefficient)
         return Decision(
             found_inf=_tensor(found, torch.float32, device),
-            factors=_stack((skip, inverse, coefficient), widest(device), device),
+            given=factors if reads else _stack(factors, widest(device), device),
             norm=norm,
             scale=scale,
             counters=counters,
@@ -125,15 +126,15 @@ class Eager(Backend):
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
-        factors = decision.factors
-        skip, inverse, clip = factors.tolist() if self._reads(work.device) else factors.unbind()
+        reads = self._reads(work.device)
+        skip, inverse, clip = decision.numbers if reads else decision.factors.unbind()
         keep: Callable[[Tensor, Tensor], Tensor]
-        if isinstance(skip, float):
-            if skip > 0:
-                return
-            keep = _take_new
-        else:
+        if isinstance(skip, Tensor):
             keep = functools.partial(_select, skip > 0)
+        elif skip > 0:
+            return
+        else:
+            keep = _take_new
         rule = work.rule
         assert rule is not None
         for row, h in zip(work.rows, _advance(work, rule, keep), strict=True):
@@ -213,7 +214,7 @@ def _reciprocal(value: Any) -> Any:
 
 
 def _number(tensor: Tensor) -> float:
-    return tensor.item()
+    return float(tensor)
 
 
 def _wide(tensor: Tensor) -> Tensor:

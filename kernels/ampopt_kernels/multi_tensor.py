@@ -94,7 +94,7 @@ class Triton(Backend):
         norm = partials is not None and partials.squares is not None
         decision = Decision(
             found_inf=torch.empty((), dtype=torch.float32, device=device),
-            factors=torch.empty(3, dtype=torch.float64, device=device),
+            given=torch.empty(3, dtype=torch.float64, device=device),
             norm=torch.empty(
                 (), dtype=torch.float64 if work.float64 else torch.float32, device=device
             )

@@ -5,6 +5,7 @@ A step is three passes, each one launch on an accelerator: *detect* reads the gr
 rule or returns at once. :func:`run` is their order; a :class:`Backend` carries them out.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -179,8 +180,8 @@ class Decision:
 
     Attributes:
         found_inf: float32, 0-d; more than 0 for overflow.
-        factors: ``widest``, shape (3,): more than 0 to skip; the reciprocal of the scale; the clip
-            coefficient.
+        given: ``widest``, shape (3,): more than 0 to skip; the reciprocal of the scale; the clip
+            coefficient. Numbers, of a backend whose host sees them.
         norm: 0-d global norm of the unscaled gradients, if asked for.
         scale: the successor of the scale, of its shape and dtype, if it has one.
         counters: int32, shape (2,), with ``scale``.
@@ -188,11 +189,24 @@ class Decision:
     """
 
     found_inf: Tensor
-    factors: Tensor
+    given: Tensor | tuple[float, float, float]
     norm: Tensor | None = None
     scale: Tensor | None = None
     counters: Tensor | None = None
     h: Tensor | None = None
+
+    @functools.cached_property
+    def factors(self) -> Tensor:
+        """:attr:`given` as a tensor on the device."""
+        if isinstance(self.given, Tensor):
+            return self.given
+        device = self.found_inf.device
+        return torch.tensor(self.given, dtype=widest(device), device=device)
+
+    @property
+    def numbers(self) -> Sequence[float]:
+        """:attr:`given` on the host, which waits for them if they are on a device."""
+        return self.given.tolist() if isinstance(self.given, Tensor) else self.given
 
 
 class Backend(ABC):
@@ -256,7 +270,7 @@ def run(
         backends[0].update(first, decision)
         for backend, work in zip(backends[1:], others, strict=True):
             factors = carried(decision.factors, work.device, widest(work.device))
-            backend.update(work, Decision(found_inf=decision.found_inf, factors=factors))
+            backend.update(work, Decision(found_inf=decision.found_inf, given=factors))
     return decision
 
 
