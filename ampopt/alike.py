@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ampopt_kernels.objects import laid_out, layouts
+
 try:
     # What compiled code checks its inputs with: 300 tensors in one call, 25 microseconds. The
     # functions below, which serve where a version of torch does not have it, take 160.
@@ -35,10 +37,14 @@ class Alike:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Remember how ``tensors`` are laid out, and not the tensors."""
         self._n = len(tensors)
-        self._guards = None if TensorGuards is None else _guards(tensors)
-        self._known = None if self._guards else [list(map(of, tensors)) for of in _FUNCTIONS]
+        self._classes = set(map(type, tensors))  # by whose addresses they are known
+        self._layouts = layouts(list(tensors))
+        guarded = self._layouts is None and TensorGuards is not None
+        self._guards = _guards(tensors) if guarded else None
+        told = self._layouts is not None or self._guards is not None
+        self._known = None if told else [list(map(of, tensors)) for of in _FUNCTIONS]
 
-    def to(self, tensors: Sequence[Tensor | None]) -> bool:
+    def to(self, tensors: list[Any]) -> bool:
         """Whether ``tensors`` are laid out so, each as the one that was in its place.
 
         ``None`` is like no tensor.
@@ -46,11 +52,17 @@ class Alike:
         """
         if len(tensors) != self._n:
             return False
+        if self._layouts is not None:
+            return laid_out(tensors, self._layouts)
         if self._guards is not None:
-            return self._guards.check(*tensors)
-        assert self._known is not None
-        known = zip(_FUNCTIONS, self._known, strict=True)
-        return all(list(map(of, tensors)) == old for of, old in known)
+            alike = self._guards.check(*tensors)
+        else:
+            assert self._known is not None
+            known = zip(_FUNCTIONS, self._known, strict=True)
+            alike = all(list(map(of, tensors)) == old for of, old in known)
+        if alike:
+            self._layouts = layouts(tensors)  # C++ may have been compiled since
+        return alike
 
 
 def _guards(tensors: Sequence[Tensor]) -> Any:

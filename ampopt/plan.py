@@ -15,7 +15,7 @@ from torch import Tensor
 from ampopt import gradients
 from ampopt.alike import Alike
 from ampopt.arena import lay_end_to_end
-from ampopt_kernels.objects import Contents, addresses, same
+from ampopt_kernels.objects import Contents, addresses, bump_versions, same
 from ampopt_kernels.trial import try_out
 from ampopt_kernels.work import Row, Work
 
@@ -143,7 +143,7 @@ class Plan:
         through a graph that needs the old values is refused, as after a step of torch's.
         """
         self._staged.store()
-        torch.autograd.graph.increment_version(self._present)
+        bump_versions(self._present)
         for work in self.works:
             work.release()
 

@@ -7,11 +7,13 @@ __all__ = ["are_compiled", "loops", "object_loops"]
 
 _SOURCE = """
 #include <Python.h>
+#include <c10/core/TensorImpl.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 extern "C" void gather(char* const* tensors, const int64_t* bytes, int64_t n, char* scratch) {
@@ -45,7 +47,7 @@ constexpr int64_t WORTH_THREADS = 16;  // parts, which take longer than threads 
 // Whether the bits of an element, but for the sign, are those of infinity, or of a NaN, above it.
 template <typename T> bool overflowed(const void* tensor, const Part& part, T infinity) {
     constexpr int64_t LANES = 256 / sizeof(T);
-    constexpr T BUT_SIGN = ~(T(1) << (8 * sizeof(T) - 1));
+    constexpr T BUT_SIGN = std::numeric_limits<T>::max();
     typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
     const T* x = static_cast<const T*>(tensor) + part.start;
     Vector largest = {};
@@ -127,7 +129,7 @@ extern "C" double common(const float* x, int64_t n) {
     return others ? NAN : x[0];
 }
 
-// Of ampopt_kernels.objects, which calls these three with Python's lock held.
+// Of ampopt_kernels.objects, which calls what follows with Python's lock held. 1 is for yes.
 
 extern "C" int same(PyObject* found, PyObject* known) {
     const Py_ssize_t n = PyList_GET_SIZE(known);
@@ -150,15 +152,72 @@ extern "C" int hold(PyObject* dicts, PyObject* keys, PyObject* values) {
     return place == n;
 }
 
-// Of torch's stable C interface; its handle is the address of a pointer to the tensor.
+static c10::TensorImpl* impl_of(PyObject* tensor) {
+    return *reinterpret_cast<c10::TensorImpl**>(reinterpret_cast<char*>(tensor) + sizeof(PyObject));
+}
+
+// Calls each(tensor) until it says no, or torch that it cannot.
+template <typename Each> bool all_of(PyObject* tensors, Each each) {
+    try {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i)
+            if (!each(PyList_GET_ITEM(tensors, i))) return false;
+        return true;
+    } catch (...) {
+        return false;
+    }
+}
+
+// Of torch's stable C interface; its handle is the address of a pointer to the tensor. It has the
+// linker keep libtorch_cpu, through which libc10 is found.
 extern "C" int32_t aoti_torch_get_data_ptr(void* handle, void** address);
 
 extern "C" int addresses(PyObject* tensors, void** found) {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
-        char* object = reinterpret_cast<char*>(PyList_GET_ITEM(tensors, i));
-        if (aoti_torch_get_data_ptr(object + sizeof(PyObject), found + i)) return 0;
-    }
-    return 1;
+    return all_of(tensors, [&](PyObject* tensor) {
+        void* handle = reinterpret_cast<char*>(tensor) + sizeof(PyObject);
+        return aoti_torch_get_data_ptr(handle, found++) == 0;
+    });
+}
+
+extern "C" int bump_versions(PyObject* tensors) {
+    return all_of(tensors, [](PyObject* tensor) {
+        impl_of(tensor)->bump_version();
+        return true;
+    });
+}
+
+// Calls each(number) for all that a kernel takes for granted of a tensor, until it says no. The
+// class is first: another object, such as None, is looked into no further.
+template <typename Each> bool layout(PyObject* tensor, Each each) {
+    if (!each(reinterpret_cast<int64_t>(Py_TYPE(tensor)))) return false;
+    const c10::TensorImpl* impl = impl_of(tensor);
+    // Which tells layout, lazy negation and conjugation besides.
+    if (!each(static_cast<int64_t>(impl->key_set().raw_repr()))) return false;
+    const c10::Device device = impl->device();
+    const int64_t dtype = static_cast<int64_t>(c10::typeMetaToScalarType(impl->dtype()));
+    if (!each(dtype) || !each(int64_t(device.type())) || !each(device.index())) return false;
+    if (!each(impl->dim())) return false;
+    for (const int64_t size : impl->sizes())
+        if (!each(size)) return false;
+    for (const int64_t stride : impl->strides())
+        if (!each(stride)) return false;
+    return true;
+}
+
+extern "C" int64_t layouts(PyObject* tensors, int64_t* found, int64_t room) {
+    int64_t n = 0;
+    const bool known = all_of(tensors, [&](PyObject* tensor) {
+        return layout(tensor, [&](int64_t number) {
+            if (n < room) found[n] = number;
+            return ++n > 0;
+        });
+    });
+    return known ? n : -1;
+}
+
+extern "C" int laid_out(PyObject* tensors, const int64_t* known) {
+    return all_of(tensors, [&](PyObject* tensor) {
+        return layout(tensor, [&](int64_t number) { return number == *known++; });
+    });
 }
 """
 
@@ -195,10 +254,12 @@ def _of_numbers(library: Any) -> ctypes.CDLL:
 
 
 def _of_objects(library: ctypes.PyDLL) -> ctypes.PyDLL:
-    pointer, objects = ctypes.c_void_p, ctypes.py_object
+    pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     library.same.argtypes = (objects, objects)
     library.hold.argtypes = (objects, objects, objects)
-    library.addresses.argtypes = (objects, pointer)
+    library.addresses.argtypes = library.laid_out.argtypes = (objects, pointer)
+    library.bump_versions.argtypes = (objects,)
+    library.layouts.argtypes, library.layouts.restype = (objects, pointer, count), count
     return library
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ampopt_kernels.native import object_loops
 
-__all__ = ["Contents", "addresses", "same"]
+__all__ = ["Contents", "addresses", "bump_versions", "laid_out", "layouts", "same"]
 
 
 def same(found: list[Any], known: list[Any]) -> bool:
@@ -32,12 +32,43 @@ def same(found: list[Any], known: list[Any]) -> bool:
 
 def addresses(tensors: list[Tensor]) -> array:
     """Where the first elements of strided tensors are, as 64-bit integers."""
-    library = object_loops()
-    if library is not None and _tensors_follow_heads():
+    library = _tensor_loops()
+    if library is not None:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
             return found
     return array("q", map(Tensor.data_ptr, tensors))
+
+
+def bump_versions(tensors: list[Tensor]) -> None:
+    """Tell autograd of a write to each of ``tensors`` that it has not seen."""
+    library = _tensor_loops()
+    if library is None or not library.bump_versions(tensors):
+        torch.autograd.graph.increment_version(tensors)
+
+
+def layouts(tensors: list[Tensor]) -> array | None:
+    """What a kernel takes for granted of ``tensors``, as numbers: see :func:`laid_out`.
+
+    That is class, device, dtype, shape, strides, and no lazy negation or conjugation. ``None``
+    where no C++ is compiled that could tell.
+    """
+    library = _tensor_loops()
+    if library is None:
+        return None
+    n = library.layouts(tensors, None, 0)
+    if n < 0:
+        return None
+    found = array("q", bytes(8 * n))
+    library.layouts(tensors, found.buffer_info()[0], n)
+    return found
+
+
+def laid_out(tensors: list[Any], known: array) -> bool:
+    """Whether as many ``tensors``, or other objects, have the layouts ``known``."""
+    library = _tensor_loops()
+    assert library is not None
+    return bool(library.laid_out(tensors, known.buffer_info()[0]))
 
 
 class Contents:
@@ -58,6 +89,12 @@ class Contents:
         return same(list(chain.from_iterable(self._views)), self._values) and same(
             list(chain.from_iterable(self._dicts)), self._keys
         )
+
+
+def _tensor_loops() -> ctypes.PyDLL | None:
+    """The loops over tensors; ``None`` unless they are compiled, and know where a tensor is."""
+    library = object_loops()
+    return library if library is not None and _tensors_follow_heads() else None
 
 
 @functools.cache

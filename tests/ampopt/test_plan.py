@@ -14,17 +14,20 @@ from ampopt_kernels.compiled import cpp_compiler
 from ampopt_kernels.pieces import pieces_of
 
 
-@pytest.fixture(params=["guards", "functions"])
+@pytest.fixture(params=["native", "guards", "functions"])
 def implementation(request, monkeypatch):
     """What a plan asks of many objects, in one call or of each; with loops of C++ or without."""
+    if request.param == "native":
+        if cpp_compiler() is None:
+            pytest.skip("there is no C++ compiler here")
+        native.loops()
+        monkeypatch.setattr(alike, "TensorGuards", None)
+        return
+    monkeypatch.setattr(objects, "object_loops", lambda: None)
     if request.param == "functions":
         monkeypatch.setattr(alike, "TensorGuards", None)
-        monkeypatch.setattr(objects, "object_loops", lambda: None)
-        return
-    if alike.TensorGuards is None:
+    elif alike.TensorGuards is None:
         pytest.skip("this torch has no TensorGuards")
-    if cpp_compiler() is not None:
-        native.loops()
 
 
 def example():
@@ -67,6 +70,22 @@ def test_more_or_fewer_are_not_alike(implementation):
     assert not Alike(example()).to(example()[:2])
     assert not Alike(example()[:2]).to(example())
     assert Alike([]).to([])
+
+
+@pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
+@pytest.mark.parametrize("what", CHANGED)
+def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypatch):
+    native.loops()
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "object_loops", lambda: None)
+        known = Alike(example())
+    changed = [CHANGED[what], *example()[1:]]
+    assert not known.to(changed)
+    assert known._layouts is None
+    assert known.to(example())
+    assert known._layouts is not None
+    assert known.to(example())
+    assert not known.to(changed)
 
 
 def test_guards_that_take_other_arguments_are_done_without(monkeypatch):

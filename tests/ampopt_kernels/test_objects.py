@@ -5,7 +5,7 @@ import torch
 
 from ampopt_kernels import native, objects
 from ampopt_kernels.compiled import cpp_compiler
-from ampopt_kernels.objects import Contents, addresses, same
+from ampopt_kernels.objects import Contents, addresses, bump_versions, same
 
 
 @pytest.fixture(autouse=True, params=["native", "python"])
@@ -112,3 +112,19 @@ class Unlike:
     """Nothing is right behind its head, and it says nothing of where a tensor is."""
 
     __slots__ = ("tensor",)
+
+
+def test_versions_are_those_after_a_write():
+    tensors = [torch.ones(2), torch.ones(2).view(1, 2), torch.nn.Parameter(torch.ones(()))]
+    before = [tensor._version for tensor in tensors]
+    bump_versions(tensors)
+    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
+    bump_versions([])
+
+
+def test_a_tensor_without_a_version_is_passed_over_as_by_torch():
+    with torch.inference_mode():
+        tensor = torch.ones(2)
+    other = torch.ones(2)
+    bump_versions([tensor, other])
+    assert other._version == 1
