@@ -297,7 +297,7 @@ class ElementwiseOptimizer(Optimizer):
     # --- the parts ---------------------------------------------------------------------------
 
     def _holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        """Whose ``grad`` to step with: after ``unscale`` the master's, if there is one."""
+        # After ``unscale`` the master's, if there is one.
         if not self._masters_have_gradients:
             return param
         return param if (master := self._master_of(group, param)) is None else master

@@ -1,6 +1,6 @@
 """The gradients of an optimizer as rows of work, checked before anything is touched."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -137,16 +137,24 @@ class Staged:
             original.copy_(copy)
 
 
-def offenders(param_groups: list[dict[str, Any]], scale: Tensor | None = None) -> Iterator[str]:
+def offenders(
+    param_groups: list[dict[str, Any]],
+    scale: Tensor | None,
+    holder: Callable[[dict[str, Any], Tensor], Tensor],
+) -> Iterator[str]:
     """Names of the parameters whose gradients are not finite once unscaled. Synchronizes.
 
     Args:
         param_groups: of the optimizer.
-        scale: what the gradients still carry, if they were not unscaled in place.
+        scale: what the gradients still carry; ``None`` if they were unscaled in place.
+        holder: of a group and a parameter: whose ``grad`` that is, the parameter's or its master's.
     """
     inverse = 1.0 if scale is None else 1.0 / float(scale)
-    for _, param in present(param_groups):
-        values = values_of(param)
+    for index, param in present(param_groups):
+        held = holder(param_groups[index], param)
+        if held.grad is None:
+            continue
+        values = values_of(held)
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         unscaled = values.to(dtype) * torch.tensor(inverse, dtype=dtype)
         if not bool(unscaled.isfinite().all()):

@@ -362,7 +362,9 @@ class Optimizer(OrdinarySteps):
             max_replays=max_replays,
             preserve_rng=preserve_rng,
             devices=dict.fromkeys(p.device for group in self.param_groups for p in group["params"]),
-            offenders=lambda: gradients.offenders(self.param_groups, self._left_scaled_by()),
+            offenders=lambda: gradients.offenders(
+                self.param_groups, self._left_scaled_by(), self._holder
+            ),
         )
         with self._restored_on_failure(replay):
             loss = step_with(self.step, replay)

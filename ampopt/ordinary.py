@@ -176,6 +176,10 @@ class OrdinarySteps(Bookkeeping):
                 values.mul_(decision.factors[2].to(values.device, values.dtype))
         return decision
 
+    def _holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
+        """Whose ``grad`` to step with."""
+        return param
+
     def _keeps_master(self, group: dict[str, Any], param: Tensor) -> bool:
         """Whether the gradient of ``param`` is unscaled on a float32 master, not in place."""
         return False

@@ -719,6 +719,24 @@ def test_a_closure_that_fails_leaves_no_masters_behind(name, dtype, raised):
     assert everything(optimizer) == before
 
 
+@both_ways
+def test_what_overflows_by_unscaling_alone_is_named_with_masters_too(split):
+    huge, fine = half(1.0, dtype=torch.bfloat16), half(1.0, dtype=torch.bfloat16)
+    named = [("huge", huge), ("fine", fine)]
+    optimizer = ampopt.SGD(named, lr=1.0, master_weights=True)  # pyright: ignore
+
+    def closure(scale: Any) -> Any:
+        huge.grad, fine.grad = torch.full_like(huge, 1e38), torch.ones_like(fine)
+        return (1.0, *optimizer.unscale(scale)) if split else 1.0
+
+    with pytest.raises(ampopt.NonFiniteGradientError) as raised:
+        if split:
+            optimizer.step_after_unscale(closure, 2.0**-10, max_replays=1)
+        else:
+            optimizer.unscale_and_step(closure, 2.0**-10, max_replays=1)
+    assert raised.value.parameters == ["huge"]
+
+
 @each_half
 def test_step_and_its_closure_work_on_masters(dtype):
     param, wide = half(1.0, -2.0, dtype=dtype), Parameter(torch.tensor([1.0, -2.0]))
