@@ -44,6 +44,9 @@ class Optimizer(OrdinarySteps):
 
     ``torch.amp.GradScaler`` works with it: ``scaler.step(optimizer)`` leaves its flag to the
     optimizer, which unscales, judges unscaled gradients too, and skips where either overflowed.
+    It leaves it on the very object that it is given. As with torch's fused optimizers, give it the
+    optimizer inside a wrapper that hands on what attributes it has not itself, or use
+    :class:`ampopt.GradScaler`.
 
     **Synchronization.** With an ordinary ``step()`` the host waits for the overflow flag where
     :attr:`skip_by` says so; rule-based optimizers never wait. A closure makes the host look at the

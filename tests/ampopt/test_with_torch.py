@@ -1,5 +1,6 @@
-"""What torch has around an optimizer: compiled models, averaged weights, clipping, functions."""
+"""What torch has around optimizers: compiled models, averages, clipping, functions, checkpoints."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -225,3 +226,58 @@ def test_gradients_for_each_sample_that_overflow():
         assert optimizer.unscale_and_step(grads_scaled_by=4.0).skipped is skipped
     start = made(ampopt.SGD)[1]
     assert bits([p + 1.5 for p in params]) == bits(start)
+
+
+# --- torch.distributed.checkpoint, in one process -------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without it")
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("saved_by", ["ours", "torch", "ours with masters"])
+def test_states_by_the_names_of_parameters(ours, theirs, flat, saved_by):
+    """``get_state_dict`` makes the state that is to be loaded into by a step, which is undone."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    masters: dict[str, Any] = {}
+    if saved_by == "ours with masters":
+        if not issubclass(ours, ampopt.ElementwiseOptimizer):
+            pytest.skip("it keeps no masters")
+        masters = {"master_weights": True}
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def train(net: Any, optimizer: Any, steps: int) -> None:
+        for batch in batches(steps):
+            optimizer.zero_grad()
+            inputs, labels = batch
+            outputs = net(inputs.to(net[0].weight.dtype)).float()
+            torch.nn.functional.cross_entropy(outputs, labels).backward()
+            optimizer.step()
+
+    def both(cls: Any) -> Any:
+        net = torch.nn.Sequential(*[network()[layer] for layer in (0, 2, 3)])
+        net = net.bfloat16() if masters else net
+        return net, cls(net.parameters(), lr=0.01, **masters)
+
+    saves, loads = (theirs, ours) if saved_by == "torch" else (ours, ours if masters else theirs)
+    net, optimizer = both(saves)
+    train(net, optimizer, 3)
+    saved = copy.deepcopy(get_state_dict(net, optimizer, options=options))
+    net2, optimizer2 = both(loads)
+    before = bits(list(net2.parameters()))
+    get_state_dict(net2, optimizer2, options=options)
+    assert bits(list(net2.parameters())) == before
+    set_state_dict(
+        net2, optimizer2, model_state_dict=saved[0], optim_state_dict=saved[1], options=options
+    )
+    train(net, optimizer, 2)
+    train(net2, optimizer2, 2)
+    if masters:
+        assert bits(list(net2.parameters())) == bits(list(net.parameters()))
+    torch.testing.assert_close(
+        list(net2.parameters()), list(net.parameters()), rtol=1e-4, atol=1e-5
+    )
