@@ -62,6 +62,14 @@ def checked_sparse_tensors():
     torch.sparse.check_sparse_tensor_invariants.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def backend_of_the_environment():
+    """What a file chooses is for it alone: even ``set_backend("auto")`` hides AMPOPT_BACKEND."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ampopt.backend._chosen", None)
+        yield
+
+
 @pytest.fixture(scope="module", params=["eager", "triton"])
 def backend(request):
     """Each backend in turn; a test that takes it is one body over both.
