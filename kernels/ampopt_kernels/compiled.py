@@ -30,9 +30,9 @@ PATIENCE = 10.0
 
 On two cores, with torch 2.13 and g++, the first rule takes about 9 seconds, of which 2 are for the
 import of Inductor and 6 for torch's precompiled header, which later processes find in Inductor's
-cache; each further rule takes about 1. Once on a machine, 7 more go by in trying the compiler out
+cache; each further rule takes about 1. Once on a machine, 8 more go by in trying the compiler out
 and compiling the loops of ``native``. Waiting about as long as it would cost bounds the loss either
-way: whenever a run ends, it has taken hardly more than twice the better choice, but for those 7.
+way: whenever a run ends, it has taken hardly more than twice the better choice, but for those 8.
 """
 
 
