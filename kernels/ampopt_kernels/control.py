@@ -140,8 +140,10 @@ def _decide(
     coefficient = tl.full((), 1.0, tl.float64)
     if NORM:
         norm = tl.sqrt(tl.sum(total, 0))
-        coefficient = tl.load(max_norm) / (norm + 1e-6)
-        coefficient = tl.where(coefficient < 1.0, coefficient, 1.0)
+        limit = tl.load(max_norm)
+        coefficient = limit / (norm + 1e-6)
+        # NaN stays, as in torch; an infinite limit only measures.
+        coefficient = tl.where((coefficient > 1.0) | (limit == float("inf")), 1.0, coefficient)
         tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
     if HAS_POLICY:
         constant = ()

@@ -98,8 +98,9 @@ class Eager(Backend):
         if request.max_norm is not None and partials is not None:
             assert partials.squares is not None
             norm = partials.squares.sum().sqrt()
-            coefficient = request.max_norm / (look(norm) + 1e-6)
-            coefficient = stand_in.where(coefficient < 1.0, coefficient, 1.0)
+            if request.max_norm < float("inf"):  # which only measures
+                coefficient = request.max_norm / (look(norm) + 1e-6)
+                coefficient = stand_in.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays
             norm = norm.to(torch.float64 if work.float64 else torch.float32)
 
         scale = counters = None

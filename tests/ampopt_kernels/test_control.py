@@ -94,11 +94,15 @@ def test_clips_as_torch_does(engine, squares, max_norm):
 
 
 @each_engine
-@given(norm=st.sampled_from([math.inf, math.nan]))
-def test_a_norm_that_is_none_does_not_pass_for_one(engine, norm):
-    decision = decide(engine, Request(check=False, max_norm=1.0, apply=False), parts([1.0], [norm]))
+@given(norm=st.sampled_from([math.inf, math.nan]), max_norm=st.sampled_from([0.0, 1.0, math.inf]))
+def test_a_norm_that_is_none_does_not_pass_for_one(engine, norm, max_norm):
+    request = Request(check=False, max_norm=max_norm, apply=False)
+    decision = decide(engine, request, parts([1.0], [norm]))
     assert decision.norm is not None
     assert not decision.norm.isfinite()
+    # As torch multiplies by; infinity only measures.
+    expected = 1.0 if max_norm == math.inf else 0.0 if norm == math.inf else math.nan
+    assert decision.factors[2].item() == pytest.approx(expected, nan_ok=True)
 
 
 @each_engine
