@@ -15,10 +15,10 @@ from ampopt import gradients, ranks, scaler_protocol
 from ampopt.arena import shares_storage
 from ampopt.backend import backend_for
 from ampopt.optimizer import Optimizer
-from ampopt.ordinary import Attempt, is_watched
+from ampopt.ordinary import Attempt
 from ampopt.plan import Plan, check_plannable
 from ampopt.snapshot import Snapshot
-from ampopt.step_hooks import beneath_hooks
+from ampopt.step_hooks import beneath_hooks, is_watched
 from ampopt.uncompiled import uncompiled
 from ampopt_kernels.layout import real
 from ampopt_kernels.rule import MASTER, Rule, State
@@ -207,7 +207,7 @@ class ElementwiseOptimizer(Optimizer):
         if self._has_own_step:
             return super()._attempt(request)
         self._decision = None
-        if is_watched(self):
+        if is_watched(self, _STEP):
             self._request = request
             try:
                 self.step()
@@ -466,6 +466,9 @@ def _showing(init: Any, theirs: type[torch.optim.Optimizer]) -> Any:
     parameters = [*signature.parameters.values(), masters]
     __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return __init__
+
+
+_STEP = ElementwiseOptimizer.step
 
 
 def _has_masters(group: dict[str, Any]) -> bool:

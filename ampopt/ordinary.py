@@ -6,20 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ampopt import gradients
 from ampopt.backend import backend_for
 from ampopt.bookkeeping import Bookkeeping
 from ampopt.judge import judge_held, works_of
 from ampopt.snapshot import Snapshot
-from ampopt.step_hooks import beneath_hooks, hooked
+from ampopt.step_hooks import beneath_hooks, hooked, is_replaced
 from ampopt.transaction import Skipper
 from ampopt.uncompiled import uncompiled
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Decision, Request, Row, Work
 
-__all__ = ["Attempt", "OrdinarySteps", "is_watched"]
+__all__ = ["Attempt", "OrdinarySteps"]
 
 
 class Attempt(NamedTuple):
@@ -221,39 +220,14 @@ class OrdinarySteps(Bookkeeping):
                 )
 
 
-def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody would miss a step that is not taken through ``optimizer.step``.
-
-    Hooks would, somebody's own step on the instance, and a profiler, which is shown each step.
-    Going through torch's wrapper for none of them is a tenth of a small network's step.
-    """
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        or _is_replaced(optimizer)
-    )
-
-
 def _beneath_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     """The function of ``optimizer.step`` without the hooks that torch puts around it.
 
     ``None`` if somebody has put another step on the instance, whose hooks cannot be told apart.
     """
-    if _is_replaced(optimizer):
+    if is_replaced(optimizer):
         return None
     return beneath_hooks(type(optimizer).step)
-
-
-def _is_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the instance has a step of its own, but for a scheduler's wrapper."""
-    given = vars(optimizer).get("step")
-    if given is None:
-        return False
-    scheduled = hasattr(given, "_wrapped_by_lr_sched")
-    return not (scheduled and given.__wrapped__ is type(optimizer).step)
 
 
 # A step hook may hand the step other arguments.

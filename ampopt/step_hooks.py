@@ -8,8 +8,9 @@ has depends on what was made before; what these functions answer does not.
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["beneath_hooks", "has_own_step", "has_step", "hooked"]
+__all__ = ["beneath_hooks", "has_own_step", "has_step", "hooked", "is_replaced", "is_watched"]
 
 hooked = torch.optim.Optimizer.profile_hook_step
 """Put that wrapper around a function."""
@@ -37,3 +38,34 @@ def has_own_step(cls: type) -> bool:
 def has_step(cls: type[torch.optim.Optimizer]) -> bool:
     """Whether anybody wrote a ``step`` for ``cls``: torch's base has one that only raises."""
     return beneath_hooks(cls.step) is not beneath_hooks(torch.optim.Optimizer.step)
+
+
+def is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the instance has a step of its own, but for a scheduler's wrapper."""
+    given = vars(optimizer).get("step")
+    if given is None:
+        return False
+    scheduled = hasattr(given, "_wrapped_by_lr_sched")
+    return not (scheduled and given.__wrapped__ is type(optimizer).step)
+
+
+def is_watched(optimizer: torch.optim.Optimizer, step: Any) -> bool:
+    """Whether anybody would miss a ``step`` that is not taken through ``optimizer.step``.
+
+    Hooks would, a profiler, which is shown each step, and who has put another step on the instance
+    or, since it was made, on its class. Going through torch's wrapper for none of them is a tenth
+    of a small network's step.
+
+    Args:
+        optimizer: about to step.
+        step: what its class defines.
+    """
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        or is_replaced(optimizer)
+        or beneath_hooks(type(optimizer).step) is not step
+    )

@@ -520,6 +520,20 @@ def seen_by_who_replaced_the_step(attempt: Callable[[], None], optimizer: Any) -
     return bool(calls)
 
 
+def seen_by_who_replaced_the_step_of_the_class(attempt: Callable[[], None], optimizer: Any) -> bool:
+    calls: list[None] = []
+    cls, original = type(optimizer), type(optimizer).step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, "step", step)
+        attempt()
+    return bool(calls)
+
+
 @pytest.mark.parametrize("cls", RULE_BASED)
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize(
@@ -529,6 +543,7 @@ def seen_by_who_replaced_the_step(attempt: Callable[[], None], optimizer: Any) -
         seen_by_a_profiler,
         seen_by_a_scheduler,
         seen_by_who_replaced_the_step,
+        seen_by_who_replaced_the_step_of_the_class,
     ],
 )
 def test_whoever_watches_steps_sees_those_of_the_control_points(cls, bad, seen):
