@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from ampopt.elementwise import ElementwiseOptimizer, needs_master
+from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.masters import needs_master
 from ampopt_kernels import rules
 
 __all__ = ["Adagrad"]

@@ -118,6 +118,10 @@ class Rule:
         """The scalar states that exist under ``flags``."""
         return tuple(part for part in self.scalar_state if self._exists(part, flags))
 
+    def has_state(self, flags: tuple[bool, ...]) -> bool:
+        """Whether there is any state under ``flags``."""
+        return bool(self.state_for(flags) or self.scalar_state_for(flags))
+
     def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
         return part.when is None or flags[self.flags.index(part.when)]
 

@@ -1,0 +1,196 @@
+"""Float32 master weights of half-precision parameters, and the gradients on them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ampopt import gradients
+from ampopt.optimizer import Optimizer
+from ampopt.uncompiled import uncompiled
+from ampopt_kernels.rule import MASTER, Rule
+
+__all__ = ["MasterWeights", "has_masters", "needs_master"]
+
+
+class MasterWeights(Optimizer):
+    """Keeps masters in the state; see :class:`ampopt.ElementwiseOptimizer`, which steps them."""
+
+    rule: ClassVar[Rule]
+    _master_weights = False
+    _masters_have_gradients = False
+
+    def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
+        """Make the optimizer.
+
+        Args:
+            *args: what the base classes take: ``params`` and ``defaults``, or as torch's optimizer.
+            master_weights: keep a float32 master of each float16 and bfloat16 parameter; see the
+                class. Also an option of a param group.
+            **kwargs: what the base classes take.
+        """
+        self._master_weights = master_weights
+        super().__init__(*args, **kwargs)
+        if self.defaults.get("differentiable") and any(map(has_masters, self.param_groups)):
+            raise ValueError(
+                "master_weights=True does not go with differentiable=True, which takes torch's own "
+                "step: leave one of them out"
+            )
+
+    @uncompiled
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch does, and forget a pending unscale."""
+        super().zero_grad(set_to_none)
+        self._drop_master_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch does; ``master_weights`` may be one of its options."""
+        if self._master_weights:
+            param_group.setdefault("master_weights", True)
+        super().add_param_group(param_group)
+        self._remember_dtypes()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as torch does, of this or torch's optimizer. Nothing is cast.
+
+        Whether there are master weights is decided here, not by the checkpoint.
+        """
+        kept = [has_masters(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, masters in zip(self.param_groups, kept, strict=True):
+            group.pop("master_weights", None)
+            if masters:
+                group["master_weights"] = True
+            for param in group["params"]:
+                if param in self.state and not needs_master(group, param):
+                    self.state[param].pop(MASTER, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's. A parameter that never had a gradient has none."""
+        state_dict = super().state_dict()
+        states = state_dict["state"]
+        for group in state_dict["param_groups"]:
+            if not self.rule.has_state(self.rule.flag_values(group)):
+                continue
+            for key in group["params"]:
+                # A master alone is the parameter, and torch would take it for a state that is all
+                # there.
+                if states.get(key, {}).keys() == {MASTER}:
+                    del states[key]
+        return state_dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
+        return {**super().__getstate__(), "_master_weights": self._master_weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support loading, copying and pickling."""
+        states = state["state"]
+        # A master alone torch would take for a state that is all there.
+        alone = {p: s for p, s in states.items() if isinstance(s, dict) and s.keys() == {MASTER}}
+        for param in alone:
+            del states[param]
+        super().__setstate__(state)
+        self.state.update(alone)
+
+    def master_params(self) -> Iterator[Tensor]:
+        """See :meth:`Optimizer.master_params`. A frozen parameter stands for itself."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                frozen = not param.requires_grad and MASTER not in self.state.get(param, {})
+                master = None if frozen else self._master_of(group, param)
+                yield param if master is None else master
+
+    # --- what steps and control points ask --------------------------------------------------------
+
+    @contextmanager
+    def _restored_on_failure(self, replay: Any) -> Iterator[None]:
+        known = set(self._with_masters())
+        try:
+            with super()._restored_on_failure(replay):
+                yield
+        except BaseException:
+            for param in set(self._with_masters()) - known:  # a closure that unscales makes them
+                master = self.state[param].pop(MASTER)
+                master.grad = None
+                if not self.state[param]:
+                    del self.state[param]
+            raise
+        finally:  # unscaled ones that no step took
+            self._drop_master_gradients()
+
+    def _keeps_master(self, group: dict[str, Any], param: Tensor) -> bool:
+        return needs_master(group, param)
+
+    def _holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
+        holders = super()._holders(written=written)
+        if not written:
+            return holders
+        result = []
+        for index, param in holders:
+            master = self._master_of(self.param_groups[index], param)
+            if master is not None:
+                assert param.grad is not None
+                master.grad = param.grad.to(master.dtype)
+                self._masters_have_gradients = True
+            result.append((index, param if master is None else master))
+        return result
+
+    def _holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
+        # After ``unscale`` the master's, if there is one.
+        if not self._masters_have_gradients:
+            return param
+        return param if (master := self._master_of(group, param)) is None else master
+
+    def _master_of(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
+        """The float32 master of ``param``, made where it is missing; ``None`` if it needs none."""
+        if not needs_master(group, param):
+            return None
+        state = self.state[param]
+        if state.get(MASTER) is None:
+            state[MASTER] = param.detach().to(torch.float32)
+        return state[MASTER]
+
+    def _with_masters(self) -> Iterator[Tensor]:
+        for group in filter(has_masters, self.param_groups):
+            yield from (p for p in group["params"] if MASTER in self.state.get(p, {}))
+
+    def _drop_master_gradients(self) -> None:
+        if self._masters_have_gradients:
+            self._masters_have_gradients = False
+            for param in self._with_masters():
+                self.state[param][MASTER].grad = None
+
+    def _remember_dtypes(self) -> None:
+        """Remember the dtype of each parameter, to notice a model that is cast later."""
+        # Weak, for an identity is used again when a parameter is gone.
+        known = self._dtypes = self.__dict__.get("_dtypes", WeakIdKeyDictionary())
+        for group in self.param_groups:
+            for param in group["params"]:
+                known.setdefault(param, param.dtype)
+
+    def _check_dtypes(self) -> None:
+        self._remember_dtypes()
+        for group in self.param_groups:
+            for param in group["params"]:
+                made_with = self._dtypes[param]
+                if param.dtype != made_with:
+                    raise RuntimeError(
+                        f"{gradients.name_of(self.param_groups, param)} was {made_with} when the "
+                        f"optimizer was made and is {param.dtype} now: cast the model first and "
+                        "make the optimizer then (with master_weights=True it keeps float32 "
+                        "masters of half-precision parameters)"
+                    )
+
+
+def has_masters(group: dict[str, Any]) -> bool:
+    """Whether parameters of ``group`` have masters, if they are of a dtype that needs them."""
+    return group.get("master_weights", False)
+
+
+def needs_master(group: dict[str, Any], param: Tensor) -> bool:
+    """Whether ``param`` of ``group`` has a float32 master."""
+    return has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
