@@ -21,7 +21,6 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     Differs from torch: it can be copied and pickled.
     """
 
-    _needs_closure = True
     # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
     _shared_state = frozenset({"d", "old_dirs", "old_stps", "ro", "al"})
 

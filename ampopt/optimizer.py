@@ -92,8 +92,8 @@ class Optimizer(OrdinarySteps):
         """
         super().__init_subclass__(**kwargs)
         closure = inspect.signature(cls.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            cls._needs_closure = True
+        if closure is not None:
+            cls._needs_closure = closure.default is inspect.Parameter.empty
         scaler_protocol.heed_in(cls, Optimizer)
 
     def _patch_step_function(self) -> None:

@@ -194,7 +194,8 @@ class TrainStep:
         Raises:
             TypeError: ``state_dict`` is no dict.
             ValueError: it is not of such a step, or one has a scale and the other has not, or it
-                does not fit the optimizer. Nothing has changed then.
+                does not fit the optimizer. Nothing has changed then, nor where the optimizer's
+                ``load_state_dict`` raises something else.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")

@@ -189,6 +189,18 @@ def test_a_closure_is_needed(call):
     assert everything(valley.optimizer) == before
 
 
+def test_a_subclass_whose_step_can_do_without_a_closure_is_not_asked_for_one():
+    class Resting(ampopt.LBFGS):
+        def step(self, closure=None):  # type: ignore[override]
+            return None if closure is None else super().step(closure)
+
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    result = Resting([param]).unscale_and_step(grads_scaled_by=2.0)
+    assert result.loss is None
+    assert param.tolist() == [1.0] * 3
+
+
 def test_without_a_scale_it_is_torchs_step():
     ours, theirs = Valley(ampopt.LBFGS), Valley(torch.optim.LBFGS)
     result = ours.optimizer.unscale_and_step(ours.closure)
