@@ -1,6 +1,10 @@
 """Adadelta."""
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt_kernels import rules
@@ -17,3 +21,21 @@ class Adadelta(ElementwiseOptimizer, torch.optim.Adadelta):
     """
 
     rule = rules.adadelta
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 1.0,
+            rho: float = 0.9,
+            eps: float = 1e-6,
+            weight_decay: float = 0,
+            foreach: bool | None = None,
+            *,
+            capturable: bool = False,
+            maximize: bool = False,
+            differentiable: bool = False,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""

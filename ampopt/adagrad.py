@@ -1,8 +1,10 @@
 """Adagrad."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.masters import needs_master
@@ -23,12 +25,34 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
     rule = rules.adagrad
     sparse_gradients = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Make the optimizer; see the class."""
-        super().__init__(*args, **kwargs)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if needs_master(group, param):
-                    # torch has made it in the parameter's dtype, rounding its initial value.
-                    state, initial = self.state[param], self.defaults["initial_accumulator_value"]
-                    state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 0.01,
+            lr_decay: float = 0,
+            weight_decay: float = 0,
+            initial_accumulator_value: float = 0,
+            eps: float = 1e-10,
+            foreach: bool | None = None,
+            *,
+            maximize: bool = False,
+            differentiable: bool = False,
+            fused: bool | None = None,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""
+
+    else:
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            """Make the optimizer; see the class."""
+            super().__init__(*args, **kwargs)
+            initial = self.defaults["initial_accumulator_value"]
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if needs_master(group, param):
+                        # torch has made it in the parameter's dtype, rounding its initial value.
+                        state = self.state[param]
+                        state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)

@@ -1,6 +1,10 @@
 """Adam."""
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt_kernels import rules
@@ -17,3 +21,24 @@ class Adam(ElementwiseOptimizer, torch.optim.Adam):
     """
 
     rule = rules.adam
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 0.001,
+            betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+            eps: float = 1e-8,
+            weight_decay: float = 0,
+            amsgrad: bool = False,
+            *,
+            foreach: bool | None = None,
+            maximize: bool = False,
+            capturable: bool = False,
+            differentiable: bool = False,
+            fused: bool | None = None,
+            decoupled_weight_decay: bool = False,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""

@@ -1,6 +1,10 @@
 """Adamax."""
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt_kernels import rules
@@ -17,3 +21,21 @@ class Adamax(ElementwiseOptimizer, torch.optim.Adamax):
     """
 
     rule = rules.adamax
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 0.002,
+            betas: tuple[float, float] = (0.9, 0.999),
+            eps: float = 1e-8,
+            weight_decay: float = 0,
+            foreach: bool | None = None,
+            *,
+            maximize: bool = False,
+            differentiable: bool = False,
+            capturable: bool = False,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""

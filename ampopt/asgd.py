@@ -1,6 +1,10 @@
 """ASGD."""
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt_kernels import rules
@@ -17,3 +21,22 @@ class ASGD(ElementwiseOptimizer, torch.optim.ASGD):
     """
 
     rule = rules.asgd
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 0.01,
+            lambd: float = 0.0001,
+            alpha: float = 0.75,
+            t0: float = 1000000.0,
+            weight_decay: float = 0,
+            foreach: bool | None = None,
+            maximize: bool = False,
+            differentiable: bool = False,
+            capturable: bool = False,
+            *,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""

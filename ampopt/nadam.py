@@ -1,6 +1,10 @@
 """NAdam."""
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt_kernels import rules
@@ -17,3 +21,23 @@ class NAdam(ElementwiseOptimizer, torch.optim.NAdam):
     """
 
     rule = rules.nadam
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 0.002,
+            betas: tuple[float, float] = (0.9, 0.999),
+            eps: float = 1e-8,
+            weight_decay: float = 0,
+            momentum_decay: float = 0.004,
+            decoupled_weight_decay: bool = False,
+            *,
+            foreach: bool | None = None,
+            maximize: bool = False,
+            capturable: bool = False,
+            differentiable: bool = False,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""

@@ -1,6 +1,10 @@
 """RMSprop."""
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt_kernels import rules
@@ -17,3 +21,23 @@ class RMSprop(ElementwiseOptimizer, torch.optim.RMSprop):
     """
 
     rule = rules.rmsprop
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 0.01,
+            alpha: float = 0.99,
+            eps: float = 1e-8,
+            weight_decay: float = 0,
+            momentum: float = 0,
+            centered: bool = False,
+            capturable: bool = False,
+            foreach: bool | None = None,
+            maximize: bool = False,
+            differentiable: bool = False,
+            *,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""

@@ -1,6 +1,10 @@
 """Rprop."""
 
+from typing import TYPE_CHECKING
+
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt_kernels import rules
@@ -17,3 +21,20 @@ class Rprop(ElementwiseOptimizer, torch.optim.Rprop):
     """
 
     rule = rules.rprop
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 0.01,
+            etas: tuple[float, float] = (0.5, 1.2),
+            step_sizes: tuple[float, float] = (1e-6, 50),
+            *,
+            capturable: bool = False,
+            foreach: bool | None = None,
+            maximize: bool = False,
+            differentiable: bool = False,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""

@@ -1,9 +1,10 @@
 """Stochastic gradient descent."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt_kernels import rules
@@ -26,6 +27,25 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
 
     rule = rules.sgd
     sparse_gradients = True
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 0.001,
+            momentum: float = 0,
+            dampening: float = 0,
+            weight_decay: float | Tensor = 0,
+            nesterov: bool = False,
+            *,
+            maximize: bool = False,
+            foreach: bool | None = None,
+            differentiable: bool = False,
+            fused: bool | None = None,
+            master_weights: bool = False,
+        ) -> None:
+            """Make the optimizer; see the class."""
 
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         state = self.state.get(param, {})

@@ -1,5 +1,6 @@
 """The control points: their order, what they take and return, and what else reads them."""
 
+import ast
 import copy
 import functools
 import inspect
@@ -937,6 +938,23 @@ def test_a_constructor_shows_the_arguments_that_it_takes(cls):
             super().__init__(params)
 
     assert list(inspect.signature(Author).parameters) == ["params", "number"]
+
+
+@pytest.mark.parametrize("cls", [c for c in EVERY_RULE if hasattr(torch.optim, c.__name__)])
+def test_type_checkers_are_shown_the_same_arguments(cls):
+    tree = ast.parse(inspect.getsource(cls))
+    (shown,) = (
+        node.body[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    assert isinstance(shown, ast.FunctionDef)
+    names: dict[str, Any] = {"ParamsT": Any, "Tensor": Tensor}
+    exec(ast.unparse(shown), names)
+    found = list(inspect.signature(names["__init__"]).parameters.values())[1:]
+    taken = inspect.signature(cls).parameters.values()
+    told = [[(p.name, p.kind, p.default) for p in parameters] for parameters in (found, taken)]
+    assert told[0] == told[1]
 
 
 # --- what autograd knows of a step ----------------------------------------------------------------
