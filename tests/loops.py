@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch.nn import Parameter
@@ -15,11 +16,14 @@ __all__ = [
     "INF",
     "Step",
     "after",
+    "both_ways",
     "give",
     "iterate",
     "losses",
     "made",
+    "overflow",
     "scaler_at",
+    "scaler_for",
     "steps",
 ]
 
@@ -35,6 +39,8 @@ EVERY: list[Any] = [
     and cls not in (ampopt.Optimizer, ampopt.LBFGS)
 ]
 """Every drop-in for an optimizer of torch's that steps without a closure."""
+
+both_ways = pytest.mark.parametrize("split", [False, True], ids=["joined", "split"])
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,11 @@ def give(optimizer: Any, step: Step | float, scale: Any = 1.0) -> None:
         p.grad = grad
 
 
+def overflow(param: Parameter) -> None:
+    """Give ``param``, of three numbers, a gradient with an infinity between two ones."""
+    param.grad = torch.tensor([1.0, INF, 1.0])
+
+
 def losses(optimizer: Any, coefficients: Sequence[float]) -> torch.Tensor:
     """A loss of all parameters whose gradients differ."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -96,6 +107,12 @@ def scaler_at(scale: float, cls: Any = torch.amp.GradScaler, **options: Any) -> 
     scaler = cls("cpu", init_scale=scale, **options)
     scaler.scale(torch.zeros(()))
     return scaler
+
+
+def scaler_for(param: Parameter, init_scale: float = 4.0) -> Any:
+    """One of torch's that will step with the gradient that ``param`` has, and not grow."""
+    assert param.grad is not None
+    return scaler_at(init_scale, growth_interval=100)
 
 
 def after(scaler: Any, optimizer: Any, steps: Any, unscale_first: bool) -> list[Any]:

@@ -4,11 +4,24 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 import ampopt
 from ampopt_kernels import Rule, State, jit, tl
 
-__all__ = ["BUILT_IN", "OWN", "RULE_BASED", "HostCounted", "Plain", "Signed", "torch_twin"]
+__all__ = [
+    "BUILT_IN",
+    "EVERY_RULE",
+    "ORDINARY",
+    "OWN",
+    "RULE_BASED",
+    "WITHOUT_CLOSURE",
+    "HostCounted",
+    "Plain",
+    "Signed",
+    "sgd",
+    "torch_twin",
+]
 
 
 class Plain(ampopt.Optimizer):
@@ -72,7 +85,9 @@ RULE_BASED: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     ampopt.AdamW,
     Signed,
 )
-OWN: tuple[type[ampopt.Optimizer], ...] = (Plain, HostCounted, Signed)
+ORDINARY = (Plain, HostCounted)
+WITHOUT_CLOSURE = (*RULE_BASED, *ORDINARY)
+OWN: tuple[type[ampopt.Optimizer], ...] = (*ORDINARY, Signed)
 EVERY_RULE: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     *(
         cls
@@ -84,6 +99,11 @@ EVERY_RULE: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     Signed,
 )
 BUILT_IN: tuple[type[ampopt.Optimizer], ...] = (*RULE_BASED[:3], ampopt.LBFGS)
+
+
+def sgd(param: Parameter, **options: Any) -> ampopt.SGD:
+    """Steps that are exact, and easily worked out."""
+    return ampopt.SGD([param], lr=0.5, **options)
 
 
 def torch_twin(cls: type[ampopt.Optimizer]) -> type[torch.optim.Optimizer]:

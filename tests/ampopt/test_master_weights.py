@@ -9,6 +9,7 @@ import torch
 from gpus import ON_A_GPU
 from hypothesis import given
 from hypothesis import strategies as st
+from loops import both_ways
 from optimizers import RULE_BASED, Plain, Signed
 from strategies import (
     Case,
@@ -49,7 +50,6 @@ RICH = {
 }
 """Options under which an optimizer keeps all the state that it can."""
 
-both_ways = pytest.mark.parametrize("split", [False, True], ids=["joined", "split"])
 each_half = pytest.mark.parametrize("dtype", HALF, ids=str)
 scales = st.sampled_from([1.0, 2.0**3, 2.0**-3])  # by which half-precision gradients stay exact
 

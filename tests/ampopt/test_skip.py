@@ -8,7 +8,7 @@ import torch
 from gpus import ON_A_GPU
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from optimizers import HostCounted, Plain
+from optimizers import ORDINARY
 from strategies import (
     Case,
     History,
@@ -43,7 +43,6 @@ DTYPES = (
     torch.complex128,
 )
 UNSCALABLE = (torch.float16,)
-ORDINARY = (Plain, HostCounted)
 INF = float("inf")
 
 

@@ -1,0 +1,108 @@
+"""``torch.amp.GradScaler`` steps and skips an optimizer as its control points do."""
+
+from typing import Any
+
+import pytest
+import torch
+from loops import INF, scaler_for
+from optimizers import RULE_BASED, Plain, sgd
+from torch.nn import Parameter
+
+import ampopt
+from ampopt.testing.bits import bits
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_grad_scaler_steps_and_skips_as_the_hooks_do(cls, unscale_first):
+    twins = [Parameter(torch.ones(3)) for _ in range(2)]
+    scaled, hooked = (cls([p]) for p in twins)
+    twins[0].grad = torch.ones(3)
+    scaler = scaler_for(twins[0])
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=100)
+    for third in (4.0, INF, 2.0, float("nan"), 3.0):
+        for p in twins:
+            p.grad = torch.tensor([1.0, -2.0, third])
+        before = bits(twins[0])
+        if unscale_first:
+            scaler.unscale_(scaled)
+        scaler.step(scaled)
+        scaler.update()
+        result = hooked.unscale_and_step(grads_scaled_by=scale)
+        scale = result.scale
+        assert bits(twins[0]) == bits(twins[1])
+        assert (bits(twins[0]) == before) == result.skipped
+        assert scaler.get_scale() == scale.item()
+    assert bits(dict(scaled.state[twins[0]])) == bits(dict(hooked.state[twins[1]]))
+
+
+def test_grad_scaler_leaves_nothing_on_the_optimizer(param):
+    optimizer = sgd(param)
+    scaler_for(param).step(optimizer)
+    before = param.detach().clone()
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(param.detach(), before - 0.5)
+
+
+@pytest.mark.parametrize("flag", [2.0, 1.0, 0.5])
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("cls", RULE_BASED)
+def test_any_flag_above_zero_skips(cls, flag, shape):
+    """Torch's fused kernels skip on exactly 1, but a sum over devices is 2 (trap T2)."""
+    param = Parameter(torch.ones(2))
+    optimizer = cls([param])
+    param.grad = torch.ones(2)
+    before = bits(param)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.full(shape, flag)
+    optimizer.step()
+    assert bits(param) == before
+    assert not any(state.any() for state in optimizer.state[param].values())
+    optimizer.found_inf = torch.zeros(shape)
+    optimizer.step()
+    assert bits(param) != before
+
+
+def test_grad_scaler_cannot_make_us_apply_an_overflow_by_unscaling(param):
+    """It looks at scaled gradients alone (trap T5)."""
+    param.grad = torch.tensor([1e37, 1.0, 1.0])
+    before = bits(param)
+    scaler_for(param, init_scale=2.0**-10).step(sgd(param))
+    assert bits(param) == before
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_grad_scaler_steps_sparse_gradients(bad, unscale_first):
+    param = Parameter(torch.ones(3, 2))
+    optimizer = ampopt.SGD([param], lr=0.5)
+    param.grad = torch.zeros(3, 2)
+    scaler = scaler_for(param)
+    values = torch.tensor([[4.0, INF if bad else 8.0]])
+    param.grad = torch.sparse_coo_tensor(torch.tensor([[1]]), values, (3, 2), check_invariants=True)
+    if unscale_first:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    row = [1.0, 1.0] if bad else [0.5, 0.0]
+    assert param.tolist() == [[1.0, 1.0], row, [1.0, 1.0]]
+
+
+def test_grad_scaler_and_hooks_keep_no_state_by_the_identity_of_the_optimizer(param):
+    """Keyed by id(optimizer), GradScaler unscales twice through a wrapper (trap T6)."""
+
+    class Wrapper:
+        def __init__(self, optimizer: ampopt.SGD) -> None:
+            self.optimizer = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.optimizer, name)
+
+    optimizer = sgd(param)
+    optimizer.unscale(grads_scaled_by=4.0)
+    wrapper: Any = Wrapper(optimizer)
+    with pytest.raises(RuntimeError, match="pending"):
+        wrapper.unscale_and_step(grads_scaled_by=4.0)
+    wrapper.step_after_unscale()
+    assert param.tolist() == [1 - 0.5 / 8, -2 - 1 / 8, 3 + 4 / 8]
