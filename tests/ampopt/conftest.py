@@ -1,8 +1,11 @@
-"""A parameter with a gradient, as many tests of the control points begin with."""
+"""What tests of several files begin with: a parameter, and CPU tensors as if on a device."""
 
 import pytest
 import torch
 from torch.nn import Parameter
+
+from ampopt import judge, ordinary
+from ampopt_kernels.eager import Eager
 
 
 @pytest.fixture
@@ -10,3 +13,10 @@ def param() -> Parameter:
     p = Parameter(torch.tensor([1.0, -2.0, 3.0]))
     p.grad = torch.tensor([0.5, 1.0, -4.0])
     return p
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch):
+    """The host may not look at CPU tensors at no cost; else there would be no transactions."""
+    for module in (ordinary, judge):
+        monkeypatch.setattr(module, "backend_for", lambda _: Eager(reads_cpu=False))

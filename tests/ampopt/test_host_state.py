@@ -1,0 +1,120 @@
+"""What an optimizer holds on the host: every change is noticed and put back, every tensor found."""
+
+import contextlib
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from steps_in_tensors import Foreach, made
+from torch import Tensor
+
+from ampopt.host_state import HostState
+from ampopt.testing.bits import bits
+
+leaves = st.one_of(
+    st.integers(), st.floats(), st.text(max_size=2), st.booleans(), st.none(),
+    st.builds(lambda n: torch.full((2,), n), st.floats(-1, 1, width=32)),
+    st.builds(lambda n: np.full(2, n), st.floats(-1, 1)),
+)  # fmt: skip
+
+
+def containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.lists(children, max_size=3).map(deque),
+        st.dictionaries(st.text(max_size=2), children, max_size=3),
+        st.builds(lambda x: types.SimpleNamespace(x=x), children),
+    )
+
+
+def changes(value: Any) -> list[Callable[[], Any]]:
+    """Every small change that can be made to ``value`` in place."""
+    found: list[Callable[[], Any]] = []
+    if isinstance(value, (list, deque)):
+        found.append(lambda: value.append(0))
+        if value:
+            found.append(lambda: value.pop())
+            found.append(lambda: value.__setitem__(0, object()))
+    if isinstance(value, dict):
+        found.append(lambda: value.update({"new": 1}))
+        if value:
+            found.append(lambda: value.popitem())
+    if isinstance(value, types.SimpleNamespace):
+        found.append(lambda: setattr(value, "x", object()))
+        found.append(lambda: delattr(value, "x"))
+        found.append(lambda: setattr(value, "y", None))
+    if isinstance(value, np.ndarray):
+        found.append(lambda: value.__setitem__(0, 7.0))
+    if isinstance(value, Tensor):
+        found.append(lambda: setattr(value, "data", torch.zeros(2)))
+        found.append(lambda: setattr(value, "data", value.data[:1]))
+        found.append(lambda: setattr(value, "note", 1))
+    items: Any = ()
+    if isinstance(value, (list, tuple, deque)):
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, types.SimpleNamespace):
+        items = vars(value).values()
+    for item in items:
+        found += changes(item)
+    return found
+
+
+def exactly(value: Any) -> Any:
+    """``value`` as nested tuples to compare, types and attributes of tensors included."""
+    if isinstance(value, Tensor):
+        return bits(value), dict(vars(value))
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, types.SimpleNamespace):
+        return "namespace", exactly(vars(value))
+    if isinstance(value, dict):
+        return [(key, exactly(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple, deque)):
+        return type(value), [exactly(item) for item in value]
+    return repr(value)
+
+
+@given(st.recursive(leaves, containers, max_leaves=8), st.data())
+def test_any_change_to_the_host_state_is_noticed_and_put_back(value, data):
+    optimizer, _ = made(Foreach)
+    optimizer.held = [value]
+    before = exactly(value)
+    host = HostState(optimizer)
+    assert host.changed() is None and host.only_grew() and host.hidden is None
+    possible = changes(optimizer.held)
+    data.draw(st.sampled_from(possible))()
+    assert host.changed() is not None
+    with contextlib.suppress(AttributeError, IndexError, KeyError):  # the first was there before
+        data.draw(st.sampled_from(possible))()
+    host.restore()
+    assert exactly(optimizer.held) == exactly([value])
+    assert exactly(value) == before
+    assert host.changed() is None
+
+
+def test_tensors_are_found_wherever_they_are():
+    optimizer, params = made(Foreach)
+    model = torch.nn.Linear(1, 1)
+    inner = torch.optim.SGD([model.weight], momentum=0.5)
+    inner.state[model.weight]["deep"] = deque([{"x": torch.ones(1)}])
+    optimizer.model, optimizer.inner = model, inner
+    params[0].noted = torch.zeros(1)  # pyright: ignore[reportAttributeAccessIssue]
+    found = {id(t) for t in HostState(optimizer).tensors}
+    expected = [*params, params[0].noted, *model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+    expected.append(inner.state[model.weight]["deep"][0]["x"])
+    assert {id(t) for t in expected} <= found
+
+
+def test_a_cycle_has_an_end():
+    optimizer, _ = made(Foreach)
+    optimizer.held = [optimizer]
+    optimizer.held.append(optimizer.held)
+    assert HostState(optimizer).changed() is None

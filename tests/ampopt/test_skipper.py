@@ -1,0 +1,217 @@
+"""Which steps are undone on the device, with nothing read back, and which make the host look."""
+
+from typing import Any
+
+import pytest
+import torch
+from loops import INF
+from steps_in_tensors import (
+    TENSORS_ONLY,
+    Data,
+    Foreach,
+    Nested,
+    Odd,
+    OneBuffer,
+    Scattered,
+    Slow,
+    Views,
+    made,
+    set_gradients,
+)
+from steps_on_the_host import (
+    HOST_TOO,
+    Attribute,
+    InGroup,
+    InState,
+    Iterating,
+    Noise,
+    PastTheDispatcher,
+    Sparse,
+    seen,
+)
+from torch.nn import Parameter
+
+import ampopt
+from ampopt import ordinary
+from ampopt.testing.bits import bits
+from ampopt.testing.no_sync import assert_no_sync
+from ampopt.transaction import Skipper
+from ampopt_kernels.language import HAS_TRITON
+
+pytestmark = pytest.mark.usefixtures("as_on_a_device")
+
+
+# --- how it was skipped --------------------------------------------------------------------------
+
+
+def after_steps(cls: type[ampopt.Optimizer], steps: int = 4) -> Skipper:
+    optimizer, params = made(cls)
+    for _ in range(steps):
+        set_gradients(params, (1.0, 1.0))
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    return optimizer._skipper
+
+
+@pytest.mark.parametrize("cls", TENSORS_ONLY)
+def test_a_step_that_keeps_all_in_tensors_is_undone_on_the_device(cls):
+    skipper = after_steps(cls)
+    assert (skipper.mode, skipper.reason) == ("transaction", None)
+
+
+@pytest.mark.parametrize("cls", HOST_TOO)
+def test_a_step_that_does_not_makes_the_host_look(cls):
+    assert after_steps(cls, 7).mode == "host"
+
+
+@pytest.mark.parametrize(
+    "cls, reason",
+    [
+        (InGroup, "changes InGroup.param_groups[0]['lr']"),
+        (InState, "changes InState.state[...]['step']"),
+        (Attribute, "changes Attribute['taken']"),
+        (Noise, "changes torch's random state"),
+        (PastTheDispatcher, "writes tensors where torch's dispatcher is not told"),
+        (Sparse, "cannot see what changes in Sparse.held, a Tensor of torch.sparse_coo"),
+        (Iterating, "cannot see what changes in Iterating.held, a list_iterator"),
+    ],
+)
+def test_what_makes_the_host_look_is_named(cls, reason, caplog):
+    with caplog.at_level("INFO", logger="ampopt.transaction"):
+        found = after_steps(cls).reason
+    assert found is not None
+    assert found == reason
+    assert f"{cls.__name__}.step {found}: the host waits" in caplog.text
+
+
+@pytest.mark.parametrize("skip_by", ["host", "transaction"])
+@pytest.mark.parametrize("cls", [Foreach, InGroup])
+def test_an_author_decides(cls, skip_by):
+    decided = type(cls.__name__, (cls,), {"skip_by": skip_by})
+    assert after_steps(decided).mode == skip_by
+
+
+def test_an_unknown_way_to_skip_is_refused():
+    optimizer, params = made(Foreach)
+    optimizer.skip_by = "device"
+    set_gradients(params, (1.0, 1.0))
+    with pytest.raises(ValueError, match="'auto', 'host', 'transaction' or 'step', got 'device'"):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+
+
+def test_where_the_host_sees_the_flag_anyway_it_looks(monkeypatch):
+    monkeypatch.setattr(
+        ordinary,
+        "backend_for",
+        lambda _: ampopt.backend._cpu_backend("eager"),  # pyright: ignore[reportAttributeAccessIssue]
+    )
+    skipper = after_steps(Foreach)
+    assert (skipper.mode, skipper.reason) == ("host", None)
+
+
+def test_parameters_that_get_gradients_later_put_the_step_on_probation_again():
+    optimizer, params = made(Foreach)
+    modes = []
+    for step in [(1.0, None)] * 3 + [(1.0, 1.0)] * 3:
+        set_gradients(params, step)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        modes.append(optimizer._skipper.mode)
+    assert modes == ["probation", *["transaction"] * 2, "probation", *["transaction"] * 2]
+
+
+def test_state_that_never_stops_growing_makes_the_host_look():
+    class Logging(Foreach):
+        def begin(self):
+            self.log = {}
+
+        def update(self, params):
+            super().update(params)
+            self.log[len(self.log)] = 0.5
+
+    assert after_steps(Logging, 3).mode == "probation"
+    assert after_steps(Logging, 40).mode == "host"
+
+
+# --- nothing is read back ------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["eager", "triton"])
+def device(request, monkeypatch):
+    if request.param == "triton":
+        if not HAS_TRITON:
+            pytest.skip("Triton cannot be imported here")
+        monkeypatch.undo()
+        ampopt.set_backend("triton")
+    yield request.param
+    ampopt.set_backend("auto")
+
+
+@pytest.mark.parametrize("cls", [Foreach, Views, Data, Scattered, Nested, OneBuffer, Slow, Odd])
+def test_a_transaction_reads_nothing_back(cls, device):
+    optimizer, params = made(cls)
+    for _ in range(3):
+        set_gradients(params, (1.0, 1.0))
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    before = [seen(optimizer)]
+    with assert_no_sync():
+        for x in (INF, float("nan")):
+            set_gradients(params, (1.0, x))
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert [seen(optimizer)] == before
+    with assert_no_sync():
+        set_gradients(params, (1.0, 1.0))
+        optimizer.unscale(grads_scaled_by=2.0)
+        optimizer.step_after_unscale()
+    assert [seen(optimizer)] != before
+
+
+def matrices(cls: Any) -> tuple[Any, list[Parameter]]:
+    params = [Parameter(torch.eye(3)), Parameter(torch.ones(2, 4))]
+    return cls(params), params
+
+
+def give(params: list[Parameter], x: float, sparse: bool) -> None:
+    for p in params:
+        p.grad = torch.full_like(p, x)
+        if sparse:
+            indices, values = torch.tensor([[0, 0]]), torch.full((2, p.shape[1]), x)
+            p.grad = torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=True)
+
+
+@pytest.mark.parametrize("cls", [ampopt.Muon, ampopt.Adafactor, ampopt.SparseAdam])
+@pytest.mark.parametrize("first", [1.0, INF])
+def test_optimizers_with_a_step_of_torchs_never_look(cls, first, device):
+    optimizer, params = matrices(cls)
+    sparse = cls is ampopt.SparseAdam
+    made_before = bits(params)
+    for x in (first, INF, 1.0):
+        before = bits(params)
+        give(params, x, sparse)
+        with assert_no_sync():
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+        assert (bits(params) == before) is (x == INF)
+        assert optimizer._skipper.mode == "transaction"
+        if bits(params) == made_before:
+            assert not any(t.any() for s in optimizer.state.values() for t in s.values())
+    clean, clean_params = matrices(cls)
+    for x in (first, 1.0):
+        if x != INF:
+            give(clean_params, x / 2, sparse)
+            clean.step()
+    assert bits(params) == bits(clean_params)
+
+
+def test_what_is_known_of_a_step_is_not_known_of_one_that_overrides_it():
+    class Counting(ampopt.Muon):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            self.taken = getattr(self, "taken", 0) + 1
+
+    class Renamed(ampopt.Muon):
+        pass
+
+    for cls, mode in ((Counting, "probation"), (Renamed, "transaction")):
+        optimizer, params = matrices(cls)
+        assert optimizer._skipper.mode == mode
+        give(params, INF, False)
+        assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
+        assert "taken" not in vars(optimizer)
