@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ampopt import gradients
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.masters import needs_master
 from ampopt_kernels import rules
+from ampopt_kernels.work import Decision, Request
 
 __all__ = ["Adagrad"]
 
@@ -56,3 +58,10 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
                         # torch has made it in the parameter's dtype, rounding its initial value.
                         state = self.state[param]
                         state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
+
+    def _step_as_torch(self, request: Request) -> Decision | None:
+        # Torch 2.11's makes no state for a group that is added later, and misses it.
+        for group, param in gradients.present(self.param_groups):
+            if not self.state.get(param):
+                self._state_of(param, self.rule.flag_values(self.param_groups[group]))
+        return super()._step_as_torch(request)

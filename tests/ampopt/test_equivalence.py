@@ -587,6 +587,20 @@ def test_sparse_gradients_step_as_torchs(step, momentum):
     assert bits(tables[0]) == bits(tables[1])
 
 
+@pytest.mark.parametrize("step", [plain, joined, split])
+def test_sparse_gradients_of_a_group_that_was_added_are_stepped_as_any(step):
+    tables = [[Parameter(torch.ones(3, 2)) for _ in range(2)] for _ in range(2)]
+    whole = ampopt.Adagrad(tables[0], initial_accumulator_value=0.25)
+    grown = ampopt.Adagrad(tables[1][:1], initial_accumulator_value=0.25)
+    grown.add_param_group({"params": tables[1][1:]})
+    for optimizer, pair in ((whole, tables[0]), (grown, tables[1])):
+        for table in pair:
+            torch.nn.functional.embedding(torch.tensor([0, 2]), table, sparse=True).sum().backward()
+        step(optimizer, 1.0)
+    assert bits(tables[0]) == bits(tables[1])
+    assert bits(tables[0]) != bits([torch.ones(3, 2)] * 2)
+
+
 @pytest.mark.parametrize("step", [joined, split])
 def test_sparse_duplicates_that_overflow_in_their_sum_are_skipped(step):
     table = Parameter(torch.ones(2, 1))
