@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.eager import CHUNK, Eager
+from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.layout import flat
 from ampopt_kernels.pieces import Piece, pieces_of
 from ampopt_kernels.precision import arithmetic
@@ -40,10 +40,7 @@ class Cpu(Eager):
             ]
         else:
             parts = [(p.gather(work), p.dtype) for _, p in pieces_of(work).pieces]
-        inverse = 1.0
-        if request.scale is not None:
-            value = request.scale.item()
-            inverse = 1.0 / value if value else math.inf
+        inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
         parts = [(grad, dtype) for grad, dtype in parts if grad.numel()]
         grads = [grad for grad, _ in parts]
         squares = None if request.max_norm is None else self._sums_of_squares(grads)

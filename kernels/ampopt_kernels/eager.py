@@ -19,7 +19,7 @@ from ampopt_kernels.precision import widest
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Backend, Decision, Partials, Request, Row, Work
 
-__all__ = ["Eager"]
+__all__ = ["CHUNK", "Eager", "reciprocal"]
 
 CHUNK = 1 << 16
 """Elements of each tensor that a rule works on at a time: five float32 streams fit the cache."""
@@ -49,7 +49,7 @@ class Eager(Backend):
         inverse = 1.0
         if request.scale is not None:
             look = _number if self._reads(work.device) else _wide
-            inverse = _reciprocal(look(request.scale))
+            inverse = reciprocal(look(request.scale))
         flags, squares, wide = [], [], widest(work.device)
         norms = request.max_norm is not None
         for row in work.rows:
@@ -88,7 +88,7 @@ class Eager(Backend):
         inverse: Any = 1.0
         if request.scale is not None:
             value = look(request.scale)
-            inverse = _reciprocal(value)
+            inverse = reciprocal(value)
             if request.check:
                 usable = (value > 0) & (value < float("inf"))
                 found = stand_in.where(usable, found, 1.0)
@@ -208,7 +208,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) else value
 
 
-def _reciprocal(value: Any) -> Any:
+def reciprocal(value: Any) -> Any:
+    """Of a scale, a number or a tensor; infinity for 0."""
     if isinstance(value, Tensor):
         return value.reciprocal()
     return 1.0 / value if value else float("inf")

@@ -174,7 +174,7 @@ class Partials:
 
 @dataclass(frozen=True)
 class Decision:
-    """What control decided; all on the device, all new tensors.
+    """What control decided; its tensors are all new, and on the device.
 
     ``widest`` is float64 where the device has it; see ``precision``.
 
