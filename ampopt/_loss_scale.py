@@ -41,10 +41,9 @@ class LossScale(ABC):
     * ``_place(device)``: put the scale on ``device``, or raise if it lives on another;
     * ``_policy``: the schedule's ``PolicyConstants``, for the device to compute the successor; or
       ``None`` where the successor is the scale itself. With ``_policy``:
-      ``_constants()``, the same as a float64 vector on the scale's device, made once and shared by
-      all successors; ``_counters``, int32 of shape (2,): finite steps counted towards the next
-      growth, and overflows left before the scale is lowered; and ``_successor(value, counters)``,
-      a new scale like this one with these tensors. Without: ``None``, ``None``, and ``self``;
+      ``_counters``, int32 of shape (2,): finite steps counted towards the next growth, and
+      overflows left before the scale is lowered; and ``_successor(value, counters)``, a new scale
+      like this one with these tensors. Without: ``None``, and ``self``;
     * ``_generation``: an opaque, weakly referenceable object that stands for this value of the
       scale. Successors, copies and unpickled scales have new ones, and loading makes one. An
       optimizer remembers those it has stepped with, unless ``_reusable`` is true.
@@ -144,9 +143,6 @@ class LossScale(ABC):
     @property
     def _policy(self) -> PolicyConstants | None:
         return None
-
-    @abstractmethod
-    def _constants(self) -> Tensor | None: ...
 
     @abstractmethod
     def _successor(self, value: Tensor, counters: Tensor) -> "LossScale": ...

@@ -1,18 +1,14 @@
-"""The settings of a dynamic loss scale, checked, and as the constants that devices take."""
+"""The settings of a dynamic loss scale, checked, and in the form that steps take."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ampopt._checks import LARGEST_SCALE, check_count, check_number, check_scale_number
 from ampopt_kernels.policy import PolicyConstants
-from ampopt_kernels.uploads import sent
 
-__all__ = ["HYSTERESIS_MODES", "Schedule", "constants_on", "policy_dtype"]
+__all__ = ["HYSTERESIS_MODES", "Schedule"]
 
 HYSTERESIS_MODES = {
     # mode: (refilled by any finite step, refilled by lowering the scale)
@@ -20,17 +16,6 @@ HYSTERESIS_MODES = {
     "cumulative": (0.0, 0.0),
     "per_backoff": (1.0, 1.0),
 }
-
-
-def policy_dtype(device: torch.device) -> torch.dtype:
-    """What the schedule is computed in: float64, which rounds once, when the scale is stored."""
-    # Metal has no float64. Powers of two times powers of two are exact in float32 all the same.
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def constants_on(device: torch.device, policy: PolicyConstants) -> Tensor:
-    """``policy`` as a vector on ``device``, shape (9,)."""
-    return sent(torch.tensor(policy, dtype=policy_dtype(device), device="cpu"), device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +38,6 @@ class Schedule:
     min_scale: float
     max_scale: float
     growth_offsets: tuple[int, int]
-    _on: dict[torch.device, Tensor] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         """Check every argument and bring it to its plain Python type."""
@@ -115,7 +97,7 @@ class Schedule:
 
     def settings(self) -> dict[str, Any]:
         """The arguments that make this schedule, as plain Python objects."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def policy(self) -> PolicyConstants:
@@ -138,13 +120,6 @@ class Schedule:
     def first_growth(self) -> int:
         """The finite step at which the scale first grows; the counter always stays below it."""
         return self.growth_interval + self.growth_offsets[0]
-
-    def constants(self, device: torch.device) -> Tensor:
-        """:attr:`policy` as a vector on ``device``: float64, shape (9,). Made once per device."""
-        held = self._on.get(device)
-        if held is None:
-            held = self._on[device] = constants_on(device, self.policy)
-        return held
 
 
 def _check_offsets(offsets: Any, interval: int) -> tuple[int, int]:

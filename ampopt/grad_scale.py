@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._schedule import constants_on
 from ampopt.loss_scale import LossScale, check_scale_number
 from ampopt_kernels.policy import PolicyConstants
 
@@ -33,14 +32,12 @@ class BareScale:
     """
 
     drop_overflow_update = True
+    _policy = _HALVED_AFTER_OVERFLOW
     _reusable = True
 
     def __init__(self, value: Tensor) -> None:
         """Wrap a floating tensor of one element."""
         self.value = value
-
-    def _constants(self) -> Tensor:
-        return _constants_on(self.value.device)
 
     @functools.cached_property
     def _counters(self) -> Tensor:
@@ -48,11 +45,6 @@ class BareScale:
 
     def _successor(self, value: Tensor, counters: Tensor) -> Tensor:
         return value
-
-
-@functools.cache
-def _constants_on(device: torch.device) -> Tensor:
-    return constants_on(device, _HALVED_AFTER_OVERFLOW)
 
 
 def as_loss_scale(given: Any, device: torch.device) -> "LossScale | BareScale | None":
@@ -96,5 +88,5 @@ def request_fields(scale: "LossScale | BareScale | None") -> dict[str, Any]:
         return {"check": False}
     fields: dict[str, Any] = {"scale": scale.value, "drop": scale.drop_overflow_update}
     if scale._counters is not None:
-        fields.update(constants=scale._constants(), counters=scale._counters)
+        fields.update(policy=scale._policy, counters=scale._counters)
     return fields

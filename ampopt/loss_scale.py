@@ -10,10 +10,11 @@ from ampopt._checks import check_count, check_scale_number
 from ampopt._loss_scale import Device, LossScale, check_entries, check_flag
 from ampopt._next_scale import next_scale
 from ampopt._presets import PRESETS
-from ampopt._schedule import Schedule, policy_dtype
+from ampopt._schedule import Schedule
 from ampopt_kernels import stand_in
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.policy import next_scale as _policy_next_scale
+from ampopt_kernels.precision import widest
 from ampopt_kernels.transfers import carried
 
 __all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "check_scale_number", "next_scale"]
@@ -79,9 +80,6 @@ class StaticLossScale(LossScale):
         entries = check_entries(self, state_dict, tuple(self._settings()))
         number, drop = _check_static(entries["value"], entries["drop_overflow_update"])
         self._take(number, drop, self._placed)
-
-    def _constants(self) -> None:
-        return None
 
     def _successor(self, value: Tensor, counters: Tensor) -> "StaticLossScale":
         return self
@@ -229,7 +227,7 @@ class DynamicLossScale(LossScale):
                 self._value.item(), *self._counters.tolist(), found, self._schedule.policy
             )
             return self._successor(*self._tensors(*new))
-        device, dtype = self._value.device, policy_dtype(self._value.device)
+        device, dtype = self._value.device, widest(self._value.device)
         if isinstance(flag, Tensor):
             flag = carried(flag.reshape(()), device, dtype)
         else:
@@ -238,7 +236,7 @@ class DynamicLossScale(LossScale):
             self._value.to(dtype),
             *self._counters.to(dtype).unbind(),
             flag,
-            self._constants().unbind(),
+            self._schedule.policy,
         )
         return self._successor(value.to(torch.float32), torch.stack(counters).to(torch.int32))
 
@@ -287,9 +285,6 @@ class DynamicLossScale(LossScale):
     @property
     def _policy(self) -> PolicyConstants:
         return self._schedule.policy
-
-    def _constants(self) -> Tensor:
-        return self._schedule.constants(self._value.device)
 
     def _successor(self, value: Tensor, counters: Tensor) -> "DynamicLossScale":
         new = type(self).__new__(type(self))

@@ -186,7 +186,7 @@ def launches(case: Case) -> list[Launch]:
     request = {
         "scaled": Request(
             scale=scale,
-            constants=torch.zeros(len(PolicyConstants._fields), dtype=torch.float64),
+            policy=PolicyConstants(*[0.5] * len(PolicyConstants._fields)),
             counters=torch.zeros(2, dtype=torch.int32),
         ),
         "plain": Request(check=False),

@@ -104,13 +104,10 @@ class Eager(Backend):
             norm = norm.to(torch.float64 if work.float64 else torch.float32)
 
         scale = counters = None
-        if request.constants is not None:
+        if request.policy is not None:
             assert request.scale is not None and request.counters is not None
-            # The policy's constants and counters are read as one list each.
-            read = Tensor.tolist if reads else _unbound
-            new = _next_scale(
-                look(request.scale), *read(request.counters), found, tuple(read(request.constants))
-            )
+            read = Tensor.tolist if reads else _unbound  # at once
+            new = _next_scale(look(request.scale), *read(request.counters), found, request.policy)
             scale = _tensor(new[0], request.scale.dtype, device)
             if request.scale.ndim:
                 scale = scale.reshape(request.scale.shape)

@@ -90,7 +90,7 @@ class Triton(Backend):
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`. Advances the scalars in the same launch."""
         device, scale = work.device, request.scale
-        has_policy = request.constants is not None
+        has_policy = request.policy is not None
         norm = partials is not None and partials.squares is not None
         decision = Decision(
             found_inf=torch.empty((), dtype=torch.float32, device=device),
@@ -158,6 +158,11 @@ class Triton(Backend):
         squares = None if partials is None else partials.squares
         table = None if h is None else _Table.of(work)
         hyper = None if h is None else _hyper_table(work)
+        # By each optimizer, in the order of its own steps: a tensor for all of them would be read
+        # on streams that do not wait for the one that it was sent on.
+        constants = None
+        if request.policy is not None:
+            constants = work.uploads.get("policy", request.policy, torch.float64, work.device)
         max_norm = None
         if decision.norm is not None:
             assert request.max_norm is not None
@@ -170,7 +175,7 @@ class Triton(Backend):
             "n_parts": 0 if flags is None else flags.numel(),
             "external": given(request.found_inf),
             "scale": given(request.scale),
-            "constants": given(request.constants),
+            "constants": given(constants),
             "counters": given(request.counters),
             "max_norm": given(max_norm),
             "found_out": decision.found_inf,

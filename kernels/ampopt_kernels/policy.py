@@ -14,7 +14,7 @@ __all__ = ["PolicyConstants", "next_scale"]
 class PolicyConstants(NamedTuple):
     """What a schedule is made of, in the order in which :func:`next_scale` takes it.
 
-    All are numbers, so that they fit one float64 vector on the device.
+    All are numbers, so that they fit one float64 vector on a device.
     """
 
     growth_factor: float

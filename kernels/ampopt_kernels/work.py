@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.precision import arithmetic, widest
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.transfers import carried
@@ -126,8 +127,8 @@ class Request:
 
     Attributes:
         scale: the factor the gradients carry, a one-element tensor, or ``None`` for 1.
-        constants: ``policy.PolicyConstants`` as a float64 vector, if ``scale`` has a successor.
-        counters: int32, shape (2,): the schedule's counters, with ``constants``.
+        policy: the schedule, if ``scale`` has a successor.
+        counters: int32, shape (2,): the schedule's counters, with ``policy``.
         check: judge the gradients; otherwise ``found_inf`` is what ``found_inf`` says.
         found_inf: a flag from elsewhere, one element, more than 0 for overflow; joined to ours.
         drop: do not apply an overflowed update.
@@ -139,7 +140,7 @@ class Request:
     """
 
     scale: Tensor | None = None
-    constants: Tensor | None = None
+    policy: PolicyConstants | None = None
     counters: Tensor | None = None
     check: bool = True
     found_inf: Tensor | None = None

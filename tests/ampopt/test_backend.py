@@ -301,3 +301,27 @@ def test_a_learning_rate_that_changes_every_step_recompiles_no_kernel(monkeypatc
     change_everything(optimizer, param)
     assert len(launches) == 4 * 3
     assert len(set(launches)) == 3
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "scale", [2.0, ampopt.DynamicLossScale(init_scale=2.0)], ids=["number", "dynamic"]
+)
+def test_optimizers_read_nothing_that_another_one_has_sent(monkeypatch, scale):
+    """Theirs may be on streams that do not wait for one another."""
+    read: list[set[int]] = []
+
+    def record(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        read[-1] |= {id(t) for t in arguments.values() if isinstance(t, torch.Tensor)}
+        kept.extend(arguments.values())  # so that no one else has its identity
+        multi_tensor._launch(device, kernel, programs, arguments)
+
+    kept: list[Any] = []
+    monkeypatch.setattr(backends, "_triton_backend", lambda: multi_tensor.Triton(record))
+    ampopt.set_backend("triton")
+    for _ in range(2):
+        read.append(set())
+        _, optimizer = made()
+        optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
+    given = set() if isinstance(scale, float) else {id(scale.value), id(scale._counters)}
+    assert read[0] & read[1] == given

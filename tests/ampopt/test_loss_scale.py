@@ -275,19 +275,16 @@ class TestValueSemantics:
         scale = DynamicLossScale(growth_interval=3, growth_offsets=(2, 1), hysteresis=2)
         assert scale.drop_overflow_update is True
         assert scale._policy == (2.0, 0.5, 5.0, 4.0, 2.0, 1.0, 0.0, FLOOR, math.inf)
-        constants = scale._constants()
-        assert constants.dtype == torch.float64 and constants.tolist() == list(scale._policy)
         assert counters(scale).tolist() == [0, 2]
         successor = scale._successor(torch.tensor(3.0), torch.tensor([1, 1], dtype=torch.int32))
         assert type(successor) is DynamicLossScale
         assert state(successor) == (3.0, [1, 1])
-        assert successor._constants() is constants
-        assert scale.next(0)._constants() is constants
+        assert successor._policy is scale.next(0)._policy is scale._policy
 
     def test_protocol_of_a_static_scale(self):
         scale = StaticLossScale(3.0)
         assert scale.value.dtype == torch.float32 and scale.value.shape == ()
-        assert scale._policy is scale._counters is scale._constants() is None
+        assert scale._policy is scale._counters is None
         assert scale._successor(torch.tensor(1.0), torch.zeros(2)) is scale
         assert scale.next(1.0) is scale
         assert scale.drop_overflow_update is True
@@ -322,7 +319,6 @@ class TestDevice:
             dynamic, static = DynamicLossScale(), StaticLossScale(2.0)
             assert dynamic.next(1.0).item() == 2**15
         assert dynamic.value.is_cpu and counters(dynamic).is_cpu and static.value.is_cpu
-        assert dynamic._constants().is_cpu
 
     def test_a_flag_places_a_scale_and_its_successors(self):
         scale = DynamicLossScale()
@@ -330,7 +326,6 @@ class TestDevice:
         successor = scale.next(torch.zeros((), device="meta"))
         assert scale.device == successor.device == torch.device("meta")
         assert counters(successor).device.type == "meta"
-        assert successor._constants() is scale._constants()
 
     def test_a_flag_on_a_device_is_not_waited_for(self):
         scale = DynamicLossScale(device="cpu")
@@ -417,7 +412,7 @@ class TestState:
         scale.load_state_dict(DynamicLossScale(init_scale=4.0, growth_interval=7).state_dict())
         assert scale.value.device.type == counters(scale).device.type == "meta"
         assert scale.value is not value
-        assert scale._policy.first_growth == 7 and scale._constants().device.type == "meta"
+        assert scale._policy.first_growth == 7
         assert successor._policy.first_growth == 2000
         fresh = DynamicLossScale()
         fresh.load_state_dict(DynamicLossScale(init_scale=4.0).state_dict())

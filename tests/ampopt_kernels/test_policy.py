@@ -89,15 +89,15 @@ def test_on_tensors(constants, history, start):
 @given(constants=POLICIES, history=SHORT, start=STARTS)
 def test_in_control(engine, constants, history, start):
     """Bit for bit what the definition says, whoever computes it, over a whole history."""
-    backend, vector = ENGINES[engine](), torch.tensor(constants, dtype=torch.float64)
+    backend, work = ENGINES[engine](), Work(CPU, [])
     scale = torch.tensor(as_float32(start))
     counters = torch.tensor([0, int(constants.hysteresis)], dtype=torch.int32)
     for overflow, expected in zip(
         history, expected_history(start, history, constants), strict=True
     ):
-        request = Request(scale, vector, counters, apply=False)
+        request = Request(scale, constants, counters, apply=False)
         partials = Partials(torch.tensor([float(overflow)]), None)
-        decision = backend.control(Work(CPU, []), request, partials)
+        decision = backend.control(work, request, partials)
         assert decision.scale is not None
         assert decision.counters is not None
         scale, counters = decision.scale, decision.counters

@@ -54,10 +54,10 @@ def metal():
 @pytest.mark.usefixtures("metal")
 def test_a_step_makes_no_float64(plan: WorkPlan, max_norm, overflow):
     built = plan.build()
-    constants = PolicyConstants(2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.0, 2.0**-126, float("inf"))
+    policy = PolicyConstants(2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.0, 2.0**-126, float("inf"))
     request = Request(
         scale=torch.tensor(2.0),
-        constants=torch.tensor(constants, dtype=torch.float32),
+        policy=policy,
         counters=torch.zeros(2, dtype=torch.int32),
         found_inf=torch.tensor(float(overflow)),
         max_norm=max_norm,
