@@ -21,6 +21,8 @@ from torch import Tensor
 from ampopt_kernels.control import control_kernel
 from ampopt_kernels.detect import detect_kernel
 from ampopt_kernels.language import INTERPRETED, tl
+from ampopt_kernels.launching import launch
+from ampopt_kernels.native import compile_if_possible
 from ampopt_kernels.rule import Rule, keep
 from ampopt_kernels.update import update_kernel
 from ampopt_kernels.work import Backend, Decision, Partials, Request, Row, Work
@@ -51,12 +53,16 @@ class Triton(Backend):
     name = "triton"
 
     def __init__(self, launcher: Launcher | None = None) -> None:
-        """Make the backend.
+        """Make the backend. Before it launches, loops of C++ are compiled; see ``native``.
+
+        That takes seconds, as compiling the kernels does, and later processes find them.
 
         Args:
             launcher: called for each launch in place of launching it, to see what would run.
         """
         self._launch = _launch if launcher is None else launcher
+        if launcher is None and not INTERPRETED:
+            compile_if_possible()
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a chunk."""
@@ -348,14 +354,15 @@ def options(warp_size: int) -> dict[str, Any]:
 
 def _launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
     with _on(device):
-        kernel[(programs,)](**arguments, **_options_on(device))
+        if INTERPRETED:
+            kernel[(programs,)](**arguments)
+        else:
+            launch(device, kernel, programs, arguments, _options_on(device))
 
 
 @functools.cache
 def _options_on(device: torch.device) -> dict[str, Any]:
     """:func:`options` for ``device``, the current one."""
-    if INTERPRETED:
-        return {}
     from triton.runtime import driver
 
     target: Any = driver.active.get_current_target()

@@ -1,9 +1,11 @@
-"""The few loops of C++ that the compiled backend runs besides those made from rules."""
+"""The few loops of C++ that backends run besides those made from rules."""
 
+import contextlib
 import ctypes
+import functools
 from typing import Any
 
-__all__ = ["are_compiled", "loops", "object_loops"]
+__all__ = ["are_compiled", "compile_if_possible", "loops", "object_loops"]
 
 _SOURCE = """
 #include <Python.h>
@@ -261,6 +263,13 @@ def _of_objects(library: ctypes.PyDLL) -> ctypes.PyDLL:
     library.bump_versions.argtypes = (objects,)
     library.layouts.argtypes, library.layouts.restype = (objects, pointer, count), count
     return library
+
+
+@functools.cache
+def compile_if_possible() -> None:
+    """Have :func:`loops` compiled, for whoever can do without: once, whether it succeeds or not."""
+    with contextlib.suppress(Exception):  # there may be no compiler, or none of Python's headers
+        loops()
 
 
 def are_compiled() -> bool:

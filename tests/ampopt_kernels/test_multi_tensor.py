@@ -1,11 +1,12 @@
 """The triton backend's tables and launches, with nothing launched."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from passes import CHUNK, CPU, RowPlan, WorkPlan, works
 
-from ampopt_kernels import rules
+from ampopt_kernels import multi_tensor, native, rules
 from ampopt_kernels.control import control_kernel
 from ampopt_kernels.detect import detect_kernel
 from ampopt_kernels.multi_tensor import Triton
@@ -99,3 +100,24 @@ def test_masters_are_read_as_many_elements_at_a_time():
     arguments = launched(WorkPlan((half,), rules.sgd, (HYPER,)).build().work)[-1][2]
     assert arguments["ALIGNS"] == (8, 16, 8)
     assert arguments["COPIED"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loops_of_cpp_are_compiled_where_kernels_are(monkeypatch, fails):
+    """So that a step asks for hundreds of addresses at once; without a compiler, one by one."""
+    asked = []
+
+    def loops():
+        asked.append(True)
+        if fails:
+            raise OSError("there is no compiler")
+
+    monkeypatch.setattr(native, "loops", loops)
+    monkeypatch.setattr(multi_tensor, "INTERPRETED", False)
+    native.compile_if_possible.cache_clear()
+    launched(WorkPlan((row(),), rules.sgd, (HYPER,)).build().work)
+    assert not asked
+    Triton()
+    Triton()
+    assert len(asked) == 1
+    native.compile_if_possible.cache_clear()

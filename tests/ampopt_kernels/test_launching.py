@@ -1,0 +1,53 @@
+"""Launches through what Triton compiled, in a process of its own: this one has Triton interpret."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ampopt_kernels.language import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+
+SCRIPT = Path(__file__).parents[1] / "launched.py"
+PASSES = ["detect_kernel", "control_kernel", "update_kernel"]
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    """What launches were given in three steps, and what a profiler's hook saw of them."""
+    kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env={**kept, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    return found["launches"], found["hooked"]
+
+
+def test_every_launch_is_given_what_was_asked(stepped):
+    launches, _ = stepped
+    assert [launch["kernel"] for launch in launches] == PASSES * 3
+    assert [launch["grid"] for launch in launches[:6]] == [[n, 1, 1] for n in (2, 1, 2, 1, 1, 1)]
+    assert all(launch["as_asked"] and launch["stream"] == 7 for launch in launches)
+
+
+def test_what_was_compiled_is_launched_by_addresses(stepped):
+    """A second step of other sizes; in the third, a scale of another dtype is compiled for."""
+    launches, _ = stepped
+    assert [launch["by_address"] for launch in launches] == [False] * 3 + [True] * 3 + [
+        False,
+        False,
+        True,
+    ]
+
+
+def test_profilers_see_every_launch(stepped):
+    _, hooked = stepped
+    assert hooked == PASSES * 3

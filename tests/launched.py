@@ -1,0 +1,92 @@
+"""Run by itself: two steps through Triton's compiler and launches, with a driver that only listens.
+
+``python launched.py`` prints what each launch was given, as JSON. There need be no GPU; Triton must
+not interpret.
+"""
+
+import json
+from types import SimpleNamespace
+
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from ampopt_kernels import rules
+from ampopt_kernels.multi_tensor import Triton, _launch
+from ampopt_kernels.work import Request, Row, Work, run
+
+launches, hooked = [], []
+
+
+class Launcher:
+    """What Triton makes of each compiled kernel: called at each of its launches."""
+
+    def __init__(self, source, metadata):
+        self.name, self.signature = metadata.name, list(source.signature.values())
+
+    def __call__(self, x, y, z, stream, function, packed, metadata, enter, leave, *arguments):
+        given = [
+            a.data_ptr() if isinstance(a, torch.Tensor) else a
+            for a, kind in zip(arguments, self.signature, strict=True)
+            if kind != "constexpr"
+        ]
+        enter(metadata)
+        launches.append(
+            {
+                "kernel": self.name,
+                "grid": [x, y, z],
+                "stream": stream,
+                "given": given,
+                "by_address": not any(isinstance(a, torch.Tensor) for a in arguments),
+            }
+        )
+
+
+class Listener:
+    """The driver of one H100, which is not there."""
+
+    launcher_cls = Launcher
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 1 << 17},
+        load_binary=lambda *binary: (1, 2, 0, 0, 1024),
+        unload_module=lambda module: None,
+    )
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 7
+
+
+def main() -> None:
+    """Step twice, and launch once more with tensors of another dtype."""
+    driver.set_active(Listener())  # pyright: ignore
+    knobs.runtime.launch_enter_hook.add(lambda metadata: hooked.append(metadata.get()["name"]))
+    expected = []
+
+    def launch(device, kernel, programs, arguments):
+        given = [arguments[p.name] for p in kernel.params if not p.is_constexpr]
+        expected.append([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given])
+        _launch(device, kernel, programs, arguments)
+
+    backend = Triton(launch)
+
+    def row(n):
+        return Row(grad=torch.ones(n), param=torch.ones(n), flags=(False,) * 4)
+
+    for sizes, dtype in (((5, 7), torch.float32), ((9,), torch.float32), ((9,), torch.float64)):
+        work = Work(torch.device("cpu"), [row(n) for n in sizes], rules.sgd, [[0.1, 0.0, 0.0, 0.0]])
+        scale = torch.ones((), dtype=dtype)
+        run(lambda _: backend, [work], Request(scale=scale, max_norm=1.0))
+    for launched, given in zip(launches, expected, strict=True):
+        launched["as_asked"] = launched.pop("given") == given
+    print(json.dumps({"launches": launches, "hooked": hooked}))
+
+
+if __name__ == "__main__":
+    main()
