@@ -3,7 +3,18 @@
 To write a rule, import :data:`tl` and :func:`jit` from here and declare a :class:`Rule`.
 """
 
-from ampopt_kernels.language import jit, power, tl
+from ampopt_kernels.language import as_float32, div_rn, jit, maximum, minimum, power, sqrt_rn, tl
 from ampopt_kernels.rule import Rule, State
 
-__all__ = ["Rule", "State", "jit", "power", "tl"]
+__all__ = [
+    "Rule",
+    "State",
+    "as_float32",
+    "div_rn",
+    "jit",
+    "maximum",
+    "minimum",
+    "power",
+    "sqrt_rn",
+    "tl",
+]

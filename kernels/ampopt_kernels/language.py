@@ -19,6 +19,8 @@ __all__ = [
     "div_rn",
     "jit",
     "kernel",
+    "maximum",
+    "minimum",
     "power",
     "rounded",
     "sqrt_rn",
@@ -100,6 +102,21 @@ def div_rn(x, y):
         return x / y
     else:
         return tl.div_rn(x, y)
+
+
+@jit
+def maximum(a, b):
+    """The larger of ``a`` and ``b``, and NaN if either is, as in torch.
+
+    ``tl.maximum`` by itself drops NaN on accelerators, so a rule's average would forget one.
+    """
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def minimum(a, b):
+    """The smaller of ``a`` and ``b``, and NaN if either is; see :func:`maximum`."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @jit

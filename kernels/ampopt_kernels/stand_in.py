@@ -53,19 +53,6 @@ ceil = _unary(torch.ceil, math.ceil)
 sigmoid = _unary(torch.sigmoid, lambda x: 1 / (1 + math.exp(-x)))
 
 
-def div_rn(x: Any, y: Any) -> Any:
-    """``x / y``, to which torch and Python give the nearest number."""
-    return x / y
-
-
-sqrt_rn = sqrt
-
-
-def as_float32(x: Any) -> Any:
-    """``x`` rounded to float32, in its own dtype."""
-    return x.to(float32).to(x.dtype) if isinstance(x, torch.Tensor) else ctypes.c_float(x).value
-
-
 def where(condition: Any, a: Any, b: Any) -> Any:
     """``a`` where ``condition`` holds, else ``b``; no value of the other one reaches the result."""
     if isinstance(condition, torch.Tensor):
@@ -73,21 +60,46 @@ def where(condition: Any, a: Any, b: Any) -> Any:
     return a if condition else b
 
 
-def maximum(a: Any, b: Any) -> Any:
-    """The larger of ``a`` and ``b``."""
+def _div_rn(x: Any, y: Any) -> Any:
+    return x / y  # to which torch and Python give the nearest number
+
+
+def _as_float32(x: Any) -> Any:
+    return x.to(float32).to(x.dtype) if isinstance(x, torch.Tensor) else ctypes.c_float(x).value
+
+
+def _maximum(a: Any, b: Any) -> Any:
     if isinstance(a, torch.Tensor):
         return a.clamp_min(b) if not isinstance(b, torch.Tensor) else torch.maximum(a, b)
-    return maximum(b, a) if isinstance(b, torch.Tensor) else max(a, b)
+    if isinstance(b, torch.Tensor):
+        return _maximum(b, a)
+    return a if a >= b or a != a else b
 
 
-def minimum(a: Any, b: Any) -> Any:
-    """The smaller of ``a`` and ``b``."""
+def _minimum(a: Any, b: Any) -> Any:
     if isinstance(a, torch.Tensor):
         return a.clamp_max(b) if not isinstance(b, torch.Tensor) else torch.minimum(a, b)
-    return minimum(b, a) if isinstance(b, torch.Tensor) else min(a, b)
+    if isinstance(b, torch.Tensor):
+        return _minimum(b, a)
+    return a if a <= b or a != a else b
+
+
+_HELPERS = {
+    "as_float32": _as_float32,
+    "div_rn": _div_rn,
+    "maximum": _maximum,
+    "minimum": _minimum,
+    "sqrt_rn": sqrt,
+}
+"""What helpers of ``ampopt_kernels.language`` are here; the others run as they stand there."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HELPERS:
+        raise AttributeError(
+            f"the rule uses tl.{name}, which is not the same on every device (another treatment of "
+            f"NaN, or float32 alone): from ampopt_kernels import {name}, and write {name}(...)"
+        )
     offered = sorted(n for n in globals() if n[0] != "_" and n not in _NOT_LANGUAGE)
     raise AttributeError(
         f"the rule uses tl.{name}, which the eager backend does not have. "
@@ -117,14 +129,15 @@ def bind(function: Any) -> Callable[..., Any]:
     ``ampopt_kernels.language`` that this module has itself are taken from here.
     """
     fn = function.fn
+    if fn.__module__ == "ampopt_kernels.language" and fn.__name__ in _HELPERS:
+        return _HELPERS[fn.__name__]
     bound: dict[str, Any] = dict(fn.__globals__)
     for name in fn.__code__.co_names:
         value: Any = bound.get(name)
         if getattr(value, "__name__", None) == "triton.language":
             bound[name] = _this_module
         elif value is not function and hasattr(value, "fn"):
-            own = value.fn.__module__ == "ampopt_kernels.language" and globals().get(name)
-            bound[name] = own or bind(value)
+            bound[name] = bind(value)
     return types.FunctionType(fn.__code__, bound, fn.__name__, fn.__defaults__, fn.__closure__)
 
 

@@ -141,6 +141,10 @@ def test_nan_and_infinity_spread_as_they_do_in_torch(options, backend):
         torchs.step()
     for p, q in zip(ours.param_groups[0]["params"], torchs.param_groups[0]["params"], strict=True):
         torch.testing.assert_close(p, q, equal_nan=True)
+        for name, value in torchs.state[q].items():
+            if isinstance(value, Tensor):
+                mine = ours.state[p][name].to(value.dtype)
+                torch.testing.assert_close(mine, value, equal_nan=True, msg=f"{name}: {{}}".format)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,18 @@ def test_nothing_is_added_up_in_an_order_that_may_vary(compiled):
         assert not re.search(r"atomic|\batom\.|\bred\.(?!sync)", path.read_text()), path.name
 
 
+def test_maxima_keep_nan(compiled):
+    """Where a GPU has an instruction that does; in float64, or on AMD's, NaN is asked for apart."""
+    maxima = {"adamax": ("max",), "adam+amsgrad": ("max",), "rprop": ("max", "min")}
+    for variant, operations in maxima.items():
+        files = list(compiled[1].glob(f"update-{variant}*-float32-sm_*.ptx"))
+        assert files
+        for path in files:
+            found = re.findall(r"\b(max|min)(\.NaN)?\.f32", path.read_text())
+            assert {operation for operation, _ in found} == set(operations), path.name
+            assert all(keeps for _, keeps in found), path.name
+
+
 def test_unaligned_tensors_take_narrow_accesses(compiled):
     """Also that the report can say so."""
     first = rules.__all__[0]

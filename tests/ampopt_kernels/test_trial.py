@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.bits import assert_close, bits, everything
-from ampopt_kernels import Rule, State, jit, tl
+from ampopt_kernels import Rule, State, jit, maximum, minimum, tl
 
 STATE = (State("average"),)
 COUNT = (State("count"),)
@@ -174,6 +174,16 @@ def test_a_function_that_not_every_backend_has_is_refused(function):
     assert_refused(rule, AttributeError, "tl.erf", "It has:", "sqrt")
 
 
+@jit
+def drops_nan(p, g, state, h, flags):
+    return p - h[0] * tl.maximum(g, 0.0), state
+
+
+def test_a_function_that_is_not_the_same_everywhere_is_refused():
+    rule = Rule(update=drops_nan, hyper=HYPER)
+    assert_refused(rule, AttributeError, "tl.maximum", "from ampopt_kernels import maximum")
+
+
 def test_a_misspelt_name_is_refused():
     assert_refused(Rule(update=misspelt, hyper=HYPER), ValueError, "NameError", "momentun")
 
@@ -323,7 +333,7 @@ def _warming_scalars(s, h):
     (count,) = s
     lr, decay, limit = h
     count = count + 1
-    return (count,), (lr * tl.minimum(count / 4, 1.0), decay, limit)
+    return (count,), (lr * minimum(count / 4, 1.0), decay, limit)
 
 
 @jit
@@ -335,8 +345,8 @@ def _warming_update(p, g, state, h, flags):
     if SIGNED:
         step = tl.where(average > 0, 1.0, tl.where(average < 0, -1.0, 0.0))
     else:
-        step = tl.where(size > limit, limit * average / tl.maximum(size, limit), average)
-    return p - rate * step, (average, tl.maximum(state[1], size))
+        step = tl.where(size > limit, limit * average / maximum(size, limit), average)
+    return p - rate * step, (average, maximum(state[1], size))
 
 
 class Warming(ampopt.ElementwiseOptimizer):

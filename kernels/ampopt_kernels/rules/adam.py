@@ -4,7 +4,7 @@ Decoupled weight decay is Loshchilov and Hutter's (1711.05101), AMSGrad Reddi et
 (1904.09237).
 """
 
-from ampopt_kernels.language import div_rn, jit, power, sqrt_rn, tl
+from ampopt_kernels.language import div_rn, jit, maximum, power, sqrt_rn, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -48,7 +48,7 @@ def _update(p, g, state, h, flags):
     exp_avg = lerp(state[0], g, new1)
     exp_avg_sq = beta2 * state[1] + new2 * g * g
     if AMSGRAD:
-        largest = tl.maximum(state[2], exp_avg_sq)
+        largest = maximum(state[2], exp_avg_sq)
         new_state = (exp_avg, exp_avg_sq, largest)
     else:
         largest = exp_avg_sq

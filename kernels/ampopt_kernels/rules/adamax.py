@@ -1,6 +1,6 @@
 """Adamax, as torch defines it (``torch/optim/adamax.py``; Kingma and Ba, 1412.6980)."""
 
-from ampopt_kernels.language import div_rn, jit, power, tl
+from ampopt_kernels.language import div_rn, jit, maximum, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
 
@@ -25,7 +25,7 @@ def _update(p, g, state, h, flags):
     if WEIGHT_DECAY:
         g = g + weight_decay * p
     exp_avg = lerp(state[0], g, new1)
-    exp_inf = tl.maximum(beta2 * state[1], tl.abs(g) + eps)
+    exp_inf = maximum(beta2 * state[1], tl.abs(g) + eps)
     return p - div_rn(step_size * exp_avg, exp_inf), (exp_avg, exp_inf)
 
 

@@ -3,7 +3,7 @@
 The schedules of ``eta`` and ``mu`` are those of Xu, 1107.2490.
 """
 
-from ampopt_kernels.language import as_float32, jit, power, tl
+from ampopt_kernels.language import as_float32, jit, maximum, power, tl
 from ampopt_kernels.rule import Rule, State
 
 __all__ = ["asgd"]
@@ -18,7 +18,7 @@ def _scalars(s, h):
     eta = as_float32(tl.where(step > 0, eta, lr))
     step = step + 1
     new_eta = lr / power(1 + lambd * lr * step, alpha)
-    new_mu = 1 / tl.maximum(step - t0, 1.0)
+    new_mu = 1 / maximum(step - t0, 1.0)
     return (step, new_eta, new_mu), (eta, 1 - lambd * eta, mu, weight_decay)
 
 

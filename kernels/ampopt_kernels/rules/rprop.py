@@ -1,6 +1,6 @@
 """Rprop, as torch defines it (``torch/optim/rprop.py``; Riedmiller and Braun, ICNN 1993)."""
 
-from ampopt_kernels.language import jit, tl
+from ampopt_kernels.language import jit, maximum, minimum, tl
 from ampopt_kernels.rule import Rule, State
 
 __all__ = ["rprop"]
@@ -26,7 +26,7 @@ def _update(p, g, state, h, flags):
     old = tl.where(first > 0, lr + 0 * state[1], state[1])
     slower = tl.where(agreement < 0, old * shrink, old)
     step_size = tl.where(agreement > 0, old * grow, slower)
-    step_size = tl.minimum(tl.maximum(step_size, smallest), largest)
+    step_size = minimum(maximum(step_size, smallest), largest)
     # Where the sign has changed, stay, and let the next step not see that it did.
     g = tl.where(agreement < 0, 0.0, g)
     p = tl.where(g > 0, p - step_size, tl.where(g < 0, p + step_size, p))
