@@ -46,7 +46,8 @@ class ElementwiseOptimizer(MasterWeights):
     master in its state (``master_param``), which steps update, the parameter being its rounded
     copy; its other states are float32 too. ``unscale`` then leaves ``p.grad`` alone and puts
     float32 unscaled gradients on the masters, where :meth:`master_params` finds them, until the
-    next step or ``zero_grad``. Made from the parameter at the first use, saved in ``state_dict``.
+    next step or ``zero_grad``: clip or edit them there, for a step after ``p.grad`` was changed is
+    a ``RuntimeError``. Made from the parameter at the first use, saved in ``state_dict``.
     Whatever else writes to the parameter from then on is lost to the next step, unless it writes
     to the master or drops it (``del optimizer.state[p]["master_param"]``).
 
@@ -186,6 +187,7 @@ class ElementwiseOptimizer(MasterWeights):
 
     def _step_as(self, request: Request) -> None:
         """Step, or skip, with what is in the gradients."""
+        self._refuse_edited()
         plan = self._planned()
         if plan is None:
             self._decision = self._step_as_torch(request)

@@ -29,7 +29,7 @@ _ATTEMPT = frozenset(
         "step",  # as patched by torch's schedulers
         "_decision",
         "_dtypes",
-        "_masters_have_gradients",
+        "_on_masters",
         "_opt_called",
         "_pending",
         "_plan",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,21 @@ from ampopt_kernels.rule import MASTER, Rule
 __all__ = ["MasterWeights", "has_masters", "needs_master"]
 
 
+class _Unscaled(NamedTuple):
+    """The gradient of a parameter, as it was when its master got it unscaled."""
+
+    param: Tensor
+    grad: Tensor
+    version: int | None  # None where it is the master's too, so that edits reach that
+
+
 class MasterWeights(Optimizer):
     """Keeps masters in the state; see :class:`ampopt.ElementwiseOptimizer`, which steps them."""
 
     rule: ClassVar[Rule]
     _master_weights = False
-    _masters_have_gradients = False
+    _on_masters: tuple[_Unscaled, ...] = ()
+    """Where the gradients come from that masters have now."""
 
     def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
         """Make the optimizer.
@@ -129,19 +138,22 @@ class MasterWeights(Optimizer):
         holders = super()._holders(written=written)
         if not written:
             return holders
-        result = []
+        result, unscaled = [], []
         for index, param in holders:
             master = self._master_of(self.param_groups[index], param)
             if master is not None:
-                assert param.grad is not None
-                master.grad = param.grad.to(master.dtype)
-                self._masters_have_gradients = True
+                grad = param.grad
+                assert grad is not None
+                master.grad = grad.to(master.dtype)
+                shared = master.grad is grad
+                unscaled.append(_Unscaled(param, grad, None if shared else grad._version))
             result.append((index, param if master is None else master))
+        self._on_masters = tuple(unscaled)
         return result
 
     def _holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
         # After ``unscale`` the master's, if there is one.
-        if not self._masters_have_gradients:
+        if not self._on_masters:
             return param
         return param if (master := self._master_of(group, param)) is None else master
 
@@ -154,13 +166,32 @@ class MasterWeights(Optimizer):
             state[MASTER] = param.detach().to(torch.float32)
         return state[MASTER]
 
+    def _refuse_edited(self) -> None:
+        """Refuse gradients that were changed where no step looks, once they are on the masters.
+
+        Raises:
+            RuntimeError: a parameter has another gradient than ``unscale`` read, or one that was
+                written to since.
+        """
+        for param, grad, version in self._on_masters:
+            if param.grad is None:  # it is left out
+                continue
+            if param.grad is not grad or (version is not None and grad._version != version):
+                raise RuntimeError(
+                    f"the gradient of {gradients.name_of(self.param_groups, param)} was changed "
+                    "after unscale(), which put the unscaled gradients on the float32 masters, "
+                    "where the step finds them: clip or edit those of optimizer.master_params(), "
+                    "as in torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm), or "
+                    "let unscale_and_step(max_norm=...) clip. zero_grad() discards the unscale"
+                )
+
     def _with_masters(self) -> Iterator[Tensor]:
         for group in filter(has_masters, self.param_groups):
             yield from (p for p in group["params"] if MASTER in self.state.get(p, {}))
 
     def _drop_master_gradients(self) -> None:
-        if self._masters_have_gradients:
-            self._masters_have_gradients = False
+        if self._on_masters:
+            self._on_masters = ()
             for param in self._with_masters():
                 self.state[param][MASTER].grad = None
 

@@ -120,7 +120,7 @@ class Plan:
         ):
             return False
         grads = list(map(_grad_of, self._present))
-        if optimizer._masters_have_gradients:
+        if optimizer._on_masters:
             for place, master in self._masters:
                 if grads[place] is not None:
                     grads[place] = master.grad

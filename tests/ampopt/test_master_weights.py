@@ -29,6 +29,7 @@ from torch_options import ELEMENTWISE, OptionSet, named
 
 import ampopt
 from ampopt.testing.bits import assert_close, bits, everything, state_of
+from ampopt_kernels.rule import MASTER
 
 pytestmark = [
     pytest.mark.parametrize("backend", ["eager", "triton", ON_A_GPU], indirect=True),
@@ -382,6 +383,92 @@ def test_edits_of_a_masters_gradient_are_what_is_stepped_with():
         master.grad = torch.tensor([0.5, 1.0])
         optimizer.step_after_unscale()
     assert param.tolist() == [0.5, 0.0]
+
+
+def clip(p: Parameter) -> None:
+    torch.nn.utils.clip_grad_norm_([p], max_norm=0.1)
+
+
+def replace(p: Parameter) -> None:
+    p.grad = torch.zeros_like(p)
+
+
+def accumulate(p: Parameter) -> None:
+    (p.float().sum() * 4).backward()
+
+
+@pytest.mark.parametrize("edit", [clip, replace, accumulate])
+@pytest.mark.parametrize(
+    "how", ["ours", "overflow", "without a scale", "scaler", "plain step", "closure"]
+)
+def test_who_edits_the_parameters_gradient_is_told_of_the_masters(edit, how):
+    """Nothing would see the edit: steps take what ``unscale`` put on the masters."""
+    params = [Parameter(torch.ones(2)), half(1.0, -2.0)]
+    names = [("wide", params[0]), ("narrow", params[1])]
+    optimizer = ampopt.AdamW(names, lr=0.5, master_weights=True)
+    params[1].grad = torch.ones_like(params[1])
+    optimizer.unscale(1.0)  # which makes the master
+    optimizer.zero_grad()
+    for p in params:
+        p.grad = torch.full_like(p, INF if how == "overflow" else 4.0)
+    before = bits([*params, *masters_of(optimizer)])
+    scaler = ampopt.GradScaler("cpu", init_scale=4.0)
+
+    def closure(scale: Any) -> Any:
+        found = optimizer.unscale(scale)
+        edit(params[1])
+        return 1.0, *found
+
+    def attempt() -> Any:
+        if how == "closure":
+            scale = ampopt.StaticLossScale(4.0, drop_overflow_update=False)
+            return optimizer.step_after_unscale(closure, scale)
+        if how == "scaler":
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(optimizer)
+        else:
+            optimizer.unscale(None if how == "without a scale" else 4.0)
+        edit(params[1])
+        if how == "scaler":
+            return scaler.step(optimizer)
+        return optimizer.step() if how == "plain step" else optimizer.step_after_unscale()
+
+    with pytest.raises(RuntimeError, match=r"gradient of narrow was changed.*master_params\(\)"):
+        attempt()
+    assert bits([*params, *masters_of(optimizer)]) == before
+    assert all(s.keys() <= {MASTER} for s in optimizer.state.values())
+    optimizer.zero_grad()
+    params[1].grad = torch.full_like(params[1], 4.0)
+    assert not optimizer.unscale_and_step(grads_scaled_by=4.0).skipped
+    assert optimizer.pending is None and bits(params[1]) != before[1]
+
+
+def test_a_step_of_ones_own_that_edits_the_parameters_gradient_is_told_too():
+    class Centered(ampopt.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad -= p.grad.mean()
+            return super().step(closure)
+
+    param = half(1.0, 2.0)
+    optimizer = Centered([param], lr=0.5, master_weights=True)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(RuntimeError, match="was changed after unscale"):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert param.tolist() == [1.0, 2.0]
+
+
+def test_a_float32_gradient_of_a_half_precision_parameter_may_be_edited():
+    """It is the one on the master."""
+    param = half(1.0, 2.0)
+    param.grad_dtype = None  # type: ignore[attr-defined]
+    optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
+    param.grad = torch.full((2,), 8.0)
+    optimizer.unscale(grads_scaled_by=4.0)
+    param.grad.mul_(0.5)
+    optimizer.step_after_unscale()
+    assert param.tolist() == [0.5, 1.5]
 
 
 def test_a_frozen_parameter_has_no_master():
