@@ -101,8 +101,9 @@ def values_of(param: Tensor) -> Tensor:
     Where memory does not hold the values, ``param.grad`` is replaced by one that does: a sparse
     gradient is coalesced, as duplicates may overflow where they are summed, and a lazy conjugate
     or negative, such as autograd leaves on complex parameters, is carried out. Of a gradient that
-    is spread over ranks, these are the values that are here.
+    is spread over ranks, these are the values that are here, placed as the parameter is.
     """
+    ranks.settle(param)
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:

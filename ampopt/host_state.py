@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt import ranks
+
 __all__ = ["HostState"]
 
 _ATTEMPT = frozenset(
@@ -150,6 +152,9 @@ class HostState:
         """Remember everything that was added and all that it refers to."""
         while self._unseen:
             value, what = self._unseen.pop()
+            if ranks.is_spread(value):
+                self._find_spread(value, what)
+                continue
             known = self._find_contents(value, what)
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict) and not isinstance(value, types.MethodType):
@@ -225,6 +230,12 @@ class HostState:
         # An assignment to ``tensor.data`` leaves the object and takes the memory away from it.
         alias = tensor.detach()
         self._keep(what, lambda: _layout(tensor), lambda _: setattr(tensor, "data", alias))
+
+    def _find_spread(self, tensor: Any, what: str) -> None:
+        """Remember the part that is here: what is around it has no memory of its own."""
+        part = functools.partial(setattr, tensor, "_local_tensor")
+        self._keep(what, lambda: ranks.local(tensor), part)
+        self._add(ranks.local(tensor), what)
 
     def _find_attributes(self, owner: Any, attributes: dict[str, Any], what: str) -> None:
         skip_attempt = isinstance(owner, torch.optim.Optimizer)

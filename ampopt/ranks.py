@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["agreement", "is_spread", "local"]
+__all__ = ["agreement", "is_spread", "local", "settle"]
 
 
 def is_spread(tensor: Tensor) -> bool:
@@ -18,19 +18,26 @@ def is_spread(tensor: Tensor) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of ``tensor`` that this rank has, in the same memory; an ordinary one itself.
-
-    Raises:
-        RuntimeError: it is a sum that is still to be taken, which no rank can judge.
-    """
+    """The part of ``tensor`` that this rank has, in the same memory; an ordinary one itself."""
     if not is_spread(tensor):
         return tensor
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise RuntimeError(
-            f"a gradient is placed {tensor.placements}, so that its values are not there yet: "
-            "redistribute it as its parameter is"
-        )
-    return tensor.to_local()
+    part = tensor._local_tensor
+    return part if type(part) is Tensor else _waited_for(part)
+
+
+def _waited_for(part: Any) -> Tensor:
+    """``part``, if a collective is to bring it, once that has been waited for on the device."""
+    return part.wait() if hasattr(part, "wait") else part
+
+
+def settle(param: Any) -> None:
+    """Place the gradient of ``param`` as ``param`` is: a sum still to be taken is taken.
+
+    That is a collective for each such gradient, so that all ranks have to come by.
+    """
+    grad = param.grad
+    if is_spread(grad) and is_spread(param) and grad.placements != param.placements:
+        param.grad = grad.redistribute(param.device_mesh, param.placements)
 
 
 def agreement(tensors: Iterable[Any]) -> Callable[[Tensor], Tensor] | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampopt import ranks
 from ampopt.host_state import HostState
 
 __all__ = ["Mode", "Skipper", "Writes"]
@@ -50,7 +51,7 @@ class Writes(TorchDispatchMode):
                     given = args[position] if position < len(args) else kwargs.get(argument.name)
                     for tensor in pytree.tree_leaves(given):
                         if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                            self._keep(tensor.untyped_storage()._cdata)
+                            self._keep(ranks.local(tensor).untyped_storage()._cdata)
         else:  # a higher-order operator does not say what it writes
             for key in self._watched:
                 self._keep(key)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from extras import skip_unless_it_runs
 from gpus import skip_without_gpu
+from local_ranks import Ranks
 
 import ampopt
 from ampopt_kernels.eager import Eager
@@ -99,3 +100,23 @@ def process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def _pool(n: int):
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("this build of torch has no gloo")
+    ranks = Ranks(n)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    """Two processes that have met; see ``local_ranks``."""
+    yield from _pool(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks():
+    """Four of them."""
+    yield from _pool(4)

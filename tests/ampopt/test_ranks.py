@@ -112,11 +112,37 @@ def test_a_norm_of_spread_gradients_is_refused_with_the_way_to_clip(process_grou
     assert bits(p.to_local()) == bits(torch.ones(2))
 
 
-def test_a_gradient_that_is_yet_to_be_summed_is_refused(process_group):
-    from torch.distributed.tensor import DTensor, Partial
+def stepped_with_sums(name: str, scaled: bool) -> list[Any]:
+    """Parameters after a step with gradients that are sums still to be taken, and with the sums."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-    optimizer, p = made(ampopt.AdamW)
-    p.grad = DTensor.from_local(torch.ones(2), p.device_mesh, [Partial()])
-    with pytest.raises(RuntimeError, match="redistribute it as its parameter is"):
-        optimizer.unscale_and_step(grads_scaled_by=2.0)
-    assert bits(p.to_local()) == bits(torch.ones(2))
+    mesh, rank = init_device_mesh("cpu", (2,)), torch.distributed.get_rank()
+    grad, results = torch.tensor([1.0, -2.0, 4.0, 0.5]) * (4.0 if scaled else 1.0), []
+    for summed in (True, False):
+        placements = ([Replicate()], [Shard(0)])
+        params: list[Any] = [
+            Parameter(distribute_tensor(torch.ones(4), mesh, p)) for p in placements
+        ]
+        for p in params:
+            part = DTensor.from_local(grad * (0.25 if rank else 0.75), mesh, [Partial()])
+            p.grad = part if summed else distribute_tensor(grad, mesh, p.placements)
+        optimizer = getattr(ampopt, name)(params, lr=0.5)
+        if scaled:
+            optimizer.unscale_and_step(grads_scaled_by=4.0)
+        else:
+            optimizer.step()
+        results.append([p.detach().full_tensor() for p in params])
+    return results
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "Adafactor"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_gradient_that_is_yet_to_be_summed_is_summed_first(two_ranks, name, scaled):
+    alone = Parameter(torch.ones(4))
+    alone.grad = torch.tensor([1.0, -2.0, 4.0, 0.5])
+    getattr(torch.optim, name)([alone], lr=0.5).step()
+    for summed, whole in two_ranks.run(stepped_with_sums, name, scaled):
+        for a, b in zip(summed, whole, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(a, alone.detach())

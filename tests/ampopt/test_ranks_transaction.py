@@ -1,0 +1,44 @@
+"""A step on DTensors that is taken and put back: the memory that counts is that of their parts."""
+
+import pytest
+import torch
+from optimizers import Plain
+from torch.nn import Parameter
+
+import ampopt
+from ampopt import judge, ordinary
+from ampopt_kernels.eager import Eager
+
+
+def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
+    """Parameter, and states, after one good step and one whose gradient overflows on rank 1."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    for module in (ordinary, judge):  # as on a device, where there are transactions
+        module.backend_for = lambda _: Eager(reads_cpu=False)  # type: ignore[assignment]
+    mesh = init_device_mesh("cpu", (2,))
+    p = Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+    if foreach:
+        optimizer = ampopt.patch_optimizer(torch.optim.NAdam([p], foreach=True))
+    else:
+        optimizer = Plain([p])
+    optimizer.skip_by = skip_by
+    seen = []
+    for last in (1.0, 1.0, float("inf")):
+        p.grad = distribute_tensor(torch.tensor([1.0, 2.0, 3.0, last]), mesh, [Shard(0)])
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+        tensors = [p, *(t for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
+        seen.append([getattr(t.detach(), "full_tensor", t.detach)().clone() for t in tensors])
+    for module in (ordinary, judge):
+        module.backend_for = ampopt.backend.backend_for  # type: ignore[assignment]
+    return seen
+
+
+@pytest.mark.parametrize("skip_by", ["auto", "host", "transaction"])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_skipped_step_leaves_every_part_as_it_was(two_ranks, skip_by, foreach):
+    for _, good, skipped in two_ranks.run(stepped_and_skipped, skip_by, foreach):
+        assert all(x.isfinite().all() for x in good)
+        for before, after in zip(good, skipped, strict=True):
+            assert torch.equal(before, after)
