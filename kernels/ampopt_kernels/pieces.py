@@ -183,7 +183,8 @@ class Block:
             last = advanced.get(self.group)
             if last is None or last.key != key:
                 result = rule.torch_scalars(tuple(counts), tuple(numbers))
-                last = advanced[self.group] = _Advanced(key, *result)
+                last = _Advanced(key, *(tuple(map(float, part)) for part in result))
+                advanced[self.group] = last
             for stored, value in zip(self.scalars, last.scalars, strict=True):
                 if stored is not None:
                     stored.fill_(value)

@@ -137,12 +137,12 @@ class Rule:
     @functools.cached_property
     def torch_update(self) -> Any:
         """``update`` on torch tensors."""
-        return stand_in.bind(self.update)
+        return stand_in.dividing(stand_in.bind(self.update))
 
     @functools.cached_property
     def torch_scalars(self) -> Any:
         """``scalars`` on torch tensors."""
-        return stand_in.bind(self.scalars)
+        return stand_in.dividing(stand_in.bind(self.scalars))
 
     def width(self, n_hyper: int) -> int:
         """How many scalars ``update`` takes as ``h``, given so many hyperparameters."""

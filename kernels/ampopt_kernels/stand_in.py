@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["bind", "jit"]
+__all__ = ["bind", "dividing", "jit"]
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int32, int64 = torch.int32, torch.int64
@@ -110,6 +110,7 @@ def __getattr__(name: str) -> Any:
 _NOT_LANGUAGE = {
     "bind",
     "ctypes",
+    "dividing",
     "jit",
     "math",
     "types",
@@ -139,6 +140,32 @@ def bind(function: Any) -> Callable[..., Any]:
         elif value is not function and hasattr(value, "fn"):
             bound[name] = bind(value)
     return types.FunctionType(fn.__code__, bound, fn.__name__, fn.__defaults__, fn.__closure__)
+
+
+def dividing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` of this language, which divides numbers by 0 as devices do.
+
+    That is an infinity or NaN, often in the branch of a ``where`` that nothing takes, where Python
+    would raise. Then the numbers are made tensors and all is done again, since the language has no
+    side effects.
+    """
+
+    def divided(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except ZeroDivisionError:
+            given = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
+            tensors = (x for x in given if isinstance(x, torch.Tensor))
+            like = next(tensors, torch.empty((), dtype=float64, device="cpu"))
+            return function(*_as_tensors(arguments, like))
+
+    return divided
+
+
+def _as_tensors(value: Any, like: torch.Tensor) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_as_tensors(x, like) for x in value)
+    return value if isinstance(value, (torch.Tensor, bool)) else like.new_full((), value)
 
 
 import sys  # noqa: E402
