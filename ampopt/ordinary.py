@@ -170,9 +170,7 @@ class OrdinarySteps(Bookkeeping):
         decision = judge_held(holders, request, write=write, uploads=self._held_by_devices)
         self._note_norm(request, decision)
         if request.max_norm is not None:
-            for _, holder in holders:
-                values = gradients.values_of(holder)
-                values.mul_(decision.factors[2].to(values.device, values.dtype))
+            _multiply([gradients.values_of(h) for _, h in holders], decision.factors[2])
         return decision
 
     def _holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
@@ -218,6 +216,15 @@ class OrdinarySteps(Bookkeeping):
                     "unscales in float32, or with master_weights=True, which keeps float32 copies "
                     "to unscale"
                 )
+
+
+def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
+    """Each in place, in its own dtype; all of one device and dtype in one call."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for kind, those in alike.items():
+        torch._foreach_mul_(those, factor.to(*kind))
 
 
 def _beneath_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:

@@ -18,6 +18,7 @@ from optimizers import Plain
 from strategies import fewer
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
 from ampopt import extend, patch_optimizer
@@ -498,6 +499,51 @@ def test_control_points_of_theirs_win():
         found_inf, _ = optimizer.unscale(grads_scaled_by=1.0)
         assert not optimizer.step_after_unscale().skipped
         assert optimizer.grad_norm() == "a method of theirs"
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts the operations that multiply tensors in place."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """See the mode."""
+        self.count += func.overloadpacket in (torch.ops.aten.mul_, torch.ops.aten._foreach_mul_)
+        return func(*args, **(kwargs or {}))
+
+
+class Nothing(torch.optim.Optimizer):
+    """Leaves its parameters alone, so that whatever is multiplied is not by its step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.integers(0, 5)
+        ),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_gradients_are_clipped_by_one_operation_for_each_dtype(kinds):
+    params = [Parameter(torch.zeros(n, dtype=dtype)) for dtype, n in kinds]
+    grads = [torch.linspace(-3.0, 2.0, n, dtype=dtype) for dtype, n in kinds]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad * 4
+    norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
+    coefficient = (1.5 / (norm + 1e-6)).clamp(max=1.0)
+    optimizer = extend(Nothing)(params)
+    with Multiplications() as multiplications:
+        optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=1.5)
+    for p, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(p.grad, grad * coefficient.to(grad.dtype), atol=0, rtol=1e-6)
+    assert multiplications.count <= len({dtype for dtype, _ in kinds})
 
 
 def test_a_norm_to_clip_to_leaves_their_grad_norm_alone():
