@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ampopt._checks import check_number
 from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.transfers import carried
 
 __all__ = ["Device", "LossScale", "check_entries", "check_flag"]
 
@@ -129,9 +130,9 @@ class LossScale(ABC):
     def _place(self, device: Device) -> None:
         device = _resolved(device)
         if not self._placed:
-            self._value = self._value.to(device, non_blocking=True)
+            self._value = carried(self._value, device)
             if self._counters is not None:
-                self._counters = self._counters.to(device, non_blocking=True)
+                self._counters = carried(self._counters, device)
             self._placed = True
         elif self._value.device != device:
             raise ValueError(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ampopt._loss_scale import LossScale
+from ampopt_kernels.transfers import carried
 
 __all__ = ["next_scale"]
 
@@ -44,8 +45,8 @@ def next_scale(a: Any, *more: Any) -> Any:
         # Numbers go to a device without waiting; to the CPU they would be waited for.
         smallest, *others = sorted(scales, key=lambda scale: scale.is_cpu)
         for other in others:
-            other = other.to(smallest, non_blocking=True).reshape(smallest.shape)
-            smallest = torch.minimum(smallest, other)
+            other = carried(other, smallest.device, smallest.dtype)
+            smallest = torch.minimum(smallest, other.reshape(smallest.shape))
         return smallest
     smallest, *others = scales
     if not isinstance(smallest, LossScale) or any(type(s) is not type(smallest) for s in others):
@@ -70,9 +71,9 @@ def _smaller(a: LossScale, b: LossScale) -> LossScale:
     if a.device is None or (a.value.is_cpu and not b.value.is_cpu):
         a, b = b, a
     device = a.value.device
-    value_a, value_b = a.value, b.value.to(device, non_blocking=True)
+    value_a, value_b = a.value, carried(b.value, device)
     counters_a, counters_b = cast(Tensor, a._counters), cast(Tensor, b._counters)
-    counters_b = counters_b.to(device, non_blocking=True)
+    counters_b = carried(counters_b, device)
     # An overflow at the floor, or growth at the ceiling, leaves equal values. The overflow then
     # shows in the counters: it has set the first to 0, and the second no higher than the other's.
     counters = torch.where(

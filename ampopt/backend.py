@@ -9,6 +9,7 @@ import torch
 
 from ampopt_kernels.compiled import PATIENCE, Compiled, cpp_compiler
 from ampopt_kernels.cpu import Cpu
+from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.work import Backend
@@ -17,7 +18,6 @@ __all__ = ["backend_for", "get_backend", "host_looking_away", "set_backend"]
 
 NAMES = ("auto", "triton", "compiled", "eager")
 ENVIRONMENT = "AMPOPT_BACKEND"
-_TRITON_DEVICES = ("cuda", "xpu")
 
 _chosen: str | None = None
 _looks_away = False
@@ -70,17 +70,17 @@ def backend_for(device: torch.device) -> Backend:
     if name == "auto":
         if device.type == "cpu":
             return _cpu_backend(name)
-        name = "triton" if HAS_TRITON and device.type in _TRITON_DEVICES else "eager"
+        name = "triton" if HAS_TRITON and device.type in ACCELERATORS else "eager"
     if name == "compiled" and device.type != "cpu":
         raise RuntimeError(
             f"the compiled backend cannot run on {device}: it compiles for the CPU; choose "
             "set_backend('auto')"
         )
-    if name == "triton" and device.type not in _TRITON_DEVICES:
+    if name == "triton" and device.type not in ACCELERATORS:
         if device.type != "cpu" or not INTERPRETED:
             raise RuntimeError(
                 f"the triton backend cannot run on {device}: Triton compiles for "
-                f"{', '.join(_TRITON_DEVICES)}, and CPU tensors need its interpreter. Set "
+                f"{', '.join(ACCELERATORS)}, and CPU tensors need its interpreter. Set "
                 f"TRITON_INTERPRET=1 before importing ampopt, or choose set_backend('auto')"
             )
     if name == "triton":

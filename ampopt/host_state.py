@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ampopt import ranks
+from ampopt_kernels.devices import captures
 
 __all__ = ["HostState"]
 
@@ -368,6 +369,5 @@ def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Any]]:
         yield "NumPy's random state", numpy.random.mtrand._rand
     for device in sorted({d for d in devices if d.type != "cpu"}, key=str):
         generators = getattr(torch.get_device_module(device), "default_generators", ())
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if generators and not capturing:  # while a graph is captured it has the generator
+        if generators and not captures(device):  # while a graph is captured it has the generator
             yield f"the random state of {device}", generators[device.index]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale import LossScale, check_scale_number
+from ampopt_kernels.devices import ACCELERATORS
 
 __all__ = ["Replay", "check_closure", "check_loss", "check_verdict", "step_with"]
 
@@ -60,7 +61,7 @@ class Replay:
         self.scale = self.successor = scale
         self.overflowed = False
         self._max_replays = max_replays
-        self._devices = [d for d in devices if d.type == "cuda"]
+        self._devices = [d for d in devices if d.type in ACCELERATORS]
         self._offenders = offenders
         self._rng_before = self._rng_state() if preserve_rng else None
 
@@ -106,12 +107,13 @@ class Replay:
         )
 
     def _rng_state(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._devices)]
+        there = (torch.get_device_module(d).get_rng_state(d) for d in self._devices)
+        return [torch.get_rng_state(), *there]
 
     def _set_rng_state(self, state: list[Tensor]) -> None:
         torch.set_rng_state(state[0])
         for device, device_state in zip(self._devices, state[1:], strict=True):
-            torch.cuda.set_rng_state(device_state, device)
+            torch.get_device_module(device).set_rng_state(device_state, device)
 
 
 def step_with(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:

@@ -39,9 +39,9 @@ class TrainStep:
 
     Inputs that are a tuple are passed as ``model(*inputs)``, a mapping as ``model(**inputs)``. What
     is in a batch may be nested. Its tensors are brought to the device of the optimizer's
-    parameters, which does not wait if they come from pinned memory, and divided along their first
-    dimension into micro-batches of equal size; what is no tensor, or has no dimension, goes into
-    every micro-batch. So ``loss_fn`` averages over a micro-batch.
+    parameters, which does not wait on CUDA and XPU, and is cheaper from pinned memory; and divided
+    along their first dimension into micro-batches of equal size. What is no tensor, or has no
+    dimension, goes into every micro-batch. So ``loss_fn`` averages over a micro-batch.
 
     **On overflow** the step is skipped, or, with ``max_replays``, the same batch is run again under
     the next smaller scale, until its gradients are finite.

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt import ranks
 from ampopt.host_state import HostState
+from ampopt_kernels.transfers import carried
 
 __all__ = ["Mode", "Skipper", "Writes"]
 
@@ -76,7 +77,7 @@ class Writes(TorchDispatchMode):
         here = {skip.device: skip}
         for whole, copy in self._copies.values():
             if whole.device not in here:
-                here[whole.device] = skip.to(whole.device, non_blocking=True)
+                here[whole.device] = carried(skip, whole.device)
             torch.where(here[whole.device], copy, whole, out=whole)
 
     def on_host(self, skip: Tensor) -> bool:

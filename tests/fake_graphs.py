@@ -51,7 +51,7 @@ class FakeGraphs:
         memory, random = _memory(), torch.get_rng_state()
         with (
             watching(_refuse),
-            mock.patch("ampopt_kernels.uploads._captures", lambda device: True),
+            mock.patch("ampopt_kernels.uploads.captures", lambda device: True),
             mock.patch.object(backend_for(CPU), "_launch", tape.launch),
             tape,
         ):

@@ -1,7 +1,8 @@
 """A device to pretend with: CPU tensors that torch takes for an accelerator's.
 
 As on one, tensors of different devices do not meet, except for 0-d ones of the CPU. Reading a value
-back is counted; a copy to the host that is not waited for is an error. Registering the device
+back is counted; a copy to the host that is not waited for is an error, and so is one from the host,
+where no memory is pinned. Registering the device
 cannot be undone, so this is for a process of its own.
 """
 
@@ -68,6 +69,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         blocks = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         if away and to == CPU:
             assert blocks, f"{name} to the host is not waited for"
+        if to != CPU and CPU in devices:
+            assert blocks, f"{name} from memory that is not pinned is not waited for"
     else:
         assert len(devices) <= 1, f"{name} of tensors on {sorted(map(str, devices))}"
         to = wanted or next(iter(devices), CPU)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ampopt_kernels.control import control_kernel
 from ampopt_kernels.detect import detect_kernel
+from ampopt_kernels.devices import ACCELERATORS, current
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.launching import launch
 from ampopt_kernels.native import compile_if_possible
@@ -371,8 +372,8 @@ def _options_on(device: torch.device) -> dict[str, Any]:
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Launch on ``device``, which Triton takes from the current one."""
-    if device.type == "cuda":
-        return torch.cuda.device(device)
+    if device.type in ACCELERATORS:
+        return current(device)
     if INTERPRETED:
         import numpy
 

@@ -5,7 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Uploads", "sent"]
+from ampopt_kernels.devices import ACCELERATORS, captures, stream
+from ampopt_kernels.transfers import carried, carried_into
+
+__all__ = ["Uploads"]
 
 
 class Uploads:
@@ -52,12 +55,12 @@ class Uploads:
         table = torch.tensor(values, dtype=dtype, device="cpu")  # whatever the default device is
         if held is not None and held[1].device == device:
             if in_place and held[1].shape == table.shape and held[1].dtype == dtype:
-                table = held[1].copy_(_pinned(table, device), non_blocking=True)
-            elif device.type == "cuda":
+                table = carried_into(held[1], table)
+            elif device.type in ACCELERATORS:
                 # It may have been made on another stream, where its memory is used again; not
                 # before what is queued on this one has read it.
-                held[1].record_stream(torch.cuda.current_stream(device))
-        self._held[name] = (values, table := sent(table, device))
+                held[1].record_stream(stream(device))
+        self._held[name] = (values, table := carried(table, device))
         return table
 
     def tables(self) -> list[Tensor]:
@@ -65,26 +68,8 @@ class Uploads:
         return [table for _, table in self._held.values()]
 
 
-def sent(table: Tensor, device: torch.device) -> Tensor:
-    """A small CPU tensor on ``device``; itself if it is there. Does not synchronize.
-
-    Raises:
-        RuntimeError: it would have to be sent while a CUDA graph is captured.
-    """
-    if table.device == device:
-        return table
-    _refuse_while_captured(device)
-    return _pinned(table, device).to(device, non_blocking=True)
-
-
-def _pinned(table: Tensor, device: torch.device) -> Tensor:
-    """``table`` where a copy to ``device`` can read it while the host goes on."""
-    # The caching host allocator keeps the pinned block until the copy is done.
-    return table.pin_memory() if device.type == "cuda" else table
-
-
 def _refuse_while_captured(device: torch.device) -> None:
-    if _captures(device):
+    if captures(device):
         raise RuntimeError(
             "a CUDA graph cannot capture this step: the addresses, settings or loss scale that it "
             "works on are not those of the step before, and would have to be sent. Take a step "
@@ -92,7 +77,3 @@ def _refuse_while_captured(device: torch.device) -> None:
             "(zero_grad(set_to_none=False)), and change nothing in between; "
             "ampopt.TrainStep(cuda_graph=True) does all that"
         )
-
-
-def _captures(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -87,6 +87,8 @@ def check_the_device() -> None:
         _ = here + other
     with pytest.raises(AssertionError, match="not waited for"):
         here.to("cpu", non_blocking=True)
+    with pytest.raises(AssertionError, match="that is not pinned is not waited for"):
+        torch.ones(2).to("pretend:0", non_blocking=True)
     assert not looks
     here.sum().item()
     assert looks == ["_local_scalar_dense"]
