@@ -40,7 +40,8 @@ class ElementwiseOptimizer(MasterWeights):
 
     Parameters may be float32, float64, float16, bfloat16, and complex64 or complex128 as pairs of
     reals; arithmetic is float32, or float64 for float64. State has the dtype of its parameter and
-    torch's names; step counts and other scalars are float32 on the parameter's device.
+    torch's names; step counts and other scalars are float32 on the parameter's device. State in
+    float16 loses small values, as torch's does, which is warned of once: keep masters instead.
 
     **Master weights.** With ``master_weights=True``, a float16 or bfloat16 parameter has a float32
     master in its state (``master_param``), which steps update, the parameter being its rounded
@@ -159,6 +160,7 @@ class ElementwiseOptimizer(MasterWeights):
 
     def _refuse_gradients(self) -> None:
         gradients.check(self.param_groups)
+        self._warn_of_float16()
         if not (self._needs_torch() or self._has_own_step):
             check_plannable(self)
         else:
@@ -200,6 +202,7 @@ class ElementwiseOptimizer(MasterWeights):
         plan = self._plan
         if plan is not None and plan.renew(self):
             return plan
+        self._warn_of_float16()
         if self._needs_torch():
             return None
         self._plan = plan = Plan(self)

@@ -40,6 +40,7 @@ _ATTEMPT = frozenset(
         "_skipper",
         "_stepped_with",
         "_uploads",
+        "_warned_of_float16",
     }
 )
 """Attributes of an optimizer that belong to the attempt at a step, or are caches."""

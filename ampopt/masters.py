@@ -1,5 +1,6 @@
 """Float32 master weights of half-precision parameters, and the gradients on them."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
@@ -31,6 +32,7 @@ class MasterWeights(Optimizer):
     _master_weights = False
     _on_masters: tuple[_Unscaled, ...] = ()
     """Where the gradients come from that masters have now."""
+    _warned_of_float16 = False
 
     def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
         """Make the optimizer.
@@ -184,6 +186,27 @@ class MasterWeights(Optimizer):
                     "as in torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm), or "
                     "let unscale_and_step(max_norm=...) clip. zero_grad() discards the unscale"
                 )
+
+    def _warn_of_float16(self) -> None:
+        """Warn once of a state that is to be kept in float16."""
+        if self._warned_of_float16:
+            return
+        for index, param in gradients.present(self.param_groups):
+            group = self.param_groups[index]
+            if param.dtype != torch.float16 or needs_master(group, param):
+                continue
+            if states := self.rule.state_for(self.rule.flag_values(group)):
+                self._warned_of_float16 = True
+                warnings.warn(
+                    f"{type(self).__name__} keeps {', '.join(part.name for part in states)} of "
+                    f"{gradients.name_of(self.param_groups, param)} in float16, as torch's "
+                    "optimizers do: small values become zero there, such as squares of gradients "
+                    "below 2**-12, and steps then are much too long. Pass master_weights=True, or "
+                    "keep the parameters in float32 and run the model under torch.autocast",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                return
 
     def _with_masters(self) -> Iterator[Tensor]:
         for group in filter(has_masters, self.param_groups):

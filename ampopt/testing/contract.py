@@ -1,5 +1,7 @@
 """The property suite of an optimizer, by inheritance."""
 
+import pytest
+
 from ampopt.testing.calls import Calls
 from ampopt.testing.closures import Closures
 from ampopt.testing.scaling import Scaling
@@ -10,6 +12,8 @@ from ampopt.testing.storage import Storage
 __all__ = ["OptimizerContract"]
 
 
+# Who claims float16 parameters is told what their states lose by the optimizer, in a training.
+@pytest.mark.filterwarnings("ignore:.* in float16, as torch's:UserWarning")
 class OptimizerContract(Skipping, Scaling, Storage, Calls, Closures, Sequences):
     """Every invariant that loss scaling needs of an optimizer, as tests of pytest's.
 

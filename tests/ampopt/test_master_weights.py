@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -591,6 +592,74 @@ def test_without_masters_arithmetic_is_float32_and_storage_the_parameters(name, 
     torch.testing.assert_close(param.float(), wide, **close)  # pyright: ignore
     for key, value in optimizer.state[param].items():
         assert value.dtype == (torch.float32 if value.ndim == 0 else dtype), key
+
+
+STEPS = {
+    "plain step": lambda optimizer: optimizer.step(),
+    "joined": lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0),
+    "closure": lambda optimizer: optimizer.unscale_and_step(lambda scale: 1.0, 2.0),
+    "several": lambda optimizer: ampopt.unscale_and_step([optimizer], 2.0),
+}
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_states_in_float16_are_warned_of_once(how):
+    params = [half(1.0), half(2.0)]
+    optimizer = ampopt.AdamW([("first", params[0]), ("second", params[1])])
+    params[1].grad = torch.tensor([2.0**-13], dtype=torch.float16)
+    match = "AdamW keeps exp_avg, exp_avg_sq of second in float16.*Pass master_weights=True"
+    with pytest.warns(UserWarning, match=match):
+        STEPS[how](optimizer)
+    assert optimizer.state[params[1]]["exp_avg_sq"] == 0  # as it says
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for p in params:  # which takes a new plan
+            p.grad = torch.ones_like(p)
+            STEPS[how](optimizer)
+
+
+@pytest.mark.parametrize("how", STEPS)
+def test_a_warning_that_is_made_an_error_changes_nothing(how):
+    param = half(1.0)
+    optimizer = ampopt.SGD([param], lr=0.5, momentum=0.5)
+    param.grad = torch.ones_like(param)
+    before = everything(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="SGD keeps momentum_buffer of group 0, parameter 0"):
+            STEPS[how](optimizer)
+    assert everything(optimizer) == before
+
+
+def test_a_warning_that_is_made_an_error_steps_none_of_several():
+    params = [Parameter(torch.ones(1)), half(1.0)]
+    both = [ampopt.Adam([p]) for p in params]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="in float16"):
+            ampopt.unscale_and_step(both, 2.0)
+    assert [p.item() for p in params] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ampopt.AdamW([half(1.0)], master_weights=True),
+        lambda: ampopt.AdamW([half(1.0, dtype=torch.bfloat16)]),
+        lambda: ampopt.AdamW([Parameter(torch.ones(1))]),
+        lambda: ampopt.SGD([half(1.0)]),  # which keeps none
+    ],
+)
+def test_other_states_are_not_warned_of(how, make):
+    optimizer = make()
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.ones_like(param)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        STEPS[how](optimizer)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
