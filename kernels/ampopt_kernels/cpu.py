@@ -33,23 +33,27 @@ class Cpu(Eager):
         if request.write:
             work.hand_out()
             return super().detect(work, request)
-        parts: list[tuple[Tensor, torch.dtype]]
+        parts: list[tuple[Tensor, torch.dtype, bool]]
         if work.rule is None:
             parts = [
-                (grad, row.compute_dtype) for grad, row in zip(work.grads, work.rows, strict=True)
+                (grad, row.compute_dtype, row.counted)
+                for grad, row in zip(work.grads, work.rows, strict=True)
             ]
         else:
-            parts = [(p.gather(work), p.dtype) for _, p in pieces_of(work).pieces]
+            parts = [
+                (p.gather(work), p.dtype, p.rows[0].counted) for _, p in pieces_of(work).pieces
+            ]
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
-        parts = [(grad, dtype) for grad, dtype in parts if grad.numel()]
-        grads = [grad for grad, _ in parts]
+        parts = [part for part in parts if part[0].numel()]
+        grads = [grad for grad, _, _ in parts]
         squares = None if request.max_norm is None else self._sums_of_squares(grads)
         # Where unscaling makes nothing larger.
         finite = 0 <= inverse <= 1 and (
             self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
         )
-        flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype in parts]
+        flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype, _ in parts]
         if squares is not None:
+            squares = [x if part[2] else 0.0 for x, part in zip(squares, parts, strict=True)]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
             squares = squares * inverse * inverse
         return Partials(flags, squares)

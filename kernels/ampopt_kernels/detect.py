@@ -33,7 +33,8 @@ def detect_kernel(
         first: the first program that is this launch's.
         scale: one element, the factor the gradients carry; read if ``HAS_SCALE``.
         flags: float32, one for each of ``blocks``: 1 if it has a non-finite value, else 0.
-        squares: float64, one for each of ``blocks``: sum of squares; written if ``NORM``.
+        squares: float64, one for each of ``blocks``: sum of squares, 0 of a row that does not
+            count; written if ``NORM``.
         DTYPE: of the gradients.
         COMPUTE: the arithmetic dtype.
         ALIGN: a power of two that divides every address.
@@ -81,7 +82,8 @@ def detect_kernel(
             tl.store(grad + at, rounded(x, DTYPE), mask=live)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
     if NORM:
-        tl.store(squares + program, tl.sum(total, 0))
+        counted = tl.load(row + COLUMNS - 3)
+        tl.store(squares + program, tl.where(counted != 0, tl.sum(total, 0), 0.0))
 
 
 @jit

@@ -67,7 +67,7 @@ class Eager(Backend):
                 low, high = (x.to(dtype) * factor for x in grad.aminmax())
                 norm = torch.linalg.vector_norm(grad, dtype=wide) * inverse if norms else None
             flags.append(~(low.isfinite() & high.isfinite()))
-            if norm is not None:
+            if norm is not None and row.counted:
                 squares.append(norm * norm)
         return Partials(
             _stack(flags, torch.float32, work.device),

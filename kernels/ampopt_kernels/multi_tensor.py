@@ -2,11 +2,11 @@
 
 The table has one int64 row for each parameter::
 
-    grad | param | states ... copy | scalar states ... | group | numel
+    grad | param | states ... copy | scalar states ... | counted | group | numel
 
-with 0 for what a row has not. A launch takes those of its programs' (row, chunk) pairs that
-share dtypes, flags and alignment, so the number of launches does not depend on the number of
-tensors or groups.
+with 0 for what a row has not, and for ``counted`` where it does not count towards the norm. A
+launch takes those of its programs' (row, chunk) pairs that share dtypes, flags and alignment, so
+the number of launches does not depend on the number of tensors or groups.
 """
 
 import contextlib
@@ -206,7 +206,7 @@ class Triton(Backend):
             "N_HYPER": 0 if hyper is None else hyper.shape[1],
             "N_STATES": _state_columns(rule),
             "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
-            "COLUMNS": 4 if table is None else table.columns,
+            "COLUMNS": 5 if table is None else table.columns,
             "PARTS": PARTS,
             "ROWS": ROWS,
         }
@@ -305,7 +305,7 @@ class _Table:
             addresses += [0] * (2 + n_states - len(addresses))
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
-            rows += [*addresses, *scalars, row.group, row.grad.numel()]
+            rows += [*addresses, *scalars, int(row.counted), row.group, row.grad.numel()]
             kinds.setdefault((row.kind, row.aligned), []).append(index)
         blocks: list[int] = []
         launches: list[_Group] = []
@@ -322,7 +322,7 @@ class _Table:
         return _Table(
             rows=get(_name("rows", work), rows, torch.int64, work.device),
             numbers=rows,
-            columns=4 + n_states + n_scalars,
+            columns=5 + n_states + n_scalars,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             n_blocks=len(blocks) // 2,
             launches=launches,

@@ -282,6 +282,7 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
 def _joins(last: Row, row: Row) -> bool:
     return (
         last.kind == row.kind
+        and last.counted == row.counted
         and all(t.is_contiguous() for r in (last, row) for t in r.tensors)
         and all(_adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
     )

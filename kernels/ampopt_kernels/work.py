@@ -30,6 +30,7 @@ class Row:
     ``state`` follows ``rule.state_for(flags)``; ``scalars`` follows ``rule.scalar_state``, with
     ``None`` where the flags leave one out. A row that is only to be read has no ``param``. Where
     ``param`` is a float32 master, ``copy`` is the low-precision parameter that gets it rounded.
+    Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
     """
 
     grad: Tensor
@@ -39,6 +40,7 @@ class Row:
     scalars: tuple[Tensor | None, ...] = ()
     flags: tuple[bool, ...] = ()
     group: int = 0
+    counted: bool = True
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -160,7 +162,8 @@ class Partials:
     Attributes:
         flags: float32, shape (parts,): 1 where a part has a non-finite unscaled gradient. Truths,
             of a backend whose host sees them.
-        squares: ``widest``, shape (parts,): sums of squares of unscaled gradients, if asked for.
+        squares: ``widest``, shape (parts,): sums of squares of unscaled gradients, if asked for;
+            0 where a row is not counted.
     """
 
     flags: Tensor | list[bool]

@@ -17,6 +17,7 @@ from passes import (
     each_engine,
     fingerprint,
     gradient_works,
+    works,
 )
 
 from ampopt_kernels.work import Request
@@ -114,6 +115,24 @@ def test_squares_add_up_to_the_norm(engine, write, plan, scale):
     norm = math.sqrt(float(partials.squares.sum()))
     # Elements are rounded once, where they are unscaled.
     assert norm == pytest.approx(expected, rel=1e-6, abs=1e-37)
+
+
+@each_engine
+@given(plan=st.one_of(gradient_works(), works()), data=st.data())
+@pytest.mark.parametrize("write", [False, True])
+def test_a_row_that_does_not_count_adds_nothing_to_the_norm(engine, write, plan, data):
+    """Not even what is not finite, which is found all the same."""
+    built, counting = plan.build(), plan.build()
+    counted = [data.draw(st.booleans()) for _ in built.rows]
+    for row, counts in zip(built.rows, counted, strict=True):
+        row.counted = counts
+    counting.work.rows[:] = [r for r, c in zip(counting.rows, counted, strict=True) if c]
+    counting.work.__post_init__()
+    norm = request(4.0, write=write, max_norm=1.0)
+    found_all, found_counted = (ENGINES[engine]().detect(b.work, norm) for b in (built, counting))
+    totals = [float(p.squares.sum()) for p in (found_all, found_counted)]
+    assert totals[0] == pytest.approx(totals[1], rel=1e-12, nan_ok=True)
+    assert found(found_all) == any(not unscaled(r, 4.0).isfinite().all() for r in plan.build().rows)
 
 
 @each_engine
