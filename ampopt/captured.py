@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from ampopt.backend import backend_for
@@ -72,8 +73,10 @@ class CudaGraphs:
         """See :class:`Graphs`. Synchronizes, as torch does before a capture."""
         with torch.cuda.device(self._device):
             graph = torch.cuda.CUDAGraph()
-            # The stream of the warm-up, where autograd expects the gradients to be added up.
-            with torch.cuda.graph(graph, stream=self._stream):
+            # The stream of the warm-up, where autograd expects the gradients to be added up. Calls
+            # that would break the capture are refused to this thread alone: others, as one that
+            # pins memory for a DataLoader, make them all the time.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 yield graph.replay
 
 
@@ -270,12 +273,20 @@ class Captured:
             )
 
 
-def check_capturable(optimizer: Any) -> None:
-    """Refuse optimizers whose steps no graph can capture.
+def check_capturable(model: Any, optimizer: Any) -> None:
+    """Refuse what no graph can capture.
 
     Raises:
-        TypeError: its step is not a rule.
+        TypeError: the optimizer's step is not a rule; the model is one of many ranks, under
+            ``DistributedDataParallel``, or has such a module in it.
     """
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
+        raise TypeError(
+            "cuda_graph=True: the model is under DistributedDataParallel, which arranges its "
+            "communication anew during its first eleven backward passes, and must be made and "
+            "warmed up on the stream where it is captured; leave cuda_graph out"
+        )
     if (
         not isinstance(optimizer, ElementwiseOptimizer)
         or optimizer._has_own_step

@@ -52,7 +52,8 @@ class TrainStep:
     steps. Learning rates and other numbers in the param groups may change at any time; a tensor on
     the device may be written to. A batch of another shape is a step without the graph. If
     parameters, state or flags become others, as by ``load_state_dict``, or the model goes from
-    training to evaluation or back, capturing begins again. What model and loss function do in
+    training to evaluation or back, capturing begins again. Other threads, as those of a
+    ``DataLoader`` that pins memory, may go on meanwhile. What model and loss function do in
     Python is done while warming up and capturing only, and must not look at a tensor. Step
     post-hooks run after each replay, pre-hooks are refused. Gradients stay where they are, in
     ``p.grad``. On the CPU, and on other devices without graphs, nothing is captured, with the same
@@ -101,11 +102,12 @@ class TrainStep:
             max_replays: run an overflowed batch again, so often at most; ``None`` to skip instead.
                 See :meth:`ampopt.Optimizer.unscale_and_step`.
             preserve_rng: replay with the same random state. Needs ``max_replays``.
-            cuda_graph: capture the step, where there are graphs. Needs an optimizer that is a rule.
+            cuda_graph: capture the step, where there are graphs. Needs an optimizer that is a rule,
+                and a model that is not under ``DistributedDataParallel``.
 
         Raises:
-            TypeError: an argument is of the wrong type, or the optimizer cannot be captured, or
-                needs ``max_replays``.
+            TypeError: an argument is of the wrong type, or model or optimizer cannot be captured,
+                or the optimizer needs ``max_replays``.
             ValueError: an argument is out of range, or two of them do not go together.
         """
         for name, value in (("model", model), ("loss_fn", loss_fn)):
@@ -138,7 +140,7 @@ class TrainStep:
                 "instance, which hands it the evaluation as a closure"
             )
         if cuda_graph:
-            captured.check_capturable(optimizer)
+            captured.check_capturable(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._loss_fn, self._scale = loss_fn, _as_scale(scale)
         self._dtype, self._micro_batches, self._max_norm = autocast, micro_batches, max_norm

@@ -5,8 +5,9 @@ interpreter; the tests marked ``gpu`` do the same with those of a device.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -321,3 +322,29 @@ def test_another_backend_on_a_device_is_refused(monkeypatch):
     monkeypatch.setattr("ampopt.backend._chosen", "eager")
     with pytest.raises(RuntimeError, match="needs the triton backend on cuda, got eager"):
         captured.graphs_on(torch.device("cuda"))
+
+
+def test_other_threads_may_do_what_would_break_a_capture(monkeypatch):
+    """As the one that pins a DataLoader's memory does."""
+    captures: list[Any] = []
+    for name in ("Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "graph", lambda *_, **options: captures.append(options) or nullcontext()
+    )
+    graphs = captured.CudaGraphs(torch.device("cuda"))
+    with graphs.capture():
+        pass
+    [options] = captures
+    assert options == {"stream": graphs._stream, "capture_error_mode": "thread_local"}
+
+
+@pytest.mark.parametrize("around", [lambda model: model, torch.nn.Sequential])
+@pytest.mark.usefixtures("process_group")
+def test_a_model_of_many_ranks_is_refused(around):
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = ampopt.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(TypeError, match="under DistributedDataParallel.*leave cuda_graph out"):
+        TrainStep(around(model), MSE, optimizer, 1.0, cuda_graph=True)
+    TrainStep(around(model), MSE, optimizer, 1.0)
