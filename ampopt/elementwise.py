@@ -117,7 +117,8 @@ class ElementwiseOptimizer(MasterWeights):
         for param, state in copied["state"].items():
             # Pickle would write the whole of the buffer that states of small parameters share
             # for each of them.
-            copied["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
+            if isinstance(state, dict):  # not what users keep there under other keys
+                copied["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
         return copied
 
     # --- what Optimizer does in two passes and a look, in one and none -------------------------

@@ -78,7 +78,9 @@ class Plan:
         self._params_alike = Alike(self._params)
         self._grads_alike = Alike([row.grad for row in rows])
         self._state = optimizer.state
-        self._contents = Contents([self._state, *self._state.values()])
+        # Users may keep other things there than the state of a parameter.
+        of_params = [state for state in self._state.values() if isinstance(state, dict)]
+        self._contents = Contents([self._state, *of_params])
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
 
     def _row(

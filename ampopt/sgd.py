@@ -1,5 +1,6 @@
 """Stochastic gradient descent."""
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,10 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
     change nothing: the backend decides (see :func:`ampopt.set_backend`). Sparse gradients and
     ``differentiable=True`` take torch's own step.
 
-    Differs from torch: with momentum, the state has a ``step`` beside ``momentum_buffer``, which
-    tells the first step from later ones where the host may not look; torch ignores it. A
-    parameter whose steps were all skipped is left out of ``state_dict()``, as if it had never been
-    stepped; finding out synchronizes.
+    Differs from torch: with dampening, ``optimizer.state`` has ``steps_taken`` beside
+    ``momentum_buffer``, to tell the first step from later ones where the host may not look.
+    ``state_dict()`` is torch's and has it not: it leaves out the buffer of a parameter whose steps
+    were all skipped, and synchronizes to find out.
     """
 
     rule = rules.sgd
@@ -49,16 +50,23 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
 
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         state = self.state.get(param, {})
-        if state.get("momentum_buffer") is not None:
-            state.setdefault("step", 1.0)  # from torch, which makes a buffer by stepping
+        if state.get("momentum_buffer") is not None and self.rule.scalar_state_for(flags):
+            state.setdefault(_COUNT, 1.0)  # from a checkpoint, where a buffer is of a step
         return super()._state_of(param, flags)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch's. Synchronizes if there is momentum."""
+        """The state, as torch's. Synchronizes if there is dampening."""
         state_dict = super().state_dict()
-        state_dict["state"] = {
-            key: state
-            for key, state in state_dict["state"].items()
-            if "step" not in state or bool(state["step"] > 0)
-        }
+        states = state_dict["state"]
+        for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"]):
+            if _COUNT in states.get(key, {}):
+                states[key] = state = states[key].copy()
+                taken = state.pop(_COUNT)
+                if not (taken.is_meta or taken > 0):
+                    state.pop("momentum_buffer", None)
+                if not state:
+                    del states[key]
         return state_dict
+
+
+(_COUNT,) = (part.name for part in rules.sgd.scalar_state)

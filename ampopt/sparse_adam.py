@@ -1,5 +1,6 @@
 """Adam on the elements that a sparse gradient has."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -63,17 +64,17 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. Synchronizes."""
         state_dict = super().state_dict()
-        state_dict["state"] = {
-            key: {**state, "step": int(state["step"])} if "step" in state else state
-            for key, state in state_dict["state"].items()
-        }
+        states = state_dict["state"]
+        for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"]):
+            if "step" in states.get(key, {}):
+                states[key] = {**states[key], "step": int(states[key]["step"])}
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as torch's is; the step count goes to the parameter's device."""
         super().load_state_dict(state_dict)
-        for param, state in self.state.items():
-            if isinstance(param, Tensor) and "step" in state:
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if "step" in self.state.get(param, {}):
                 self._state_of(param)
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:

@@ -13,6 +13,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn import Parameter
 from torch_options import (
     ELEMENTWISE,
@@ -33,7 +39,9 @@ import ampopt
 from ampopt.testing.bits import bits, everything, state_of
 
 each_optimizer = pytest.mark.parametrize("options", RICH, ids=str)
-each_rule = pytest.mark.parametrize("options", [s for s in RICH if s.name in ELEMENTWISE], ids=str)
+DAMPENED = named("SGD", "dampening")  # the one SGD that counts its steps
+RICH_RULES = [s for s in RICH if s.name in ELEMENTWISE]
+each_rule = pytest.mark.parametrize("options", RICH_RULES, ids=str)
 every_backend = pytest.mark.usefixtures("backend")
 
 
@@ -83,10 +91,7 @@ def test_a_checkpoint_of_torchs_continues_here_and_back(options, dtype):
         saved, expected = through_a_file(relay), steady.state_dict()
         assert saved["state"].keys() == expected["state"].keys()
         for index, state in saved["state"].items():
-            ours = kinds(state)
-            if "momentum_buffer" in ours and options.name == "SGD":
-                ours.pop("step", None)  # tells the first step from later ones
-            assert ours == kinds(expected["state"][index])
+            assert kinds(state) == kinds(expected["state"][index])
         successor = next(makers)(copies(params_of(relay)))
         successor.load_state_dict(saved)
         relay = successor
@@ -98,6 +103,20 @@ def test_sgd_without_momentum_has_no_state():
     optimizer = options.ours(initial(options))
     train(optimizer, [gradients(options)()])
     assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}, {"momentum": 0.5, "dampening": 0.25}])
+@pytest.mark.parametrize("backend", ["auto"], indirect=True)
+def test_sgd_on_meta_parameters_is_saved_as_torchs(options, taken, backend):
+    saved = []
+    for optim in (ampopt, torch.optim):
+        param = Parameter(torch.ones(2, device="meta"))
+        optimizer = optim.SGD([param], **options)
+        train(optimizer, [[torch.ones_like(param)]] * taken)
+        state = optimizer.state_dict()["state"]
+        saved.append({key: kinds(entry) for key, entry in state.items()})
+    assert saved[0] == saved[1]
 
 
 @pytest.mark.parametrize("options", [s for s in OPTION_SETS if s.name == "LBFGS"], ids=str)
@@ -176,6 +195,56 @@ def test_a_group_added_mid_training_is_saved_with_the_others(options):
     resumed.load_state_dict(through_a_file(ours))
     assert resumed.param_groups[1]["lr"] == 0.03125
     assert_train_alike(resumed, torchs, both, range(2), apart=apart)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("to_ours", [True, False], ids=["to ours", "to torchs"])
+@pytest.mark.parametrize("options", [*RICH_RULES, DAMPENED], ids=str)
+def test_a_distributed_checkpoint_loads_strictly_and_continues(options, to_ours, tmp_path):
+    makers = (options.torchs, options.ours) if to_ours else (options.ours, options.torchs)
+    model, source = torch.nn.ParameterList(initial(options)), gradients(options)
+    steady = makers[0](list(model))
+    train(steady, [source()])
+    saved = get_optimizer_state_dict(model, steady)
+    save(saved, checkpoint_id=tmp_path)
+    arrived = torch.nn.ParameterList(copies(params_of(steady)))
+    relay = makers[1](list(arrived))
+    found = get_optimizer_state_dict(arrived, relay)  # which takes a step to make the state
+    load(found, checkpoint_id=tmp_path)
+    set_optimizer_state_dict(arrived, relay, found)
+    assert_train_alike(relay, steady, source, range(2))
+
+
+# --- what users keep in the state ----------------------------------------------------------------
+
+
+USERS = {"count": 3, "average": torch.tensor([0.5]), "nested": {"step": 7}, "empty": {}}
+
+
+@every_backend
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "copied"])
+@pytest.mark.parametrize("options", [*RICH, DAMPENED], ids=str)
+def test_what_users_keep_in_the_state_is_kept(options, loaded):
+    """Also a ``step`` under another key than a parameter, and beside the state of a parameter."""
+    optimizer, source = options.ours(initial(options)), gradients(options)
+    optimizer.state.update(copy.deepcopy(USERS))
+    first = params_of(optimizer)[0]
+    optimizer.state[first]["of mine"] = 5
+    give(optimizer, source())
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    give(optimizer, spoiled(source()))
+    assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
+    if loaded:
+        saved = optimizer.state_dict()["state"]
+        assert {key: saved[key] for key in USERS} == USERS
+        assert saved[0]["of mine"] == 5
+        arrived = options.ours(copies(params_of(optimizer)))
+        arrived.load_state_dict(through_a_file(optimizer))
+    else:
+        arrived = copy.deepcopy(optimizer)
+    train(arrived, [source()])
+    assert {key: arrived.state[key] for key in USERS} == USERS
+    assert arrived.state[params_of(arrived)[0]]["of mine"] == 5
 
 
 # --- from here to here ---------------------------------------------------------------------------

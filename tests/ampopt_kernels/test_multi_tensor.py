@@ -13,7 +13,7 @@ from ampopt_kernels.multi_tensor import Triton
 from ampopt_kernels.update import update_kernel
 from ampopt_kernels.work import Request, Work, run
 
-OFF = (False,) * 4
+OFF = (False,) * 5
 HYPER = (0.1, 0.0, 0.0, 0.0)
 
 

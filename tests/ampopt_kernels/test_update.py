@@ -61,12 +61,14 @@ def reference(row: RowPlan, plan: WorkPlan, factor: float) -> dict[str, torch.Te
         lr, momentum, dampening, decay = hyper
         options["weight_decay"] = decay * on["weight_decay"]
         optimizer = torch.optim.SGD([p], lr, **options)
-        # Set behind the constructor, which takes no Nesterov momentum with dampening.
+        # Set behind the constructor, which takes no Nesterov momentum with dampening. The first
+        # step is not dampened.
         optimizer.param_groups[0].update(
-            momentum=momentum * on["momentum"], dampening=dampening, nesterov=on["nesterov"]
+            momentum=momentum * on["momentum"],
+            dampening=dampening * on["dampening"] * bool(row.step),
+            nesterov=on["nesterov"],
         )
-        if row.step and on["momentum"]:
-            optimizer.state[p].update(state)
+        optimizer.state[p].update(state)
     optimizer.step()
     after = {"param": p.detach(), "step": torch.tensor(float(row.step + 1))}
     return {**after, **{name: optimizer.state[p][name] for name in names}}
@@ -193,7 +195,7 @@ def test_without_drop_an_overflow_is_applied(engine, data, plan):
 def test_edge_values_are_stepped_exactly(engine, data, dtype):
     """``p - g`` rounds once: -0, subnormals and overflow come out as torch has them."""
     grad, param = data.draw(edge_numbers(dtype)), data.draw(edge_numbers(dtype))
-    row = RowPlan((7,), dtype, 0, grad, param=param, flags=(False,) * 4)
+    row = RowPlan((7,), dtype, 0, grad, param=param, flags=(False,) * 5)
     built = WorkPlan((row,), rules.sgd, ((1.0, 0.0, 0.0, 0.0),)).build()
     g, p = row.tensor(grad), row.tensor(param)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -249,7 +251,7 @@ def test_many_rows_each_with_its_own_count(engine):
             param=(float(i),),
             state=((2.0,),) if i % 3 else (),
             step=i % 5,
-            flags=(bool(i % 3), False, bool(i % 2), False),
+            flags=(bool(i % 3), False, bool(i % 2), False, bool(i % 7)),
             group=i % 2,
         )
         for i in range(131)
@@ -265,7 +267,7 @@ def test_many_rows_each_with_its_own_count(engine):
 @given(lr=st.sampled_from([0.5, 0.125]))
 def test_hyperparameters_may_be_tensors(engine, lr):
     """A learning rate on the device, changed between steps."""
-    row = RowPlan((5,), torch.float32, 0, (1.0,), param=(1.0,), flags=(False,) * 4)
+    row = RowPlan((5,), torch.float32, 0, (1.0,), param=(1.0,), flags=(False,) * 5)
     built = WorkPlan((row,), rules.sgd).build()
     rate = torch.tensor(lr)
     backend = ENGINES[engine]()

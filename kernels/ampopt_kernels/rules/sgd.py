@@ -8,12 +8,12 @@ __all__ = ["sgd"]
 
 @jit
 def _scalars(s, h):
-    (step,) = s
+    (taken,) = s
     lr, momentum, dampening, weight_decay = h
     # The first step sets the buffer to the gradient, undampened; torch knows it by the missing
     # buffer, a kernel that may be skipped knows it by the count of steps taken.
-    first = tl.where(step > 0, 0.0, 1.0)
-    return (step + 1,), (lr, momentum, 1 - dampening, weight_decay, first)
+    undampened = tl.where(taken > 0, 1 - dampening, 1.0)
+    return (taken + 1,), (lr, momentum, undampened, weight_decay)
 
 
 @jit
@@ -22,13 +22,17 @@ def _update(p, g, state, h, flags):
     NESTEROV: tl.constexpr = flags[1]
     WEIGHT_DECAY: tl.constexpr = flags[2]
     MAXIMIZE: tl.constexpr = flags[3]
-    lr, momentum, undampened, weight_decay, first = h
+    DAMPENING: tl.constexpr = flags[4]
+    lr, momentum, undampened, weight_decay = h
     if MAXIMIZE:
         g = -g
     if WEIGHT_DECAY:
         g = g + weight_decay * p
     if MOMENTUM:
-        buffer = tl.where(first > 0, g, momentum * state[0] + undampened * g)
+        if DAMPENING:
+            buffer = momentum * state[0] + undampened * g
+        else:
+            buffer = momentum * state[0] + g
         if NESTEROV:
             g = g + momentum * buffer
         else:
@@ -43,7 +47,9 @@ sgd = Rule(
     update=_update,
     scalars=_scalars,
     hyper=("lr", "momentum", "dampening", "weight_decay"),
-    flags=("momentum", "nesterov", "weight_decay", "maximize"),
-    state=(State("momentum_buffer", when="momentum"),),
-    scalar_state=(State("step", when="momentum"),),
+    flags=("momentum", "nesterov", "weight_decay", "maximize", "dampening"),
+    # Whatever is added to -0.0 stays as it is, so that the first buffer is the gradient to the bit.
+    state=(State("momentum_buffer", init=-0.0, when="momentum"),),
+    # Only dampening has to tell the first step from later ones.
+    scalar_state=(State("steps_taken", when="dampening"),),
 )
