@@ -85,6 +85,10 @@ class Rule:
                 # Triton's interpreter has to find its language among the globals of a function,
                 # which arithmetic alone does not need there.
                 getattr(self, role).fn.__globals__.setdefault("__triton_language__", tl)
+        for role in ("hyper", "flags"):
+            _check_tuple(role, getattr(self, role), str, '("lr",)')
+        for role in ("state", "scalar_state"):
+            _check_tuple(role, getattr(self, role), State, '(State("exp_avg"),)')
         names = [part.name for part in (*self.state, *self.scalar_state)]
         for name in names:
             if name == MASTER or names.count(name) > 1:
@@ -157,3 +161,12 @@ class Rule:
             return len(h)
 
         return width
+
+
+def _check_tuple(role: str, given: Any, of: type, example: str) -> None:
+    # A string is a sequence of names, too: of its letters.
+    if not isinstance(given, tuple) or not all(isinstance(part, of) for part in given):
+        raise TypeError(
+            f"Rule {role} must be a tuple of {of.__name__}, such as {example}, got {given!r}; of "
+            "one, too, it is the comma that makes it a tuple"
+        )

@@ -24,8 +24,8 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
 
     Raises:
         ValueError: ``scalars`` or ``update`` reads a state, hyperparameter or flag that the rule
-            does not declare, returns other states than it declares, or something that is not
-            elementwise.
+            does not declare, returns other states than it declares, or does something that is not
+            elementwise, such as an ``if`` on a gradient.
         AttributeError: a function is used that ``tl`` does not have on every backend.
     """
     # The numbers are the trial's own: whoever watches the first step, as ``assert_no_sync`` does,
@@ -107,5 +107,10 @@ def _called(what: str, function: Any, *arguments: Any) -> tuple[Any, Any]:
     except (IndexError, NameError, TypeError, ValueError) as error:
         raise ValueError(
             f"{what}, does not keep to that: {type(error).__name__}: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"{what}, is not elementwise: {error}. Blocks have many elements, so choose between "
+            "values by tl.where(g > 0, a, b), not by `if g > 0`, nor by `and`, `or`, `not`"
         ) from error
     return first, second

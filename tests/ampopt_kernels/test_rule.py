@@ -41,6 +41,23 @@ def test_functions_must_be_marked(role):
         Rule(hyper=("lr",), **given)
 
 
+@pytest.mark.parametrize(
+    ("role", "slip", "example"),
+    [
+        ("hyper", ("lr"), r'a tuple of str, such as \("lr",\), got \'lr\''),
+        ("hyper", ["lr"], r"got \['lr'\]"),
+        ("hyper", ("lr", 0.9), r"got \('lr', 0.9\)"),
+        ("flags", ("amsgrad"), r"a tuple of str.*got 'amsgrad'"),
+        ("state", State("mean"), r'a tuple of State, such as \(State\("exp_avg"\),\), got State'),
+        ("state", ("mean",), r"got \('mean',\)"),
+        ("scalar_state", "step", "a tuple of State.*got 'step'"),
+    ],
+)
+def test_what_is_no_tuple_is_named_with_the_comma_that_makes_one(role, slip, example):
+    with pytest.raises(TypeError, match=f"Rule {role} must be .*{example}.*the comma"):
+        Rule(**{"update": update, "hyper": ("lr",), role: slip})
+
+
 @pytest.mark.parametrize("where", ["state", "scalar_state"])
 def test_a_condition_must_be_a_flag(where):
     kwargs = {where: (State("a", when="fats"),)}

@@ -51,6 +51,24 @@ def assert_refused(rule: Rule, error: type[Exception], *message: str) -> None:
 
 
 @jit
+def branching(p, g, state, h, flags):
+    if g > 0:
+        p = p - h[0]
+    return p, ()
+
+
+@jit
+def joining(p, g, state, h, flags):
+    return tl.where(g > 0 and p > 0, p, g), ()
+
+
+@pytest.mark.parametrize("update", [branching, joining])
+def test_a_branch_on_a_gradient_is_refused_and_where_is_named(update):
+    rule = Rule(update=update, hyper=HYPER)
+    assert_refused(rule, ValueError, "is not elementwise", "tl.where(g > 0, a, b), not by `if g")
+
+
+@jit
 def one_state(p, g, state, h, flags):
     return p - h[0] * g, (state[0] + g,)
 
