@@ -212,7 +212,8 @@ def test_a_distributed_checkpoint_loads_strictly_and_continues(options, to_ours,
     found = get_optimizer_state_dict(arrived, relay)  # which takes a step to make the state
     load(found, checkpoint_id=tmp_path)
     set_optimizer_state_dict(arrived, relay, found)
-    assert_train_alike(relay, steady, source, range(2))
+    ours, torchs = (relay, steady) if to_ours else (steady, relay)
+    assert_train_alike(ours, torchs, source, range(2))
 
 
 # --- what users keep in the state ----------------------------------------------------------------
