@@ -1,4 +1,4 @@
-"""Tests run with poisoned memory, and, but for ``pytest -m gpu``, under Triton's interpreter."""
+"""Tests run with poisoned memory, and, unless ``-m`` asks for ``gpu``, in Triton's interpreter."""
 
 import contextlib
 import gc
@@ -6,12 +6,14 @@ import os
 import sys
 from typing import Any
 
+from selection import command_line, selects_only
+
 # Read by Triton when it is imported, so set before anything imports it. A worker of xdist's has it
 # from the process that started it, which knows the command line.
 os.environ["TRITON_INTERPRET"] = (
     os.environ["TRITON_INTERPRET"]
     if "PYTEST_XDIST_WORKER" in os.environ
-    else str(int(("-m", "gpu") not in zip(sys.argv, sys.argv[1:], strict=False)))
+    else str(int(not selects_only("gpu", command_line(sys.argv[1:]))))
 )
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by CUDA; torch asks it of who wants bits
 

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: ``python -m pytest -m gpu`` selects them, and has Triton compile.
+"""Tests that need a GPU: ``pytest -m gpu``, or ``-m "gpu and ..."``, has Triton compile for them.
 
 All other tests have Triton interpret its kernels, and one process can do only one of the two.
 """

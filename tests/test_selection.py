@@ -1,0 +1,32 @@
+"""Kernels are compiled where all tests that were asked for need it, however they were asked for."""
+
+import pytest
+from selection import command_line, selects_only
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["-m", "gpu"], True),
+        (["-mgpu"], True),
+        (["-x", "-m", "gpu and slow", "tests"], True),
+        (["-m", "(slow or not slow) and gpu", "--maxfail=1"], True),
+        (["-m", "slow", "-m", "gpu and not slow"], True),
+        ([], False),
+        (["-k", "gpu"], False),
+        (["-m", "not gpu"], False),
+        (["-m", "gpu or slow"], False),
+        (["-m", "gpu and not gpu"], False),
+        (["-m", "gpu", "-m", "slow"], False),
+        (["-m", "gpu and"], False),
+        (["-m", ""], False),
+    ],
+)
+def test_an_expression_selects_what_it_says(arguments, expected):
+    assert selects_only("gpu", arguments) == expected
+
+
+def test_what_the_environment_adds_comes_first(monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-x -m 'gpu and not slow'")
+    assert selects_only("gpu", command_line(["tests"]))
+    assert not selects_only("gpu", command_line(["-m", "not gpu"]))
