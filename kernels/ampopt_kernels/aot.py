@@ -241,7 +241,7 @@ def compile_task(task: Task) -> Report:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from ampopt_kernels.multi_tensor import BLOCK, THREADS, options
+    from ampopt_kernels.multi_tensor import THREADS, options
 
     launch = launches(task.case)[task.index]
     names = (launch.name, launch.variant(task.case), task.case.dtype, task.target)
@@ -267,7 +267,9 @@ def compile_task(task: Task) -> Report:
         spills = _number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
     loop = _loop(assembly)
     accesses = tuple(_accesses(loop))
-    sizes = [d.primitive_bitwidth // 8 for d in launch.constants.get("DTYPES", ())]
+    constants = launch.constants
+    elements = constants.get("BLOCK", 1) * constants.get("AHEAD", 1)
+    sizes = [d.primitive_bitwidth // 8 for d in constants.get("DTYPES", ())]
     return Report(
         *names,
         assembly=assembly,
@@ -276,7 +278,7 @@ def compile_task(task: Task) -> Report:
         accesses=accesses,
         wide=16 // max(sizes) * min(sizes) if sizes else 16,
         barriers=len(re.findall(r"\bbar\.sync|\bs_barrier", loop)),
-        bytes=sum(accesses) * THREADS / BLOCK,
+        bytes=sum(accesses) * THREADS / elements,
     )
 
 

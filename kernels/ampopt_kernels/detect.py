@@ -10,6 +10,7 @@ def detect_kernel(
     table,
     blocks,
     first,
+    chunk,
     scale,
     flags,
     squares,
@@ -20,8 +21,8 @@ def detect_kernel(
     WRITE: tl.constexpr,
     NORM: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Judge one chunk of one gradient after unscaling, in the arithmetic dtype.
 
@@ -31,6 +32,7 @@ def detect_kernel(
         table: int64, one row of ``COLUMNS`` a parameter; see ``multi_tensor``.
         blocks: int32, (row, chunk) for each program of every launch.
         first: the first program that is this launch's.
+        chunk: elements for each program, a multiple of ``AHEAD * BLOCK``.
         scale: one element, the factor the gradients carry; read if ``HAS_SCALE``.
         flags: float32, one for each of ``blocks``: 1 if it has a non-finite value, else 0.
         squares: float64, one for each of ``blocks``: sum of squares, 0 of a row that does not
@@ -42,12 +44,12 @@ def detect_kernel(
         WRITE: whether to store the unscaled gradients.
         NORM: whether to sum squares.
         COLUMNS: width of the table.
-        CHUNK: elements for each program.
-        BLOCK: elements at a time; divides ``CHUNK``.
+        BLOCK: elements at a time.
+        AHEAD: blocks that are on their way from memory at once.
     """
     program = first + tl.program_id(0)
     row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
-    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
+    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * chunk
     numel = tl.load(row + COLUMNS - 1)
     grad = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)) + start, ALIGN)
     inverse = tl.full((), 1.0, COMPUTE)
@@ -56,22 +58,25 @@ def detect_kernel(
         inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
 
     # From here on 32 bits count: offsets are within the chunk.
-    end = tl.minimum(numel - start, CHUNK).to(tl.int32)
-    whole = end // BLOCK * BLOCK
+    end = tl.minimum(numel - start, chunk).to(tl.int32)
+    whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
     bad = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
     lanes = tl.arange(0, BLOCK)
-    for offset in range(0, whole, BLOCK):
+    for offset in range(0, whole, AHEAD * BLOCK):
+        blocks_read = ()
+        for i in tl.static_range(AHEAD):
+            blocks_read = blocks_read + (tl.load(grad + offset + i * BLOCK + lanes),)
+        for i in tl.static_range(AHEAD):
+            x = blocks_read[i].to(COMPUTE) * inverse  # pyright: ignore
+            bad = bad | _not_finite(x)
+            if NORM:
+                total = _plus_square(total, x)
+            if WRITE:
+                tl.store(grad + offset + i * BLOCK + lanes, rounded(x, DTYPE))
+    for offset in range(whole, end, BLOCK):
         at = offset + lanes
-        x = tl.load(grad + at).to(COMPUTE) * inverse
-        bad = bad | _not_finite(x)
-        if NORM:
-            total = _plus_square(total, x)
-        if WRITE:
-            tl.store(grad + at, rounded(x, DTYPE))
-    if whole < end:
-        at = whole + lanes
         live = at < end
         x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
         # A masked lane is 0; NaN if the reciprocal overflowed, but so then are others.

@@ -17,6 +17,7 @@ def small_chunks():
         if HAS_TRITON:
             from ampopt_kernels import multi_tensor
 
+            patch.setattr(multi_tensor, "AHEAD", multi_tensor.AHEAD * BLOCK // multi_tensor.BLOCK)
             patch.setattr(multi_tensor, "BLOCK", BLOCK)
             patch.setattr(multi_tensor, "CHUNK", CHUNK)
         yield

@@ -74,6 +74,16 @@ def test_moves_what_it_has_to(compiled, kernel, variant, dtype, bytes_moved):
         assert float(line["bytes"]) == bytes_moved, line[0]
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype", aot.DTYPES)
+@pytest.mark.parametrize("variant", ["scale", "norm", "scale+norm", "scale+write"])
+def test_detect_asks_for_64_bytes_for_each_thread_at_once(compiled, variant, dtype, target):
+    _, directory = compiled
+    loop = aot._loop((directory / f"detect-{variant}-{dtype}-{target}.ptx").read_text())
+    loads = re.findall(r"\bld\.global\.(?:v4\.b32|v2\.b64)\b", loop)
+    assert 16 * len(loads) == 64
+
+
 @pytest.mark.parametrize("dtype", aot.DTYPES)
 @pytest.mark.parametrize("name", rules.__all__)
 def test_every_rule_moves_each_byte_once_sixteen_at_a_time(compiled, name, dtype):

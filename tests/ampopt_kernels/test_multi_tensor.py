@@ -11,7 +11,7 @@ from ampopt_kernels.control import control_kernel
 from ampopt_kernels.detect import detect_kernel
 from ampopt_kernels.multi_tensor import Triton
 from ampopt_kernels.update import update_kernel
-from ampopt_kernels.work import Request, Work, run
+from ampopt_kernels.work import Request, Row, Work, run
 
 OFF = (False,) * 5
 HYPER = (0.1, 0.0, 0.0, 0.0)
@@ -67,6 +67,27 @@ def test_every_chunk_once(plan):
     assert sorted(covered) == [
         (i, chunk) for i, r in enumerate(work.rows) for chunk in range(-(-r.grad.numel() // CHUNK))
     ]
+
+
+@given(
+    st.lists(st.integers(1, 1 << 33), min_size=1, max_size=20),
+    st.sampled_from([torch.float16, torch.float32, torch.float64]),
+)
+def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
+    grads = [torch.empty(1, dtype=dtype).expand(n) for n in sizes]
+    work = Work(CPU, [Row(grad=grad) for grad in grads])
+    recorded = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multi_tensor, "CHUNK", 1 << 12)
+        patch.setattr(multi_tensor, "BLOCK", 1 << 10)
+        patch.setattr(multi_tensor, "AHEAD", 1 << 6)
+        Triton(lambda device, *launch: recorded.append(launch)).detect(work, Request())
+    ((_, programs, arguments),) = recorded
+    chunk = arguments["chunk"]
+    assert programs == sum(-(-n // chunk) for n in sizes)
+    assert chunk % (arguments["BLOCK"] * arguments["AHEAD"]) == 0
+    assert programs <= multi_tensor.PROGRAMS + len(sizes)
+    assert chunk == 1 << 12 or programs > multi_tensor.PROGRAMS // 2
 
 
 def test_no_detect_where_nothing_is_judged():
