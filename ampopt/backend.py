@@ -116,6 +116,11 @@ def _triton_backend() -> Backend:
     return Triton()
 
 
+@functools.cache
+def _finds_accelerator() -> bool:
+    return any(getattr(torch, kind).is_available() for kind in ACCELERATORS)
+
+
 def _checked(name: str, source: str) -> str:
     if name not in NAMES:
         raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(NAMES)}")
@@ -123,6 +128,12 @@ def _checked(name: str, source: str) -> str:
         raise RuntimeError(
             f"{source}: the triton backend needs Triton, which cannot be imported here; "
             "install the triton package, or choose 'auto' or 'eager'"
+        )
+    if name == "triton" and not (INTERPRETED or _finds_accelerator()):
+        raise RuntimeError(
+            f"{source}: the triton backend needs an accelerator ({', '.join(ACCELERATORS)}), and "
+            "torch finds none, or Triton's interpreter, for tests: set TRITON_INTERPRET=1 before "
+            "importing ampopt, or choose 'auto' or 'eager'"
         )
     if name == "compiled" and cpp_compiler() is None:
         raise RuntimeError(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from ampopt import gradients
 from ampopt.alike import Alike
@@ -154,8 +155,8 @@ def check_plannable(optimizer: "ElementwiseOptimizer") -> None:
     """Refuse what no plan can be made for, before anything has changed.
 
     Raises:
-        RuntimeError: see :func:`ampopt.gradients.check`; a parameter was cast, or is expanded; the
-            rule breaks its word.
+        RuntimeError: see :func:`ampopt.gradients.check`; a parameter was cast, or is expanded;
+            ``fused=True`` with one that torch's fused step refuses; the rule breaks its word.
         TypeError: see :func:`ampopt.gradients.check`.
     """
     groups, rule = optimizer.param_groups, optimizer.rule
@@ -164,8 +165,10 @@ def check_plannable(optimizer: "ElementwiseOptimizer") -> None:
     for group in groups:
         flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
         try_out(rule, flags, n_hyper, type(optimizer).__name__)
-    for _, param in gradients.present(groups):
+    for group, param in gradients.present(groups):
         _check_written_once(groups, param)
+        if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
+            _device_dtype_check_for_fused(param)
 
 
 def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
@@ -175,5 +178,8 @@ def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
             "place in memory, and each would be updated; make it of expanded.clone()"
         )
 
+
+_FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
 
 _grad_of = operator.attrgetter("grad")

@@ -78,14 +78,24 @@ def test_a_call_wins_over_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "what", "lacks"),
     [
-        ("triton", ("ampopt.backend.HAS_TRITON", False), "needs Triton.*install the triton"),
-        ("compiled", ("shutil.which", lambda _: None), r"needs a C\+\+ compiler.*install one"),
+        ("triton", {"ampopt.backend.HAS_TRITON": False}, "needs Triton.*install the triton"),
+        (
+            "triton",
+            {
+                "ampopt.backend.HAS_TRITON": True,
+                "ampopt.backend.INTERPRETED": False,
+                "ampopt.backend._finds_accelerator": lambda: False,
+            },
+            "needs an accelerator.*TRITON_INTERPRET=1 before importing ampopt",
+        ),
+        ("compiled", {"shutil.which": lambda _: None}, r"needs a C\+\+ compiler.*install one"),
     ],
 )
 def test_a_backend_that_cannot_run_here_says_what_is_missing(
     source, name, what, lacks, monkeypatch
 ):
-    monkeypatch.setattr(*what)
+    for target, value in what.items():
+        monkeypatch.setattr(target, value)
     if source == "set_backend":
         with pytest.raises(RuntimeError, match=f"^set_backend: the {name} backend {lacks}"):
             ampopt.set_backend(name)

@@ -245,3 +245,20 @@ def test_constructors_validate_as_torchs_do(cls, options):
         return "none"
 
     assert error(cls) == error(getattr(torch.optim, cls.__name__))
+
+
+@pytest.mark.parametrize("made", [{"device": META}, {"dtype": torch.complex64}], ids=str)
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.Adagrad, ampopt.Adam, ampopt.AdamW])
+def test_fused_with_parameters_that_torch_refuses_is_its_error(cls, made):
+    def error(of: Any, step: Any) -> str:
+        param = Parameter(torch.ones(2, **made))
+        optimizer = of([param], fused=True)
+        param.grad = torch.ones_like(param)
+        with pytest.raises(RuntimeError) as caught:
+            step(optimizer)
+        return str(caught.value)
+
+    torchs = error(getattr(torch.optim, cls.__name__), lambda optimizer: optimizer.step())
+    assert torchs.startswith("`fused=True` requires")
+    assert error(cls, lambda optimizer: optimizer.step()) == torchs
+    assert error(cls, lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0)) == torchs
