@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ampopt_kernels import stand_in
+from ampopt_kernels import interpreter, stand_in
 
 __all__ = [
     "HAS_TRITON",
@@ -63,6 +63,8 @@ elif HAS_TRITON:
     jit = triton.jit
     tl = triton.language
     INTERPRETED = bool(knobs.runtime.interpret)
+    if INTERPRETED:
+        interpreter.mend()
 else:
     jit = stand_in.jit
     tl = stand_in
