@@ -75,6 +75,14 @@ def test_moves_what_it_has_to(compiled, kernel, variant, dtype, bytes_moved):
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_control_takes_powers_without_dividing(compiled, target):
+    """Adam's two for each parameter; everything waits for control."""
+    _, directory = compiled
+    text = (directory / f"control-adam+decide+drop+advance-float32-{target}.ptx").read_text()
+    assert text.count("div.rn.f64") <= 1  # by a bias correction
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("dtype", aot.DTYPES)
 @pytest.mark.parametrize("variant", ["scale", "norm", "scale+norm", "scale+write"])
 def test_detect_asks_for_64_bytes_for_each_thread_at_once(compiled, variant, dtype, target):
