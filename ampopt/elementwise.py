@@ -18,6 +18,7 @@ from ampopt.snapshot import Snapshot
 from ampopt.step_hooks import beneath_hooks, is_watched
 from ampopt.uncompiled import uncompiled
 from ampopt_kernels.layout import real
+from ampopt_kernels.precision import widest
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.work import Decision, Request, run
@@ -40,8 +41,9 @@ class ElementwiseOptimizer(MasterWeights):
 
     Parameters may be float32, float64, float16, bfloat16, and complex64 or complex128 as pairs of
     reals; arithmetic is float32, or float64 for float64. State has the dtype of its parameter and
-    torch's names; step counts and other scalars are float32 on the parameter's device. State in
-    float16 loses small values, as torch's does, which is warned of once: keep masters instead.
+    torch's names; step counts and other scalars are float32 on the parameter's device, or float64
+    where that is torch's default dtype. State in float16 loses small values, as torch's does, which
+    is warned of once: keep masters instead.
 
     **Master weights.** With ``master_weights=True``, a float16 or bfloat16 parameter has a float32
     master in its state (``master_param``), which steps update, the parameter being its rounded
@@ -235,11 +237,14 @@ class ElementwiseOptimizer(MasterWeights):
             if value is None:
                 state[part.name] = torch.empty_like(like, memory_format=torch.preserve_format)
                 real(state[part.name]).fill_(self._initial(part, param))
-        for part in self.rule.scalar_state_for(flags):
+        scalars = self.rule.scalar_state_for(flags)
+        dtype = _scalar_dtype([state.get(part.name) for part in scalars], param.device)
+        for part in scalars:
             value = state.get(part.name)
             if value is None:
-                value = torch.zeros((), device=param.device).fill_(self._initial(part, param))
-            state[part.name] = _scalar(value, param.device)
+                value = torch.zeros((), dtype=dtype, device=param.device)
+                value.fill_(self._initial(part, param))
+            state[part.name] = _scalar(value, dtype, param.device)
         return state
 
     def _initial(self, part: State, param: Tensor) -> Any:
@@ -324,10 +329,17 @@ def _on_its_own(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) and shares_storage(value) else value
 
 
-def _scalar(value: Any, device: torch.device) -> Tensor:
+def _scalar_dtype(values: list[Any], device: torch.device) -> torch.dtype:
+    """Of the scalar states of a parameter: torch's, float64 where that is the default dtype."""
+    kept = [value.dtype for value in values if isinstance(value, Tensor)]
+    wide = torch.float64 in (kept or [torch.get_default_dtype()])
+    return widest(device) if wide else torch.float32
+
+
+def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A scalar state, from wherever a checkpoint of torch's may keep it."""
     if not isinstance(value, Tensor):
-        return torch.full((), float(value), dtype=torch.float32, device=device)
-    if value.device == device and value.dtype == torch.float32 and value.ndim == 0:
+        return torch.full((), float(value), dtype=dtype, device=device)
+    if value.device == device and value.dtype == dtype and value.ndim == 0:
         return value
-    return carried(value.detach().reshape(()), device, torch.float32)
+    return carried(value.detach().reshape(()), device, dtype)

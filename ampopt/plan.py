@@ -17,6 +17,7 @@ from ampopt import gradients
 from ampopt.alike import Alike
 from ampopt.arena import lay_end_to_end
 from ampopt_kernels.objects import Contents, addresses, bump_versions, same
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.trial import try_out
 from ampopt_kernels.work import Row, Work
 
@@ -59,6 +60,8 @@ class Plan:
             if (master := optimizer._master_of(groups[group], p)) is not None
         ]
         states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
+        if _widen_scalars(rule, states):
+            rule = rule.with_float64_scalars
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
         rows = [
@@ -169,6 +172,18 @@ def check_plannable(optimizer: "ElementwiseOptimizer") -> None:
         _check_written_once(groups, param)
         if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
             _device_dtype_check_for_fused(param)
+
+
+def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
+    """Make all scalar states float64 if one is, as backends want them alike; whether it is so."""
+    names = [part.name for part in rule.scalar_state]
+    kept = [(state, name) for state in states for name in names if name in state]
+    if all(state[name].dtype == torch.float32 for state, name in kept):
+        return False
+    for state, name in kept:
+        if state[name].dtype != torch.float64:
+            state[name] = state[name].double()
+    return True
 
 
 def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:

@@ -37,6 +37,7 @@ def control_kernel(
     N_HYPER: tl.constexpr,
     N_STATES: tl.constexpr,
     N_SCALARS: tl.constexpr,
+    STORED: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -74,6 +75,7 @@ def control_kernel(
         N_HYPER: hyperparameters in a group.
         N_STATES: state columns of the table.
         N_SCALARS: scalar-state columns of the table.
+        STORED: dtype of scalar states.
         COLUMNS: width of the table.
         PARTS: parts at a time.
         ROWS: rows at a time.
@@ -90,7 +92,7 @@ def control_kernel(
         for start in range(0, n_rows, ROWS):
             _advance(
                 skip, start, table, hyper, h_out, n_rows,
-                SCALARS, N_HYPER, N_STATES, N_SCALARS, COLUMNS, ROWS,
+                SCALARS, N_HYPER, N_STATES, N_SCALARS, STORED, COLUMNS, ROWS,
             )  # fmt: skip
 
 
@@ -181,6 +183,7 @@ def _advance(
     N_HYPER: tl.constexpr,
     N_STATES: tl.constexpr,
     N_SCALARS: tl.constexpr,
+    STORED: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -196,7 +199,7 @@ def _advance(
     for i in tl.static_range(N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
         stored = live & (address != 0)
-        old = tl.load(address.to(tl.pointer_type(tl.float32)), mask=stored, other=0.0)
+        old = tl.load(address.to(tl.pointer_type(STORED)), mask=stored, other=0.0)
         s = s + (tl.where(live, old.to(tl.float64), 1.0),)
     new_s, new_h = SCALARS(s, h)
     # Spread before it is compared: Triton's interpreter cannot spread a boolean.
@@ -204,6 +207,6 @@ def _advance(
     for i in tl.static_range(N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
         stored = live & (address != 0) & (skips <= 0)
-        tl.store(address.to(tl.pointer_type(tl.float32)), new_s[i].to(tl.float32), mask=stored)
+        tl.store(address.to(tl.pointer_type(STORED)), new_s[i].to(STORED), mask=stored)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)

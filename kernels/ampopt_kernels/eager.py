@@ -178,7 +178,7 @@ def _advance(
         s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
         new_s, new_h = rule.torch_scalars(s, h)
         for column, old, new in zip(columns, s, new_s, strict=True):
-            values = keep(old, new).float().unbind()
+            values = keep(old, new).to(work.scalar_dtype).unbind()
             stored = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
             if stored:
                 copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]

@@ -219,6 +219,7 @@ class Triton(Backend):
             "N_HYPER": 0 if hyper is None else hyper.shape[1],
             "N_STATES": _state_columns(rule),
             "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
+            "STORED": _DTYPES[work.scalar_dtype],
             "COLUMNS": 5 if table is None else table.columns,
             "PARTS": PARTS,
             "ROWS": ROWS,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,8 +62,11 @@ class Rule:
             the device: ``s`` are the scalar states (step counts and the like), ``h`` the
             hyperparameters. What it returns as ``h`` is what ``update`` gets. A skipped step does
             not advance ``s``.
-        scalar_state: the 0-d float32 tensors kept for each parameter, in the order of ``s``. One
-            whose flag is off reads as 0 and is not stored.
+        scalar_state: the 0-d tensors kept for each parameter, in the order of ``s``: float32, or
+            float64 if that is torch's default dtype. One whose flag is off reads as 0 and is not
+            stored.
+        scalars64: ``scalars`` where scalar states are float64; ``None`` if it is the same, as it
+            is but for a rule that rounds them as torch does.
     """
 
     update: Any
@@ -72,6 +75,7 @@ class Rule:
     flags: tuple[str, ...] = ()
     scalars: Any = field(default=keep)
     scalar_state: tuple[State, ...] = ()
+    scalars64: Any = None
 
     def __post_init__(self) -> None:
         """Check the declaration, so that a slip is named where it was made."""
@@ -100,6 +104,13 @@ class Rule:
                     f"State {part.name!r} exists when {part.when!r}, which is not among the "
                     f"rule's flags {self.flags}: add it to flags"
                 )
+
+    @functools.cached_property
+    def with_float64_scalars(self) -> "Rule":
+        """This rule where scalar states are float64."""
+        if self.scalars64 is None:
+            return self
+        return replace(self, scalars=self.scalars64, scalars64=None)
 
     def flag_values(self, group: Mapping[str, Any]) -> tuple[bool, ...]:
         """The flags of one param group. Reads no device tensor."""

@@ -115,6 +115,13 @@ class Work:
                 row.grad = _RELEASED
 
     @property
+    def scalar_dtype(self) -> torch.dtype:
+        """What scalar states are kept in, all of them: float32, or float64."""
+        kept = (s for row in self.rows for s in row.scalars if s is not None)
+        first = next(kept, None)
+        return torch.float32 if first is None else first.dtype
+
+    @property
     def float64(self) -> bool:
         """Whether all of the arithmetic is float64."""
         return all(row.compute_dtype == torch.float64 for row in self.rows)

@@ -23,6 +23,7 @@ from torch_options import (
     gradients,
     initial,
     named,
+    params_of,
     spoiled,
 )
 
@@ -390,3 +391,49 @@ def test_drawn_gradients_give_the_results_of_torch(backend, options, dtype, rows
     drawn = iter(rows)
     source = lambda: [torch.tensor(next(drawn), dtype=dtype)]  # noqa: E731
     assert_train_alike(ours, torchs, source, range(len(rows)), ulps=64.0)
+
+
+@pytest.fixture
+def float64_by_default():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@each_rule
+def test_scalar_states_are_float64_where_that_is_the_default(options, backend, float64_by_default):
+    """And what is computed from them is as precise as torch's."""
+    ours, torchs = (
+        make(initial(options, torch.float64)) for make in (options.ours, options.torchs)
+    )
+    source = gradients(options, torch.float64)
+    for _ in range(5):
+        grads = source()
+        for optimizer in (ours, torchs):
+            give(optimizer, grads)
+            optimizer.step()
+    for p, q in zip(params_of(ours), params_of(torchs), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-14)
+        for name, value in torchs.state[q].items():
+            assert ours.state[p][name].dtype == value.dtype == torch.float64
+            torch.testing.assert_close(ours.state[p][name], value, rtol=1e-13, atol=1e-14)
+
+
+def test_scalar_states_of_two_precisions_become_the_wider_one(backend):
+    """As those of torch's NAdam that was loaded: it casts ``mu_product``, and not ``step``."""
+    ours, torchs = (
+        cls(initial(named("NAdam"), torch.float64), lr=0.1)
+        for cls in (ampopt.NAdam, torch.optim.NAdam)
+    )
+    source = gradients(named("NAdam"), torch.float64)
+    for taken in range(3):
+        grads = source()
+        for optimizer in (ours, torchs):
+            give(optimizer, grads)
+            optimizer.step()
+            if not taken:
+                for state in optimizer.state.values():
+                    state["mu_product"] = state["mu_product"].double()
+    for p, q in zip(params_of(ours), params_of(torchs), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-14)
+        assert {ours.state[p][name].dtype for name in ("step", "mu_product")} == {torch.float64}

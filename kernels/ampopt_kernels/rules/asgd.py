@@ -10,16 +10,28 @@ __all__ = ["asgd"]
 
 
 @jit
-def _scalars(s, h):
+def _advanced(s, h, ROUNDED: tl.constexpr):
     step, eta, mu = s
     lr, lambd, alpha, t0, weight_decay = h
     # The learning rate is the first eta, and may have changed since a first step that was skipped
-    # made the state. Like any other it is rounded to float32, as which it is kept.
-    eta = as_float32(tl.where(step > 0, eta, lr))
+    # made the state. Like any other it is rounded as it is kept.
+    eta = tl.where(step > 0, eta, lr)
+    if ROUNDED:
+        eta = as_float32(eta)
     step = step + 1
     new_eta = lr / power(1 + lambd * lr * step, alpha)
     new_mu = 1 / maximum(step - t0, 1.0)
     return (step, new_eta, new_mu), (eta, 1 - lambd * eta, mu, weight_decay)
+
+
+@jit
+def _scalars(s, h):
+    return _advanced(s, h, True)
+
+
+@jit
+def _scalars64(s, h):
+    return _advanced(s, h, False)
 
 
 @jit
@@ -39,6 +51,7 @@ def _update(p, g, state, h, flags):
 asgd = Rule(
     update=_update,
     scalars=_scalars,
+    scalars64=_scalars64,
     hyper=("lr", "lambd", "alpha", "t0", "weight_decay"),
     flags=("weight_decay", "maximize"),
     state=(State("ax"),),

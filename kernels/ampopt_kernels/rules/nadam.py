@@ -17,14 +17,17 @@ def _momentum(beta1, momentum_decay, step):
 
 
 @jit
-def _scalars(s, h):
+def _advanced(s, h, ROUNDED: tl.constexpr):
     step, mu_product = s
     lr, beta1, beta2, eps, weight_decay, momentum_decay = h
     step = step + 1
     mu = _momentum(beta1, momentum_decay, step)
     mu_next = _momentum(beta1, momentum_decay, step + 1)
-    # torch multiplies in float32, and float64 parameters feel how it rounds.
-    mu_product = as_float32(mu_product * as_float32(mu))
+    if ROUNDED:
+        # torch multiplies in float32, and float64 parameters feel how it rounds.
+        mu_product = as_float32(mu_product * as_float32(mu))
+    else:
+        mu_product = mu_product * mu
     return (step, mu_product), (
         lr * (1 - mu) / (1 - mu_product),
         lr * mu_next / (1 - mu_product * mu_next),
@@ -36,6 +39,16 @@ def _scalars(s, h):
         weight_decay,
         1 - lr * weight_decay,
     )
+
+
+@jit
+def _scalars(s, h):
+    return _advanced(s, h, True)
+
+
+@jit
+def _scalars64(s, h):
+    return _advanced(s, h, False)
 
 
 @jit
@@ -61,6 +74,7 @@ def _update(p, g, state, h, flags):
 nadam = Rule(
     update=_update,
     scalars=_scalars,
+    scalars64=_scalars64,
     hyper=("lr", "betas", "eps", "weight_decay", "momentum_decay"),
     flags=("weight_decay", "decoupled_weight_decay", "maximize"),
     state=(State("exp_avg"), State("exp_avg_sq")),
