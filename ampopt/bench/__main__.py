@@ -100,7 +100,9 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _print(measured: list[rows.Row], device: torch.device) -> None:
-    print("\nmilliseconds a step: median, and half the range of the middle half of the rounds;")
+    whose = "" if device.type == "cpu" else " of the device, the host's apart below"
+    print(f"\nmilliseconds a step{whose}:")
+    print("median, and half the range of the middle half of the rounds;")
     print("ampopt to torch's best: medians, and fastest rounds; ampopt to the floor: medians,")
     print("the floor being the fastest stream through memory in the same rounds")
     print(report.table(measured))

@@ -11,7 +11,16 @@ import torch
 
 from ampopt import looks
 
-__all__ = ["CLOCKS", "DeviceCost", "Times", "device_cost", "interleaved", "warmed"]
+__all__ = [
+    "CLOCKS",
+    "DeviceCost",
+    "Times",
+    "device_cost",
+    "device_seconds",
+    "host_seconds",
+    "interleaved",
+    "warmed",
+]
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 """What the host reads. On a busy machine, the processor's time of the one thread that steps is
@@ -20,11 +29,16 @@ less disturbed than the time that passes; of several threads it says nothing."""
 _WARM_STEPS = 3
 _L2 = 1 << 28
 """Bytes that are written before a step on a GPU, so that no one finds tensors in its cache."""
+_CYCLES = 3e9
+"""More than a GPU's clock ticks in a second: so many cycles last a second at least."""
 
 
 @dataclass(frozen=True)
 class Times:
     """The times of one contender in one row, in seconds.
+
+    On a GPU they are the device's, which the host does not delay, and ``host`` is the host's, which
+    does not wait for the device, unless the step makes it: a loop takes the longer of the two.
 
     Attributes:
         median: of all rounds.
@@ -100,7 +114,7 @@ def interleaved(
     order = list(steps)
     times: dict[str, list[float]] = {name: [] for name in order}
     hosts: dict[str, list[float]] = {name: [] for name in order}
-    timed = _on_cpu(CLOCKS[clock]) if device.type == "cpu" else _on_cuda(device)
+    timed = _on_cpu(CLOCKS[clock]) if device.type == "cpu" else _on_cuda(device, restore)
     with _no_collection():
         end = time.perf_counter() + seconds
         for done in range(rounds):
@@ -140,23 +154,53 @@ def _on_cpu(clock: Callable[[], float]) -> Callable[[Callable[[], object]], tupl
     return timed
 
 
-def _on_cuda(device: torch.device) -> Callable[[Callable[[], object]], tuple[float, float]]:
-    """A clock that reads the device's own, and beside it what the host waited."""
+def _on_cuda(
+    device: torch.device, restore: Callable[[], None]
+) -> Callable[[Callable[[], object]], tuple[float, float]]:
+    """A clock of two steps: of the first it takes the host's time, of the second the device's."""
     flush = torch.empty(_L2, dtype=torch.int8, device=device)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def timed(step: Callable[[], object]) -> tuple[float, float]:
+        host = host_seconds(step, device)
+        restore()
         flush.zero_()
+        return device_seconds(step, device, host), host
+
+    return timed
+
+
+def host_seconds(step: Callable[[], object], device: torch.device) -> float:
+    """What the host takes for ``step``, with nothing queued on a GPU. Synchronizes, before."""
+    if device.type != "cpu":
         torch.cuda.synchronize(device)
-        start = time.perf_counter()
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def device_seconds(step: Callable[[], object], device: torch.device, host: float) -> float:
+    """What a GPU takes for what ``step`` queues, and a CPU for ``step``. Synchronizes.
+
+    The clock starts behind a kernel that spins until the host has queued all of it, so that no
+    launch is waited for. A step that waits for the device waits for that, too, and the device then
+    for the host: as it would in a loop.
+
+    Args:
+        step: what to time.
+        device: where.
+        host: how long the host takes for it, in seconds.
+    """
+    if device.type == "cpu":
+        return host_seconds(step, device)
+    with torch.cuda.device(device):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int((1.5 * host + 1e-3) * _CYCLES))
         begin.record()
         step()
         end.record()
-        host = time.perf_counter() - start
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3, host
-
-    return timed
+        return begin.elapsed_time(end) / 1e3
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """The benchmark measures what it says: the same work by everyone, every row, every column."""
 
+import contextlib
 import importlib.util
 import json
 import sys
 import time
+import types
 from dataclasses import replace
 
 import pytest
@@ -273,6 +275,59 @@ def test_rounds_are_interleaved_and_begin_with_restored_gradients():
     assert [h for h in happened if h != "restore"] == ["a", "b", "b", "a", "a", "b"]
     assert happened[::2] == ["restore"] * 6
     assert times["a"].rounds == 3
+
+
+class PretendedGpu:
+    """Its clock and the host's: kernels run one after another, none before it was queued."""
+
+    def __init__(self, monkeypatch):
+        self.now = self.busy_until = 0.0
+        self.waits = 0
+        for name, stand_in in {
+            "device": lambda device: contextlib.nullcontext(),
+            "synchronize": lambda device=None: self.wait(),
+            "_sleep": lambda cycles: self.queue(cycles / 2e9),
+            "Event": lambda enable_timing: self.Event(self),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        clock = types.SimpleNamespace(perf_counter=lambda: self.now)
+        monkeypatch.setattr(measure, "time", clock)
+        flush = torch.empty(1)
+        monkeypatch.setattr(torch, "empty", lambda *_, **__: flush)
+
+    def queue(self, seconds, host=0.0):
+        self.now += host
+        self.busy_until = max(self.now, self.busy_until) + seconds
+
+    def wait(self):
+        self.now = max(self.now, self.busy_until)
+
+    class Event:
+        def __init__(self, gpu):
+            self.gpu = gpu
+
+        def record(self):
+            self.at = max(self.gpu.now, self.gpu.busy_until)
+
+        def synchronize(self):
+            self.gpu.wait()
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1e3
+
+
+@pytest.mark.parametrize(("host", "device"), [(8e-3, 1e-3), (1e-3, 8e-3), (0.5, 0.25)])
+def test_host_and_device_are_timed_apart(monkeypatch, host, device):
+    gpu, restored = PretendedGpu(monkeypatch), []
+
+    def step():
+        for _ in range(4):
+            gpu.queue(device / 4, host / 4)
+
+    timed = measure._on_cuda(torch.device("cuda"), lambda: restored.append(gpu.queue(0.125)))
+    for _ in range(2):
+        assert timed(step) == pytest.approx((device, host))
+    assert len(restored) == 2  # each time before the second step, outside of its time
 
 
 def test_float16_leaves_out_who_cannot_unscale_it():
