@@ -46,6 +46,17 @@ class Rule:
 
     Functions are written with ``ampopt_kernels.tl`` and marked ``ampopt_kernels.jit``. They
     compute and return; they never load or store, so no engine, skip or storage concerns them.
+    They may use, of blocks and scalars alike,
+
+    - arithmetic ``+ - * /``, comparisons, ``& | ~`` of these, and numbers written in the function;
+    - of ``tl``: ``abs``, ``ceil``, ``cos``, ``exp``, ``exp2``, ``floor``, ``log``, ``log2``,
+      ``rsqrt``, ``sigmoid``, ``sin``, ``sqrt``, ``where``, and ``static_range`` for loops;
+    - of ``ampopt_kernels``: ``as_float32``, ``div_rn``, ``maximum``, ``minimum``, ``power``,
+      ``sqrt_rn``, and functions of one's own that are marked ``jit``;
+    - ``if`` of a flag, as in ``NESTEROV: tl.constexpr = flags[0]``.
+
+    What else Python would take, such as ``g ** 2`` or ``torch.sign(g)``, Triton refuses: with its
+    reason, before the first step, wherever Triton can be imported.
 
     Attributes:
         update: ``update(p, g, state, h, flags) -> (p, state)``, elementwise. ``p``, ``g`` and each

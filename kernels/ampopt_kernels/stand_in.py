@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["bind", "dividing", "jit"]
+__all__ = ["bind", "copied", "dividing", "jit"]
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int32, int64 = torch.int32, torch.int64
-constexpr = Any
 static_range = range
+
+
+def constexpr(value: Any) -> Any:
+    """``value``, known when a kernel is compiled: nothing else here."""
+    return value
 
 
 def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +113,8 @@ def __getattr__(name: str) -> Any:
 
 _NOT_LANGUAGE = {
     "bind",
+    "constexpr",
+    "copied",
     "ctypes",
     "dividing",
     "jit",
@@ -129,17 +135,30 @@ def bind(function: Any) -> Callable[..., Any]:
     function it calls bound likewise; its code is not touched. The helpers of
     ``ampopt_kernels.language`` that this module has itself are taken from here.
     """
+
+    def replaced(value: Any) -> Any:
+        if getattr(value, "__name__", None) == "triton.language":
+            return _this_module
+        if type(value).__name__ == "constexpr":
+            return value.value
+        return bind(value) if value is not function and hasattr(value, "fn") else value
+
     fn = function.fn
     if fn.__module__ == "ampopt_kernels.language" and fn.__name__ in _HELPERS:
         return _HELPERS[fn.__name__]
-    bound: dict[str, Any] = dict(fn.__globals__)
-    for name in fn.__code__.co_names:
-        value: Any = bound.get(name)
-        if getattr(value, "__name__", None) == "triton.language":
-            bound[name] = _this_module
-        elif value is not function and hasattr(value, "fn"):
-            bound[name] = bind(value)
-    return types.FunctionType(fn.__code__, bound, fn.__name__, fn.__defaults__, fn.__closure__)
+    return copied(fn, replaced)
+
+
+def copied(fn: Any, replaced: Callable[[Any], Any]) -> Any:
+    """The Python function ``fn`` with each value that it reads from without given as another."""
+    read: dict[str, Any] = dict(fn.__globals__)
+    read.update((name, replaced(read[name])) for name in fn.__code__.co_names if name in read)
+    closure = fn.__closure__ and tuple(
+        types.CellType(replaced(cell.cell_contents)) for cell in fn.__closure__
+    )
+    copy = types.FunctionType(fn.__code__, read, fn.__name__, fn.__defaults__, closure)
+    copy.__annotations__, copy.__kwdefaults__ = fn.__annotations__, fn.__kwdefaults__
+    return copy
 
 
 def dividing(function: Callable[..., Any]) -> Callable[..., Any]:

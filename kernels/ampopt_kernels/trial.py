@@ -1,4 +1,4 @@
-"""A rule tried on two numbers before it is let near a parameter."""
+"""A rule tried on two numbers, and shown to Triton, before it is let near a parameter."""
 
 import functools
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.triton_check import check
 
 __all__ = ["try_out"]
 
@@ -25,13 +26,16 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
     Raises:
         ValueError: ``scalars`` or ``update`` reads a state, hyperparameter or flag that the rule
             does not declare, returns other states than it declares, or does something that is not
-            elementwise, such as an ``if`` on a gradient.
+            elementwise, such as an ``if`` on a gradient; or Triton, where it can be imported,
+            cannot compile them.
         AttributeError: a function is used that ``tl`` does not have on every backend.
     """
     # The numbers are the trial's own: whoever watches the first step, as ``assert_no_sync`` does,
     # is not to see it look at them, nor a mode of torch's to make them into something else.
     with no_dispatch():
         _try_out(rule, flags, n_hyper, owner)
+    if not rule.update.fn.__module__.startswith("ampopt_kernels.rules."):  # known to compile
+        check(rule, flags, n_hyper, owner)
 
 
 def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:

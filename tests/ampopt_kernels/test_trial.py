@@ -8,43 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from refused import assert_refused, optimizer_of
 from strategies import fewer
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.testing.bits import assert_close, bits, everything
+from ampopt.testing.bits import assert_close, everything
 from ampopt_kernels import Rule, State, jit, maximum, minimum, tl
 
 STATE = (State("average"),)
 COUNT = (State("count"),)
 HYPER = ("lr", "decay")
-
-
-def optimizer_of(rule: Rule) -> type[ampopt.ElementwiseOptimizer]:
-    class Author(ampopt.ElementwiseOptimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 0.5, "decay": 0.25, "extra": False})
-
-    Author.rule = rule
-    return Author
-
-
-def assert_refused(rule: Rule, error: type[Exception], *message: str) -> None:
-    """By the first step, whichever it is, with nothing changed."""
-    for step in (
-        lambda optimizer: optimizer.step(),
-        lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0),
-        lambda optimizer: optimizer.step(lambda: torch.ones(())),
-    ):
-        param = Parameter(torch.ones(3))
-        param.grad = torch.ones(3)
-        optimizer = optimizer_of(rule)([param])
-        before = everything(optimizer), bits(param.grad)
-        with pytest.raises(error) as raised:
-            step(optimizer)
-        for part in ("Author's rule", *message):
-            assert part in str(raised.value)
-        assert (everything(optimizer), bits(param.grad)) == before
 
 
 # --- update --------------------------------------------------------------------------------------

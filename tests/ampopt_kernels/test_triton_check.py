@@ -1,0 +1,266 @@
+"""A rule that Triton refuses is refused before its first step, with the place and a remedy."""
+
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from refused import assert_refused
+from torch.nn import Parameter
+
+import ampopt
+import ampopt_kernels
+from ampopt_kernels import (
+    Rule,
+    State,
+    as_float32,
+    div_rn,
+    jit,
+    maximum,
+    minimum,
+    power,
+    rules,
+    sqrt_rn,
+    stand_in,
+    tl,
+    triton_check,
+)
+from ampopt_kernels.aot import count_hyper
+from ampopt_kernels.language import HAS_TRITON
+
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+HYPER = ("lr", "decay")
+GAMMA = 0.5
+DELTA = tl.constexpr(0.5)  # pyright: ignore[reportCallIssue]
+
+
+@jit
+def global_number(p, g, state, h, flags):
+    return p - GAMMA * g, state  # here
+
+
+@jit
+def squares(p, g, state, h, flags):
+    # A comment and an empty line before it.
+
+    return p - h[0] * g**2, state  # here
+
+
+@jit
+def powers(p, g, state, h, flags):
+    return p - h[0] ** h[1] * g, state  # here
+
+
+@jit
+def torchs_own(p, g, state, h, flags):
+    return p - h[0] * torch.sign(g), state  # here
+
+
+@jit
+def maths_own(p, g, state, h, flags):
+    return p - math.sqrt(h[0]) * g, state  # here
+
+
+def unmarked(x):
+    return 2 * x
+
+
+@jit
+def calls_unmarked(p, g, state, h, flags):
+    return p - unmarked(g), state  # here
+
+
+@jit
+def method_of_tensors(p, g, state, h, flags):
+    return p - g.clamp(-1.0, 1.0), state  # here
+
+
+@jit
+def formats(p, g, state, h, flags):
+    name = f"{h[0]}"  # here # noqa: F841
+    return p - g, state
+
+
+@jit
+def has_a_lambda(p, g, state, h, flags):
+    twice = lambda x: 2 * x  # here # noqa: E731
+    return p - twice(g), state
+
+
+def of(rate):
+    @jit
+    def reads_around(p, g, state, h, flags):
+        return p - rate * g, state  # here
+
+    return reads_around
+
+
+@jit
+def cubed(x):
+    return x**3  # here
+
+
+@jit
+def calls_one_that_is_refused(p, g, state, h, flags):
+    return p - cubed(g), state
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("function", "code", "advice"),
+    [
+        (global_number, "`GAMMA`", "NAME: tl.constexpr = NUMBER"),
+        (squares, "`g ** 2`", "x * x"),
+        (powers, "`h[0] ** h[1]`", "power(x, y) of ampopt_kernels"),
+        (torchs_own, "`torch.sign(g)`", "tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))"),
+        (maths_own, "`math.sqrt(h[0])`", "functions of tl"),
+        (calls_unmarked, "`unmarked(g)`", "marked with jit"),
+        (method_of_tensors, "`g.clamp`", "ampopt_kernels.Rule"),
+        (formats, "f'{h[0]}'", "ampopt_kernels.Rule"),
+        (has_a_lambda, "`lambda x: 2 * x`", "ampopt_kernels.Rule"),
+        (of(0.5), "`rate`", "NAME: tl.constexpr = NUMBER"),
+        (calls_one_that_is_refused, "`x ** 3`", "x * x"),
+    ],
+    ids=lambda value: getattr(getattr(value, "fn", None), "__name__", ""),
+)
+def test_what_triton_refuses_is_named_with_its_line_and_a_remedy(function, code, advice):
+    at_fault = cubed if function is calls_one_that_is_refused else function
+    lines, first = inspect.getsourcelines(at_fault.fn)
+    (line,) = (first + i for i, text in enumerate(lines) if "# here" in text)
+    place = f"{__file__}:{line}, in {at_fault.fn.__name__}: "
+    assert_refused(Rule(update=function, hyper=HYPER), ValueError, "update of", place, code, advice)
+
+
+@jit
+def counts_in_powers(s, h):
+    return (s[0] + 1,), (h[0] * 0.5 ** s[0], h[1])
+
+
+@jit
+def plain(p, g, state, h, flags):
+    return p - h[0] * g, state
+
+
+@needs_triton
+def test_scalars_are_compiled_too():
+    rule = Rule(update=plain, hyper=HYPER, scalars=counts_in_powers, scalar_state=(State("count"),))
+    assert_refused(rule, ValueError, "scalars of", "in counts_in_powers: `0.5 ** s[0]`", "power")
+
+
+@jit
+def refused_under_a_flag(p, g, state, h, flags):
+    EXTRA: tl.constexpr = flags[0]
+    if EXTRA:
+        g = g**2
+    return p - h[0] * g, state
+
+
+@needs_triton
+def test_a_rule_is_compiled_under_the_flags_of_its_groups():
+    class Author(ampopt.ElementwiseOptimizer):
+        rule = Rule(update=refused_under_a_flag, hyper=HYPER, flags=("extra",))
+
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = Author([param], {"lr": 0.5, "decay": 0.25, "extra": False})
+    optimizer.step()
+    optimizer.param_groups[0]["extra"] = True
+    with pytest.raises(ValueError, match=r"`g \*\* 2`"):
+        optimizer.step()
+    assert param.tolist() == [0.5, 0.5, 0.5]
+
+
+@jit
+def marked_number(p, g, state, h, flags):
+    return p - DELTA * g, (DELTA * state[0] + g,)
+
+
+@pytest.mark.parametrize("backend", ["eager", "eager on a device", "compiled"], indirect=True)
+def test_a_number_that_is_marked_where_it_stands_is_a_number(backend):
+    """As it is to Triton's compiler; its interpreter takes one only to the right of a block."""
+
+    class Author(ampopt.ElementwiseOptimizer):
+        rule = Rule(update=marked_number, hyper=HYPER, state=(State("sum", init=2.0),))
+
+    param = Parameter(torch.ones(3))
+    param.grad = torch.tensor([1.0, -2.0, 0.0])
+    optimizer = Author([param], {"lr": 0.5, "decay": 0.25})
+    optimizer.step()
+    assert param.tolist() == [0.5, 2.0, 1.0]
+    assert optimizer.state[param]["sum"].tolist() == [2.0, -1.0, 1.0]
+
+
+# --- what a rule may use -------------------------------------------------------------------------
+
+
+def documented(*, of_tl: bool) -> set[str]:
+    """The functions that the docstring of ``Rule`` names, of ``tl`` or of this package."""
+    _, tl_functions, helpers, _ = re.split(r"- of ``|- ``if``", str(Rule.__doc__))
+    return set(re.findall(r"``(\w+)``", tl_functions if of_tl else helpers)) - {
+        "tl",
+        "ampopt_kernels",
+        "jit",
+    }
+
+
+def test_the_documented_functions_are_those_there_are():
+    offered = {
+        name
+        for name, value in vars(stand_in).items()
+        if name[0] != "_" and name not in stand_in._NOT_LANGUAGE and callable(value)
+    }
+    assert documented(of_tl=True) == offered
+    rest = {"Rule", "State", "jit", "tl"}
+    assert documented(of_tl=False) == set(ampopt_kernels.__all__) - rest
+
+
+@jit
+def uses_all_there_is(x):
+    y = tl.abs(x) + 1.0
+    z = tl.sin(x) + tl.cos(x) + tl.exp(-y) + tl.exp2(-y) + tl.floor(x) + tl.ceil(x)
+    z = z + tl.log(y) + tl.log2(y) + tl.sqrt(y) + tl.rsqrt(y) + tl.sigmoid(x)
+    for i in tl.static_range(2):
+        z = z + tl.where((x > i) & (y < 4) | ~(x > -1), x, y)
+    z = maximum(minimum(z, 4.0), x)
+    return z + div_rn(x, y) + sqrt_rn(y) + as_float32(x) + power(y, 2.0)
+
+
+@jit
+def all_in_update(p, g, state, h, flags):
+    return p - uses_all_there_is(g), state
+
+
+@jit
+def all_in_scalars(s, h):
+    return s, (uses_all_there_is(h[0]), h[1])
+
+
+ALL = Rule(update=all_in_update, scalars=all_in_scalars, hyper=HYPER)
+
+
+@needs_triton
+def test_all_there_is_compiles():
+    source = inspect.getsource(uses_all_there_is.fn)
+    for name in documented(of_tl=True) | documented(of_tl=False):
+        assert re.search(rf"\b(tl\.)?{name}\(", source), name
+    triton_check.check(ALL, (), 2, "Author")
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_a_rule_passes_after_one_has_run(backend):
+    """Triton's interpreter leaves functions of its own behind."""
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    ampopt.Adam([param]).unscale_and_step(grads_scaled_by=2.0)
+    triton_check.check(ALL, (), 2, "Author")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", rules.__all__)
+def test_built_in_rules_pass(name):
+    """Which are not compiled before their first step: so that this may be left out."""
+    rule = getattr(rules, name)
+    for on in (False, True):
+        flags = (on,) * len(rule.flags)
+        triton_check.check(rule, flags, count_hyper(rule, flags), name)
