@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ampopt._checks import check_number
+from ampopt._scaler_entries import entries_of_scaler
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.transfers import carried
 
-__all__ = ["Device", "LossScale", "check_entries", "check_flag"]
+__all__ = ["Device", "LossScale", "check_entries", "check_flag", "host_may_read"]
 
 Device = torch.device | str | int
 
@@ -110,6 +111,10 @@ class LossScale(ABC):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Become the scale that was saved, settings included, on this scale's device.
 
+        A state of ``torch.amp.GradScaler`` will do for a dynamic scale, which then goes on where
+        the scaler stopped; what that does not say, such as a floor, stays as it is. So will one of
+        ``ampopt.GradScaler``.
+
         The one thing that changes a scale in place. Its successors and the tensors it has handed
         out stay as they are.
 
@@ -134,6 +139,11 @@ class LossScale(ABC):
             if self._counters is not None:
                 self._counters = carried(self._counters, device)
             self._placed = True
+        elif self._value.is_meta and device.type != "meta":
+            raise ValueError(
+                f"this loss scale lives on meta, where it has no number, but is used on {device}: "
+                "make it without device=, and it goes where it is first used"
+            )
         elif self._value.device != device:
             raise ValueError(
                 f"this loss scale lives on {self._value.device}, but is used on {device}. Make one "
@@ -153,10 +163,31 @@ class LossScale(ABC):
         """The arguments that make a scale like this, but for the device."""
 
     def __repr__(self) -> str:
-        """The settings and the device; ``item()`` has the number, which may not be there yet."""
-        device = None if self.device is None else str(self.device)
-        shown = {**self._settings(), "device": device}
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in shown.items())})"
+        """The number, if it is not on a device that it would have to be waited for, and settings.
+
+        Does not synchronize; ``item()`` waits.
+        """
+        known = self._known
+        value = f"<on {self._value.device}>" if known is None else repr(known)
+        settings = {k: v for k, v in self._settings().items() if k not in ("init_scale", "value")}
+        settings["device"] = None if self.device is None else str(self.device)
+        others = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+        return f"{type(self).__name__}(value={value}, {others})"
+
+    def __format__(self, spec: str) -> str:
+        """The number, as in ``f"{scale:g}"``, or where it is, as for ``repr``.
+
+        Does not synchronize; ``f"{scale.item():g}"`` waits.
+        """
+        if not spec:
+            return str(self)
+        known = self._known
+        return f"<on {self._value.device}>" if known is None else format(known, spec)
+
+    @property
+    def _known(self) -> float | None:
+        """The number, where having it does not synchronize."""
+        return self._value.item() if host_may_read(self._value) else None
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: everything but the identity."""
@@ -191,17 +222,30 @@ def check_flag(found_inf: Any) -> float | Tensor:
     return flag
 
 
+def host_may_read(*values: Any) -> bool:
+    """Whether every tensor is a plain one on the CPU, whose number can be had without waiting."""
+    if torch.compiler.is_compiling():
+        return False
+    # Subclasses (fake tensors, distributed ones) may have no number to read.
+    return all(
+        not isinstance(v, Tensor) or (type(v) in (Tensor, torch.nn.Parameter) and v.is_cpu)
+        for v in values
+    )
+
+
 def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) -> dict[str, Any]:
     """The entries of ``state_dict`` without its type, which is that of ``scale``."""
     kind = type(scale).__name__
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+    if "type" not in state_dict:
+        state_dict = entries_of_scaler(state_dict, kind, scale._settings())
     entries = dict(state_dict)
     saved = entries.pop("type", None)
     if saved != kind:
         raise ValueError(
             f"this is not the state of a {kind} but of {saved!r}. Load what state_dict() of the "
-            "same class returned."
+            "same class returned, or of a GradScaler."
         )
     missing = [key for key in expected if key not in entries]
     unknown = [key for key in entries if key not in expected]

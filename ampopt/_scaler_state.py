@@ -13,8 +13,6 @@ from ampopt_kernels.transfers import carried
 
 __all__ = ["at", "changed", "from_torch", "on", "to_torch"]
 
-_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
 
 def on(device: torch.device, scale: LossScale) -> LossScale:
     """``scale`` on another device."""
@@ -104,29 +102,5 @@ def from_torch(scale: LossScale, state_dict: Mapping[str, Any]) -> LossScale:
         TypeError: an entry is of the wrong type.
     """
     loaded = copy.copy(scale)
-    if "loss_scale" in state_dict:
-        loaded.load_state_dict(state_dict["loss_scale"])
-        return loaded
-    missing = [name for name in _ENTRIES if name not in state_dict]
-    if missing:
-        raise ValueError(
-            f"the state of a GradScaler has the entries {list(_ENTRIES)}; missing: {missing}"
-        )
-    if not isinstance(scale, DynamicLossScale):
-        raise ValueError(
-            f"this is the state of a scaler with a dynamic scale, and this one's is {scale!r}. "
-            "Load it into a GradScaler made without loss_scale, or do not load it"
-        )
-    settings = {**scale._settings(), **{name: state_dict[name] for name in _ENTRIES[1:4]}}
-    first_growth = type(scale)(**settings)._schedule.first_growth
-    loaded.load_state_dict(
-        {
-            "type": type(scale).__name__,
-            "scale": state_dict["scale"],
-            # Torch's counter passes an interval that was shortened; then its scale never grows.
-            "growth": min(state_dict["_growth_tracker"], first_growth - 1),
-            "budget": settings["hysteresis"],
-            **settings,
-        }
-    )
+    loaded.load_state_dict(state_dict)
     return loaded

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._given_scale import check_scale_tensor, no_scale
 from ampopt.loss_scale import LossScale, check_scale_number
 from ampopt_kernels.policy import PolicyConstants
 
@@ -61,10 +62,11 @@ def as_loss_scale(given: Any, device: torch.device) -> "LossScale | BareScale | 
         given._place(device)
         return given
     if isinstance(given, Tensor):
-        if given.numel() != 1 or not given.is_floating_point():
+        check_scale_tensor("grads_scaled_by", given)
+        if given.is_meta and device.type != "meta":
             raise ValueError(
-                "grads_scaled_by: a scale tensor has one floating-point element, got shape "
-                f"{tuple(given.shape)} of {given.dtype}"
+                f"grads_scaled_by: the scale is on meta, where it has no number; make it on "
+                f"{str(device)!r}, where the parameters are"
             )
         if given.device != device:
             raise ValueError(
@@ -74,10 +76,7 @@ def as_loss_scale(given: Any, device: torch.device) -> "LossScale | BareScale | 
         dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
         return BareScale(given.detach().to(dtype))
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(
-            "grads_scaled_by must be None, a positive number, a one-element tensor or a "
-            f"LossScale, got {type(given).__name__}"
-        )
+        raise no_scale("grads_scaled_by", given)
     value = check_scale_number(given)
     return BareScale(torch.full((), value, dtype=torch.float32, device=device))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._checks import check_count, check_scale_number
-from ampopt._loss_scale import Device, LossScale, check_entries, check_flag
+from ampopt._loss_scale import Device, LossScale, check_entries, check_flag, host_may_read
 from ampopt._next_scale import next_scale
 from ampopt._presets import PRESETS
 from ampopt._schedule import Schedule
@@ -71,6 +71,10 @@ class StaticLossScale(LossScale):
         """The scale as a Python number. Does not synchronize: it never was anything else."""
         return self._number
 
+    @property
+    def _known(self) -> float:
+        return self._number
+
     def state_dict(self) -> dict[str, Any]:
         """All there is to save, as plain Python objects. Does not synchronize."""
         return {"type": type(self).__name__, **self._settings()}
@@ -108,6 +112,9 @@ class DynamicLossScale(LossScale):
 
     Differs from torch: the scale has a floor, by default ``2**-126``, below which its reciprocal
     would overflow float32. GradScaler goes on to 0, and stays there.
+
+    Who leaves ``torch.amp.GradScaler`` in the middle of a run goes on where it stopped with
+    ``scale.load_state_dict(scaler.state_dict())``.
 
     Example:
         >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
@@ -219,7 +226,7 @@ class DynamicLossScale(LossScale):
                     f"wait for it. Make the scale with device={str(flag.device)!r}."
                 )
         assert self._counters is not None
-        if _host_may_read(self._value, flag):
+        if host_may_read(self._value, flag):
             # Nothing waits for a CPU tensor, and the same body on numbers takes an eighth of the
             # time (18 against 137 microseconds).
             found = flag.item() if isinstance(flag, Tensor) else flag
@@ -313,12 +320,5 @@ def _check_static(value: Any, drop_overflow_update: Any) -> tuple[float, bool]:
     return check_scale_number(value, "value"), drop_overflow_update
 
 
-def _host_may_read(*values: Any) -> bool:
-    """Whether every tensor is a plain one on the CPU, whose number can be had without waiting."""
-    if torch.compiler.is_compiling():
-        return False
-    # Subclasses (fake tensors, distributed ones) may have no number to read.
-    return all(
-        not isinstance(v, Tensor) or (type(v) in (Tensor, torch.nn.Parameter) and v.is_cpu)
-        for v in values
-    )
+# Scales that torch.save has written whole, as parts of a checkpoint, hold numbers and tensors.
+torch.serialization.add_safe_globals([DynamicLossScale, StaticLossScale])

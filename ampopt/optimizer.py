@@ -13,7 +13,7 @@ from ampopt.bookkeeping import Pending
 from ampopt.grad_scale import request_fields
 from ampopt.ordinary import OrdinarySteps
 from ampopt.replay import Replay, check_closure, check_loss, check_verdict, step_with
-from ampopt.results import StepResult, Unscaled
+from ampopt.results import StepResult, Unscaled, as_flag
 from ampopt.step_hooks import has_step
 from ampopt.uncompiled import uncompiled
 from ampopt_kernels.work import Decision, Request
@@ -166,7 +166,7 @@ class Optimizer(OrdinarySteps):
             decision = self._unscale_in_place(Request(**request_fields(scale)))
         found_inf = self._no_overflow() if decision is None else decision.found_inf
         successor = successor_of(scale, decision, grads_scaled_by)
-        self._pending = Pending(found_inf, grads_scaled_by, successor)
+        self._pending = Pending(as_flag(found_inf), grads_scaled_by, successor)
         return Unscaled(found_inf, successor)
 
     @uncompiled
@@ -314,12 +314,12 @@ class Optimizer(OrdinarySteps):
                 f"{type(self).__name__} needs a closure: unscale_and_step(closure, ...)"
             )
         if scale is None and max_norm is None:
-            return StepResult(self.step(), self._no_overflow(), None)
+            return StepResult(self.step(), as_flag(self._no_overflow()), None)
         decision, returned, _ = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
         successor = successor_of(scale, decision, given)
         self._mark_stepped(given, successor)
         found_inf = self._no_overflow() if decision is None else decision.found_inf
-        return StepResult(returned, found_inf, successor)
+        return StepResult(returned, as_flag(found_inf), successor)
 
     def _step_pending(self, current_grad_scale: Any) -> StepResult:
         pending = self._pending
@@ -374,7 +374,7 @@ class Optimizer(OrdinarySteps):
         self._mark_stepped(given, replay.successor)
         self._mark_stepped(replay.scale, replay.successor)
         found_inf = self._no_overflow() + float(replay.overflowed)
-        return StepResult(loss, found_inf, replay.successor)
+        return StepResult(loss, as_flag(found_inf), replay.successor)
 
     @contextmanager
     def _restored_on_failure(self, replay: Replay):

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["StepResult", "Unscaled"]
+__all__ = ["StepResult", "Unscaled", "as_flag", "is_flag"]
 
 
 class Unscaled(NamedTuple):
@@ -40,3 +40,14 @@ class StepResult(NamedTuple):
         """Whether the update was left out. Synchronizes: the host waits for the device."""
         # A static scale may have been told to apply an overflowed update all the same.
         return getattr(self.scale, "drop_overflow_update", True) and bool(self.found_inf > 0)
+
+
+def as_flag(found_inf: Tensor) -> Tensor:
+    """``found_inf``, marked, for it is easily unpacked where the scale is meant to be."""
+    found_inf._is_overflow_flag = True  # type: ignore[attr-defined]
+    return found_inf
+
+
+def is_flag(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a ``found_inf`` that a control point returned."""
+    return getattr(tensor, "_is_overflow_flag", False)

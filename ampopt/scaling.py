@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ampopt._checks import check_scale_number
+from ampopt._given_scale import check_scale_tensor, no_scale
 from ampopt._loss_scale import LossScale
 from ampopt_kernels.transfers import carried
 
@@ -46,8 +47,9 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
     Raises:
         TypeError: ``outputs`` holds something other than floating-point tensors, or ``S`` is
             nothing that can be a scale.
-        ValueError: ``S`` is a tensor that has not one floating-point element, or a number that is
-            not positive and in float32's normal range.
+        ValueError: ``S`` is a tensor that has not one floating-point element, or is on meta and
+            an output is not, or is a ``found_inf``; or a number that is not positive and in
+            float32's normal range.
     """
     if S is None:
         return outputs
@@ -61,20 +63,13 @@ def _factor(scale: Any) -> float | Tensor:
     if isinstance(scale, LossScale):
         return scale.value
     if isinstance(scale, Tensor):
-        if scale.numel() != 1 or not scale.is_floating_point():
-            raise ValueError(
-                "S: a scale tensor has one floating-point element, got shape "
-                f"{tuple(scale.shape)} of {scale.dtype}"
-            )
+        check_scale_tensor("S", scale)
         # 0-d, so that the shape of the outputs is not broadcast against that of the scale.
         return scale.detach().reshape(())
     try:
         return check_scale_number(scale, "S")
     except TypeError:
-        raise TypeError(
-            "S must be None, a positive number, a one-element tensor or a LossScale, got "
-            f"{scale!r} of type {type(scale).__name__}"
-        ) from None
+        raise no_scale("S", scale) from None
 
 
 def _scaled(output: Any, scale: float | Tensor) -> Tensor:
@@ -91,5 +86,10 @@ def _scaled(output: Any, scale: float | Tensor) -> Tensor:
         )
     dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
     if isinstance(scale, Tensor):
+        if scale.is_meta and not output.is_meta:
+            raise ValueError(
+                "S: the scale is on meta, where it has no number; make it without device=, or on "
+                f"{str(output.device)!r}"
+            )
         scale = carried(scale, output.device, dtype)
     return output.to(dtype) * scale

@@ -10,7 +10,7 @@ from ampopt import gradients
 from ampopt.grad_scale import as_loss_scale, request_fields
 from ampopt.judge import device_of, judge
 from ampopt.optimizer import Optimizer, check_max_norm, successor_of
-from ampopt.results import StepResult
+from ampopt.results import StepResult, as_flag
 from ampopt.uncompiled import uncompiled
 from ampopt_kernels.work import Decision, Request
 
@@ -72,7 +72,7 @@ def unscale_and_step(
     if scale is None and max_norm is None:
         for optimizer in optimizers:
             optimizer.step()
-        return StepResult(None, torch.zeros((), device=device), None)
+        return StepResult(None, as_flag(torch.zeros((), device=device)), None)
 
     for optimizer in optimizers:
         optimizer._refuse_gradients()
@@ -85,7 +85,7 @@ def unscale_and_step(
         optimizer._mark_stepped(grads_scaled_by, successor)
         optimizer._note_norm(request, decision)
     found_inf = torch.zeros((), device=device) if decision is None else decision.found_inf
-    return StepResult(None, found_inf, successor)
+    return StepResult(None, as_flag(found_inf), successor)
 
 
 def _step_after(request: Request, decision: Decision) -> Request:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt import captured
 from ampopt._checks import check_count
+from ampopt._given_scale import instead_of
 from ampopt.loss_scale import LossScale, StaticLossScale
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult
@@ -294,7 +295,7 @@ def _as_scale(scale: Any) -> LossScale | None:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(
             "scale must be a LossScale, such as ampopt.DynamicLossScale(), a positive number or "
-            f"None, got {type(scale).__name__}"
+            f"None, got {type(scale).__name__}{instead_of(scale)}"
         )
     return StaticLossScale(float(scale))
 

@@ -102,12 +102,81 @@ def test_a_tensor_of_another_shape_or_kind(call, cls, tensor, shown):
     refused(lambda: CALLS[call](optimizer, tensor), ValueError, match, param, optimizer)
 
 
+def scaler_of_torch() -> Any:
+    return torch.amp.GradScaler("cpu")  # pyright: ignore[reportPrivateImportUsage]
+
+
+LOADED = r"scale = ampopt.DynamicLossScale\(\), scale.load_state_dict\("
+MISPLACED = {
+    "StepResult": (
+        lambda opt: opt.unscale_and_step(grads_scaled_by=2.0),
+        TypeError,
+        "got StepResult, which has one: give its .scale",
+    ),
+    "Unscaled": (
+        lambda _: ampopt.SGD([Parameter(torch.ones(1))]).unscale(2.0),
+        TypeError,
+        "got Unscaled, which has one: give its .scale",
+    ),
+    "torch's scaler": (
+        lambda _: scaler_of_torch(),
+        TypeError,
+        rf"got GradScaler: either the scaler steps, .*{LOADED}scaler.state_dict\(\)",
+    ),
+    "ampopt's scaler": (lambda _: ampopt.GradScaler("cpu"), TypeError, "got GradScaler: either"),
+    "a scaler's state": (
+        lambda _: scaler_of_torch().state_dict(),
+        TypeError,
+        rf"got dict: if it is a saved state, load it: {LOADED}state\)",
+    ),
+    "found_inf": (
+        lambda opt: opt.unscale_and_step(grads_scaled_by=2.0).found_inf,
+        ValueError,
+        "this is the found_inf that an earlier call returned, not its scale, which comes last",
+    ),
+    "found_inf of unscale": (
+        lambda _: ampopt.SGD([Parameter(torch.ones(1))]).unscale(2.0).found_inf,
+        ValueError,
+        "this is the found_inf",
+    ),
+    "found_inf of several": (
+        lambda opt: ampopt.unscale_and_step([opt], 2.0).found_inf,
+        ValueError,
+        "this is the found_inf",
+    ),
+    "found_inf of a closure": (
+        lambda opt: opt.unscale_and_step(lambda scale: opt.zero_grad(), None).found_inf,
+        ValueError,
+        "this is the found_inf",
+    ),
+}
+
+
 @every_call
 @some_optimizers
-def test_a_tensor_on_another_device(call, cls):
+@pytest.mark.parametrize("thing", MISPLACED)
+def test_what_is_given_in_place_of_a_scale(call, cls, thing):
+    make, error, match = MISPLACED[thing]
+    param, optimizer = trained(cls)
+    given = make(optimizer)
+    param.grad = torch.tensor([0.5, -0.0, INF])
+    refused(lambda: CALLS[call](optimizer, given), error, match, param, optimizer)
+    with pytest.raises(error, match=match):
+        ampopt.scale_outputs(torch.ones(()), given)
+
+
+def test_a_train_step_says_too_what_to_give():
+    optimizer = ampopt.SGD([Parameter(torch.ones(1))])
+    with pytest.raises(TypeError, match="got GradScaler: either the scaler steps"):
+        ampopt.TrainStep(torch.nn.Linear(1, 1), torch.nn.MSELoss(), optimizer, scaler_of_torch())
+
+
+@every_call
+@some_optimizers
+def test_a_tensor_on_meta(call, cls):
     param, optimizer = trained(cls)
     scale = torch.tensor(2.0, device=META)
-    match = r"the scale is on meta, the parameters on cpu; move it there with scale.to\('cpu'\)"
+    match = "the scale is on meta, where it has no number; make it on 'cpu', where the parameters"
     refused(lambda: CALLS[call](optimizer, scale), ValueError, match, param, optimizer)
 
 
@@ -120,11 +189,30 @@ def test_a_tensor_on_another_device(call, cls):
         lambda: ampopt.StaticLossScale(2.0, device="meta"),
     ],
 )
-def test_a_loss_scale_on_another_device(call, cls, make):
+def test_a_loss_scale_on_meta(call, cls, make):
     param, optimizer = trained(cls)
     scale = make()
-    match = "lives on meta, but is used on cpu"
+    match = "lives on meta, where it has no number, but is used on cpu: make it without device="
     refused(lambda: CALLS[call](optimizer, scale), ValueError, match, param, optimizer)
+    with pytest.raises(ValueError, match="on meta, where it has no number; make it without device"):
+        ampopt.scale_outputs(torch.ones(()), scale)
+
+
+@some_optimizers
+@pytest.mark.parametrize(
+    ("scale", "match"),
+    [
+        (
+            torch.tensor(2.0),
+            r"is on cpu, the parameters on meta; move it there with scale.to\(",
+        ),
+        (ampopt.StaticLossScale(2.0, device="cpu"), "lives on cpu, but is used on meta. Make one"),
+    ],
+)
+def test_a_scale_on_another_device(cls, scale, match):
+    optimizer = cls([Parameter(torch.ones(1, device=META))])
+    with pytest.raises(ValueError, match=match):
+        optimizer.unscale_and_step(grads_scaled_by=scale)
 
 
 # --- clipping -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampopt import loss_scale
+from ampopt import GradScaler, loss_scale
 from ampopt.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -82,7 +82,7 @@ def state(scale):
 
 def on_device_path():
     """The path that devices take, on the CPU: tensors instead of numbers."""
-    return mock.patch.object(loss_scale, "_host_may_read", lambda *values: False)
+    return mock.patch.object(loss_scale, "host_may_read", lambda *values: False)
 
 
 def float32(number):
@@ -304,7 +304,9 @@ class TestDevice:
         scale._place("meta")
         assert scale.value.device.type == "meta" and scale.device == torch.device("meta")
         scale._place(torch.device("meta"))
-        with pytest.raises(ValueError, match=r"lives on meta, but is used on cpu.*device="):
+        with pytest.raises(
+            ValueError, match=r"lives on meta, where .* but is used on cpu.*device="
+        ):
             scale._place("cpu")
 
     @pytest.mark.parametrize("make", [DynamicLossScale, lambda **kw: StaticLossScale(8.0, **kw)])
@@ -343,18 +345,30 @@ class TestDevice:
             repr(next_scale(successor, scale.next(1)))
             assert successor.value.shape == () and counters(successor).shape == (2,)
 
-    def test_repr_shows_settings_and_does_not_look(self):
+    def test_shown_is_the_number_that_the_host_has_and_no_other(self):
         scale = DynamicLossScale(init_scale=4.0, hysteresis=2).next(1).next(1)
-        static = StaticLossScale(8.0, drop_overflow_update=False)
+        assert repr(scale).startswith("DynamicLossScale(value=2.0, growth_factor=2.0, ")
+        assert "hysteresis=2" in repr(scale) and repr(scale).endswith("device=None)")
+        assert str(scale) == f"{scale}" == repr(scale) and "4.0" not in repr(scale)
+        assert (f"{scale:g}", f"{scale:>6.1f}") == ("2", "   2.0")
+        with pytest.raises(ValueError, match="format"):
+            format(scale, "?")
+        assert scale.item() == float(scale) == 2.0
+
+    def test_a_number_on_a_device_is_not_waited_for_to_be_shown(self):
+        scale = DynamicLossScale(init_scale=4.0, device="meta").next(1)
+        static = StaticLossScale(8.0, drop_overflow_update=False, device="meta")
         refuse = mock.Mock(side_effect=AssertionError("synchronizes"))
         names = ("item", "tolist", "__float__", "__bool__", "__repr__", "cpu")
         with mock.patch.multiple(torch.Tensor, **dict.fromkeys(names, refuse)):
-            shown, shown_static = repr(scale), repr(static)
-        assert shown.startswith("DynamicLossScale(init_scale=4.0, growth_factor=2.0, ")
-        assert "hysteresis=2" in shown and shown.endswith("device=None)")
-        assert shown_static == "StaticLossScale(value=8.0, drop_overflow_update=False, device=None)"
-        assert "device='meta'" in repr(DynamicLossScale(device="meta"))
-        assert scale.item() == float(scale) == 2.0
+            assert repr(scale).startswith("DynamicLossScale(value=<on meta>, growth_factor=2.0")
+            assert "4.0" not in repr(scale) and repr(scale).endswith("device='meta')")
+            assert f"{scale:g}" == "<on meta>"
+            # What never was anything but a number is one on any device.
+            assert f"{static:g}" == "8"
+            assert repr(static) == (
+                "StaticLossScale(value=8.0, drop_overflow_update=False, device='meta')"
+            )
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -368,7 +382,7 @@ class TestDevice:
                 flag = torch.full((), float(overflow), device="cuda")
                 device = next_scale(device.next(flag), device.next(overflow))
                 host = host.next(overflow)
-            repr(device)
+            f"{device!r} {device:g}"
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         assert state(device) == state(host)
@@ -390,6 +404,71 @@ class TestState:
             assert one.state_dict() == saved and type(one) is DynamicLossScale
             assert state(advanced(one, history)) == state(advanced(scale, history))
         assert scale.state_dict() == saved
+
+    @given(scale=scales(), history=histories)
+    def test_a_scale_saved_whole_loads_where_only_weights_may(self, scale, history):
+        buffer = io.BytesIO()
+        torch.save({"dynamic": scale, "static": StaticLossScale(0.5)}, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=True)
+        assert state(advanced(loaded["dynamic"], history)) == state(advanced(scale, history))
+        assert loaded["static"].item() == 0.5
+
+    @given(overflows=histories, later=histories)
+    def test_goes_on_where_torchs_scaler_stopped(self, overflows, later):
+        param = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([param])
+
+        def update(scaler, overflow):
+            param.grad = torch.full((1,), math.inf if overflow else 0.0)
+            scaler.unscale_(optimizer)
+            scaler.update()
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        scaler.scale(torch.ones(()))
+        for overflow in overflows:
+            update(scaler, overflow)
+        scale = DynamicLossScale(init_scale=8.0)
+        scale.load_state_dict(scaler.state_dict())
+        for overflow in later:
+            assert scale.item() == scaler.get_scale()
+            update(scaler, overflow)
+            scale = scale.next(overflow)
+        assert scale.item() == scaler.get_scale()
+
+    def test_what_torchs_scaler_does_not_say_stays(self):
+        scale = DynamicLossScale(hysteresis=2, min_scale=1.0).next(1)
+        scale.load_state_dict(torch.amp.GradScaler("cpu", init_scale=4.0).state_dict())
+        assert (scale.item(), scale.state_dict()["budget"]) == (4.0, 2)
+        assert scale.state_dict()["min_scale"] == 1.0
+
+    @given(scale=scales(), other=scales())
+    def test_goes_on_where_our_scaler_stopped(self, scale, other):
+        other.load_state_dict(GradScaler("cpu", loss_scale=scale).state_dict())
+        assert other.item() == scale.item()
+        static = StaticLossScale(2.0)
+        static.load_state_dict(GradScaler("cpu", loss_scale=StaticLossScale(4.0)).state_dict())
+        assert static.item() == 4.0
+
+    @pytest.mark.parametrize(
+        ("scale", "change", "message"),
+        [
+            (
+                StaticLossScale(2.0),
+                {},
+                "and this is a StaticLossScale. Load it into a Dyn",
+            ),
+            (DynamicLossScale(), {"scale": 0.0}, "scale must be positive"),
+            (DynamicLossScale(), {"growth_factor": 1.0}, "growth_factor must be"),
+            (DynamicLossScale(), {"_growth_tracker": ...}, r"missing: \['_growth_tracker'\]"),
+        ],
+    )
+    def test_a_scalers_state_that_cannot_be_changes_nothing(self, scale, change, message):
+        saved = {**torch.amp.GradScaler("cpu").state_dict(), **change}
+        before = scale.state_dict()
+        with pytest.raises(ValueError, match=message):
+            scale.load_state_dict({k: v for k, v in saved.items() if v is not ...})
+        assert scale.state_dict() == before
 
     def test_holds_plain_objects(self):
         for scale in (DynamicLossScale().next(1), StaticLossScale(2.0)):
