@@ -11,6 +11,7 @@ from torch import Tensor
 from ampopt import gradients, ranks, scaler_protocol
 from ampopt.arena import shares_storage
 from ampopt.backend import backend_for
+from ampopt.judge import judge_held
 from ampopt.masters import MasterWeights, has_masters
 from ampopt.ordinary import Attempt
 from ampopt.plan import Plan, check_plannable
@@ -37,7 +38,10 @@ class ElementwiseOptimizer(MasterWeights):
 
     No control point waits for the device, except with a closure. On a skip, ``p.grad`` and all
     else are untouched; ``unscale_and_step`` leaves ``p.grad`` as the backward pass left it, and
-    applies unscaling and clipping on the fly.
+    applies unscaling and clipping on the fly. A step of a ``GradScaler``, torch's or ampopt's,
+    leaves unscaled gradients there, at the price of writing them: rounded to their own dtype,
+    while the step itself works with what they were. So those of float16 parameters without masters,
+    which torch's scaler refuses but for fused steps, may become 0 there, and nowhere else.
 
     Parameters may be float32, float64, float16, bfloat16, and complex64 or complex128 as pairs of
     reals; arithmetic is float32, or float64 for float64. State has the dtype of its parameter and
@@ -155,10 +159,12 @@ class ElementwiseOptimizer(MasterWeights):
             self._note_norm(request, None)
             return None
         works = self._works(rows)
-        judged = replace(request, apply=False, max_norm=None)
+        judged = replace(request, apply=False, write=False, max_norm=None)
         decision = run(backend_for, works, judged)
         # The gradients stay scaled; the step that follows unscales and clips as it reads them.
-        self._request = Request(scale=request.scale, check=False, max_norm=request.max_norm)
+        self._request = Request(
+            scale=request.scale, check=False, max_norm=request.max_norm, write=request.write
+        )
         return decision
 
     def _refuse_gradients(self) -> None:
@@ -217,10 +223,19 @@ class ElementwiseOptimizer(MasterWeights):
             self._note_norm(request, None)
             return None
         plan.take_hyper(self)
-        decision = run(backend_for, plan.works, request)
+        before = request.write and plan.writes_gradients
+        decision = run(backend_for, plan.works, replace(request, write=before))
         plan.finish()
+        if request.write and not before:
+            self._unscale_used(request)
         self._note_norm(request, decision)
         return decision
+
+    def _unscale_used(self, request: Request) -> None:
+        """Unscale the gradients in place, in their own dtype: the step has read them already."""
+        present = gradients.present(self.param_groups)
+        unscale = Request(scale=request.scale, check=False)
+        judge_held(present, unscale, write=True, uploads=self._held_by_devices)
 
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""

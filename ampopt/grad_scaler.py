@@ -1,6 +1,7 @@
 """``torch.amp.GradScaler`` for those who keep a scaler: any schedule, any optimizer, closures."""
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +15,11 @@ from ampopt import gradients
 from ampopt._scaler_closures import evaluation, refused, split
 from ampopt._scaler_schedule import ScheduledScaler
 from ampopt._scaler_steps import Record
-from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.judge import device_of
 from ampopt.loss_scale import DynamicLossScale, LossScale, next_scale
+from ampopt.masters import MasterWeights
+from ampopt.optimizer import Optimizer
+from ampopt.results import StepResult
 from ampopt.scaling import scale_outputs
 
 __all__ = ["GradScaler"]
@@ -180,6 +183,15 @@ class GradScaler(ScheduledScaler):
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Unscale, unless :meth:`unscale_` has, and step, or skip the step after an overflow.
 
+        In either case ``p.grad`` holds unscaled gradients afterwards, as after a step of torch's:
+        those that were there, in their own dtype (small ones of float16 may be 0, after the step
+        has used them), and, with ``master_weights=True``, what :meth:`unscale_` left on the
+        masters. Whether ``max_norm`` has clipped them there is not specified. An optimizer with an
+        ``unscale_and_step`` of its own leaves what that leaves.
+
+        Gradients that were changed after :meth:`unscale_` are not judged again. As under torch's
+        scaler, one that was made NaN is applied, and an overflow that was mended is skipped.
+
         Does not synchronize for ampopt's optimizers without a closure (see ``skip_by`` of
         :class:`ampopt.Optimizer`), nor for those of others that skip by themselves, as torch's
         fused ones do. For any other the host looks at the flag.
@@ -230,12 +242,12 @@ class GradScaler(ScheduledScaler):
             controlled = False  # a wrapper was unscaled in its place
         if controlled:
             if record.stage is OptState.UNSCALED:
-                result = optimizer.step_after_unscale(**keywords)
+                result = _step_after_unscale(optimizer, **keywords)
             else:
                 closure = closure and evaluation(self, closure)
-                result = optimizer.unscale_and_step(closure, record.scale, **keywords)
+                result = _unscaling_step(optimizer)(closure, record.scale, **keywords)
             record.learn(result.found_inf, result.scale)
-            record.wrote |= not _leaves_gradients(optimizer)
+            record.wrote = True
             returned = result.loss
         elif others.wants_scaler(optimizer):
             others.warn_of_scaler()
@@ -399,6 +411,20 @@ def _has_control_points(optimizer: Any) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in _CONTROL_POINTS)
 
 
-def _leaves_gradients(optimizer: Any) -> bool:
-    """Whether ``unscale_and_step`` leaves gradients as they were."""
-    return isinstance(optimizer, ElementwiseOptimizer) and not optimizer._has_own_step
+def _step_after_unscale(optimizer: Any, **keywords: Any) -> StepResult:
+    """That of ``optimizer``, after which ``p.grad`` holds what it stepped with."""
+    is_ours = isinstance(optimizer, MasterWeights)
+    grads, unscaled = optimizer._unscaled_on_masters() if is_ours else ([], [])
+    result = optimizer.step_after_unscale(**keywords)
+    if grads:
+        with torch.no_grad():
+            torch._foreach_copy_(grads, unscaled)  # pyright: ignore[reportPrivateImportUsage]
+    return result
+
+
+def _unscaling_step(optimizer: Any) -> Callable[..., StepResult]:
+    """``unscale_and_step`` of ``optimizer``; if it is ours, one that leaves gradients unscaled."""
+    step = optimizer.unscale_and_step
+    if getattr(step, "__func__", None) is Optimizer.unscale_and_step:
+        return functools.partial(optimizer._unscale_and_step, write=True)
+    return step

@@ -208,6 +208,12 @@ class MasterWeights(Optimizer):
                 )
                 return
 
+    def _unscaled_on_masters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients of parameters, and those that ``unscale`` left on their masters."""
+        masters = [(grad, self.state[p][MASTER].grad) for p, grad, _ in self._on_masters]
+        both = [(grad, unscaled) for grad, unscaled in masters if unscaled is not None]
+        return [grad for grad, _ in both], [unscaled for _, unscaled in both]
+
     def _with_masters(self) -> Iterator[Tensor]:
         for group in filter(has_masters, self.param_groups):
             yield from (p for p in group["params"] if MASTER in self.state.get(p, {}))

@@ -43,7 +43,10 @@ class Optimizer(OrdinarySteps):
     they were. Step hooks run on every attempt.
 
     ``torch.amp.GradScaler`` works with it: ``scaler.step(optimizer)`` leaves its flag to the
-    optimizer, which unscales, judges unscaled gradients too, and skips where either overflowed.
+    optimizer, which unscales, judges unscaled gradients too, and skips where either overflowed; in
+    either case ``p.grad`` holds unscaled gradients afterwards, as after a step of torch's. After
+    ``scaler.unscale_(optimizer)`` nothing is judged again, as in torch: a gradient made NaN since
+    then is applied.
     It leaves it on the very object that it is given. As with torch's fused optimizers, give it the
     optimizer inside a wrapper that hands on what attributes it has not itself, or use
     :class:`ampopt.GradScaler`.
@@ -205,11 +208,32 @@ class Optimizer(OrdinarySteps):
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """
+        return self._unscale_and_step(
+            closure,
+            grads_scaled_by,
+            max_norm=max_norm,
+            max_replays=max_replays,
+            preserve_rng=preserve_rng,
+        )
+
+    @uncompiled
+    def _unscale_and_step(
+        self,
+        closure: Callable[[Any], Any] | None,
+        grads_scaled_by: Any,
+        *,
+        max_norm: float | None = None,
+        max_replays: int = 100,
+        preserve_rng: bool = False,
+        write: bool = False,
+    ) -> StepResult:
+        """As :meth:`unscale_and_step`; ``write`` leaves unscaled gradients in ``p.grad``."""
         self._refuse_pending("unscale_and_step")
         scale = self._as_scale(grads_scaled_by)
         check_max_norm(max_norm)
+        write = write and scale is not None
         if closure is None:
-            return self._step_once(scale, grads_scaled_by, max_norm)
+            return self._step_once(scale, grads_scaled_by, max_norm, write)
 
         def evaluate(given: Any) -> tuple[Any, Any, Any]:
             scale = self._as_scale(given)
@@ -223,7 +247,8 @@ class Optimizer(OrdinarySteps):
             if given is None and max_norm is None:
                 return loss, None, None
             check_loss(loss)
-            decision = self._judge(Request(**request_fields(scale), max_norm=max_norm))
+            request = Request(**request_fields(scale), max_norm=max_norm, write=write)
+            decision = self._judge(request)
             found_inf = 0.0 if decision is None else decision.found_inf
             return loss, found_inf, successor_of(scale, decision, given)
 
@@ -308,14 +333,15 @@ class Optimizer(OrdinarySteps):
 
     # --- their parts -------------------------------------------------------------------------
 
-    def _step_once(self, scale: Any, given: Any, max_norm: float | None) -> StepResult:
+    def _step_once(self, scale: Any, given: Any, max_norm: float | None, write: bool) -> StepResult:
         if self._needs_closure:
             raise TypeError(
                 f"{type(self).__name__} needs a closure: unscale_and_step(closure, ...)"
             )
         if scale is None and max_norm is None:
             return StepResult(self.step(), as_flag(self._no_overflow()), None)
-        decision, returned, _ = self._attempt(Request(**request_fields(scale), max_norm=max_norm))
+        request = Request(**request_fields(scale), max_norm=max_norm, write=write)
+        decision, returned, _ = self._attempt(request)
         successor = successor_of(scale, decision, given)
         self._mark_stepped(given, successor)
         found_inf = self._no_overflow() if decision is None else decision.found_inf

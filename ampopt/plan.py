@@ -33,6 +33,9 @@ class Plan:
     Attributes:
         works: what to run, the first parameter's device first; empty without gradients.
         lasts: whether it may serve a second step; not where it works on copies.
+        writes_gradients: whether a step may unscale gradients before it uses them, and no bit of
+            what it does changes. Not those of a dtype that is narrower than the arithmetic, nor
+            where it works on copies of them.
     """
 
     def __init__(self, optimizer: "ElementwiseOptimizer") -> None:
@@ -85,6 +88,10 @@ class Plan:
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
         self._contents = Contents([self._state, *of_params])
+        self.writes_gradients = all(
+            row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _grad_of(p).data_ptr()
+            for row, p in zip(rows, self._present, strict=True)
+        )
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
 
     def _row(

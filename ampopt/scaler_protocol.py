@@ -36,9 +36,14 @@ class Left:
 
     @property
     def request(self) -> Request:
-        """The step to take. The scaler judged scaled gradients, which may overflow unscaled."""
+        """The step to take.
+
+        Gradients that the scaler has not unscaled are judged again, for they may overflow by it,
+        and left unscaled, as torch's steps leave them. Those that it has are the user's since.
+        """
         found_inf = self.found_inf if isinstance(self.found_inf, Tensor) else None
-        return Request(scale=self.grad_scale, found_inf=found_inf)
+        scaled = self.grad_scale is not None
+        return Request(scale=self.grad_scale, check=scaled, found_inf=found_inf, write=scaled)
 
     def put_back(self, optimizer: Any, decision: Decision | None) -> None:
         """Leave it for the scaler to delete, the flag being ours, which step hooks can read."""

@@ -30,6 +30,7 @@ def control_kernel(
     HAS_EXTERNAL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_POLICY: tl.constexpr,
+    UNSCALED: tl.constexpr,
     NORM: tl.constexpr,
     DROP: tl.constexpr,
     ADVANCE: tl.constexpr,
@@ -54,8 +55,8 @@ def control_kernel(
         counters: int32, (2,); read if ``HAS_POLICY``.
         max_norm: float64, one element, the norm to clip to; read if ``NORM``.
         found_out: float32, one element, written.
-        factors: float64, (3,): skip, reciprocal of the scale, clip coefficient; written if
-            ``DECIDE``, else read.
+        factors: float64, (3,): skip, reciprocal of the scale that the gradients still carry, clip
+            coefficient; written if ``DECIDE``, else read.
         norm_out: one element, written if ``NORM``.
         scale_out: one element, written if ``HAS_POLICY``.
         counters_out: int32, (2,), written if ``HAS_POLICY``.
@@ -68,6 +69,7 @@ def control_kernel(
         HAS_EXTERNAL: join ``external``.
         HAS_SCALE: the gradients are scaled.
         HAS_POLICY: the scale has a successor.
+        UNSCALED: detect has unscaled the gradients.
         NORM: compute norm and clip coefficient.
         DROP: skip an overflowed step.
         ADVANCE: advance the rows.
@@ -84,7 +86,7 @@ def control_kernel(
         skip = _decide(
             flags, squares, n_parts, external, scale, constants, counters, max_norm,
             found_out, factors, norm_out, scale_out, counters_out,
-            CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, NORM, DROP, PARTS,
+            CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, UNSCALED, NORM, DROP, PARTS,
         )  # fmt: skip
     else:
         skip = tl.load(factors)
@@ -115,6 +117,7 @@ def _decide(
     HAS_EXTERNAL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_POLICY: tl.constexpr,
+    UNSCALED: tl.constexpr,
     NORM: tl.constexpr,
     DROP: tl.constexpr,
     PARTS: tl.constexpr,
@@ -139,6 +142,8 @@ def _decide(
             # g / inf is a finite 0: a scale that cannot be one is an overflow of its own.
             usable = (value > 0) & (value < float("inf"))
             found = tl.where(usable, found, 1.0)
+    if UNSCALED:
+        inverse = tl.full((), 1.0, tl.float64)
     coefficient = tl.full((), 1.0, tl.float64)
     if NORM:
         norm = tl.sqrt(tl.sum(total, 0))

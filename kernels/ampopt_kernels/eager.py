@@ -92,6 +92,8 @@ class Eager(Backend):
             if request.check:
                 usable = (value > 0) & (value < float("inf"))
                 found = stand_in.where(usable, found, 1.0)
+        if request.write:  # detect has unscaled them
+            inverse = 1.0
         skip = found if request.drop else 0.0
 
         norm, coefficient = None, 1.0

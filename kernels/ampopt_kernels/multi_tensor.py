@@ -212,6 +212,7 @@ class Triton(Backend):
             "HAS_EXTERNAL": request.found_inf is not None,
             "HAS_SCALE": request.scale is not None,
             "HAS_POLICY": decision.scale is not None,
+            "UNSCALED": request.write,
             "NORM": decision.norm is not None,
             "DROP": request.drop,
             "ADVANCE": h is not None,

@@ -143,7 +143,8 @@ class Request:
         drop: do not apply an overflowed update.
         max_norm: clip the unscaled gradients to this global norm; ``None`` to leave the norm
             alone.
-        write: store the unscaled gradients where they came from (detect).
+        write: store the unscaled gradients where they came from (detect), so that nothing is left
+            for the update to unscale.
         apply: advance the scalars and update the parameters.
         agree: makes of what was found here what all ranks have found: flags to flags.
     """
@@ -191,8 +192,8 @@ class Decision:
 
     Attributes:
         found_inf: float32, 0-d; more than 0 for overflow.
-        given: ``widest``, shape (3,): more than 0 to skip; the reciprocal of the scale; the clip
-            coefficient. Numbers, of a backend whose host sees them.
+        given: ``widest``, shape (3,): more than 0 to skip; the reciprocal of the scale that the
+            gradients still carry; the clip coefficient. Numbers, of a backend whose host sees them.
         norm: 0-d global norm of the unscaled gradients, if asked for.
         scale: the successor of the scale, of its shape and dtype, if it has one.
         counters: int32, shape (2,), with ``scale``.
