@@ -12,6 +12,7 @@ from ampopt.judge import device_of
 from ampopt.results import Unscaled
 from ampopt.snapshot import loaded_uncast
 from ampopt.uncompiled import uncompiled
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Bookkeeping", "Pending"]
 
@@ -79,8 +80,13 @@ class Bookkeeping(torch.optim.Optimizer):
     def _no_overflow(self) -> Tensor:
         return torch.zeros((), dtype=torch.float32, device=self._home)
 
+    @property
+    def _held_by_devices(self) -> dict[torch.device, Uploads]:
+        """What devices hold of earlier calls."""
+        return self.__dict__.setdefault("_uploads", {})
+
     def _as_scale(self, given: Any) -> Any:
-        scale = as_loss_scale(given, self._home)
+        scale = as_loss_scale(given, self._home, self._held_by_devices)
         self._refuse_stepped(given)
         return scale
 

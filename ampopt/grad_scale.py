@@ -1,6 +1,5 @@
 """Whatever the caller passed as the scale of the gradients, as one thing: a loss scale or none."""
 
-import functools
 import numbers
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 from ampopt._given_scale import check_scale_tensor, no_scale
 from ampopt.loss_scale import LossScale, check_scale_number
 from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["BareScale", "as_loss_scale", "request_fields"]
 
@@ -36,20 +36,24 @@ class BareScale:
     _policy = _HALVED_AFTER_OVERFLOW
     _reusable = True
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: Tensor, held: Uploads) -> None:
         """Wrap a floating tensor of one element."""
         self.value = value
-
-    @functools.cached_property
-    def _counters(self) -> Tensor:
-        return torch.zeros(2, dtype=torch.int32, device=self.value.device)
+        self._counters = held.get("counters of a bare scale", [0, 0], torch.int32, value.device)
 
     def _successor(self, value: Tensor, counters: Tensor) -> Tensor:
         return value
 
 
-def as_loss_scale(given: Any, device: torch.device) -> "LossScale | BareScale | None":
+def as_loss_scale(
+    given: Any, device: torch.device, uploads: dict[torch.device, Uploads]
+) -> "LossScale | BareScale | None":
     """The scale that ``given`` stands for, on ``device``.
+
+    Args:
+        given: by the caller.
+        device: where decisions are made.
+        uploads: what devices hold of earlier calls, a number that was given again among it.
 
     Raises:
         TypeError: ``given`` is not a scale.
@@ -74,11 +78,12 @@ def as_loss_scale(given: Any, device: torch.device) -> "LossScale | BareScale | 
                 f"move it there with scale.to({str(device)!r})"
             )
         dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
-        return BareScale(given.detach().to(dtype))
+        return BareScale(given.detach().to(dtype), uploads.setdefault(device, Uploads()))
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise no_scale("grads_scaled_by", given)
-    value = check_scale_number(given)
-    return BareScale(torch.full((), value, dtype=torch.float32, device=device))
+    held = uploads.setdefault(device, Uploads())
+    (value,) = held.get("bare scale", [check_scale_number(given)], torch.float32, device)
+    return BareScale(value, held)
 
 
 def request_fields(scale: "LossScale | BareScale | None") -> dict[str, Any]:

@@ -420,7 +420,7 @@ def successor_of(scale: Any, decision: Decision | None, given: Any) -> Any:
     if scale is None:
         return None
     if decision is None:  # no gradients: the scale has nothing to learn
-        return given if hasattr(given, "_generation") else scale.value
+        return given if hasattr(given, "_generation") else scale.value.clone()
     return scale._successor(decision.scale, decision.counters)
 
 

@@ -15,7 +15,6 @@ from ampopt.snapshot import Snapshot
 from ampopt.step_hooks import beneath_hooks, hooked, is_replaced
 from ampopt.transaction import Skipper
 from ampopt.uncompiled import uncompiled
-from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Decision, Request, Row, Work
 
 __all__ = ["Attempt", "OrdinarySteps"]
@@ -193,11 +192,6 @@ class OrdinarySteps(Bookkeeping):
     def _works(self, rows: Sequence[Row], **fields: Any) -> list[Work]:
         return works_of(rows, self._held_by_devices, **fields)
 
-    @property
-    def _held_by_devices(self) -> dict[torch.device, Uploads]:
-        """What devices hold of earlier calls."""
-        return self.__dict__.setdefault("_uploads", {})
-
     def _refuse_gradients(self) -> None:
         """Refuse gradients that cannot be unscaled and stepped with, before anything changes."""
         gradients.check(self.param_groups)
@@ -224,7 +218,7 @@ def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for kind, those in alike.items():
-        torch._foreach_mul_(those, factor.to(*kind))
+        torch._foreach_mul_(those, factor.to(*kind))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _beneath_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:

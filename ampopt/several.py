@@ -66,7 +66,8 @@ def unscale_and_step(
     check_max_norm(max_norm)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     device = device_of(groups) or torch.device("cpu")
-    scale = as_loss_scale(grads_scaled_by, device)
+    uploads = optimizers[0]._held_by_devices
+    scale = as_loss_scale(grads_scaled_by, device, uploads)
     for optimizer in optimizers:
         optimizer._refuse_stepped(grads_scaled_by)
     if scale is None and max_norm is None:
@@ -77,7 +78,7 @@ def unscale_and_step(
     for optimizer in optimizers:
         optimizer._refuse_gradients()
     request = Request(**request_fields(scale), max_norm=max_norm)
-    decision = judge(groups, request, uploads=optimizers[0].__dict__.setdefault("_uploads", {}))
+    decision = judge(groups, request, uploads=uploads)
     successor = successor_of(scale, decision, grads_scaled_by)
     step = Request(check=False) if decision is None else _step_after(request, decision)
     for optimizer in optimizers:

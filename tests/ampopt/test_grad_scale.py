@@ -9,9 +9,11 @@ from loops import INF, both_ways, overflow
 from optimizers import HostCounted, sgd
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
 from ampopt import StepResult, Unscaled
+from ampopt.grad_scale import as_loss_scale, request_fields
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -53,6 +55,56 @@ def test_none_is_a_plain_step_also_without_gradients(split):
     else:
         optimizer.unscale_and_step()
     assert optimizer.param_groups[0]["step"] == 1
+
+
+class Writes(TorchDispatchMode):
+    """Notes the operations that make or send a tensor of numbers that the host knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """See the mode."""
+        name = func.overloadpacket.__name__
+        if name in ("full", "fill_", "zero_", "zeros", "_to_copy", "copy_", "lift_fresh"):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_number_given_again_is_not_sent_again(param):
+    uploads: dict = {}
+
+    def sent(number: float) -> Tensor:
+        return request_fields(as_loss_scale(number, param.device, uploads))["scale"]
+
+    first = sent(2.0)
+    with Writes() as writes:
+        again = sent(2.0)
+    assert writes.seen == []
+    other = sent(4.0)
+    assert (first.item(), again.item(), other.item()) == (2.0, 2.0, 4.0)
+
+
+@both_ways
+@pytest.mark.parametrize("without", [False, True])
+def test_the_scale_after_a_number_is_the_callers_own(param, split, without):
+    """To change in place, also where there were no gradients to learn from."""
+    optimizer = sgd(param)
+    before = param.detach().clone()
+    grad, param.grad = param.grad, None if without else param.grad
+    result = (
+        optimizer.unscale(grads_scaled_by=4.0)
+        if split
+        else optimizer.unscale_and_step(grads_scaled_by=4.0)
+    )
+    optimizer.zero_grad()
+    assert result.scale.item() == 4.0
+    result.scale.zero_()
+    param.detach().copy_(before)
+    param.grad = grad.clone().fill_(4.0)
+    assert not optimizer.unscale_and_step(grads_scaled_by=4.0).skipped
+    assert param.tolist() == (before - optimizer.param_groups[0]["lr"]).tolist()
 
 
 @both_ways
