@@ -1,4 +1,28 @@
-"""PyTorch optimizers with loss scaling, overflow skipping and replay built in."""
+"""PyTorch optimizers with loss scaling, overflow skipping and replay built in.
+
+Begin by changing ``from torch.optim import AdamW`` to ``from ampopt import AdamW``: nothing else
+has to change, and every optimizer of ``torch.optim`` is here. Then let it scale the loss::
+
+    scale = ampopt.DynamicLossScale()
+    for inputs, labels in batches:
+        with torch.autocast("cuda", torch.float16):
+            loss = loss_fn(model(inputs), labels)
+        optimizer.zero_grad()
+        ampopt.scale_outputs(loss, scale).backward()
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+
+An overflowed step is skipped where the gradients are, and the host waits for nothing.
+
+- To step: ``help(ampopt.Optimizer)`` has the control points that every optimizer has, and
+  ``TrainStep`` is the loop above as one object. ``unscale_and_step`` of this module is for several
+  optimizers.
+- To scale: ``DynamicLossScale``, ``StaticLossScale``, ``next_scale``; ``GradScaler`` for a loop
+  that has a scaler.
+- Your own: ``ElementwiseOptimizer`` from a rule, ``Optimizer`` from a ``step()``, and ``extend``
+  and ``patch_optimizer`` for the optimizers of others. ``ampopt.testing`` tests them.
+- To look: ``profile`` says where the host waits, ``set_backend`` what runs, and
+  ``python -m ampopt.bench`` how fast.
+"""
 
 from ampopt.adadelta import Adadelta
 from ampopt.adafactor import Adafactor
@@ -67,3 +91,8 @@ __all__ = [
     "set_backend",
     "unscale_and_step",
 ]
+
+
+def __dir__() -> list[str]:
+    """What is public: without it, every file of the package would be shown too."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -15,7 +15,11 @@ __all__ = ["Adafactor"]
 class Adafactor(Optimizer, torch.optim.Adafactor):
     """``torch.optim.Adafactor`` with mixed-precision control points.
 
-    Constructor, defaults and results are torch's. ``foreach`` is accepted and changes nothing.
+    Constructor, defaults and results are torch's.
+
+    Args:
+        params, lr, beta2_decay, eps, d, weight_decay, maximize: as in ``torch.optim.Adafactor``.
+        foreach: taken, and changes nothing.
 
     Differs from torch: the step count and every norm stay on the parameter's device, where torch
     waits for each of them. Arithmetic on float16 and bfloat16 parameters is float32. A parameter

@@ -18,10 +18,19 @@ __all__ = ["Adagrad"]
 class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` with mixed-precision control points.
 
-    Constructor, defaults and results are torch's. ``foreach`` and ``fused`` are accepted and
-    change nothing: the backend decides (see :func:`ampopt.set_backend`), and the step count moves
-    to the parameter's device at the first step. Sparse gradients and ``differentiable=True`` take
-    torch's own step.
+    Constructor, defaults and results are torch's. Sparse gradients take torch's own step.
+
+    Args:
+        params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in
+            ``torch.optim.Adagrad``.
+        foreach, fused: taken, and change nothing: the backend decides how a step runs (see
+            :func:`ampopt.set_backend`). Parameters that torch's fused step refuses are refused.
+        differentiable: take torch's own step.
+        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+
+    Differs from torch: the step count moves to the parameter's device at the first step. Arithmetic
+    on float16 and bfloat16 parameters is float32, rounded once at the end.
     """
 
     rule = rules.adagrad

@@ -15,9 +15,19 @@ __all__ = ["Adamax"]
 class Adamax(ElementwiseOptimizer, torch.optim.Adamax):
     """``torch.optim.Adamax`` with mixed-precision control points.
 
-    Constructor, defaults and results are torch's. ``foreach`` and ``capturable`` are accepted and
-    change nothing: the backend decides (see :func:`ampopt.set_backend`), and the step count always
-    lives on the parameter's device. ``differentiable=True`` takes torch's own step.
+    Constructor, defaults and results are torch's.
+
+    Args:
+        params, lr, betas, eps, weight_decay, maximize: as in ``torch.optim.Adamax``.
+        foreach, capturable: taken, and change nothing: the backend decides how a step runs (see
+            :func:`ampopt.set_backend`).
+        differentiable: take torch's own step.
+        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+
+    Differs from torch: the step count is a 0-d tensor on the parameter's device, whatever
+    ``capturable`` says, which does not refuse parameters on a CPU. Arithmetic on float16 and
+    bfloat16 parameters is float32, rounded once at the end.
     """
 
     rule = rules.adamax

@@ -18,6 +18,10 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
 
     Always needs a closure, and always synchronizes, as torch's does.
 
+    Args:
+        params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size,
+            line_search_fn: as in ``torch.optim.LBFGS``.
+
     Differs from torch: it can be copied and pickled.
     """
 

@@ -14,6 +14,10 @@ class Muon(Optimizer, torch.optim.Muon):
     Constructor, defaults and results are torch's, and so is the step: it orthogonalizes whole
     matrices, in bfloat16, which no elementwise rule can. It does not synchronize, nor do control
     points without a closure.
+
+    Args:
+        params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn:
+            as in ``torch.optim.Muon``.
     """
 
     _transacts = True

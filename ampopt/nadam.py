@@ -15,9 +15,20 @@ __all__ = ["NAdam"]
 class NAdam(ElementwiseOptimizer, torch.optim.NAdam):
     """``torch.optim.NAdam`` with mixed-precision control points.
 
-    Constructor, defaults and results are torch's. ``foreach`` and ``capturable`` are accepted and
-    change nothing: the backend decides (see :func:`ampopt.set_backend`), and step and mu_product
-    always live on the parameter's device. ``differentiable=True`` takes torch's own step.
+    Constructor, defaults and results are torch's.
+
+    Args:
+        params, lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as
+            in ``torch.optim.NAdam``.
+        foreach, capturable: taken, and change nothing: the backend decides how a step runs (see
+            :func:`ampopt.set_backend`).
+        differentiable: take torch's own step.
+        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+
+    Differs from torch: the step count and ``mu_product`` are 0-d tensors on the parameter's device,
+    whatever ``capturable`` says, which does not refuse parameters on a CPU. Arithmetic on float16
+    and bfloat16 parameters is float32, rounded once at the end.
     """
 
     rule = rules.nadam

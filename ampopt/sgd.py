@@ -16,14 +16,22 @@ __all__ = ["SGD"]
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` with mixed-precision control points.
 
-    Constructor, defaults and results are torch's. ``foreach`` and ``fused`` are accepted and
-    change nothing: the backend decides (see :func:`ampopt.set_backend`). Sparse gradients and
-    ``differentiable=True`` take torch's own step.
+    Constructor, defaults and results are torch's. Sparse gradients take torch's own step.
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in
+            ``torch.optim.SGD``.
+        foreach, fused: taken, and change nothing: the backend decides how a step runs (see
+            :func:`ampopt.set_backend`). Parameters that torch's fused step refuses are refused.
+        differentiable: take torch's own step.
+        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
 
     Differs from torch: with dampening, ``optimizer.state`` has ``steps_taken`` beside
     ``momentum_buffer``, to tell the first step from later ones where the host may not look.
     ``state_dict()`` is torch's and has it not: it leaves out the buffer of a parameter whose steps
-    were all skipped, and synchronizes to find out.
+    were all skipped, and synchronizes to find out. Arithmetic on float16 and bfloat16 parameters is
+    float32, rounded once at the end.
     """
 
     rule = rules.sgd

@@ -18,6 +18,9 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     Constructor, defaults and results are torch's. ``state_dict()`` has the step count as a Python
     number, as torch's has, and synchronizes to get it.
 
+    Args:
+        params, lr, betas, eps, maximize: as in ``torch.optim.SparseAdam``.
+
     Differs from torch: the step count is a float32 0-d tensor on the parameter's device, and bias
     corrections are made there. An accelerator still makes the host wait where a gradient is
     coalesced, because the number of its elements is known only then. Arithmetic on float16 and

@@ -1,7 +1,10 @@
 """A built-in optimizer stands in for its twin in torch: as an instance, and by its arguments."""
 
 import ast
+import contextlib
 import inspect
+import pydoc
+import re
 from typing import Any
 
 import pytest
@@ -56,3 +59,55 @@ def test_type_checkers_are_shown_the_same_arguments(cls):
     taken = inspect.signature(cls).parameters.values()
     told = [[(p.name, p.kind, p.default) for p in parameters] for parameters in (found, taken)]
     assert told[0] == told[1]
+
+
+BUILT_INS = [
+    getattr(ampopt, name)
+    for name in sorted(ampopt.__all__)
+    if name in vars(torch.optim) and name != "Optimizer"
+]
+
+
+def test_every_optimizer_of_torch_is_here():
+    assert len(BUILT_INS) == 15
+
+
+@pytest.mark.parametrize("cls", BUILT_INS)
+def test_the_docstring_of_a_built_in_names_every_argument(cls):
+    """Each by its own entry, or by one that says it is as in torch's class."""
+    doc = inspect.getdoc(cls) or ""
+    assert f"as in ``torch.optim.{cls.__name__}``" in " ".join(doc.split())
+    _, arguments = doc.split("Args:\n")
+    documented = [
+        name
+        for entry in re.split(r"\n    (?=\S)", "\n" + arguments.split("\n\n")[0])
+        for name in re.split(r",\s+", entry.split(":")[0])
+    ]
+    assert sorted(filter(None, documented)) == sorted(inspect.signature(cls).parameters)
+
+
+@pytest.mark.parametrize("cls", [c for c in BUILT_INS if c is not ampopt.Muon])
+def test_a_built_in_that_differs_says_how(cls):
+    """All but Muon do: rules by the arithmetic of half precision, and most by where they count."""
+    _, differs = (inspect.getdoc(cls) or "").split("Differs from torch: ")
+    if cls in EVERY_RULE:
+        assert "float16" in differs
+    capturable = "capturable" in inspect.signature(cls).parameters
+    assert ("capturable" in differs) == capturable
+    if capturable:
+        for optim in (ampopt, torch.optim):
+            param = Parameter(torch.ones(1))
+            optimizer = getattr(optim, cls.__name__)([param], capturable=True)
+            param.grad = torch.ones(1)
+            refused = optim is torch.optim
+            with pytest.raises(AssertionError) if refused else contextlib.nullcontext():
+                optimizer.step()
+
+
+def test_help_begins_with_where_to_begin_and_dir_has_what_is_public():
+    screen = pydoc.render_doc(ampopt, renderer=pydoc.plaintext).splitlines()[:40]
+    assert "from ampopt import AdamW" in "".join(screen[:8])
+    assert any("ampopt.bench" in line for line in screen)  # the last line of the description
+    shown = [name for name in dir(ampopt) if not name.startswith("__")]
+    assert shown == sorted(ampopt.__all__)
+    assert {"__all__", "__version__", "__doc__", "__path__"} <= set(dir(ampopt))
