@@ -11,7 +11,7 @@ the number of launches does not depend on the number of tensors or groups.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,8 +74,18 @@ class Triton(Backend):
             launcher: called for each launch in place of launching it, to see what would run.
         """
         self._launch = _launch if launcher is None else launcher
+        self._compiles = launcher is None
         if launcher is None and not INTERPRETED:
             compile_if_possible()
+
+    def prepare(self, work: Work) -> None:
+        """See :meth:`Backend.prepare`. Compiles update, by launches of no program."""
+        table = _Table.of(work)
+        if self._compiles and not table.prepared:
+            numbers = _h_table(work)  # in the place of factors too, which are of its dtype
+            for _, arguments in _updates(work, numbers, numbers):
+                self._launch(work.device, update_kernel, 0, arguments)
+            work.table = replace(table, prepared=True)
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a chunk."""
@@ -134,28 +144,8 @@ class Triton(Backend):
             h = _h_table(work)
             advanced = Decision(decision.found_inf, decision.factors, h=h)
             self._launch_control(work, Request(), None, advanced, decide=False)
-        rule, table = work.rule, _Table.of(work)
-        assert rule is not None
-        for group in table.launches:
-            row = group.like
-            arguments = {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
-                "chunk": table.chunk,
-                "factors": decision.factors,
-                "h_table": h,
-                "RULE": rule.update,
-                "FLAGS": row.flags,
-                "DTYPES": tuple(_DTYPES[t.dtype] for t in row.tensors),
-                "COPIED": row.copy is not None,
-                "COMPUTE": _DTYPES[row.compute_dtype],
-                "ALIGNS": _aligns(row, group.align),
-                "N_H": h.shape[1],
-                "COLUMNS": table.columns,
-                "BLOCK": BLOCK,
-            }
-            self._launch(work.device, update_kernel, group.stop - group.start, arguments)
+        for programs, arguments in _updates(work, decision.factors, h):
+            self._launch(work.device, update_kernel, programs, arguments)
 
     def send_hyper(self, work: Work) -> None:
         """Send the hyperparameters of ``work`` to where a captured step reads them, if changed."""
@@ -228,6 +218,34 @@ class Triton(Backend):
         self._launch(work.device, control_kernel, 1, arguments)
 
 
+def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The programs and arguments of each launch of the update kernel."""
+    rule, table = work.rule, _Table.of(work)
+    assert rule is not None
+    for group in table.launches:
+        row = group.like
+        yield (
+            group.stop - group.start,
+            {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "chunk": table.chunk,
+                "factors": factors,
+                "h_table": h,
+                "RULE": rule.update,
+                "FLAGS": row.flags,
+                "DTYPES": tuple(_DTYPES[t.dtype] for t in row.tensors),
+                "COPIED": row.copy is not None,
+                "COMPUTE": _DTYPES[row.compute_dtype],
+                "ALIGNS": _aligns(row, group.align),
+                "N_H": h.shape[1],
+                "COLUMNS": table.columns,
+                "BLOCK": BLOCK,
+            },
+        )
+
+
 def _h_table(work: Work) -> Tensor:
     assert work.rule is not None
     width = work.rule.width(len(work.hyper[0]))
@@ -290,6 +308,7 @@ class _Table:
     launches: list[_Group]
     aligned: list[bool]
     stamp: int
+    prepared: bool = False
 
     @staticmethod
     def of(work: Work) -> "_Table":
@@ -382,7 +401,8 @@ def options(warp_size: int) -> dict[str, Any]:
 def _launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
     with _on(device):
         if INTERPRETED:
-            kernel[(programs,)](**arguments)
+            if programs:  # the interpreter compiles nothing
+                kernel[(programs,)](**arguments)
         else:
             launch(device, kernel, programs, arguments, _options_on(device))
 

@@ -11,7 +11,7 @@ from typing import Any
 __all__ = ["explained"]
 
 _INSTEAD = {
-    r"\*\*|Pow": (
+    r"\*\*|__pow__": (
         "Write x * x, tl.sqrt(x) or, for x >= 0 and y > 0, power(x, y) of ampopt_kernels"
     ),
     r"Cannot access global variable": (

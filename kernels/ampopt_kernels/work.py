@@ -231,6 +231,9 @@ class Backend(ABC):
     reads_rows: ClassVar[bool] = True
     """Whether it takes gradients from the rows, not from ``Work.grads``."""
 
+    def prepare(self, work: Work) -> None:  # noqa: B027  # most have nothing to prepare
+        """Do for :meth:`update` what may fail, while nothing has changed yet."""
+
     @abstractmethod
     def detect(self, work: Work, request: Request) -> Partials:
         """Read every gradient once; store it unscaled if ``request.write``."""
@@ -264,6 +267,8 @@ def run(
     for backend, work in zip(backends, works, strict=True):
         if backend.reads_rows:
             work.hand_out()
+        if request.apply:
+            backend.prepare(work)
     detects = request.check or request.write or request.max_norm is not None
     asked = [_on(work.device, request) for work in (works if detects else works[:1])]
     partials = None

@@ -96,6 +96,40 @@ def test_no_detect_where_nothing_is_judged():
     assert kernels == [control_kernel, update_kernel]
 
 
+def test_an_update_that_cannot_be_compiled_fails_before_anything_is_launched(monkeypatch):
+    """Else control would have counted the step, and the scale would have moved."""
+    others = []
+
+    def launch(device, kernel, programs, arguments):
+        if kernel is update_kernel:
+            raise RuntimeError("the compiler failed")
+        others.append(kernel)
+
+    monkeypatch.setattr(multi_tensor, "_launch", launch)
+    work = WorkPlan((row(),), rules.sgd, (HYPER,)).build().work
+    with pytest.raises(RuntimeError, match="the compiler failed"):
+        run(lambda _: Triton(), [work], Request())
+    assert not others
+
+
+def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
+    updates = []
+
+    def launch(device, kernel, programs, arguments):
+        if kernel is update_kernel:
+            kind = arguments["DTYPES"], arguments["h_table"].dtype, arguments["factors"].dtype
+            updates.append((programs, kind))
+
+    monkeypatch.setattr(multi_tensor, "_launch", launch)
+    backend = Triton()
+    work = WorkPlan((row(), row(dtype=torch.float64)), rules.sgd, (HYPER,)).build().work
+    for _ in range(2):
+        run(lambda _: backend, [work], Request())
+        work.take(list(work.grads))
+    assert [programs for programs, _ in updates] == [0, 0, 1, 1, 1, 1]
+    assert updates[0][1] == updates[2][1] == updates[4][1]
+
+
 def test_tables_are_sent_when_an_address_changed():
     built = WorkPlan((row(), row()), rules.sgd, (HYPER,)).build()
     work = built.work
