@@ -3,10 +3,12 @@
 The bodies of other tests run there too, where they name ``ON_A_GPU``.
 """
 
+import copy
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,133 @@ def test_steps_on_streams_of_their_own():
         torch.cuda.synchronize()
         runs.append([everything(optimizer) for optimizer, _ in pairs])
     assert runs[0] == runs[1]
+
+
+@needs_gpu
+@pytest.mark.parametrize("make", [lambda: 2.0, lambda: DynamicLossScale(init_scale=2.0)])
+def test_what_one_stream_was_sent_no_other_reads(make):
+    """The first to step under a scale of a kind is slow, and the second overtakes it."""
+    slow, fast, warm = (made(ampopt.SGD, lr=0.5) for _ in range(3))
+    for _, params in (slow, fast, warm):
+        give(params, 1.0)
+    warm[0].unscale_and_step(grads_scaled_by=make())  # compiles
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.stream(streams[0]):  # poison what its tables will be put in
+        poison = [torch.full((64,), 0.5, dtype=torch.float64, device=DEVICE) for _ in range(64)]
+        del poison
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(2_000_000_000)
+        slow[0].unscale_and_step(grads_scaled_by=make())
+    with torch.cuda.stream(streams[1]):
+        result = fast[0].unscale_and_step(grads_scaled_by=make())
+    streams[1].synchronize()
+    assert [float(result.scale), float(result.found_inf)] == [2.0, 0.0]
+    torch.cuda.synchronize()
+    assert everything(slow[0]) == everything(fast[0]) == everything(warm[0])
+
+
+@needs_gpu
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize(
+    ("dtype", "master_weights"),
+    [
+        (torch.float32, False),
+        (torch.float64, False),
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+        (torch.float16, True),
+    ],
+)
+@pytest.mark.parametrize("cls", EVERY_RULE)
+def test_what_is_compiled_does_what_torch_operations_do(cls, dtype, master_weights, shift):
+    """Through a skip, growth and clipping; a parameter's rows are of every size and alignment."""
+    ends = []
+    for backend in ("triton", "eager"):
+        ampopt.set_backend(backend)
+        params = [drawn(n, dtype, shift, seed) for seed, n in enumerate((1, 3, 1000, 1025, 40000))]
+        optimizer: Any = cls(params, master_weights=master_weights)
+        scale: Any = DynamicLossScale(init_scale=64.0, growth_interval=2)
+        for attempt in range(4):
+            kept = params[1].grad.clone()
+            if attempt == 2:
+                params[1].grad[1] = INF
+            before = bits(params)
+            result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
+            scale = result.scale
+            assert result.skipped == (attempt == 2)
+            assert not result.skipped or bits(params) == before
+            params[1].grad.copy_(kept)
+        ends.append((params, float(scale)))
+    ampopt.set_backend("auto")
+    rtol = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 1e-2)
+    for ours, reference in zip(ends[0][0], ends[1][0], strict=True):
+        torch.testing.assert_close(ours, reference, rtol=rtol, atol=1e-3 * rtol)
+    assert ends[0][1] == ends[1][1]
+
+
+def drawn(n: int, dtype: torch.dtype, shift: int, seed: int) -> Any:
+    """A parameter of ``n`` elements with a gradient, both ``shift`` elements into their memory."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    param, grad = (
+        torch.randn(n + shift, device=DEVICE, generator=generator).mul(factor).to(dtype)[shift:]
+        for factor in (1, 64)
+    )
+    made = Parameter(param)
+    made.grad = grad
+    return made
+
+
+def trained(model: Any, steps: int = 8, **options: Any) -> list[Any]:
+    """The result of each step of a :class:`ampopt.TrainStep` over random batches."""
+    optimizer = ampopt.AdamW(model.parameters())
+    step = ampopt.TrainStep(
+        model, torch.nn.CrossEntropyLoss(), optimizer, DynamicLossScale(), max_norm=1.0, **options
+    )
+    targets = torch.randint(0, 10, (32,), device=DEVICE)
+    return [step(torch.randn(32, 64, device=DEVICE), targets) for _ in range(steps)]
+
+
+@needs_gpu
+def test_a_capture_goes_on_beside_a_thread_that_pins_memory():
+    stop = threading.Event()
+
+    def pin() -> None:
+        n = 0
+        while not stop.is_set():
+            torch.empty(1 << (10 + n % 16)).pin_memory().to(DEVICE, non_blocking=True)
+            n += 1
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        layers = torch.nn.Linear(64, 256), torch.nn.Dropout(0.1), torch.nn.Linear(256, 10)
+        model = torch.nn.Sequential(*layers).to(DEVICE)
+        results = trained(model, steps=30, cuda_graph=True, micro_batches=2)
+    finally:
+        stop.set()
+        thread.join()
+    assert all(result.loss.isfinite() for result in results)
+
+
+@needs_gpu
+def test_a_model_under_ddp_is_trained_and_not_captured():
+    dist: Any = torch.distributed
+    if not dist.is_nccl_available():
+        pytest.skip("this build of torch has no nccl")
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        alone = torch.nn.Linear(64, 10).to(DEVICE)
+        model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(alone), device_ids=[0])
+        with pytest.raises(TypeError, match="under DistributedDataParallel"):
+            trained(model, cuda_graph=True)
+        losses = []
+        for each in (alone, model):
+            torch.manual_seed(0)
+            losses.append([float(result.loss) for result in trained(each)])
+        assert losses[0] == losses[1]
+    finally:
+        dist.destroy_process_group()
 
 
 @needs_gpu
