@@ -199,6 +199,7 @@ class ElementwiseOptimizer(MasterWeights):
     def _step_as(self, request: Request) -> None:
         """Step, or skip, with what is in the gradients."""
         self._refuse_edited()
+        self._decision = None  # torch's own step is not to see that of the last one
         plan = self._planned()
         if plan is None:
             self._decision = self._step_as_torch(request)

@@ -32,6 +32,7 @@ _ATTEMPT = frozenset(
         "step",  # as patched by torch's schedulers
         "_decision",
         "_dtypes",
+        "_is_over",
         "_on_masters",
         "_opt_called",
         "_pending",

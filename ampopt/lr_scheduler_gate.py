@@ -151,11 +151,9 @@ class LRSchedulerGate(LRScheduler):
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A step hook: remember the flag of this attempt."""
-        # While a scaler steps an optimizer that skips by itself, this is its flag.
-        flag = vars(optimizer).get("found_inf")
-        if not isinstance(flag, Tensor):
-            flag = getattr(optimizer, "_skip_flag", None)
-        self._attempts.append(flag)
+        # An optimizer of torch's has it while a scaler steps it and it skips by itself.
+        flag = getattr(optimizer, "found_inf", None)
+        self._attempts.append(flag if isinstance(flag, Tensor) else None)
 
 
 class _Outcome(NamedTuple):

@@ -112,17 +112,29 @@ class Optimizer(OrdinarySteps):
 
     @property
     def found_inf(self) -> Tensor | None:
-        """The overflow flag on the device, to hand to a kernel; more than 0 means to skip.
+        """The overflow flag on the device, for kernels and step hooks; more than 0 means to skip.
 
         In a ``step()`` with ``skip_by = "step"``, the flag of the control point that takes the
         step, float32 and 0-d; ``None`` in a plain ``step()``. In a class that overrides
         :meth:`step_after_unscale`, also that of a pending unscale. While ``torch.amp.GradScaler``
         steps an optimizer that it leaves the skipping to, what it has put here.
+
+        In a step post-hook, which runs after skipped steps too, more than 0 if the step before was
+        skipped; 0 or ``None`` if it was not, as after a plain ``step()``. Whoever takes the step.
+        Also :attr:`grad_norm` is that of this step there. What it is elsewhere is not defined: the
+        control points return theirs. Reading it does not synchronize. Example:
+            >>> skipped = torch.zeros(())
+            >>> def count(optimizer, args, kwargs):
+            ...     if optimizer.found_inf is not None:
+            ...         skipped.add_(optimizer.found_inf > 0)
+            >>> optimizer.register_step_post_hook(count)
         """
         given = vars(self).get("found_inf")
         taken_over = type(self).step_after_unscale is not Optimizer.step_after_unscale
         if given is None and taken_over and self._pending is not None:
             return self._pending.found_inf
+        if given is None and self._skip_flag is not None:
+            return self._skip_flag.to(torch.float32)
         return given
 
     @found_inf.setter

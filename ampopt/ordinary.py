@@ -41,6 +41,8 @@ class OrdinarySteps(Bookkeeping):
     skip_by: str = "auto"
     _judged: Decision | None = None
     """The decision that an ordinary step is under, while it and its hooks run."""
+    _is_over = False
+    """Whether that step is over, and its post-hooks run."""
     _transacts = False
     """Whether ``step`` is known to allow transactions once :meth:`_make_state` was called."""
     _shared_state: frozenset[str] = frozenset()
@@ -87,7 +89,7 @@ class OrdinarySteps(Bookkeeping):
     ) -> Attempt:
         """Unscale as ``request`` says, and have the decision known while ``attempt`` runs."""
         gradients.check(self.param_groups)
-        self._judged = self._unscale_in_place(request)
+        self._judged, self._is_over = self._unscale_in_place(request), False
         try:
             return attempt(self._judged)
         finally:
@@ -119,8 +121,15 @@ class OrdinarySteps(Bookkeeping):
 
     @property
     def _skip_flag(self) -> Tensor | None:
-        """To a step hook: more than 0 if its step is skipped; ``None`` if certainly not."""
-        return None if self._judged is None else self._judged.factors[0]
+        """In a step post-hook: more than 0 if its step was skipped; ``None`` if certainly not.
+
+        Not while the step runs: those of torch's, which skip where they see one, may see none.
+        """
+        return self._judged.factors[0] if self._judged is not None and self._is_over else None
+
+    def _optimizer_step_code(self) -> None:
+        super()._optimizer_step_code()
+        self._is_over = True
 
     def _make_state(self) -> None:
         """Make the state that a first step would, as it would be before: see ``_transacts``."""

@@ -244,7 +244,7 @@ def test_post_hooks_run_for_each_step_once_and_know_whether_it_was_skipped(graph
     def train(training: Training) -> None:
         optimizer = training.optimizer
         flags: list[Tensor] = []
-        optimizer.register_step_post_hook(lambda o, *_: flags.append(o._skip_flag))
+        optimizer.register_step_post_hook(lambda o, *_: flags.append(o.found_inf))
         gate = ampopt.lr_scheduler_gate(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
         for first in (1.0, 2.0, INF, 3.0, INF, 1.0):
             training(first)

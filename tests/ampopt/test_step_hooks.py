@@ -201,3 +201,65 @@ def test_an_ordinary_step_that_raises_is_not_marked_as_stepped():
     for _ in range(2):
         with pytest.raises(ArithmeticError):
             optimizer.unscale_and_step(grads_scaled_by=scale)
+
+
+@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("how", ["joined", "split", "several", "torch's scaler", "our scaler"])
+def test_a_post_hook_has_the_flag_of_its_step(cls, how):
+    param = Parameter(torch.ones(3))
+    optimizer = cls([param])
+    flags: list[Any] = []
+    optimizer.register_step_post_hook(lambda o, *_: flags.append(o.found_inf))
+    scaler: Any = ampopt.GradScaler("cpu", init_scale=4.0)
+    if how == "torch's scaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # pyright: ignore
+
+    for overflows in (False, True, False):  # none of the flag of the step before
+        param.grad = torch.tensor([1.0, INF if overflows else 2.0, 4.0])
+        if how == "joined":
+            optimizer.unscale_and_step(grads_scaled_by=4.0)
+        elif how == "split":
+            optimizer.unscale(grads_scaled_by=4.0)
+            optimizer.step_after_unscale()
+        elif how == "several":
+            ampopt.unscale_and_step([optimizer], 4.0)
+        else:
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+        (flag,) = flags
+        flags.clear()
+        assert flag.shape == () and flag.dtype == torch.float32
+        assert bool(flag > 0) == overflows
+
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert flags[0] is None or not flags[0] > 0
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
+def test_a_post_hook_is_told_of_skips_not_of_overflows_that_were_applied(cls, drop):
+    param = Parameter(torch.ones(3))
+    optimizer = cls([param])
+    flags: list[Any] = []
+    optimizer.register_step_post_hook(lambda o, *_: flags.append(bool(o.found_inf > 0)))
+    overflow(param)
+    scale = ampopt.StaticLossScale(4.0, drop_overflow_update=drop)
+    assert optimizer.unscale_and_step(grads_scaled_by=scale).found_inf > 0
+    assert flags == [drop]
+
+
+def test_an_ordinary_step_of_torchs_sees_no_flag_that_it_would_not_know():
+    """Torch's steps that are not fused refuse one."""
+
+    class Theirs(torch.optim.AdamW):
+        pass
+
+    param = Parameter(torch.ones(3))
+    optimizer = ampopt.extend(Theirs)([param], lr=0.5)
+    optimizer.register_step_post_hook(lambda *_: None)
+    for _ in range(2):
+        param.grad = torch.ones(3)
+        assert not optimizer.unscale_and_step(grads_scaled_by=2.0).skipped
+    assert param[0] < 0.5

@@ -95,7 +95,7 @@ CANNOT = {
 WORK = sorted(EVERY.keys() - CANNOT.keys() - CLOSURES.keys())
 
 
-NO_STATE = ("_judged", "_pending", "_opt_called", "_skipper", "_uploads", "skip_by")
+NO_STATE = ("_judged", "_is_over", "_pending", "_opt_called", "_skipper", "_uploads", "skip_by")
 """Attributes that say how a step is attempted."""
 
 
