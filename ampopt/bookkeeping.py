@@ -114,6 +114,6 @@ class Bookkeeping(torch.optim.Optimizer):
     def _refuse_pending(self, call: str) -> None:
         if self._pending is not None:
             raise RuntimeError(
-                f"{call}: an unscale is pending. Call step_after_unscale() first, or zero_grad() "
-                "to discard it"
+                f"{call}: an unscale is pending. Call step_after_unscale() first (if a scaler has "
+                "unscaled, scaler.step(optimizer)), or zero_grad() to discard it"
             )

@@ -56,6 +56,7 @@ class GradScaler(ScheduledScaler):
     * :meth:`discard` drops an unscale that no step is to follow, and so does an ampopt
       optimizer's ``zero_grad()``;
     * a wrapper with the ``param_groups`` of its optimizer stands for that optimizer;
+    * of torch's private attributes, ``_scale`` alone is kept true;
     * user mistakes are ``RuntimeError``, ``TypeError`` and ``ValueError``, not ``AssertionError``.
     """
 

@@ -196,6 +196,10 @@ class Optimizer(OrdinarySteps):
     ) -> StepResult:
         """Unscale the gradients and step, or skip the step if one of them is not finite.
 
+        After ``unscale_`` of a scaler, call its ``step`` instead, which knows that there is nothing
+        left to unscale. After that of :class:`ampopt.GradScaler` this is an error; of what torch's
+        has done to the gradients an optimizer is told nothing, and they would be unscaled twice.
+
         Args:
             closure: ``closure(scale) -> loss``: zeroes the gradients, runs the model, calls
                 ``scale_outputs(loss, scale).backward()`` and returns the unscaled loss. If the

@@ -60,12 +60,20 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
         kwargs: likewise.
 
     Raises:
-        RuntimeError: that has a closure, whose gradients the scaler has not seen.
+        RuntimeError: that has a closure, whose gradients the scaler has not seen; or an unscale is
+            pending, of gradients that the scaler takes for scaled.
     """
     attributes = vars(optimizer)
     if "found_inf" not in attributes or "grad_scale" not in attributes:
         return None
     left = Left(attributes.pop("grad_scale"), attributes.pop("found_inf"))
+    if optimizer._pending is not None:
+        raise RuntimeError(
+            f"unscale() of this {type(optimizer).__name__} was called, and its gradients are "
+            "unscaled once more by the scaler that steps it now. Call step_after_unscale() in "
+            "place of scaler.step(optimizer), or scaler.unscale_(optimizer) in place of unscale(); "
+            "zero_grad() discards the unscale"
+        )
     if any(callable(argument) for argument in (*args, kwargs.get("closure"))):
         name = type(optimizer).__name__
         raise RuntimeError(

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from loops import INF, scaler_for
+from loops import INF, scaler_at, scaler_for
 from optimizers import RULE_BASED, Plain, sgd
 from torch.nn import Parameter
 
@@ -71,6 +71,45 @@ def test_grad_scaler_cannot_make_us_apply_an_overflow_by_unscaling(param):
     before = bits(param)
     scaler_for(param, init_scale=2.0**-10).step(sgd(param))
     assert bits(param) == before
+
+
+@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("scaler_unscales", [False, True])
+def test_what_was_unscaled_is_not_stepped_by_a_scaler(param, cls, scaler_unscales):
+    """Its step would unscale once more, or has by ``unscale_``."""
+    optimizer = cls([param])
+    scaler = scaler_for(param)
+    optimizer.unscale(grads_scaled_by=4.0)
+    if scaler_unscales:
+        scaler.unscale_(optimizer)
+    before = bits((param, param.grad))
+    with pytest.raises(RuntimeError, match=r"Call step_after_unscale\(\) in place of scaler\.step"):
+        scaler.step(optimizer)
+    assert bits((param, param.grad)) == before
+    optimizer.step_after_unscale()
+    assert bits(param) != before[0]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=4.0),
+        lambda optimizer: optimizer.unscale(grads_scaled_by=4.0),
+        lambda optimizer: ampopt.unscale_and_step([optimizer], grads_scaled_by=4.0),
+    ],
+)
+@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+def test_what_a_scaler_unscaled_is_not_unscaled_again(param, cls, call):
+    optimizer = cls([param])
+    scaler = scaler_at(4.0, ampopt.GradScaler)
+    scaler.unscale_(optimizer)
+    before = bits((param, param.grad))
+    with pytest.raises(RuntimeError, match=r"scaler\.step\(optimizer\)"):
+        call(optimizer)
+    assert bits((param, param.grad)) == before
+    scaler.step(optimizer)
+    scaler.update()
+    assert bits(param) != before[0]
 
 
 @pytest.mark.parametrize("bad", [False, True])
