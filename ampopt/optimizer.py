@@ -62,6 +62,13 @@ class Optimizer(OrdinarySteps):
     after an overflow. A gradient is judged after unscaling, in float32 (float64 for float64
     gradients).
 
+    **What cannot be seen** without waiting for the device, and is done as asked: gradients do not
+    show what scale they carry, so a plain ``step()``, ``grads_scaled_by=None`` or the scale of
+    another loss steps with gradients that are too large or too small; and a second step without a
+    backward pass between steps again with the same gradients, which were divided by the scale
+    already where the first call unscaled them in place. Give each control point the very scale that
+    its loss was multiplied by, one call for each backward pass.
+
     Attributes:
         grad_norm: global 2-norm of the unscaled gradients of the last ``unscale_and_step`` that
             was given ``max_norm``, before clipping; a 0-d tensor on the parameters' device, 0 if

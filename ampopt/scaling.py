@@ -31,6 +31,9 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
         >>> scale_outputs({"loss": loss}, 2.0**16)
         {'loss': tensor([98304.])}
 
+    Gradients of the result carry ``S``, which they do not show: hand the same ``S`` to the control
+    point of each optimizer that steps with them. A plain ``step()`` takes them as they are.
+
     Differs from ``torch.amp.GradScaler.scale``, where a float16 loss of shape ``(1,)`` stays
     float16 and overflows.
 
