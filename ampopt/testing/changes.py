@@ -1,7 +1,6 @@
 """The state machine's calls between steps: scales, learning rates, checkpoints, copies, groups."""
 
 import copy
-import io
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import ampopt
 from ampopt.testing.beside import set_learning_rate
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, Machine, call
+from ampopt.testing.saving import loaded, written
 
 __all__ = ["Changes", "kinds"]
 
@@ -119,15 +119,13 @@ class Changes(Machine):
 
     def checkpoint(self) -> Saved:
         """All that there is to save."""
-        file = io.BytesIO()
-        torch.save(self.optimizer.state_dict(), file)
         params = [p.detach().clone() for p in self.params]
         scale = self.kind, copy.deepcopy(self.scale), self.number, self.finite
-        return Saved(file.getvalue(), params, scale, self.beside.now)
+        return Saved(written(self.optimizer.state_dict()), params, scale, self.beside.now)
 
     def restore(self, saved: Saved) -> None:
         """Optimizer and scale."""
-        self.optimizer.load_state_dict(torch.load(io.BytesIO(saved.optimizer)))
+        self.optimizer.load_state_dict(loaded(saved.optimizer))
         self.kind, scale, self.number, self.finite = saved.scale
         self.scale = copy.deepcopy(scale)
         if isinstance(scale, ampopt.LossScale):

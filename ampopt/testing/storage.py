@@ -1,17 +1,16 @@
 """Invariants: where a training is kept, and in what order, makes no difference to it."""
 
 import copy
-import io
 from dataclasses import replace
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
 import ampopt
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint, History, Scale
 from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.saving import loaded, written
 from ampopt.testing.skipping import ending_well
 from ampopt.testing.training import (
     Trained,
@@ -46,10 +45,8 @@ class Storage(Claims):
             scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2)
             for index, step in enumerate(history.steps):
                 if trained is resumed and index == at:
-                    file = io.BytesIO()
-                    torch.save([trained.optimizer.state_dict(), scale.state_dict()], file)
-                    file.seek(0)
-                    of_optimizer, of_scale = torch.load(file)
+                    states = [trained.optimizer.state_dict(), scale.state_dict()]
+                    of_optimizer, of_scale = loaded(written(states))
                     trained.optimizer = make(history.grouped(trained.params))
                     trained.optimizer.load_state_dict(of_optimizer)
                     scale = ampopt.DynamicLossScale()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import hypothesis
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing import assert_bitwise_unchanged, inject_overflow
+from ampopt.testing.saving import loaded, written
 
 ROOT = Path(__file__).parents[3]
 THEIRS = """
@@ -99,3 +101,16 @@ def test_as_many_examples_are_drawn_as_the_profile_says():
     asked = hypothesis.settings.get_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
     assert hypothesis.settings().max_examples == asked.max_examples
     assert hypothesis.settings().deadline == asked.deadline
+
+
+def test_what_torch_warns_of_in_checkpoints_is_no_fault_of_the_optimizer(monkeypatch):
+    """Of sparse tensors, as torch 2.15 does, whatever its user makes of warnings."""
+    load = torch.load
+
+    def warning(*args, **kwargs):
+        warnings.warn("Validating sparse tensor invariants because weights_only=True", stacklevel=2)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", warning)
+    sparse = torch.eye(2).to_sparse()
+    assert loaded(written([sparse]))[0].to_dense().equal(torch.eye(2))

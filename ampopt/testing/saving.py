@@ -1,0 +1,23 @@
+"""Checkpoints as the kit takes them."""
+
+import io
+import warnings
+from typing import Any
+
+import torch
+
+__all__ = ["loaded", "written"]
+
+
+def written(value: Any) -> bytes:
+    """``value`` as ``torch.save`` writes it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def loaded(checkpoint: bytes) -> Any:
+    """What was saved. From 2.15 on, torch warns of the time that checking sparse tensors takes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
+        return torch.load(io.BytesIO(checkpoint))
