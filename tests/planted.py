@@ -19,6 +19,7 @@ from torch import Tensor
 
 import ampopt
 from ampopt.testing import strategies
+from ampopt_kernels import Rule, State, jit
 
 __all__ = ["BUGS", "Bug", "planted"]
 
@@ -414,6 +415,23 @@ class NeedsElements(Plain):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(group["lr"] * p.grad / (p.grad.abs().max() + 1))
+
+
+# What runs on CPUs alone.
+
+
+@jit
+def _squares(p, g, state, h, flags):
+    mean = state[0] + 0.5 * (g**2 - state[0])
+    return p - h[0] * g, (mean,)
+
+
+@planted("writes ``g ** 2`` in a rule, which no GPU takes", "its_rule_compiles_for_gpus")
+class Squares(ampopt.ElementwiseOptimizer):
+    rule = Rule(update=_squares, hyper=("lr",), state=(State("mean"),))
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.125})
 
 
 # What calls do.

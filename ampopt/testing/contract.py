@@ -4,6 +4,7 @@ import pytest
 
 from ampopt.testing.calls import Calls
 from ampopt.testing.closures import Closures
+from ampopt.testing.compilation import Compilation
 from ampopt.testing.scaling import Scaling
 from ampopt.testing.sequences import Sequences
 from ampopt.testing.skipping import Skipping
@@ -14,7 +15,7 @@ __all__ = ["OptimizerContract"]
 
 # Who claims float16 parameters is told what their states lose by the optimizer, in a training.
 @pytest.mark.filterwarnings("ignore:.* in float16, as torch's:UserWarning")
-class OptimizerContract(Skipping, Scaling, Storage, Calls, Closures, Sequences):
+class OptimizerContract(Skipping, Scaling, Storage, Calls, Closures, Sequences, Compilation):
     """Every invariant that loss scaling needs of an optimizer, as tests of pytest's.
 
     Subclass it in a test file under a name that pytest collects, and say how to make yours::

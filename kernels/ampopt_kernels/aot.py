@@ -33,6 +33,7 @@ from ampopt_kernels import rules
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.triton_check import gpu_target
 from ampopt_kernels.work import Request, Row, Work, run
 
 __all__ = ["Case", "Launch", "Report", "cases", "count_hyper", "launches", "main"]
@@ -238,17 +239,13 @@ def tasks(all_cases: Iterable[Case], targets: Iterable[str]) -> list[Task]:
 def compile_task(task: Task) -> Report:
     """Compile, and read the machine code."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from ampopt_kernels.multi_tensor import THREADS, options
 
     launch = launches(task.case)[task.index]
     names = (launch.name, launch.variant(task.case), task.case.dtype, task.target)
-    if task.target.startswith("sm_"):
-        target = GPUTarget("cuda", int(task.target.removeprefix("sm_")), 32)
-    else:
-        target = GPUTarget("hip", task.target, 64 if task.target.startswith("gfx9") else 32)
+    target = gpu_target(task.target)
     try:
         compiled = triton.compile(
             ASTSource(launch.kernel, launch.signature, launch.constants),

@@ -6,7 +6,6 @@ the first GPU. Kernels as small as can be hold ``update`` or ``scalars``, so tha
 one is said of the rule.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from ampopt_kernels.refusals import explained
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.uninterpreted import compilable, compiler
 
-__all__ = ["check", "compile_for", "gpu_target"]
+__all__ = ["can_compile_for", "check", "compile_for", "gpu_target"]
 
 
 @jit
@@ -71,16 +70,17 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
         ValueError: Triton refuses ``scalars`` or ``update``. The message says where, and what to
             write instead.
     """
-    target = _any_target() if HAS_TRITON else None
-    if target is not None:
-        _compile(rule, flags, n_hyper, "fp32", owner, lambda source: _intermediate(source, target))
+    name = next(filter(can_compile_for, ("sm_90", "gfx942")), None)
+    if name is not None:
+        target = gpu_target(name)
+        _compile(rule, flags, n_hyper, owner, lambda source: _intermediate(source, target))
 
 
 def compile_for(target: str, rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
-    """Compile a rule to machine code, for parameters of float32 and float64. Takes a second.
+    """Compile a rule to machine code. Takes a second, unless Triton has it in its cache.
 
     Args:
-        target: ``sm_NN`` or ``gfxNNN``.
+        target: ``sm_NN`` or ``gfxNNN``, for which :func:`can_compile_for`.
         rule: to compile.
         flags: to compile it under.
         n_hyper: hyperparameters of a param group, laid flat.
@@ -98,8 +98,16 @@ def compile_for(target: str, rule: Rule, flags: tuple[bool, ...], n_hyper: int, 
     def finish(source: Any) -> None:
         triton.compile(source, target=gpu, options=options(gpu.warp_size))
 
-    for dtype in ("fp32", "fp64"):
-        _compile(rule, flags, n_hyper, dtype, owner, finish)
+    _compile(rule, flags, n_hyper, owner, finish)
+
+
+def can_compile_for(target: str) -> bool:
+    """Whether Triton can be imported, and was built to compile for ``target``."""
+    if not HAS_TRITON:
+        return False
+    from triton.backends import backends
+
+    return ("nvidia" if target.startswith("sm_") else "amd") in backends
 
 
 def gpu_target(name: str) -> Any:
@@ -115,7 +123,6 @@ def _compile(
     rule: Rule,
     flags: tuple[bool, ...],
     n_hyper: int,
-    dtype: str,
     owner: str,
     finish: Callable[[Any], None],
 ) -> None:
@@ -123,7 +130,7 @@ def _compile(
 
     with warnings.catch_warnings(), compiler():
         warnings.simplefilter("ignore")  # Triton's, of what will be otherwise in a later version
-        for role, source in _sources(rule, flags, n_hyper, dtype):
+        for role, source in _sources(rule, flags, n_hyper):
             try:
                 finish(source)
             except CompilationError as error:
@@ -133,9 +140,7 @@ def _compile(
                 ) from error
 
 
-def _sources(
-    rule: Rule, flags: tuple[bool, ...], n_hyper: int, dtype: str
-) -> Iterator[tuple[str, Any]]:
+def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tuple[str, Any]]:
     """``scalars`` and ``update`` by name, each as what Triton compiles."""
     from triton.compiler import ASTSource
 
@@ -149,11 +154,11 @@ def _sources(
         "FLAGS": flags,
         "N_STATES": len(rule.state_for(flags)),
         "N_H": rule.width(n_hyper),
-        "DTYPE": {"fp32": tl.float32, "fp64": tl.float64}[dtype],
+        "DTYPE": tl.float32,
     }
     for role, kernel, pointers, constants in (
         ("scalars", _scalars_kernel, {"blocks": "*fp64"}, scalars),
-        ("update", _update_kernel, {"blocks": f"*{dtype}", "numbers": f"*{dtype}"}, update),
+        ("update", _update_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, update),
     ):
         signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
         yield role, ASTSource(compilable(kernel), signature, constants)
@@ -171,12 +176,3 @@ def _intermediate(source: Any, target: Any) -> None:
     backend.load_dialects(context)
     functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
     source.make_ir(target, options, functions, modules, context)
-
-
-@functools.cache
-def _any_target() -> Any:
-    """Some GPU that this build of Triton compiles for; ``None`` where none can be named."""
-    from triton.backends import backends
-
-    names = {"nvidia": "sm_90", "amd": "gfx942"}
-    return next((gpu_target(names[backend]) for backend in names if backend in backends), None)

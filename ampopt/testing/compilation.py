@@ -1,0 +1,37 @@
+"""Invariant: what an author wrote for every device compiles for those that are not here."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import ampopt
+from ampopt.testing.claims import Claims, maker
+from ampopt_kernels.aot import TARGETS
+from ampopt_kernels.triton_check import can_compile_for, compile_for
+
+__all__ = ["Compilation"]
+
+
+class Compilation(Claims):
+    """The part of the contract that is about rules."""
+
+    def test_its_rule_compiles_for_gpus(self) -> None:
+        """The rule, as ``make`` sets its flags, becomes machine code for sm_80, sm_90 and gfx942.
+
+        No GPU is needed, but Triton. A rule that only ran on CPUs would fail in the first step on a
+        cluster, where it is found late.
+        """
+        optimizer: Any = maker(self, {})([Parameter(torch.ones(1))])
+        if not isinstance(optimizer, ampopt.ElementwiseOptimizer):
+            pytest.skip("not a rule")
+        rule, (group,) = optimizer.rule, optimizer.param_groups
+        if rule.update.fn.__module__.startswith("ampopt_kernels.rules."):
+            pytest.skip("a rule of ampopt's own, which its tests compile with all flags")
+        targets = [target for target in TARGETS if can_compile_for(target)]
+        if not targets:
+            pytest.skip("Triton cannot be imported here, or compiles for none of these")
+        flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
+        for target in targets:
+            compile_for(target, rule, flags, n_hyper, type(optimizer).__name__)
