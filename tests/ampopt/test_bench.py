@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import re
 import sys
 import time
 import types
@@ -13,9 +14,10 @@ import torch
 
 import ampopt
 from ampopt.bench import __main__ as bench
-from ampopt.bench import contenders, measure, memory, rows, workloads
+from ampopt.bench import contenders, host, measure, memory, rows, workloads
 from ampopt.bench.count import bytes_moved
 from ampopt.bench.targets import judge
+from ampopt_kernels.language import HAS_TRITON
 
 CPU = torch.device("cpu")
 TINY = {
@@ -405,3 +407,30 @@ def test_a_row_names_the_best_of_torchs_alone():
     row = row_with("large", 1.0, foreach=3.0, fused=2.0, apex=0.1)
     assert row.best == "fused"
     assert row.ratio == 0.5
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+def test_the_hosts_time_is_taken_without_launches(tiny, monkeypatch, capsys):
+    """Of steps that are taken, and change nothing but what torch and ampopt do by themselves."""
+    entered = []
+    enter = contenders.enter
+
+    def watched(name, optimizer, params):
+        entered.append((name, params, [p.detach().clone() for p in params]))
+        return enter(name, optimizer, params)
+
+    monkeypatch.setattr(contenders, "enter", watched)
+    monkeypatch.setattr(host.native, "compile_if_possible", lambda: None)
+    monkeypatch.setattr(host, "_STEPS", 2)
+    host.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "torch fused, GradScaler",
+        "ampopt, asked in Python",
+        "ampopt, asked in C++",
+    ]
+    assert all(re.search(r": \d+ us a step, \d+ with clipping$", line) for line in lines)
+    assert [name for name, _, _ in entered] == ["fused", "ampopt", "ampopt"]
+    for _, params, before in entered:
+        assert all(map(torch.equal, params, before))
+    assert ampopt.get_backend() == "eager"

@@ -1,0 +1,91 @@
+"""``TRITON_INTERPRET=1 python -m ampopt.bench.host``: the host's part of a step, without a GPU.
+
+Steps as on one, of tensors that are on the CPU, with all launches left out: kernels of ours, and of
+torch's fused step and scaler. What is left is what the host does before the device has work, but
+for what a launch itself takes, of which torch has about as many.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+import ampopt
+from ampopt import backend
+from ampopt.bench import contenders, workloads
+from ampopt_kernels import native
+from ampopt_kernels.multi_tensor import Triton
+
+__all__ = ["main"]
+
+_NOT_LAUNCHED = (
+    "_fused_adamw_",
+    "_foreach_add_",
+    "_foreach_mul_",
+    "_amp_foreach_non_finite_check_and_unscale_",
+    "_amp_update_scale_",
+)
+_STEPS = 300
+"""Of each; a tenth of them to warm up."""
+
+
+def main() -> None:
+    """Measure AdamW on 300 tensors of 64 elements and print it."""
+    device = torch.device("cpu")
+    workload = workloads.make("small", device)
+    before, threads = ampopt.get_backend(), torch.get_num_threads()
+    ampopt.set_backend("triton")
+    torch.set_num_threads(1)
+    try:
+        with _no_launches(len(workload.shapes)):
+            for name, prepare in (
+                ("torch fused, GradScaler", None),
+                ("ampopt, asked in Python", None),
+                ("ampopt, asked in C++", native.compile_if_possible),
+            ):
+                if prepare is not None:
+                    prepare()
+                who = "fused" if name.startswith("torch") else contenders.AMPOPT
+                params = workload.parameters(torch.float32, device)
+                workloads.Gradients(params).restore()
+                entered = contenders.enter(who, "AdamW", params)
+                plain, clipped = _microseconds(entered.step), _microseconds(entered.clipped)
+                print(f"{name}: {plain:.0f} us a step, {clipped:.0f} with clipping", flush=True)
+    finally:
+        ampopt.set_backend(before)
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _no_launches(tensors: int) -> Iterator[None]:
+    """Within this, neither ampopt nor torch's fused AdamW under its scaler launches a kernel."""
+    silent = Triton(lambda device, kernel, programs, arguments: None)
+    norms = list(torch.zeros(tensors).unbind())
+    with (
+        mock.patch.object(backend, "_triton_backend", lambda: silent),
+        mock.patch.object(torch, "_foreach_norm", lambda *_: norms),
+        mock.patch.multiple(torch, **dict.fromkeys(_NOT_LAUNCHED, _nothing)),
+    ):
+        yield
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of a launch."""
+
+
+def _microseconds(step: Callable[[], Any]) -> float:
+    """The median, once all is warm."""
+    times = []
+    for _ in range(_STEPS):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[_STEPS // 10 :]) * 1e6
+
+
+if __name__ == "__main__":
+    main()
