@@ -105,7 +105,7 @@ def test_a_built_in_that_differs_says_how(cls):
 
 
 def test_help_begins_with_where_to_begin_and_dir_has_what_is_public():
-    screen = pydoc.render_doc(ampopt, renderer=pydoc.plaintext).splitlines()[:40]
+    screen = pydoc.plain(pydoc.render_doc(ampopt)).splitlines()[:40]
     assert "from ampopt import AdamW" in "".join(screen[:8])
     assert any("ampopt.bench" in line for line in screen)  # the last line of the description
     shown = [name for name in dir(ampopt) if not name.startswith("__")]
