@@ -11,7 +11,7 @@ from torch import Tensor
 from ampopt import gradients, ranks, scaler_protocol
 from ampopt.arena import shares_storage
 from ampopt.backend import backend_for
-from ampopt.judge import judge_held
+from ampopt.judge import agreement_on, decided_elsewhere, judge_held
 from ampopt.masters import MasterWeights, has_masters
 from ampopt.ordinary import Attempt
 from ampopt.plan import Plan, check_plannable
@@ -61,6 +61,11 @@ class ElementwiseOptimizer(MasterWeights):
     **Layouts.** Parameters, gradients and states may be laid out in memory each in its own way;
     where they differ, a step makes copies. Parameters may share storage, one beside another or
     interleaved. Which of two updates an element of both of them gets is not defined.
+
+    **Ranks.** Of a ``DTensor``, each rank steps its part, to the same bits as one process would the
+    whole. Overflow and norm are those of all ranks of the meshes: an all-reduce in each control
+    point that judges or clips, which every rank has to call, with gradients or without. What ranks
+    hold alike, ordinary parameters beside DTensors too, counts once in the norm.
 
     Attributes:
         rule: the mathematics; see :class:`ampopt_kernels.Rule`.
@@ -154,13 +159,16 @@ class ElementwiseOptimizer(MasterWeights):
             self._request = Request(check=False)
             return decision
         gradients.check(self.param_groups)
-        rows = gradients.rows(self._holders(written=False), gradients.Staged(), written=False)
-        if not rows:
+        judged = replace(request, max_norm=None)
+        agreement = agreement_on(judged, self.param_groups)
+        holders, held = self._holders(written=False), self._held_by_devices
+        if holders:
+            decision = judge_held(holders, judged, agreement, write=False, uploads=held)
+        else:
+            decision = decided_elsewhere(judged, agreement, self._home)
+        if decision is None:
             self._note_norm(request, None)
             return None
-        works = self._works(rows)
-        judged = replace(request, apply=False, write=False, max_norm=None)
-        decision = run(backend_for, works, judged)
         # The gradients stay scaled; the step that follows unscales and clips as it reads them.
         self._request = Request(
             scale=request.scale, check=False, max_norm=request.max_norm, write=request.write
@@ -219,10 +227,14 @@ class ElementwiseOptimizer(MasterWeights):
         return plan
 
     def _run(self, plan: Plan, request: Request) -> Decision | None:
-        """One step over all parameters with gradients. ``None`` if there are none."""
+        """One step over all parameters with gradients. ``None`` if no rank has any."""
+        agreement = plan.agreement if request.check or request.max_norm is not None else None
         if not plan.works:
-            self._note_norm(request, None)
-            return None
+            decision = decided_elsewhere(request, agreement, self._home)
+            self._note_norm(request, decision)
+            return decision
+        if agreement is not None:
+            request = replace(request, agree=ranks.Vote(agreement))
         plan.take_hyper(self)
         before = request.write and plan.writes_gradients
         decision = run(backend_for, plan.works, replace(request, write=before))
@@ -236,7 +248,7 @@ class ElementwiseOptimizer(MasterWeights):
         """Unscale the gradients in place, in their own dtype: the step has read them already."""
         present = gradients.present(self.param_groups)
         unscale = Request(scale=request.scale, check=False)
-        judge_held(present, unscale, write=True, uploads=self._held_by_devices)
+        judge_held(present, unscale, None, write=True, uploads=self._held_by_devices)
 
     def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""
@@ -251,8 +263,9 @@ class ElementwiseOptimizer(MasterWeights):
                 # From torch, or from a run without masters: in the parameter's dtype.
                 state[part.name] = value.to(master.dtype)
             if value is None:
-                state[part.name] = torch.empty_like(like, memory_format=torch.preserve_format)
-                real(state[part.name]).fill_(self._initial(part, param))
+                mine = torch.empty_like(ranks.local(like), memory_format=torch.preserve_format)
+                real(mine).fill_(self._initial(part, param))
+                state[part.name] = ranks.spread_like(mine, like)
         scalars = self.rule.scalar_state_for(flags)
         dtype = _scalar_dtype([state.get(part.name) for part in scalars], param.device)
         for part in scalars:
@@ -272,7 +285,7 @@ class ElementwiseOptimizer(MasterWeights):
         return value.detach().reshape(()) if isinstance(value, Tensor) else value
 
     def _needs_torch(self) -> bool:
-        """Whether this step has to be torch's own: differentiable, sparse, or spread over ranks.
+        """Whether this step has to be torch's own: differentiable, or sparse.
 
         Raises:
             RuntimeError: gradients are such, and neither the rule nor torch takes them.
@@ -281,9 +294,6 @@ class ElementwiseOptimizer(MasterWeights):
             return True
         for index, param in gradients.present(self.param_groups):
             assert param.grad is not None
-            if ranks.is_spread(param):
-                self._refuse_spread(index, param)
-                return True
             if param.grad.layout != torch.strided:
                 masters = has_masters(self.param_groups[index])
                 if self.sparse_gradients and not masters:
@@ -295,20 +305,6 @@ class ElementwiseOptimizer(MasterWeights):
                     "sparse=False, or choose an optimizer that takes them"
                 )
         return False
-
-    def _refuse_spread(self, index: int, param: Tensor) -> None:
-        name = gradients.name_of(self.param_groups, param)
-        if has_masters(self.param_groups[index]):
-            raise RuntimeError(
-                f"{name} is a DTensor, of which {type(self).__name__} keeps no masters: leave "
-                "master_weights=True out, and the parameters in float32"
-            )
-        step: Any = super().step
-        if step.__func__ is torch.optim.Optimizer.step:
-            raise RuntimeError(
-                f"{name} is a DTensor, which {type(self).__name__} cannot step, being a rule alone:"
-                " derive it from ampopt.Optimizer, with a step() of torch operations"
-            )
 
     def _step_as_torch(self, request: Request) -> Decision | None:
         """Take torch's own step, unless the request says to skip it; see ``skip_by``."""

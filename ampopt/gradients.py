@@ -1,7 +1,6 @@
 """The gradients of an optimizer as rows of work, checked before anything is touched."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +8,9 @@ from torch import Tensor
 
 from ampopt import ranks
 from ampopt_kernels.layout import dense_like, real
-from ampopt_kernels.work import Request, Row
+from ampopt_kernels.work import Row
 
-__all__ = ["UNDERFLOWING", "Staged", "agreed_upon", "check", "offenders", "present", "values_of"]
+__all__ = ["UNDERFLOWING", "Staged", "check", "offenders", "present", "values_of"]
 
 _DTYPES = frozenset(
     {
@@ -76,23 +75,6 @@ def check(param_groups: list[dict[str, Any]]) -> None:
                 f"parameter on {param.device}: move the model before making the optimizer, and "
                 "call zero_grad() after a move"
             )
-
-
-def agreed_upon(request: Request, holders: Iterable[tuple[int, Tensor]]) -> Request:
-    """``request``, to be decided alike by all ranks that the gradients are spread over.
-
-    Raises:
-        RuntimeError: they are, and their norm is asked for.
-    """
-    agree = ranks.agreement(param.grad for _, param in holders)
-    if agree is None:
-        return request
-    if request.max_norm is not None:
-        raise RuntimeError(
-            "max_norm cannot be used with DTensor gradients, whose norm is that of all ranks: call "
-            "unscale(), torch.nn.utils.clip_grad_norm_() and step_after_unscale()"
-        )
-    return replace(request, agree=agree)
 
 
 def values_of(param: Tensor) -> Tensor:
@@ -167,7 +149,13 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return overlap == 1  # 0 for no, 2 for unknown
 
 
-def rows(holders: Iterable[tuple[int, Tensor]], staged: Staged, *, written: bool) -> list[Row]:
+def rows(
+    holders: Iterable[tuple[int, Tensor]],
+    staged: Staged,
+    agreement: ranks.Agreement | None,
+    *,
+    written: bool,
+) -> list[Row]:
     """A row for the gradient of each ``(group, tensor)``, read, or ``written`` back unscaled."""
     result = []
     for index, param in holders:
@@ -177,5 +165,6 @@ def rows(holders: Iterable[tuple[int, Tensor]], staged: Staged, *, written: bool
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
             values = values_of(param)
         dense = staged.dense(values, values, written=written)
-        result.append(Row(grad=dense, group=index))
+        counted = agreement is None or agreement.counts(param)
+        result.append(Row(grad=dense, group=index, counted=counted))
     return result

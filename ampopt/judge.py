@@ -7,12 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt import gradients
+from ampopt import gradients, ranks
 from ampopt.backend import backend_for
+from ampopt_kernels.transfers import carried
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Decision, Request, Row, Work, run
 
-__all__ = ["device_of", "judge", "judge_held", "works_of"]
+__all__ = [
+    "agreement_on",
+    "decided_elsewhere",
+    "device_of",
+    "judge",
+    "judge_held",
+    "works_of",
+]
 
 
 def judge(
@@ -38,15 +46,48 @@ def judge(
         TypeError: likewise.
     """
     gradients.check(param_groups)
+    agreement = agreement_on(request, param_groups)
     present = gradients.present(param_groups)
+    if not present:
+        return decided_elsewhere(request, agreement, device_of(param_groups))
     uploads = {} if uploads is None else uploads
-    return judge_held(present, request, write=write, uploads=uploads) if present else None
+    return judge_held(present, request, agreement, write=write, uploads=uploads)
+
+
+def agreement_on(request: Request, param_groups: list[dict[str, Any]]) -> ranks.Agreement | None:
+    """The ranks that decide together, if ``request`` has anything for them to decide."""
+    asks = request.check or request.max_norm is not None
+    return ranks.agreement(param_groups) if asks else None
+
+
+def decided_elsewhere(
+    request: Request, agreement: ranks.Agreement | None, device: torch.device | None
+) -> Decision | None:
+    """The decision of other ranks, on one without gradients; ``None`` if there are no others.
+
+    The scale learns nothing if no rank has gradients.
+    """
+    if agreement is None or device is None:
+        return None
+    vote = ranks.Vote(agreement, present=False)
+    asked = replace(request, write=False, apply=False, agree=vote)
+    decision = run(backend_for, [Work(device, [])], asked)
+    if decision.scale is None or decision.counters is None:
+        return decision
+    assert vote.ranks is not None and request.scale is not None and request.counters is not None
+    learns = vote.ranks.reshape(()) > 0
+    return replace(
+        decision,
+        scale=torch.where(learns, decision.scale, carried(request.scale, device)),
+        counters=torch.where(learns, decision.counters, carried(request.counters, device)),
+    )
 
 
 @torch.no_grad()
 def judge_held(
     holders: Sequence[tuple[int, Tensor]],
     request: Request,
+    agreement: ranks.Agreement | None,
     *,
     write: bool,
     uploads: dict[torch.device, Uploads],
@@ -56,13 +97,14 @@ def judge_held(
     Args:
         holders: ``(group, tensor)``, each with a ``grad``.
         request: as for :func:`judge`.
+        agreement: of the ranks that decide together.
         write: likewise.
         uploads: likewise.
     """
     staged = gradients.Staged()
-    works = works_of(gradients.rows(holders, staged, written=write), uploads)
-    agreed = gradients.agreed_upon(request, holders)
-    decision = run(backend_for, works, replace(agreed, write=write, apply=False))
+    works = works_of(gradients.rows(holders, staged, agreement, written=write), uploads)
+    vote = None if agreement is None else ranks.Vote(agreement)
+    decision = run(backend_for, works, replace(request, write=write, apply=False, agree=vote))
     staged.store()
     return decision
 

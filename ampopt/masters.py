@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt import gradients
 from ampopt.optimizer import Optimizer
+from ampopt.ranks import settle
 from ampopt.uncompiled import uncompiled
 from ampopt_kernels.rule import MASTER, Rule
 
@@ -144,6 +145,7 @@ class MasterWeights(Optimizer):
         for index, param in holders:
             master = self._master_of(self.param_groups[index], param)
             if master is not None:
+                settle(param)
                 grad = param.grad
                 assert grad is not None
                 master.grad = grad.to(master.dtype)

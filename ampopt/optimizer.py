@@ -1,5 +1,6 @@
 """The base optimizer: loss scaling's control points, by inheritance."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt import gradients, scaler_protocol
+from ampopt import gradients, ranks, scaler_protocol
 from ampopt.bookkeeping import Pending
 from ampopt.grad_scale import request_fields
 from ampopt.ordinary import OrdinarySteps
@@ -408,6 +409,7 @@ class Optimizer(OrdinarySteps):
         check_closure(closure)
         if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
             raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
+        agreement = ranks.agreement(self.param_groups)
         replay = Replay(
             torch.enable_grad()(evaluate),
             given,
@@ -417,6 +419,9 @@ class Optimizer(OrdinarySteps):
             offenders=lambda: gradients.offenders(
                 self.param_groups, self._left_scaled_by(), self._holder
             ),
+            on_every_rank=bool
+            if agreement is None
+            else functools.partial(agreement.all, device=self._home),
         )
         with self._restored_on_failure(replay):
             loss = step_with(self.step, replay)

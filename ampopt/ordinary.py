@@ -10,7 +10,7 @@ from torch import Tensor
 from ampopt import gradients
 from ampopt.backend import backend_for
 from ampopt.bookkeeping import Bookkeeping
-from ampopt.judge import judge_held, works_of
+from ampopt.judge import agreement_on, decided_elsewhere, judge_held, works_of
 from ampopt.snapshot import Snapshot
 from ampopt.step_hooks import beneath_hooks, hooked, is_replaced
 from ampopt.transaction import Skipper
@@ -172,10 +172,13 @@ class OrdinarySteps(Bookkeeping):
         if write:
             self._refuse_float16()  # before masters are made
         holders = self._holders(written=write)
+        agreement = agreement_on(request, self.param_groups)
         if not holders:
-            self._note_norm(request, None)
-            return None
-        decision = judge_held(holders, request, write=write, uploads=self._held_by_devices)
+            decision = decided_elsewhere(request, agreement, self._home)
+            self._note_norm(request, decision)
+            return decision
+        held = self._held_by_devices
+        decision = judge_held(holders, request, agreement, write=write, uploads=held)
         self._note_norm(request, decision)
         if request.max_norm is not None:
             _multiply([gradients.values_of(h) for _, h in holders], decision.factors[2])

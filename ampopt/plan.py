@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
-from ampopt import gradients
+from ampopt import gradients, ranks
 from ampopt.alike import Alike
 from ampopt.arena import lay_end_to_end
 from ampopt_kernels.objects import Contents, addresses, bump_versions, same
@@ -36,6 +36,7 @@ class Plan:
         writes_gradients: whether a step may unscale gradients before it uses them, and no bit of
             what it does changes. Not those of a dtype that is narrower than the arithmetic, nor
             where it works on copies of them.
+        agreement: of the ranks that decide together.
     """
 
     def __init__(self, optimizer: "ElementwiseOptimizer") -> None:
@@ -47,6 +48,7 @@ class Plan:
         groups, rule = optimizer.param_groups, optimizer.rule
         check_plannable(optimizer)
         self._staged = gradients.Staged()
+        self.agreement = ranks.agreement(groups)
         self._flags = [rule.flag_values(group) for group in groups]
         self._params = [p for group in groups for p in group["params"]]
         present = [
@@ -75,21 +77,23 @@ class Plan:
         order = {id(row): place for place, row in enumerate(rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         parts = [(*rule.state_for(flags), *rule.scalar_state_for(flags)) for flags in self._flags]
-        self._stored = [
+        held = [
             *self._params,
             *(master for _, master in self._masters),
             *(s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]),
         ]
         # An object may stay and what it refers to be exchanged, as by an assignment to its data.
-        self._addresses = addresses(self._stored)
-        self._params_alike = Alike(self._params)
+        # Of what is spread over ranks, the part that is here counts, which may be exchanged, too.
+        self._held = held
+        self._addresses = addresses(self._parts(held))
+        self._params_alike = Alike(self._parts(self._params))
         self._grads_alike = Alike([row.grad for row in rows])
         self._state = optimizer.state
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
         self._contents = Contents([self._state, *of_params])
         self.writes_gradients = all(
-            row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _grad_of(p).data_ptr()
+            row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _address_of_grad(p)
             for row, p in zip(rows, self._present, strict=True)
         )
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
@@ -98,16 +102,17 @@ class Plan:
         self, optimizer: "ElementwiseOptimizer", group: int, param: Tensor, state: dict
     ) -> Row:
         rule, flags, staged = optimizer.rule, self._flags[group], self._staged
+        local, agreement = ranks.local, self.agreement
         master = optimizer._master_of(optimizer.param_groups[group], param)
         holder = optimizer._holder(optimizer.param_groups[group], param)
-        p = gradients.real(param.detach() if master is None else master)
-        copy = None if master is None else staged.dense(param.detach(), p, written=True)
+        p = gradients.real(local(param.detach() if master is None else master))
+        copy = None if master is None else staged.dense(local(param.detach()), p, written=True)
         return Row(
             grad=staged.dense(gradients.values_of(holder), p, written=False),
             param=staged.dense(p, p, written=True),
             copy=copy,
             state=tuple(
-                staged.dense(gradients.real(state[part.name]), p, written=True)
+                staged.dense(gradients.real(local(state[part.name])), p, written=True)
                 for part in rule.state_for(flags)
             ),
             scalars=tuple(
@@ -116,7 +121,12 @@ class Plan:
             ),
             flags=flags,
             group=group,
+            counted=agreement is None or agreement.counts(param),
         )
+
+    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of each, what is here of it."""
+        return tensors if self.agreement is None else list(map(ranks.local, tensors))
 
     def renew(self, optimizer: "ElementwiseOptimizer") -> bool:
         """Take up the gradients of this step; ``False`` if anything but them has changed."""
@@ -124,19 +134,23 @@ class Plan:
         if not (
             self.lasts
             and same(list(chain.from_iterable(group["params"] for group in groups)), self._params)
-            and self._params_alike.to(self._params)
-            and addresses(self._stored) == self._addresses
+            and self._params_alike.to(self._parts(self._params))
+            and addresses(self._parts(self._held)) == self._addresses
             and optimizer.state is self._state
             and self._contents.unchanged()
             and [optimizer.rule.flag_values(group) for group in groups] == self._flags
             and all(param.grad is None for param in self._absent)
         ):
             return False
+        if self.agreement is not None:
+            for param in self._present:
+                ranks.settle(param)
         grads = list(map(_grad_of, self._present))
         if optimizer._on_masters:
             for place, master in self._masters:
                 if grads[place] is not None:
                     grads[place] = master.grad
+        grads = self._parts(grads)
         if not self._grads_alike.to(grads):
             return False
         for work, places in zip(self.works, self._places, strict=True):
@@ -194,7 +208,7 @@ def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
 
 
 def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
-    if torch._debug_has_internal_overlap(param) == 1:  # pyright: ignore[reportPrivateImportUsage]
+    if torch._debug_has_internal_overlap(ranks.local(param)) == 1:  # pyright: ignore[reportPrivateImportUsage]
         raise RuntimeError(
             f"{gradients.name_of(groups, param)} is expanded: several of its elements share one "
             "place in memory, and each would be updated; make it of expanded.clone()"
@@ -203,5 +217,10 @@ def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
 
 _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
+
+
+def _address_of_grad(param: Tensor) -> int:
+    return ranks.local(param.grad).data_ptr()
+
 
 _grad_of = operator.attrgetter("grad")

@@ -44,6 +44,7 @@ class Replay:
         preserve_rng: bool,
         devices: Iterable[torch.device],
         offenders: Callable[[], Iterable[str]],
+        on_every_rank: Callable[[bool], bool] = bool,
     ) -> None:
         """Prepare the evaluations of one step.
 
@@ -56,6 +57,7 @@ class Replay:
                 :meth:`restore_rng`.
             devices: whose random state that is, besides the CPU's.
             offenders: names of the parameters whose gradients are not finite now.
+            on_every_rank: whether what is true here is true on all ranks that evaluate together.
         """
         self._evaluate = evaluate
         self.scale = self.successor = scale
@@ -63,6 +65,7 @@ class Replay:
         self._max_replays = max_replays
         self._devices = [d for d in devices if d.type in ACCELERATORS]
         self._offenders = offenders
+        self._on_every_rank = on_every_rank
         self._rng_before = self._rng_state() if preserve_rng else None
 
     def __call__(self) -> Any:
@@ -78,8 +81,11 @@ class Replay:
             loss, found_inf, self.successor = self._evaluate(self.scale)
             if self.scale is None:
                 return loss
-            if not _finite(loss):
-                raise self._error("loss", f"the loss is {_shown(loss)}, which no scale can mend")
+            finite = _finite(loss)
+            if not self._on_every_rank(finite):
+                whose = "the loss of another rank is not finite"
+                whose = whose if finite else f"the loss is {_shown(loss)}"
+                raise self._error("loss", f"{whose}, which no scale can mend")
             self.overflowed = bool(found_inf > 0)
             if not self.overflowed or not getattr(self.scale, "drop_overflow_update", True):
                 return loss

@@ -8,11 +8,12 @@ are), calls ``optimizer.step()`` and deletes both.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ampopt import ranks
 from ampopt.step_hooks import beneath_hooks, has_own_step, has_step
 from ampopt_kernels.work import Decision, Request
 
@@ -83,6 +84,10 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"with a smaller scale; or {name}.unscale_and_step(closure, grads_scaled_by=scale), "
             "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
         )
+    agreement = ranks.agreement(optimizer.param_groups)
+    if agreement is not None and left.grad_scale is None:
+        # Nothing will be judged again, and the scaler may have asked this rank alone.
+        return replace(left, found_inf=agreement.flag(left.found_inf, optimizer._home))
     return left
 
 

@@ -123,8 +123,8 @@ class Work:
 
     @property
     def float64(self) -> bool:
-        """Whether all of the arithmetic is float64."""
-        return all(row.compute_dtype == torch.float64 for row in self.rows)
+        """Whether all of the arithmetic is float64. None is not."""
+        return bool(self.rows) and all(row.compute_dtype == torch.float64 for row in self.rows)
 
 
 _RELEASED = torch.empty(0, device="cpu")
@@ -146,7 +146,8 @@ class Request:
         write: store the unscaled gradients where they came from (detect), so that nothing is left
             for the update to unscale.
         apply: advance the scalars and update the parameters.
-        agree: makes of what was found here what all ranks have found: flags to flags.
+        agree: makes of what was found here, and of :attr:`found_inf`, what all ranks have found,
+            as one part on the device that it is given.
     """
 
     scale: Tensor | None = None
@@ -158,7 +159,7 @@ class Request:
     max_norm: float | None = None
     write: bool = False
     apply: bool = True
-    agree: Callable[[Tensor], Tensor] | None = None
+    agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
 
 
 @dataclass(frozen=True)
@@ -279,8 +280,8 @@ def run(
         ]
         partials = _joined(found, works[0].device)
         if request.agree is not None:
-            flags = partials.flags_on(works[0].device)
-            partials = replace(partials, flags=request.agree(flags))
+            partials = request.agree(partials, asked[0].found_inf, works[0].device)
+            asked[0] = replace(asked[0], found_inf=None)
     first, *others = works
     decision = backends[0].control(first, asked[0], partials)
     if request.apply:

@@ -9,32 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import Signed
 from torch.nn import Parameter
-from two_ranks import CLASSES, FORMS, ORDERS, SPOILED, work
+from two_ranks import CLASSES, FORMS, ORDERS, SPOILED, outcomes_of_all
 
 import ampopt
 from ampopt import ranks
-from ampopt.testing.bits import bits
 
 
 @pytest.fixture(scope="module")
-def of_both(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def of_both(two_ranks: Any) -> Any:
     """What either rank has seen, by case."""
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("this build of torch has no gloo")
-    folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing: Any = torch.multiprocessing
-    both = multiprocessing.spawn(work, args=(str(folder),), nprocs=2, join=False)
-    try:
-        both.join(timeout=60)
-        both.join(timeout=60)  # the first returns when one of them ends
-    finally:
-        still = [process for process in both.processes if process.is_alive()]
-        for process in still:  # ranks that do not agree wait for each other
-            process.kill()
-    assert not still
-    return [dict(torch.load(folder / f"{rank}.pt")) for rank in (0, 1)]
+    return [dict(seen) for seen in two_ranks.run(outcomes_of_all)]
 
 
 def nan_is_nan(case: Any) -> Any:
@@ -59,57 +44,14 @@ def test_t4_ranks_agree(of_both, name, form, order, bad):
             torch.testing.assert_close(a, c)
         else:
             assert torch.equal(a, c)  # nothing has changed
-    if form != "torch":  # whose scale is not ours to mend
+    if "torch" not in form:  # whose scale is not ours to mend
         assert scale == other_scale == alone_scale == (4.0 if bad is None else 2.0)
 
 
 def test_an_ordinary_tensor_asks_no_one():
-    assert ranks.agreement([torch.ones(2), None]) is None
+    assert ranks.agreement([{"params": [torch.ones(2)]}]) is None
     tensor = torch.ones(2)
     assert ranks.local(tensor) is tensor
-
-
-def spread(tensor: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    return distribute_tensor(tensor, init_device_mesh("cpu", (1,)), [Replicate()])
-
-
-def made(cls: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    p = Parameter(spread(torch.ones(2, dtype=dtype)))
-    p.grad = spread(torch.ones(2, dtype=dtype))
-    return cls([p], **options), p
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (lambda: made(Signed), "Signed cannot step, being a rule alone.*ampopt.Optimizer"),
-        (
-            lambda: made(ampopt.AdamW, torch.bfloat16, master_weights=True),
-            "leave master_weights=True out",
-        ),
-    ],
-)
-def test_what_is_not_done_with_spread_parameters_is_refused(make, match, process_group):
-    optimizer, p = make()
-    before = bits(p.to_local())
-    for call in (
-        optimizer.step,
-        lambda: optimizer.unscale_and_step(grads_scaled_by=2.0),
-        lambda: optimizer.unscale(grads_scaled_by=2.0),
-    ):
-        with pytest.raises(RuntimeError, match=match):
-            call()
-        assert bits(p.to_local()) == before
-
-
-def test_a_norm_of_spread_gradients_is_refused_with_the_way_to_clip(process_group):
-    optimizer, p = made(ampopt.AdamW)
-    with pytest.raises(RuntimeError, match=r"unscale\(\), torch.nn.utils.clip_grad_norm_\(\) and"):
-        optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
-    assert bits(p.to_local()) == bits(torch.ones(2))
 
 
 def stepped_with_sums(name: str, scaled: bool) -> list[Any]:

@@ -1,0 +1,291 @@
+"""Rules on the parts that ranks have: what one process would do, under one decision.
+
+Each rank also trains the whole model by itself, on ordinary tensors, to compare with. Gradients are
+sums of powers of two, so that clipping by a norm, summed in whatever order, is exact too.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from extras import skip_unless_it_runs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizers import EVERY_RULE, Plain, Signed
+from torch.nn import Parameter
+
+import ampopt
+from ampopt import ranks
+from ampopt.testing.bits import bits
+
+LAYOUTS = ("fsdp", "hsdp", "tp", "2-D")
+
+
+def meshes(layout: str) -> list[tuple[Any, list[Any], tuple[int, ...]]]:
+    """Mesh, placements and shape of each parameter; an ordinary one has no mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    rows, columns, whole = Shard(0), Shard(1), Replicate()
+    n = torch.distributed.get_world_size()
+    if layout == "fsdp":
+        flat = init_device_mesh("cpu", (n,))
+        return [(flat, [rows], (8, 3)), (flat, [rows], (3,)), (None, [], (2,))]
+    names = ("replicas", "shards") if layout == "hsdp" else ("dp", "tp")
+    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=names)
+    if layout == "hsdp":
+        return [(mesh, [whole, rows], (8, 3)), (mesh, [whole, rows], (5,))]
+    if layout == "tp":
+        flat = mesh["tp"]
+        return [(flat, [rows], (4, 2)), (flat, [columns], (3, 5)), (flat, [whole], (3,))]
+    return [
+        (mesh, [rows, columns], (5, 6)),
+        (mesh, [rows, rows], (7,)),
+        (mesh["dp"], [rows], (3, 2)),
+        (mesh["tp"], [whole], (2,)),
+        (None, [], (2,)),
+    ]
+
+
+def placed(value: torch.Tensor, mesh: Any, placements: list[Any]) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.clone()  # of which a replica is not made
+    return value if mesh is None else distribute_tensor(value, mesh, placements)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 2.0 ** torch.randint(-3, 4, shape, generator=generator)
+
+
+def named(name: str) -> Any:
+    return {"Signed": Signed, "Plain": Plain}.get(name) or getattr(ampopt, name)
+
+
+def trained(
+    layout: str, backend: str, name: str, dtype: torch.dtype, options: dict, steps: list[dict]
+) -> tuple[list[Any], list[Any]]:
+    """What ranks are told, and what of their parts is not as in the whole."""
+    ampopt.set_backend(backend)
+    spread = meshes(layout)
+    start = [numbers(shape, i).to(dtype) for i, (_, _, shape) in enumerate(spread)]
+    parts: Any = [
+        Parameter(placed(v, mesh, at)) for v, (mesh, at, _) in zip(start, spread, strict=True)
+    ]
+    wholes = [Parameter(v.clone()) for v in start]
+    optimizers = [
+        named(name)([{"params": params, **options}], lr=0.25) for params in (parts, wholes)
+    ]
+    scales: Any = [ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2) for _ in optimizers]
+    told, wrong = [], []
+    for number, step in enumerate(steps):
+        for i, (part, alone) in enumerate(zip(parts, wholes, strict=True)):
+            grad = (numbers(alone.shape, 100 * number + i) * 4.0).to(dtype)
+            if step["bad"] is not None and step["where"] % len(parts) == i:
+                grad.view(-1)[-1] = step["bad"]
+            alone.grad = grad
+            part.grad = placed(grad, *spread[i][:2])
+        for k, optimizer in enumerate(optimizers):
+            if step["split"] and dtype == torch.float32:
+                optimizer.unscale(grads_scaled_by=scales[k])
+                _, found_inf, scales[k] = optimizer.step_after_unscale()
+            else:
+                _, found_inf, scales[k] = optimizer.unscale_and_step(
+                    grads_scaled_by=scales[k], max_norm=step["max_norm"]
+                )
+            norm = None if optimizer.grad_norm is None else repr(float(optimizer.grad_norm))
+            told.append((found_inf.item(), scales[k].item(), norm))
+        for i, (part, alone) in enumerate(zip(parts, wholes, strict=True)):
+            pairs = [("param", part, alone)]
+            kept, expected = (
+                o.state.get(p, {}) for o, p in zip(optimizers, (part, alone), strict=True)
+            )
+            pairs += [(key, kept[key], value) for key, value in expected.items()]
+            for key, mine, theirs in pairs:
+                if bits(whole(mine)) != bits(theirs):
+                    wrong.append((number, i, key, whole(mine), theirs))
+                if theirs.shape == alone.shape and ranks.is_spread(mine) != ranks.is_spread(part):
+                    wrong.append((number, i, key, type(mine)))
+    ampopt.set_backend("auto")
+    return told, wrong
+
+
+STEP = st.fixed_dictionaries(
+    {
+        "bad": st.sampled_from([None, None, float("inf"), float("nan")]),
+        "where": st.integers(0, 4),
+        "max_norm": st.sampled_from([None, 1.0, float("inf")]),
+        "split": st.booleans(),
+    }
+)
+STEPS = st.lists(STEP, min_size=1, max_size=4)
+FORMS = (
+    (torch.float32, {}),
+    (torch.float16, {}),
+    (torch.bfloat16, {"master_weights": True}),
+)
+
+
+def check(pool: Any, *case: Any) -> None:
+    seen = pool.run(trained, *case, timeout=60)
+    for told, wrong in seen:
+        assert not wrong
+        assert told == seen[0][0]  # by every rank
+        assert told[::2] == told[1::2]  # by the parts and by the whole
+
+
+def plain_step(**changes: Any) -> dict[str, Any]:
+    return {"bad": None, "where": 1, "max_norm": None, "split": False, **changes}
+
+
+STORY = [plain_step(max_norm=1.0), plain_step(bad=float("inf")), plain_step(split=True)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@settings(max_examples=3)
+@given(data=st.data())
+def test_parts_are_stepped_as_the_whole(four_ranks, layout, backend, data):
+    skip_unless_it_runs(backend)
+    name = data.draw(st.sampled_from(["AdamW", "SGD", "RAdam", "Signed"]))
+    form, steps = data.draw(st.sampled_from(FORMS)), data.draw(STEPS)
+    check(four_ranks, layout, backend, name, *form, steps)
+
+
+def test_what_is_compiled_steps_them_too(two_ranks):
+    skip_unless_it_runs("compiled")
+    check(two_ranks, "fsdp", "compiled", "AdamW", *FORMS[0], STORY)
+
+
+@pytest.mark.parametrize("cls", EVERY_RULE)
+def test_every_rule_is_stepped_by_parts(two_ranks, cls):
+    for dtype, options in FORMS[::2]:
+        check(two_ranks, "fsdp", "eager", cls.__name__, dtype, options, STORY)
+
+
+def counted(layout: str) -> list[int]:
+    """Collectives of a step in each form: in one call, clipping, in two, and plain."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    spread, counts = meshes(layout), []
+    params: Any = [Parameter(placed(torch.ones(s), mesh, at)) for mesh, at, s in spread]
+    optimizer = ampopt.AdamW(params)
+
+    def split() -> None:
+        optimizer.unscale(grads_scaled_by=2.0)
+        optimizer.step_after_unscale()
+
+    for step in (
+        lambda: optimizer.unscale_and_step(grads_scaled_by=2.0),
+        lambda: optimizer.unscale_and_step(grads_scaled_by=2.0),
+        lambda: optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0),
+        split,
+        optimizer.step,
+    ):
+        for p, (mesh, at, shape) in zip(params, spread, strict=True):
+            p.grad = placed(torch.ones(shape), mesh, at)
+        with CommDebugMode() as mode:
+            step()
+        counts.append(mode.get_total_counts())
+    return counts
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_meet_once_a_step(four_ranks, layout):
+    assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0]] * 4
+
+
+def without_gradients(name: str, max_norm: float | None, form: str) -> list[Any]:
+    """Scales, flags and norms of steps for which both ranks, rank 0, and no rank have gradients."""
+    from torch.distributed.tensor import DTensor
+
+    cls, rank = named(name), torch.distributed.get_rank()
+    p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0][:2]))
+    optimizer = cls([p], lr=0.25)
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=1)
+    told = []
+    for has, value in ((True, 1.0), (rank == 0, 1.0), (False, 1.0), (rank == 0, float("inf"))):
+        part = torch.full((2,), value)
+        grad = DTensor.from_local(part, p.device_mesh, p.placements) if has else None
+        before = bits(ranks.local(p))
+        if form == "closure":
+
+            def closure(scale, grad=grad):
+                p.grad = None if grad is None else grad.mul(scale.item())
+                return torch.ones(())
+
+            if value == 1.0:
+                scale = optimizer.unscale_and_step(closure, scale, max_norm=max_norm).scale
+        else:
+            p.grad = grad
+            if form == "several":
+                found = ampopt.unscale_and_step([optimizer], scale, max_norm=max_norm)
+            else:
+                found = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
+            scale = found.scale
+            told.append(found.found_inf.item())
+        stepped = bits(ranks.local(p)) != before
+        assert stepped == (has and (value == 1.0))
+        norm = optimizer.grad_norm
+        told += [scale.item(), None if norm is None else (norm.dtype, norm.item())]
+    return told
+
+
+@pytest.mark.parametrize("name", ["SGD", "Plain"])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+@pytest.mark.parametrize("form", ["joined", "several", "closure"])
+def test_a_rank_without_gradients_takes_part(two_ranks, name, max_norm, form):
+    first, second = two_ranks.run(without_gradients, name, max_norm, form)
+    assert first == second
+    scales = [x for x in first if isinstance(x, float) and x > 1]
+    assert scales[:3] == [8.0, 16.0, 16.0]  # where nobody has gradients, it learns nothing
+
+
+def evaluated(nan_on: int) -> tuple[str, str]:
+    """What comes of a closure whose loss is not finite on one rank."""
+    p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0][:2]))
+    optimizer = ampopt.AdamW([p])
+
+    def closure(scale: float) -> torch.Tensor:
+        p.grad = torch.ones_like(p)
+        return torch.tensor(float("nan") if torch.distributed.get_rank() == nan_on else 1.0)
+
+    try:
+        optimizer.unscale_and_step(closure, grads_scaled_by=2.0)
+    except ampopt.NonFiniteGradientError as error:
+        return error.reason, str(error)
+    return "none", ""
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_alike(two_ranks):
+    (reason, text), (other_reason, other_text) = two_ranks.run(evaluated, 1)
+    assert reason == other_reason == "loss"
+    assert "the loss of another rank is not finite" in text
+    assert "the loss is nan" in other_text
+
+
+def apart() -> str:
+    """Parameters on meshes that do not show which ranks decide together."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
+
+    rows = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b"))["b"]
+    columns = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("c", "d"))["d"]
+    params: Any = [Parameter(placed(torch.ones(4), mesh, [Shard(0)])) for mesh in (rows, columns)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    try:
+        ampopt.AdamW(params).unscale_and_step(grads_scaled_by=2.0)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_meshes_that_do_not_cover_each_other_are_refused(four_ranks):
+    assert all("none covers the others" in text for text in four_ranks.run(apart))
