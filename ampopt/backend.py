@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from ampopt_kernels.compiled import PATIENCE, Compiled, cpp_compiler
+from ampopt_kernels.build import cpp_compiler
+from ampopt_kernels.compiled import PATIENCE, Compiled
 from ampopt_kernels.cpu import Cpu
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.eager import Eager
@@ -29,14 +30,16 @@ def set_backend(name: str) -> None:
     Args:
         name:
             ``"auto"``: Triton on the accelerators it compiles for. On the CPU, eager at first;
-            once the time spent in a rule reaches what compiling it would cost, about ten seconds,
-            and there is a C++ compiler, it is compiled. So a short script never waits for a
-            compiler, and a long run pays at most that much twice. Elsewhere eager.
+            after a tenth of a second in a rule, a C++ compiler, if there is one, compiles it in a
+            process of its own, while training goes on. Results do not depend on when that is
+            done: to the bit they are the same. Only where C++ and torch round differently
+            (``tl.exp`` and its like, and the square root of float64) the first step waits for the
+            compiler, a third of a second. Elsewhere eager.
 
             ``"triton"``: Triton always. CPU tensors run in its interpreter, which is for tests,
             and needs ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.
 
-            ``"compiled"``: C++ made by Inductor, at the first use of each rule. For CPU tensors.
+            ``"compiled"``: C++ made of the rule, at the first use of each. For CPU tensors.
 
             ``"eager"``: torch operations always.
 

@@ -1,52 +1,49 @@
-"""The compiled backend: a rule's own body traced once and compiled to C++ for the CPU.
+"""The compiled backend: a rule's own body as C++ for the CPU.
 
-The body that the eager backend runs operation by operation becomes, through torch's Inductor, one
-loop over gradient, parameter and states: each element is read and written once.
+The body that the eager backend runs operation by operation becomes one loop over gradient,
+parameter and states (see ``cpp``): each element is read and written once.
+
+Its results are the eager backend's to the bit, but for rules with functions that C++ and torch
+round differently. So ``auto`` has the compiler work beside the training and takes up what it has
+made whenever that is done: the clock decides when, and no result depends on it. Those other rules
+are compiled at their first step.
 """
 
-import math
-import os
-import shutil
+import ctypes
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt_kernels import native, scans
+from ampopt_kernels.build import Library
 from ampopt_kernels.copies import NativeCopies, TorchCopies
-from ampopt_kernels.cpu import Cpu, updated
+from ampopt_kernels.cpp import source_of
+from ampopt_kernels.cpu import Cpu
 from ampopt_kernels.pieces import BUNDLE, Piece, pieces_of
-from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Work
 
-__all__ = ["PATIENCE", "Compiled", "cpp_compiler"]
+__all__ = ["PATIENCE", "Compiled"]
 
-PATIENCE = 10.0
+PATIENCE = 0.1
 """Seconds that ``auto`` spends in a rule eagerly before it has it compiled.
 
-On two cores, with torch 2.13 and g++, the first rule takes about 9 seconds, of which 2 are for the
-import of Inductor and 6 for torch's precompiled header, which later processes find in Inductor's
-cache; each further rule takes about 1. Once on a machine, 8 more go by in trying the compiler out
-and compiling the loops of ``native``. Waiting about as long as it would cost bounds the loss either
-way: whenever a run ends, it has taken hardly more than twice the better choice, but for those 8.
+On two cores with g++ a rule takes about 0.3 seconds of one of them, and the loops of ``native``,
+once for each version of torch on a machine, about 4. What has been compiled before is loaded from
+disk in a millisecond and so is taken up at once. Without any patience a program of a few steps, a
+test perhaps, would start a compiler for each rule.
 """
 
-
-def cpp_compiler() -> str | None:
-    """The path of the C++ compiler that Inductor would use, or ``None``."""
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        path = shutil.which(name) if name else None
-        if path is not None:
-            return path
-    return None
+_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int]
 
 
 class Compiled(Cpu):
-    """CPU tensors, with each rule compiled once for its flags and dtypes, and for large tensors.
+    """CPU tensors, with each rule compiled once for its flags and dtypes.
 
     Sizes, learning rates and all other scalars are arguments of the compiled function, so nothing
     is ever compiled again for them.
@@ -58,32 +55,30 @@ class Compiled(Cpu):
         """Make the backend.
 
         Args:
-            patience: seconds to run a rule eagerly before compiling it.
+            patience: seconds to run a rule eagerly before the compiler is started, which then is
+                not waited for. With 0 the first step of each rule waits, and so it always does
+                for rules whose results compiling changes.
         """
         super().__init__()
         self._patience = patience
-        self._spent: dict[Any, float] = {}
-        self._functions: dict[Any, Callable[..., Any] | None] = {}
-        self._factors: tuple[Any, Tensor | None] = (None, None)
+        self._broken = False
+        self._spent: dict[_Key, float] = {}
+        self._libraries: dict[_Key, tuple[Library | None, bool]] = {}
+        self._functions: dict[_Key, _Function] = {}
+        self._factors: tuple[Any, array[float]] = (None, array("d"))
 
     def _apply(
         self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
     ) -> None:
         if piece.function is not None:
-            piece.function(self._on_tensor(h, piece.dtype), *tensors)
+            if self._factors[0] is not h:
+                self._factors = (h, array("d", h))
+            piece.function(self._factors[1], tensors)
             return
         start = time.perf_counter()
         super()._apply(rule, piece, tensors, h)
         key = _key(rule, piece, tensors[0], len(h))
         self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
-
-    def _on_tensor(self, numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-        """As a vector; the last one again where it is of the very same tuple."""
-        known, tensor = self._factors
-        if known is not numbers or tensor is None or tensor.dtype != dtype:
-            tensor = torch.tensor(numbers, dtype=dtype, device="cpu")
-            self._factors = (numbers, tensor)
-        return tensor
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
         if native.are_compiled() and scans.can_square(grads):
@@ -99,107 +94,88 @@ class Compiled(Cpu):
         # While nothing has changed yet that a failure would leave half done.
         rule = work.rule
         assert rule is not None
-        done = True
+        decided, used = True, False
         for block, piece in pieces_of(work).pieces:
-            piece.function = None
             if piece.param.numel():
                 width = 2 + rule.width(len(work.hyper[block.group]))
                 key = _key(rule, piece, piece.gather(work, again=False), width)
-                if key not in self._functions and self._spent.get(key, 0.0) >= self._patience:
-                    self._functions[key] = self._compile(*key)
-                piece.function = self._functions.get(key)
-                if isinstance(piece.copies, TorchCopies) and piece.function is not None:
+                piece.function = self._function(key)
+                used = used or piece.function is not None
+                decided = decided and (key in self._functions or self._libraries[key][0] is None)
+        if used and self._loaded(native.library(), wanted=True) is not None:
+            native.loops()
+            for _, piece in pieces_of(work).pieces:
+                if isinstance(piece.copies, TorchCopies):
                     piece.copies = NativeCopies(piece.params, piece.param)
-                done = done and key in self._functions
-        return done
+        return self._broken or (decided and (native.are_compiled() or not used))
 
-    def _compile(
-        self,
-        rule: Rule,
-        flags: tuple[bool, ...],
-        dtypes: tuple[torch.dtype, ...],
-        width: int,
-        parallel: bool,
-    ) -> Callable[..., Any] | None:
-        """The compiled function; ``None`` if compiling failed where nobody asked for it."""
+    def _function(self, key: _Key) -> "_Function | None":
+        """What runs a rule in the coming step; ``None`` for eager operations."""
+        if key in self._functions:
+            return self._functions[key]
+        first = key not in self._libraries
+        if first:
+            self._libraries[key] = self._library(key)
+        library, exact = self._libraries[key]
+        if library is not None:
+            waits = first and not exact  # else the results would depend on the clock
+            wanted = waits or self._spent.get(key, 0.0) >= self._patience
+            loaded = self._loaded(library, wanted, waits)
+            if loaded is not None:
+                self._functions[key] = _Function(loaded)
+        return self._functions.get(key)
+
+    def _library(self, key: _Key) -> tuple[Library | None, bool]:
+        """What the function of a rule would be in, and whether it is exact; ``None`` for never."""
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, of what it uses itself
-                native.loops()
-                return compile_rule(rule, flags, dtypes, width, parallel)
+            source = source_of(*key)
         except Exception as error:
-            message = f"compiling a rule failed, {type(error).__name__}: {_first_line(error)}"
+            if self._patience:
+                return None, True
+            raise RuntimeError(
+                f"the compiled backend has no C++ for a rule: {type(error).__name__}: {error}; "
+                "choose 'auto' or 'eager'"
+            ) from error
+        return Library(source.text), source.exact
+
+    def _loaded(self, library: Library, wanted: bool, waits: bool = False) -> ctypes.CDLL | None:
+        """What ``library`` holds; ``None`` if the compiler is not to be waited for, or failed."""
+        if self._broken:
+            return None
+        try:
+            if waits or not self._patience or library.ready():
+                return library.load()
+            if wanted:
+                library.start()
+        except Exception as error:
+            message = f"compiling a rule failed, {type(error).__name__}: {error}"
             if not self._patience:
                 raise RuntimeError(
                     f"the compiled backend needs a working C++ compiler: {message}. Install g++ or "
                     "clang++ (or point CXX at one), or choose 'auto' or 'eager'"
                 ) from error
-            self._patience = math.inf  # with the next rule the compiler would fail again
+            self._broken = True  # with the next rule it would fail again
             warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
-            return None
+        return None
 
 
-def _key(
-    rule: Rule, piece: Piece, grad: Tensor, width: int
-) -> tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, bool]:
-    """What :func:`compile_rule` takes for a piece and its gradients."""
+class _Function:
+    """The compiled function of a rule, as a call on tensors."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._update = library.update
+        self._update.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        self._update.restype = None
+
+    def __call__(self, h: "array[float]", tensors: Sequence[Tensor]) -> None:
+        """Gradient, parameter, states and copy, in place."""
+        n = tensors[0].numel()
+        threads = torch.get_num_threads() if n > BUNDLE else 1  # which take time to start
+        where = array("q", [t.data_ptr() for t in tensors])
+        self._update(h.buffer_info()[0], where.buffer_info()[0], n, threads)
+
+
+def _key(rule: Rule, piece: Piece, grad: Tensor, width: int) -> _Key:
+    """What :func:`source_of` takes for a piece and its gradients."""
     dtypes = tuple(t.dtype for t in (grad, piece.param, *piece.rest))
-    return rule, piece.flags, dtypes, width, piece.param.numel() > BUNDLE
-
-
-def _first_line(error: Exception) -> str:
-    """What went wrong, without the command line, the source and the traceback that may follow."""
-    return next((line for line in str(error).splitlines() if line.strip()), "no message")
-
-
-def compile_rule(
-    rule: Rule,
-    flags: tuple[bool, ...],
-    dtypes: tuple[torch.dtype, ...],
-    width: int,
-    parallel: bool,
-) -> Callable[..., Any]:
-    """``rule`` as one compiled loop, ``function(h, grad, param, *state)``, in place.
-
-    Args:
-        rule: whose ``update`` is compiled.
-        flags: of the rule.
-        dtypes: of gradient, parameter, states and copy, if there is one, which are flat and of
-            one size.
-        width: of ``h``, a 1-d tensor of the arithmetic dtype: the reciprocal of the scale, the
-            clip coefficient, then what ``update`` takes as ``h``.
-        parallel: use all threads, as many as torch has now; else one, for small tensors.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner  # seconds to import
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.func import functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    compute = arithmetic(*dtypes[:2])
-
-    def body(h: Tensor, *tensors: Tensor) -> tuple[()]:
-        inverse, clip, *rest = h.unbind()
-        grad, *stored = (t.to(compute) for t in tensors)
-        new = updated(rule, flags, grad * inverse * clip, stored, tuple(rest))
-        for old, value in zip(tensors[1:], new, strict=True):
-            old.copy_(value)
-        return ()
-
-    # Inductor compiles for any size, and decides by this one whether threads are worth their start.
-    # It is not that of h: equal sizes would become one symbol.
-    size = 1 << 20 if parallel else width + 64
-    sizes = [(width, compute), *((size, dtype) for dtype in dtypes)]
-    example = [torch.ones(n, dtype=dtype, device="cpu") for n, dtype in sizes]
-    # What torch.compile does on the way to Inductor, without the wrappers that it leaves around the
-    # result for autograd and aliases, of which there are none here.
-    functional = functionalize(body, remove="mutations_and_views")
-    traced = make_fx(
-        functional, decomposition_table=select_decomp_table(), tracing_mode="symbolic"
-    )(*example)
-    placeholders = [n.meta["val"] for n in traced.graph.nodes if n.op == "placeholder"]
-    # Kept by this backend, so never looked up; and torch 2.11 cannot pickle the key of the lookup,
-    # which it reports with a traceback.
-    with config.patch(fx_graph_cache=False):
-        compiled: Any = compile_fx_inner(traced, placeholders)
-    return lambda *tensors: compiled.current_callable(list(tensors))
+    return rule, piece.flags, dtypes, width

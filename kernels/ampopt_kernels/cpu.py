@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.layout import flat
+from ampopt_kernels.native import PART
 from ampopt_kernels.pieces import Piece, pieces_of
 from ampopt_kernels.precision import arithmetic
 from ampopt_kernels.rule import Rule
@@ -135,12 +136,19 @@ def apply_rule(
 
 
 def _sum_of_squares(grad: Tensor) -> float:
-    """In chunks that fit the cache: ``vector_norm`` takes nine times as long."""
-    wide = torch.empty(min(CHUNK, grad.numel()), dtype=torch.float64, device="cpu")
+    """To the bit what ``scans.sums_of_squares`` gives, since either may be used in a run."""
     total = 0.0
-    for chunk in flat(grad).split(CHUNK):
-        part = wide[: chunk.numel()].copy_(chunk)
-        total += torch.dot(part, part).item()
+    for chunk in flat(grad).split(4 * PART):  # which fit the cache
+        n = chunk.numel()
+        width = min(PART, 1 << (n - 1).bit_length())
+        squares = torch.zeros(-(-n // width) * width, dtype=torch.float64, device="cpu")
+        squares[:n] = chunk
+        parts = squares.square_().view(-1, width)
+        while width > 1:
+            width //= 2
+            parts[:, :width] += parts[:, width : 2 * width]
+        for part in parts[:, 0].tolist():
+            total += part
     return total
 
 

@@ -3,9 +3,17 @@
 import contextlib
 import ctypes
 import functools
-from typing import Any
+import sysconfig
+from pathlib import Path
 
-__all__ = ["are_compiled", "compile_if_possible", "loops", "object_loops"]
+import torch
+
+from ampopt_kernels.build import Library
+
+__all__ = ["PART", "are_compiled", "compile_if_possible", "library", "loops", "object_loops"]
+
+PART = 1 << 14
+"""Elements of which a thread takes the sum of squares."""
 
 _SOURCE = """
 #include <Python.h>
@@ -34,7 +42,7 @@ struct Part {
 };
 
 static std::vector<Part> parts_of(const int64_t* sizes, int64_t n) {
-    constexpr int64_t SIZE = 1 << 14;
+    constexpr int64_t SIZE = PART;
     std::vector<Part> parts;
     for (int64_t t = 0; t < n; ++t)
         for (int64_t start = 0; start < sizes[t]; start += SIZE)
@@ -44,7 +52,7 @@ static std::vector<Part> parts_of(const int64_t* sizes, int64_t n) {
 
 constexpr int64_t WORTH_THREADS = 16;  // parts, which take longer than threads take to start
 
-// Vectors are spelled out below, for Inductor has the compiler make none of loops.
+// Vectors are spelled out below, for compilers make none of sums, whose order they must keep.
 
 // Whether the bits of an element, but for the sign, are those of infinity, or of a NaN, above it.
 template <typename T> bool overflowed(const void* tensor, const Part& part, T infinity) {
@@ -88,23 +96,20 @@ extern "C" int all_finite(
     return !found;
 }
 
+// Half is added to half until one number is left, as the eager backend has torch do it; what
+// is missing of a power of two are zeros.
 template <typename T> double square(const void* tensor, const Part& part) {
-    constexpr int64_t LANES = 32;
-    typedef T Narrow __attribute__((vector_size(LANES * sizeof(T))));
-    typedef double Wide __attribute__((vector_size(LANES * sizeof(double))));
+    double sums[PART / 2];
     const T* x = static_cast<const T*>(tensor) + part.start;
-    Wide lanes = {};
-    double sum = 0;
-    int64_t i = 0;
-    for (; i + LANES <= part.size; i += LANES) {
-        Narrow values;
-        std::memcpy(&values, x + i, sizeof(values));
-        const Wide wide = __builtin_convertvector(values, Wide);
-        lanes += wide * wide;
-    }
-    for (; i < part.size; ++i) sum += double(x[i]) * double(x[i]);
-    for (int64_t lane = 0; lane < LANES; ++lane) sum += lanes[lane];
-    return sum;
+    int64_t half = 1;
+    while (2 * half < part.size) half *= 2;
+    const int64_t rest = std::max<int64_t>(part.size - half, 0), first = part.size - rest;
+    for (int64_t i = 0; i < rest; ++i)
+        sums[i] = double(x[i]) * double(x[i]) + double(x[half + i]) * double(x[half + i]);
+    for (int64_t i = rest; i < first; ++i) sums[i] = double(x[i]) * double(x[i]);
+    while (half /= 2)
+        for (int64_t i = 0; i < half; ++i) sums[i] += sums[half + i];
+    return sums[0];
 }
 
 extern "C" void sums_of_squares(
@@ -228,23 +233,43 @@ _numbers: ctypes.CDLL | None = None
 _objects: ctypes.PyDLL | None = None
 
 
-def loops() -> ctypes.CDLL:
-    """The loops over numbers, compiled in a few seconds, or found in Inductor's cache.
+@functools.cache
+def library() -> Library:
+    """What holds the loops.
 
     Raises:
-        Exception: of whatever kind torch raises where the compiler fails.
+        OSError: there is no compiler.
+    """
+    root = Path(torch.__file__).parent
+    options = (
+        f"-I{root / 'include'}",
+        f"-I{sysconfig.get_paths()['include']}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-L{root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-DPART={PART}",
+        f"-DTORCH_VERSION={torch.__version__}",  # whose headers they are
+    )
+    return Library(_SOURCE, options)
+
+
+def loops() -> ctypes.CDLL:
+    """The loops over numbers, compiled in a few seconds, or found among those compiled before.
+
+    Raises:
+        OSError: there is no compiler.
+        RuntimeError: it failed.
     """
     global _numbers, _objects
     if _numbers is None:
-        from torch._inductor.codecache import CppCodeCache  # seconds to import
-
-        library = CppCodeCache.load(_SOURCE)
-        _objects = _of_objects(ctypes.PyDLL(library._name, handle=library._handle))
-        _numbers = _of_numbers(library)
+        made = library().load()
+        _objects = _of_objects(ctypes.PyDLL(made._name, handle=made._handle))
+        _numbers = _of_numbers(made)
     return _numbers
 
 
-def _of_numbers(library: Any) -> ctypes.CDLL:
+def _of_numbers(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     for loop in (library.gather, library.scatter):
         loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None

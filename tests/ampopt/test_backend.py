@@ -1,19 +1,22 @@
 """The choice of a backend: what it takes, what it refuses, and when the CPU compiles."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 from torch.nn import Parameter
 
 import ampopt
 from ampopt import backend as backends
 from ampopt.testing.bits import bits, everything, state_of
-from ampopt_kernels import compiled, multi_tensor
-from ampopt_kernels.compiled import Compiled, cpp_compiler
-from ampopt_kernels.cpu import Cpu, apply_rule
+from ampopt_kernels import compiled, multi_tensor, native
+from ampopt_kernels.build import Library, cpp_compiler
+from ampopt_kernels.compiled import Compiled
+from ampopt_kernels.cpu import Cpu
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.work import Backend
@@ -150,6 +153,59 @@ def test_each_device_has_its_backend(name, device, kind):
 # --- when auto compiles --------------------------------------------------------------------------
 
 
+class Compiler:
+    """In place of libraries: compilers that were started, and those that have been done since."""
+
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.done = False
+        self.fails = False
+
+    def library(self, source: str, options: Any = ()) -> Any:
+        compiler = self
+
+        class Fake:
+            def start(self) -> None:
+                if source not in compiler.started:
+                    compiler.started.append(source)
+
+            def ready(self) -> bool:
+                return compiler.done and source in compiler.started
+
+            def load(self) -> Any:
+                self.start()
+                if compiler.fails:
+                    raise RuntimeError("no space left on device")
+                return Library(source, options).load()
+
+        return Fake()
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Of rules; the loops of ``native`` are compiled as ever, before."""
+    native.loops()
+    faked = Compiler()
+    monkeypatch.setattr(compiled, "Library", faked.library)
+    return faked
+
+
+@needs_compiler
+def test_auto_starts_the_compiler_after_a_while_and_goes_on(compiler, monkeypatch):
+    monkeypatch.setattr(compiled.time, "perf_counter", Clock())
+    monkeypatch.setattr(backends, "PATIENCE", 5.0)  # and each eager step takes a second
+    ampopt.set_backend("auto")
+    _, optimizer = made()
+    for step in range(1, 13):
+        optimizer.step()
+        assert len(compiler.started) == (step > 5)
+    _, other = made(ampopt.SGD)  # has used up no time
+    other.step()
+    assert len(compiler.started) == 1
+    assert "a tenth of a second" in (inspect.getdoc(ampopt.set_backend) or "")
+    assert compiled.PATIENCE == 0.1
+
+
 class Clock:
     """Shows a second more at each look."""
 
@@ -161,45 +217,62 @@ class Clock:
         return self.now
 
 
-@pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The rules that were to be compiled; what comes of it is the eager loop."""
-    asked: list[Any] = []
+@needs_compiler
+@given(st.integers(0, 8), st.sampled_from([None, 0.5]), st.integers(1, 7))
+def test_whenever_auto_changes_a_run_has_the_same_bits(change, max_norm, save):
+    """Eager up to there, with a save and a load on the way that changes nothing."""
 
-    def compile_rule(rule: Any, flags: Any, dtypes: Any, *sizes: Any) -> Callable[..., Any]:
-        asked.append((rule, flags, dtypes))
+    def train(changes_at: int, saves_at: int = 0) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            faked = Compiler()
+            patch.setattr(compiled, "Library", faked.library)
+            patch.setattr(native, "are_compiled", lambda: changes_at < 9)
+            backend = Compiled(patience=1e-9)
+            patch.setattr(backends, "_cpu_backend", lambda name: backend)
+            source = torch.Generator().manual_seed(0)
+            shapes = [(3,), (40, 7), ((1 << 16) + 3,)]
+            few = torch.randn(997, generator=source)  # and again, which draws faster
 
-        def function(h: torch.Tensor, *tensors: torch.Tensor) -> None:
-            apply_rule(rule, flags, tensors, tuple(h.tolist()))
+            def drawn(shape: Any, start: int) -> torch.Tensor:
+                n = torch.Size(shape).numel()
+                return few.roll(start).repeat(n // 997 + 1)[:n].view(shape)
 
-        return function
+            params = [Parameter(drawn(s, 0)) for s in shapes]
+            optimizer = ampopt.AdamW(params, lr=1 / 7, amsgrad=True)
+            for step in range(1, 9):
+                faked.done = step > changes_at
+                if step == saves_at:
+                    saved, params = optimizer.state_dict(), [Parameter(p.data) for p in params]
+                    optimizer = ampopt.AdamW(params, lr=1 / 7, amsgrad=True)
+                    optimizer.load_state_dict(saved)
+                for p in params:
+                    p.grad = drawn(p.shape, step) * 100
+                optimizer.unscale_and_step(grads_scaled_by=2.0**7, max_norm=max_norm)
+            used = bool(backend._functions)
+            return bits([(p, dict(optimizer.state[p])) for p in params]), used
 
-    monkeypatch.setattr(compiled, "compile_rule", compile_rule)
-    monkeypatch.setattr(compiled, "cpp_compiler", lambda: "c++")
-    monkeypatch.setattr(backends, "cpp_compiler", lambda: "c++")
-    return asked
+    native.loops()
+    before, used = train(9)
+    assert not used
+    after, used = train(change, save)
+    assert used == (change < 8)
+    assert after == before
 
 
-def test_auto_compiles_once_the_time_in_a_rule_is_that_of_compiling(compilations, monkeypatch):
-    """Each eager step takes a second here, by the clock of the backend."""
-    monkeypatch.setattr(compiled.time, "perf_counter", Clock())
+@needs_compiler
+def test_a_rule_that_others_round_is_compiled_at_its_first_step(compiler):
+    ampopt.set_backend("auto")
     _, optimizer = made()
-    for step in range(1, 13):
-        optimizer.step()
-        assert len(compilations) == (step > compiled.PATIENCE)
-    _, other = made(ampopt.SGD)  # has used up no time
-    other.step()
-    assert len(compilations) == 1
-    assert "ten seconds" in (inspect.getdoc(ampopt.set_backend) or "")
-    assert compiled.PATIENCE == 10.0
+    optimizer.step()
+    assert not compiler.started
+    param = Parameter(torch.ones(3, dtype=torch.float64))
+    param.grad = torch.ones_like(param)
+    ampopt.AdamW([param]).step()  # whose roots are torch's own
+    assert len(compiler.started) == 1
 
 
-def test_a_short_script_never_compiles(compilations):
-    trained(100)
-    assert not compilations
-
-
-def test_asked_for_it_compiles_at_the_first_use_of_each_kind(compilations):
+@needs_compiler
+def test_asked_for_it_compiles_at_the_first_use_of_each_kind(compiler):
     ampopt.set_backend("compiled")
     for dtype in (torch.float32, torch.float32, torch.float64):
         param = Parameter(torch.ones(3, dtype=dtype))
@@ -207,44 +280,28 @@ def test_asked_for_it_compiles_at_the_first_use_of_each_kind(compilations):
         for _ in range(2):
             param.grad = torch.ones_like(param)
             optimizer.step()
-    assert [dtypes[0] for _, _, dtypes in compilations] == [torch.float32, torch.float64]
+    assert len(compiler.started) == 2
 
 
-def test_a_backend_that_is_chosen_again_runs_what_it_has_compiled(compilations, monkeypatch):
-    ran: list[Any] = []
-    monkeypatch.setattr(compiled, "compile_rule", lambda *_: lambda *given: ran.append(given))
-    _, optimizer = made()
-    for name, steps in (("compiled", 1), ("auto", 1), ("compiled", 2), ("eager", 2)):
-        ampopt.set_backend(name)
-        optimizer.step()
-        assert len(ran) == steps
-
-
-def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compilations, monkeypatch):
+@needs_compiler
+def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler, monkeypatch):
     ampopt.set_backend("eager")
     expected = trained(4)
-
-    def fails(*_: Any) -> Any:
-        compilations.append(None)
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(compiled, "compile_rule", fails)
+    compiler.fails = compiler.done = True
     monkeypatch.setattr(backends, "PATIENCE", 1e-9)
     ampopt.set_backend("auto")
-    with pytest.warns(RuntimeWarning, match="OSError: no space left.*staying on the eager") as seen:
+    with pytest.warns(RuntimeWarning, match="no space left.*staying on the eager") as seen:
         assert trained(4) == expected
         trained(4)
         _, other = made(ampopt.SGD, momentum=0.5)
         for _ in range(3):
             other.step()
-    assert len(seen) == len(compilations) == 1
+    assert len(seen) == len(compiler.started) == 1
 
 
-def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(compilations, monkeypatch):
-    def fails(*_: Any) -> Any:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(compiled, "compile_rule", fails)
+@needs_compiler
+def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(compiler):
+    compiler.fails = True
     ampopt.set_backend("compiled")
     param, optimizer = made()
     before = bits(param)
@@ -283,11 +340,12 @@ def change_everything(optimizer: Any, param: Parameter) -> None:
         scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0 / step).scale
 
 
-def test_a_learning_rate_that_changes_every_step_recompiles_no_c(compilations):
+@needs_compiler
+def test_a_learning_rate_that_changes_every_step_recompiles_no_c(compiler):
     ampopt.set_backend("compiled")
     param, optimizer = made()
     change_everything(optimizer, param)
-    assert len(compilations) == 1
+    assert len(compiler.started) == 1
 
 
 @needs_triton

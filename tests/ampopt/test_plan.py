@@ -10,7 +10,7 @@ import ampopt
 from ampopt import alike
 from ampopt.alike import Alike
 from ampopt_kernels import native, objects
-from ampopt_kernels.compiled import cpp_compiler
+from ampopt_kernels.build import cpp_compiler
 from ampopt_kernels.pieces import pieces_of
 
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from passes import edge_numbers, fingerprint
 
-from ampopt_kernels.compiled import cpp_compiler
+from ampopt_kernels.build import cpp_compiler
 from ampopt_kernels.copies import NativeCopies, TorchCopies
+from ampopt_kernels.cpu import Cpu
 from ampopt_kernels.scans import all_finite, common, sums_of_squares
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
@@ -49,6 +50,16 @@ def test_copies_move_every_bit_to_its_place(copies, shapes, dtype, grad_dtype, v
 
 
 sizes = st.sampled_from([0, 1, 31, 32, 33, 255, 257, (1 << 14) - 1, 1 << 14, (1 << 15) + 5])
+
+
+@given(
+    st.sampled_from([torch.float32, torch.float64]),
+    sizes.filter(bool) | st.integers(1, 3 << 14),
+    st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=1, max_size=40),
+)
+def test_sums_of_squares_have_the_bits_of_the_eager_backend(dtype, size, values):
+    tensor = filled((size,), dtype, values)
+    assert sums_of_squares([tensor]) == Cpu()._sums_of_squares([tensor])
 
 
 @given(

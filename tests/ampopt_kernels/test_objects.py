@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ampopt_kernels import native, objects
-from ampopt_kernels.compiled import cpp_compiler
+from ampopt_kernels.build import cpp_compiler
 from ampopt_kernels.objects import Contents, addresses, bump_versions, same
 
 

@@ -1,0 +1,159 @@
+"""C++ compiled beside the program, in a process of its own, and kept on disk for later programs.
+
+Nothing here takes Python's lock for longer than it takes to start a process, so that training goes
+on meanwhile at full speed.
+"""
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+__all__ = ["Library", "cpp_compiler"]
+
+# Nothing that changes a result: IEEE 754 to the letter, and no fused multiply-add unless asked for.
+_OPTIONS = (
+    *("-x", "c++", "-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *(() if platform.system() == "Darwin" else ("-fopenmp",)),  # Apple's clang has none
+)
+
+
+def cpp_compiler() -> str | None:
+    """The path of the C++ compiler, that of ``CXX`` or ``g++`` or ``clang++``, or ``None``."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path is not None:
+            return path
+    return None
+
+
+class Library:
+    """C++ that has been compiled, or can be."""
+
+    def __init__(self, source: str, options: tuple[str, ...] = ()) -> None:
+        """Look whether it has been compiled at an earlier time.
+
+        Args:
+            source: with ``extern "C"`` functions.
+            options: of the compiler, besides those for every library.
+
+        Raises:
+            FileNotFoundError: there is no compiler.
+        """
+        compiler = cpp_compiler()
+        if compiler is None:
+            raise FileNotFoundError("there is no C++ compiler")
+        key = repr((source, _OPTIONS, options, _identity(compiler)))
+        self._path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+        self._command = [compiler, *_OPTIONS, "-", *options]
+        self._source = source
+        self._lock = threading.Lock()
+        self._loaded: ctypes.CDLL | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_by = 0
+        self._there = self._path.exists()
+
+    def start(self) -> None:
+        """Start the compiler, unless that has been done, and do not wait.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        # A fork of the program starts its own.
+        if not self._there and self._started_by != os.getpid():
+            self._start()
+
+    def ready(self) -> bool:
+        """Whether :meth:`load` would not wait."""
+        if self._there:
+            return True
+        process = self._process
+        return self._started_by == os.getpid() and bool(process) and process.poll() is not None
+
+    def load(self) -> ctypes.CDLL:
+        """Wait for the compiler, and load what it has made.
+
+        Raises:
+            OSError: it cannot be started, or what it made cannot be loaded.
+            RuntimeError: it failed; the message has what it said first.
+        """
+        with self._lock:
+            self.start()
+            if not self._there:
+                assert self._process is not None
+                self._finish(self._process)
+            if self._loaded is None:
+                self._loaded = ctypes.CDLL(str(self._path))
+            return self._loaded
+
+    def _start(self) -> None:
+        self._started_by = os.getpid()
+        # Of this process alone, and given its name once it is whole.
+        self._made = self._path.with_suffix(f".{self._started_by}-{id(self)}")
+        self._said = tempfile.TemporaryFile()
+        with tempfile.TemporaryFile() as given:
+            given.write(self._source.encode())
+            given.seek(0)
+            self._process = subprocess.Popen(
+                [*self._command, "-o", str(self._made)],
+                stdin=given,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
+            )
+        atexit.register(self._give_up)
+
+    def _finish(self, process: "subprocess.Popen[bytes]") -> None:
+        status = process.wait()
+        self._started_by = 0  # so that who asks again, after a failure, has it tried again
+        atexit.unregister(self._give_up)
+        with self._said as said:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").splitlines()
+        if status:
+            self._made.unlink(missing_ok=True)
+            why = next((line for line in lines if "error" in line), f"exit status {status}")
+            raise RuntimeError(f"the compiler failed: {why}")
+        os.replace(self._made, self._path)
+        self._there = True
+
+    def _give_up(self) -> None:
+        """At the end of a program that did not wait; its forks leave the compiler alone."""
+        assert self._process is not None
+        if self._started_by == os.getpid():
+            self._process.terminate()
+            self._process.wait()
+            self._made.unlink(missing_ok=True)
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where libraries are kept: the user's cache, or, where that cannot be, until the end."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ampopt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        temporary = tempfile.TemporaryDirectory(prefix="ampopt-")
+        atexit.register(temporary.cleanup)
+        return Path(temporary.name)
+
+
+def _identity(compiler: str) -> tuple[object, ...]:
+    """What a library is made by and for: a folder may be shared by machines that differ."""
+    status = os.stat(compiler)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        kinds = ("model name", "flags", "Features", "CPU part")
+        cpu = sorted({line for line in lines if line.startswith(kinds)})
+    except OSError:
+        cpu = [platform.processor()]
+    return compiler, status.st_size, status.st_mtime_ns, platform.machine(), *cpu
