@@ -77,10 +77,12 @@ def main() -> None:
     backend = Triton(launch)
 
     def row(n):
-        return Row(grad=torch.ones(n), param=torch.ones(n), flags=(False,) * 4)
+        return Row(grad=torch.ones(n), param=torch.ones(n), flags=(False,) * len(rules.sgd.flags))
 
     for sizes, dtype in (((5, 7), torch.float32), ((9,), torch.float32), ((9,), torch.float64)):
-        work = Work(torch.device("cpu"), [row(n) for n in sizes], rules.sgd, [[0.1, 0.0, 0.0, 0.0]])
+        work = Work(
+            torch.device("cpu"), [row(n) for n in sizes], rules.sgd, [[0.1] * len(rules.sgd.hyper)]
+        )
         scale = torch.ones((), dtype=dtype)
         run(lambda _: backend, [work], Request(scale=scale, max_norm=1.0))
     for launched, given in zip(launches, expected, strict=True):
