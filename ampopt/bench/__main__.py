@@ -5,6 +5,7 @@ and ampopt's by ``unscale_and_step`` with a ``DynamicLossScale``, without clippi
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench import contenders, report, rows, workloads
-from ampopt.bench.measure import CLOCKS
+from ampopt.bench import contenders, launches, report, rows, workloads
+from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
 from ampopt.bench.plot import plot, require_matplotlib
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device(options.device)
     if device.type not in ("cpu", "cuda"):
         parser.error(f"--device: {device} has no clock here; choose cpu or cuda")
+    if options.launches and (backend := options.backend or "auto") != "triton":
+        if device.type == "cpu" or backend != "auto":
+            parser.error(f"--launches: the {backend} backend launches no kernels on {device}")
     if options.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
     if options.backend is None:
@@ -63,8 +67,12 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
     sizes = [
         workloads.make(name, device, _room(device, dtype))
-        for name in options.workload or workloads.WORKLOADS
+        for name in options.workload or ([] if options.elements else workloads.WORKLOADS)
     ]
+    sizes += [workloads.of(elements) for elements in options.elements or ()]
+    if options.launches:
+        _print_launches(chosen, sizes, dtype, device, speed)
+        return
     measured: list[rows.Row] = []
     jobs = [(optimizer, workload) for workload in sizes for optimizer in chosen]
     left = options.seconds
@@ -97,6 +105,35 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
         Path(options.json).write_text(text + "\n")
     if options.plot:
         plot(measured, options.plot)
+
+
+def _print_launches(
+    chosen: Sequence[str],
+    sizes: Sequence[workloads.Workload],
+    dtype: torch.dtype,
+    device: torch.device,
+    speed: float | None,
+) -> None:
+    """Each launch, with masters where parameters may have some, without clipping and with."""
+    masters = (False,) if dtype in (torch.float32, torch.float64) else (False, True)
+    for workload, optimizer, master_weights, clip in itertools.product(
+        sizes, chosen, masters, (None, 1.0)
+    ):
+        title = f"{optimizer}, {workload.name}, {dtype}"
+        title += ", masters" * master_weights + ", clipped" * (clip is not None)
+        try:
+            rows = launches.measure(
+                optimizer,
+                workload,
+                dtype=dtype,
+                device=device,
+                master_weights=master_weights,
+                max_norm=clip,
+            )
+        except torch.OutOfMemoryError as error:
+            print(f"\n{title}: {reason(error)}", flush=True)
+        else:
+            print(f"\n{title}\n{launches.table(rows, speed)}", flush=True)
 
 
 def _print(measured: list[rows.Row], device: torch.device) -> None:
@@ -179,6 +216,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", metavar="FILE", help="draw the ratios; needs matplotlib")
     parser.add_argument(
         "--profile", action="store_true", help="show where the host's time goes, nothing else"
+    )
+    parser.add_argument(
+        "--launches",
+        action="store_true",
+        help="show what each launch takes of the host and of the device, nothing else",
+    )
+    parser.add_argument(
+        "--elements",
+        action="append",
+        type=_positive(int),
+        metavar="N",
+        help="repeatable; 16 tensors of N elements in all, in place of the workloads",
     )
     return parser
 

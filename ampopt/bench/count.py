@@ -6,20 +6,26 @@ from torch import Tensor
 
 import ampopt
 
-__all__ = ["bytes_moved"]
+__all__ = ["bytes_by_kernel", "bytes_moved"]
 
 
 def bytes_moved(optimizer: ampopt.ElementwiseOptimizer) -> int:
-    """Bytes read and written by one ``unscale_and_step``, as the rule says.
+    """Bytes read and written by one ``unscale_and_step``; see :func:`bytes_by_kernel`."""
+    return sum(bytes_by_kernel(optimizer).values())
+
+
+def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
+    """Bytes read and written by each kernel of one ``unscale_and_step``, as the rule says.
 
     Detect reads the gradients. Update reads them again, reads parameters and states, and writes
-    parameters and states. The scalars, some bytes for each tensor, are left out.
+    parameters and states; of parameters that have masters it writes those and the copies. The
+    scalars, some bytes for each tensor, are left out.
 
     Args:
         optimizer: after its first step, so that its states exist; all of its parameters with
             gradients are counted.
     """
-    total = 0
+    detect = update = 0
     for group in optimizer.param_groups:
         flags = optimizer.rule.flag_values(group)
         names = [part.name for part in optimizer.rule.state_for(flags)]
@@ -27,9 +33,12 @@ def bytes_moved(optimizer: ampopt.ElementwiseOptimizer) -> int:
             if param.grad is None:
                 continue
             state = optimizer.state[param]
-            changed = _nbytes([param, *(state[name] for name in names)])
-            total += 2 * _nbytes([param.grad]) + 2 * changed
-    return total
+            master = optimizer._master_of(group, param)
+            stored, copies = (param, []) if master is None else (master, [param])
+            changed = _nbytes([stored, *(state[name] for name in names)])
+            detect += _nbytes([param.grad])
+            update += _nbytes([param.grad, *copies]) + 2 * changed
+    return {"detect_kernel": detect, "control_kernel": 0, "update_kernel": update}
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

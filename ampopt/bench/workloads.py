@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SCALE", "WORKLOADS", "Gradients", "Workload", "make"]
+__all__ = ["SCALE", "WORKLOADS", "Gradients", "Workload", "make", "of"]
 
 SCALE = 2.0**16
 """What the gradients carry, which is where torch's scaler and ours start."""
@@ -47,6 +47,11 @@ def make(name: str, device: torch.device, room: int | None = None) -> Workload:
         room: elements that fit the device, if that limits ``large`` and ``mix``.
     """
     return Workload(name, WORKLOADS[name](device.type == "cpu", room))
+
+
+def of(elements: int) -> Workload:
+    """16 tensors of one size, of ``elements`` in all."""
+    return Workload(f"{elements} elements", ((max(1, elements // 16),),) * 16)
 
 
 def _large(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:

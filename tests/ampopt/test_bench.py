@@ -14,8 +14,8 @@ import torch
 
 import ampopt
 from ampopt.bench import __main__ as bench
-from ampopt.bench import contenders, host, measure, memory, rows, workloads
-from ampopt.bench.count import bytes_moved
+from ampopt.bench import contenders, host, launches, measure, memory, rows, workloads
+from ampopt.bench.count import bytes_by_kernel, bytes_moved
 from ampopt.bench.targets import judge
 from ampopt_kernels.language import HAS_TRITON
 
@@ -211,6 +211,7 @@ def test_the_processors_time_is_less_than_what_passes():
         (["--repeats", "0"], "more than 0"),
         (["--device", "meta"], "choose cpu or cuda"),
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
+        (["--launches"], "the eager backend launches no kernels on cpu"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(threads, arguments, message, capsys):
@@ -434,3 +435,37 @@ def test_the_hosts_time_is_taken_without_launches(tiny, monkeypatch, capsys):
     for _, params, before in entered:
         assert all(map(torch.equal, params, before))
     assert ampopt.get_backend() == "eager"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_launches_are_shown_with_the_bytes_that_each_moves(tiny, monkeypatch, capsys, dtype):
+    monkeypatch.setattr(launches, "_ROUNDS", 1)
+    asked = ["--launches", "--elements", "256", "--optimizer", "AdamW", "--dtype", dtype]
+    bench.main(["--device", "cpu", "--backend", "triton", *asked])
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    titles = [line for line in printed if line[:1] == ["AdamW,"]]
+    assert len(titles) == (2 if dtype == "float32" else 4)
+    each = ["step", "detect_kernel", "control_kernel", "update_kernel"]
+    assert [line[-1] for line in printed if line[-1:] and line[-1] in each] == each * len(titles)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master_weights", "detect", "update"),
+    [
+        (torch.float32, False, 4, 28),
+        (torch.bfloat16, False, 2, 14),
+        (torch.bfloat16, True, 2, 28),
+    ],
+)
+def test_bytes_are_counted_kernel_by_kernel(dtype, master_weights, detect, update):
+    params = workloads.Workload("some", ((5, 2),)).parameters(dtype, CPU)
+    workloads.Gradients(params).restore()
+    optimizer = ampopt.AdamW(params, master_weights=master_weights)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    found = bytes_by_kernel(optimizer)
+    assert found == {
+        "detect_kernel": 10 * detect,
+        "control_kernel": 0,
+        "update_kernel": 10 * update,
+    }

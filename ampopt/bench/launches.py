@@ -1,0 +1,122 @@
+"""What each launch of one of our steps takes, of the host and of the device."""
+
+import functools
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+import ampopt
+from ampopt.backend import backend_for
+from ampopt.bench.count import bytes_by_kernel
+from ampopt.bench.measure import device_seconds, host_seconds, warmed
+from ampopt.bench.workloads import SCALE, Gradients, Workload
+
+__all__ = ["Launch", "measure", "table"]
+
+_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, or the whole step.
+
+    Attributes:
+        name: of the kernel, or ``"step"``.
+        host: median seconds of the host.
+        device: median seconds of the device, behind a kernel that spins.
+        bytes: that it reads and writes.
+    """
+
+    name: str
+    host: float
+    device: float
+    bytes: int
+
+
+def measure(
+    optimizer: str,
+    workload: Workload,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    master_weights: bool,
+    max_norm: float | None,
+) -> list[Launch]:
+    """The step and its launches, in their order.
+
+    Launches are repeated by themselves, on the tables and tensors of one step, and so find in the
+    caches what they can hold.
+
+    Raises:
+        RuntimeError: another backend than Triton's steps there, which launches nothing.
+    """
+    backend: Any = backend_for(device)
+    if backend.name != "triton":
+        raise RuntimeError(
+            f"on {device} the {backend.name} backend steps, which launches no kernels; choose the "
+            "triton backend"
+        )
+    params = workload.parameters(dtype, device)
+    gradients = Gradients(params)
+    made = getattr(ampopt, optimizer)(params, master_weights=master_weights)
+    scale: Any = ampopt.DynamicLossScale(init_scale=SCALE)
+
+    def step() -> None:
+        nonlocal scale
+        scale = made.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm).scale
+
+    warmed(step, gradients.restore)
+    recorded: list[tuple[Any, ...]] = []
+    launch = backend._launch
+
+    def record(*given: Any) -> None:
+        recorded.append(given)
+        launch(*given)
+
+    gradients.restore()
+    with mock.patch.object(backend, "_launch", record):
+        step()
+    moved = bytes_by_kernel(made)
+    rows = [_timed("step", step, device, sum(moved.values()), gradients.restore)]
+    programs: Counter[str] = Counter()
+    for _, kernel, n, _ in recorded:
+        programs[kernel.fn.__name__] += n
+    for given in recorded:
+        name, n = given[1].fn.__name__, given[2]
+        # Parameters of another kind have a launch of their own.
+        share = moved[name] * n // programs[name]
+        rows.append(_timed(name, functools.partial(launch, *given), device, share))
+    return rows
+
+
+def _timed(
+    name: str,
+    call: Callable[[], object],
+    device: torch.device,
+    moved: int,
+    restore: Callable[[], None] = lambda: None,
+) -> Launch:
+    hosts, devices = [], []
+    for _ in range(_ROUNDS):
+        restore()
+        hosts.append(host_seconds(call, device))
+        restore()
+        devices.append(device_seconds(call, device, hosts[-1]))
+    return Launch(name, statistics.median(hosts), statistics.median(devices), moved)
+
+
+def table(rows: list[Launch], bandwidth: float | None) -> str:
+    """Lines to print: microseconds, and the share of the bandwidth that a copy reaches."""
+    lines = [f"{'host us':>9} {'device us':>10} {'GB/s':>8} {'of copy':>8}  launch"]
+    for row in rows:
+        speed = row.bytes / row.device
+        share = f"{speed / bandwidth:.2f}" if bandwidth and row.bytes else "-"
+        rate = f"{speed / 1e9:.1f}" if row.bytes else "-"
+        figures = f"{row.host * 1e6:9.1f} {row.device * 1e6:10.1f} {rate:>8} {share:>8}"
+        lines.append(f"{figures}  {row.name}")
+    return "\n".join(lines)
