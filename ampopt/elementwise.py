@@ -259,6 +259,13 @@ class ElementwiseOptimizer(MasterWeights):
         like = param if master is None else master
         for part in self.rule.state_for(flags):
             value = state.get(part.name)
+            if value is not None and ranks.is_spread(value) != ranks.is_spread(param):
+                raise RuntimeError(
+                    f"{part.name} of {gradients.name_of(self.param_groups, param)} is a "
+                    f"{type(value).__name__}, which the parameter is not: load it with "
+                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which "
+                    "places states as their parameters"
+                )
             if value is not None and master is not None:
                 # From torch, or from a run without masters: in the parameter's dtype.
                 state[part.name] = value.to(master.dtype)
