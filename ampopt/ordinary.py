@@ -129,7 +129,7 @@ class OrdinarySteps(Bookkeeping):
 
     def _optimizer_step_code(self) -> None:
         super()._optimizer_step_code()
-        self._is_over = True
+        self._is_over = self._judged is not None
 
     def _make_state(self) -> None:
         """Make the state that a first step would, as it would be before: see ``_transacts``."""
