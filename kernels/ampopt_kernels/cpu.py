@@ -31,9 +31,6 @@ class Cpu(Eager):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""
-        if request.write:
-            work.hand_out()
-            return super().detect(work, request)
         parts: list[tuple[Tensor, torch.dtype, bool]]
         if work.rule is None:
             parts = [
@@ -57,6 +54,9 @@ class Cpu(Eager):
             squares = [x if part[2] else 0.0 for x, part in zip(squares, parts, strict=True)]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
             squares = squares * inverse * inverse
+        if request.write:
+            gathered = [] if work.rule is None else [p.grad for _, p in pieces_of(work).pieces]
+            _multiply(work.grads + [grad for grad in gathered if grad is not None], inverse)
         return Partials(flags, squares)
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -150,6 +150,17 @@ def _sum_of_squares(grad: Tensor) -> float:
         for part in parts[:, 0].tolist():
             total += part
     return total
+
+
+def _multiply(grads: list[Tensor], factor: float) -> None:
+    """Multiply all of ``grads`` in place, in the arithmetic dtype, those alike in one call."""
+    alike = [grad for grad in grads if grad.dtype == arithmetic(grad.dtype)]
+    if alike:
+        torch._foreach_mul_(alike, factor)  # pyright: ignore[reportPrivateImportUsage]
+    for grad in grads:
+        # torch would round the factor to a dtype that is narrower.
+        if grad.dtype != arithmetic(grad.dtype):
+            grad.copy_(grad.to(arithmetic(grad.dtype)) * factor)
 
 
 def _overflows(grad: Tensor, inverse: float, dtype: torch.dtype) -> bool:
