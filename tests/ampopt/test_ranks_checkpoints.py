@@ -42,9 +42,10 @@ def made(module: Any, masters: bool) -> tuple[Any, Any]:
 
 def whole(model: Any, optimizer: Any) -> dict[Any, Any]:
     """Parameters and states, put together, by name."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    import torch.distributed.checkpoint.state_dict
 
-    weights, states = get_state_dict(model, optimizer)
+    dcp: Any = torch.distributed.checkpoint
+    weights, states = dcp.state_dict.get_state_dict(model, optimizer)
     flat = {(name, k): v for name, state in states["state"].items() for k, v in state.items()}
     return {
         key: bits(v.full_tensor() if hasattr(v, "full_tensor") else v)
@@ -54,26 +55,28 @@ def whole(model: Any, optimizer: Any) -> dict[Any, Any]:
 
 def saved(folder: str, made_by: str, masters: bool) -> dict[Any, Any]:
     """What was saved after two steps."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    import torch.distributed.checkpoint.state_dict
 
+    dcp: Any = torch.distributed.checkpoint
     model, optimizer = made(torch.optim if made_by == "torch" else ampopt, masters)
     trained(model, optimizer, 2)
     copy.deepcopy(optimizer.state_dict())  # as some trainers do, though states share a buffer
-    weights, states = get_state_dict(model, optimizer)
+    weights, states = dcp.state_dict.get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
     return whole(model, optimizer)
 
 
 def loaded(folder: str, into: str, masters: bool) -> dict[Any, Any]:
     """What was loaded, by an optimizer that can go on from there."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    import torch.distributed.checkpoint.state_dict
 
+    dcp: Any = torch.distributed.checkpoint
     model, optimizer = made(torch.optim if into == "torch" else ampopt, masters)
-    weights, states = get_state_dict(model, optimizer)
+    weights, states = dcp.state_dict.get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+    dcp.state_dict.set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=states
+    )
     found = whole(model, optimizer)
     trained(model, optimizer, 1)
     assert whole(model, optimizer) != found
