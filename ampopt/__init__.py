@@ -24,33 +24,36 @@ An overflowed step is skipped where the gradients are, and the host waits for no
   ``python -m ampopt.bench`` how fast.
 """
 
-from ampopt.adadelta import Adadelta
-from ampopt.adafactor import Adafactor
-from ampopt.adagrad import Adagrad
-from ampopt.adam import Adam
-from ampopt.adamax import Adamax
-from ampopt.adamw import AdamW
-from ampopt.asgd import ASGD
 from ampopt.backend import get_backend, set_backend
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.errors import NonFiniteGradientError
-from ampopt.extend import extend, patch_optimizer
-from ampopt.grad_scaler import GradScaler
-from ampopt.lbfgs import LBFGS
-from ampopt.loss_scale import DynamicLossScale, LossScale, StaticLossScale, next_scale
-from ampopt.lr_scheduler_gate import lr_scheduler_gate
-from ampopt.muon import Muon
-from ampopt.nadam import NAdam
+from ampopt.grad_scaler.scaler import GradScaler
+from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.combining import next_scale
+from ampopt.loss_scale.dynamic import DynamicLossScale
+from ampopt.loss_scale.outputs import scale_outputs
+from ampopt.loss_scale.static import StaticLossScale
+from ampopt.optim.adadelta import Adadelta
+from ampopt.optim.adafactor import Adafactor
+from ampopt.optim.adagrad import Adagrad
+from ampopt.optim.adam import Adam
+from ampopt.optim.adamax import Adamax
+from ampopt.optim.adamw import AdamW
+from ampopt.optim.asgd import ASGD
+from ampopt.optim.lbfgs import LBFGS
+from ampopt.optim.muon import Muon
+from ampopt.optim.nadam import NAdam
+from ampopt.optim.radam import RAdam
+from ampopt.optim.rmsprop import RMSprop
+from ampopt.optim.rprop import Rprop
+from ampopt.optim.sgd import SGD
+from ampopt.optim.sparse_adam import SparseAdam
 from ampopt.optimizer import Optimizer
-from ampopt.profile import profile
-from ampopt.radam import RAdam
+from ampopt.profiling import profile
 from ampopt.results import StepResult, Unscaled
-from ampopt.rmsprop import RMSprop
-from ampopt.rprop import Rprop
-from ampopt.scaling import scale_outputs
-from ampopt.several import unscale_and_step
-from ampopt.sgd import SGD
-from ampopt.sparse_adam import SparseAdam
+from ampopt.scheduler_gate import lr_scheduler_gate
+from ampopt.third_party import extend, patch_optimizer
+from ampopt.together import unscale_and_step
 from ampopt.train_step import TrainStep
 
 __version__ = "0.1.0"

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-from ampopt_kernels.build import cpp_compiler
-from ampopt_kernels.compiled import PATIENCE, Compiled
-from ampopt_kernels.cpu import Cpu
+from ampopt_kernels.cpu.backend import Cpu
+from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.cpu.compiled import PATIENCE, Compiled
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
-from ampopt_kernels.work import Backend
+from ampopt_kernels.step import Backend
 
 __all__ = ["backend_for", "get_backend", "host_looking_away", "set_backend"]
 
@@ -114,7 +114,7 @@ def _cpu_backend(name: str) -> Backend:
 
 @functools.cache
 def _triton_backend() -> Backend:
-    from ampopt_kernels.multi_tensor import Triton
+    from ampopt_kernels.triton.backend import Triton
 
     return Triton()
 

@@ -8,21 +8,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ampopt import gradients, ranks, scaler_protocol
-from ampopt.arena import shares_storage
+from ampopt._step import gradients, ranks, torch_scaler
+from ampopt._step.ordinary import Attempt
+from ampopt._step.overflow import agreement_on, decided_elsewhere, judge_held
+from ampopt._step.plan import Plan, check_plannable
+from ampopt._step.snapshot import Snapshot
+from ampopt._step.state_buffers import shares_storage
+from ampopt._step.step_hooks import beneath_hooks, is_watched
+from ampopt._step.uncompiled import uncompiled
 from ampopt.backend import backend_for
-from ampopt.judge import agreement_on, decided_elsewhere, judge_held
 from ampopt.masters import MasterWeights, has_masters
-from ampopt.ordinary import Attempt
-from ampopt.plan import Plan, check_plannable
-from ampopt.snapshot import Snapshot
-from ampopt.step_hooks import beneath_hooks, is_watched
-from ampopt.uncompiled import uncompiled
-from ampopt_kernels.layout import real
-from ampopt_kernels.precision import widest
 from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.step import Decision, Request, run
+from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.transfers import carried
-from ampopt_kernels.work import Decision, Request, run
 
 __all__ = ["ElementwiseOptimizer"]
 
@@ -106,7 +105,7 @@ class ElementwiseOptimizer(MasterWeights):
             What the closure returned, or ``None``.
         """
         loss = None
-        left = scaler_protocol.take(self, (closure,), {})
+        left = torch_scaler.take(self, (closure,), {})
         try:
             if closure is not None:
                 with torch.enable_grad():

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt import gradients
+from ampopt._step import gradients
+from ampopt._step.ranks import settle
+from ampopt._step.uncompiled import uncompiled
 from ampopt.optimizer import Optimizer
-from ampopt.ranks import settle
-from ampopt.uncompiled import uncompiled
 from ampopt_kernels.rule import MASTER, Rule
 
 __all__ = ["MasterWeights", "has_masters", "needs_master"]

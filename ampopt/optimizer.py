@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt import gradients, ranks, scaler_protocol
-from ampopt.bookkeeping import Pending
-from ampopt.grad_scale import request_fields
-from ampopt.ordinary import OrdinarySteps
-from ampopt.replay import Replay, check_closure, check_loss, check_verdict, step_with
+from ampopt._step import gradients, ranks, torch_scaler
+from ampopt._step.ordinary import OrdinarySteps
+from ampopt._step.pending import Pending
+from ampopt._step.replay import Replay, check_closure, check_loss, check_verdict, step_with
+from ampopt._step.step_hooks import has_step
+from ampopt._step.uncompiled import uncompiled
+from ampopt.loss_scale.given import request_fields
 from ampopt.results import StepResult, Unscaled, as_flag
-from ampopt.step_hooks import has_step
-from ampopt.uncompiled import uncompiled
-from ampopt_kernels.work import Decision, Request
+from ampopt_kernels.step import Decision, Request
 
 __all__ = ["Optimizer", "check_max_norm", "successor_of"]
 
@@ -105,7 +105,7 @@ class Optimizer(OrdinarySteps):
         closure = inspect.signature(cls.step).parameters.get("closure")
         if closure is not None:
             cls._needs_closure = closure.default is inspect.Parameter.empty
-        scaler_protocol.heed_in(cls, Optimizer)
+        torch_scaler.heed_in(cls, Optimizer)
 
     def _patch_step_function(self) -> None:
         """Put hooks around the step of the class, as torch does.

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ampopt import captured
-from ampopt._checks import check_count
-from ampopt._given_scale import instead_of
-from ampopt.loss_scale import LossScale, StaticLossScale
+from ampopt import cuda_graphs
+from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.mistakes import instead_of
+from ampopt.loss_scale.numbers import check_count
+from ampopt.loss_scale.outputs import scale_outputs
+from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult
-from ampopt.scaling import scale_outputs
 from ampopt_kernels.transfers import carried
 
 __all__ = ["TrainStep"]
@@ -141,13 +142,13 @@ class TrainStep:
                 "instance, which hands it the evaluation as a closure"
             )
         if cuda_graph:
-            captured.check_capturable(model, optimizer)
+            cuda_graphs.check_capturable(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._loss_fn, self._scale = loss_fn, _as_scale(scale)
         self._dtype, self._micro_batches, self._max_norm = autocast, micro_batches, max_norm
         self._max_replays, self._preserve_rng = max_replays, preserve_rng
         self._cuda_graph = cuda_graph
-        self._captured: captured.Captured | None = None
+        self._captured: cuda_graphs.Captured | None = None
 
     @property
     def scale(self) -> LossScale | None:
@@ -272,15 +273,15 @@ class TrainStep:
                     "size: choose a batch size that it divides, and drop_last=True in the loader"
                 )
 
-    def _capturing_on(self, device: torch.device) -> captured.Captured | None:
+    def _capturing_on(self, device: torch.device) -> cuda_graphs.Captured | None:
         if not self._cuda_graph:
             return None
         if self._captured is None:
-            graphs = captured.graphs_on(device)
+            graphs = cuda_graphs.graphs_on(device)
             if graphs is None:
                 return None
             optimizer: Any = self.optimizer
-            self._captured = captured.Captured(optimizer, self._run, graphs)
+            self._captured = cuda_graphs.Captured(optimizer, self._run, graphs)
         if torch.is_autocast_enabled(device.type):
             raise RuntimeError(
                 "cuda_graph=True: called under torch.autocast, whose cache of cast weights a graph "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ampopt_kernels.build import cpp_compiler
+from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.language import HAS_TRITON
 
 __all__ = ["needs", "skip_unless_it_runs"]

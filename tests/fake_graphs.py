@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ampopt._synchronization import watching
 from ampopt.backend import backend_for
-from ampopt.looks import watching
 
 __all__ = ["FakeGraphs"]
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class FakeGraphs:
-    """See :class:`ampopt.captured.Graphs`.
+    """See :class:`ampopt.cuda_graphs.Graphs`.
 
     Attributes:
         captures: how many there were.
@@ -51,7 +51,7 @@ class FakeGraphs:
         memory, random = _memory(), torch.get_rng_state()
         with (
             watching(_refuse),
-            mock.patch("ampopt_kernels.uploads.captures", lambda device: True),
+            mock.patch("ampopt_kernels.triton.uploads.captures", lambda device: True),
             mock.patch.object(backend_for(CPU), "_launch", tape.launch),
             tape,
         ):
@@ -104,7 +104,7 @@ class _Tape(TorchDispatchMode):
         return result
 
     def launch(self, device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        from ampopt_kernels.multi_tensor import _launch
+        from ampopt_kernels.triton.backend import _launch
 
         def again() -> None:
             _launch(device, kernel, programs, arguments)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from ampopt.looks import sync_debug_mode
+from ampopt._synchronization import sync_debug_mode
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 
 __all__ = ["DEVICE", "ON_A_GPU", "needs_gpu", "no_waiting", "skip_without_gpu"]

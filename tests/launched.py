@@ -13,8 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from ampopt_kernels import rules
-from ampopt_kernels.multi_tensor import Triton, _launch
-from ampopt_kernels.work import Request, Row, Work, run
+from ampopt_kernels.step import Request, Row, Work, run
+from ampopt_kernels.triton.backend import Triton, _launch
 
 launches, hooked = [], []
 

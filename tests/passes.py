@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import rules
-from ampopt_kernels.cpu import Cpu
+from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.work import Backend, Row, Work
+from ampopt_kernels.step import Backend, Row, Work
 
 __all__ = [
     "BLOCK",
@@ -47,7 +47,7 @@ BLOCK, CHUNK = 1 << 6, 1 << 8
 def _triton() -> Backend:
     if not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
-    from ampopt_kernels.multi_tensor import Triton
+    from ampopt_kernels.triton.backend import Triton
 
     return Triton()
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale
-from ampopt._presets import PRESETS
+from ampopt.loss_scale.presets import PRESETS
 from ampopt.testing.bits import bits, everything
 
 RULES = [cls for cls in EVERY if issubclass(cls, ampopt.ElementwiseOptimizer)]

@@ -17,8 +17,8 @@ import torch
 import ampopt
 from ampopt import backend
 from ampopt.bench import contenders, workloads
-from ampopt_kernels import native
-from ampopt_kernels.multi_tensor import Triton
+from ampopt_kernels.cpu import native
+from ampopt_kernels.triton.backend import Triton
 
 __all__ = ["main"]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ampopt import looks
+from ampopt import _synchronization
 
 __all__ = [
     "CLOCKS",
@@ -240,10 +240,10 @@ def device_cost(
     torch.cuda.synchronize(device)
     extra = torch.cuda.max_memory_allocated(device) - before
     restore()
-    with looks.synchronizations() as waits:
+    with _synchronization.synchronizations() as waits:
         step()
     restore()
     torch.cuda.synchronize(device)
-    with looks.kernels(device) as launches:
+    with _synchronization.kernels(device) as launches:
         step()
     return DeviceCost(len(launches), len(waits), extra)

@@ -5,7 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from ampopt.looks import sync_debug_mode, watching
+from ampopt._synchronization import sync_debug_mode, watching
 
 __all__ = ["ReadBack", "assert_no_sync"]
 

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from ampopt_kernels import rules
+from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.triton_check import gpu_target
-from ampopt_kernels.work import Request, Row, Work, run
+from ampopt_kernels.step import Request, Row, Work, run
 
 __all__ = ["Case", "Launch", "Report", "cases", "count_hyper", "launches", "main"]
 
@@ -161,7 +161,7 @@ class Report:
 
 def launches(case: Case) -> list[Launch]:
     """The launches of one step of one parameter, in their order."""
-    from ampopt_kernels.multi_tensor import Triton
+    from ampopt_kernels.triton.backend import Triton
 
     rule: Rule = getattr(rules, case.rule)
     low = getattr(torch, case.dtype)
@@ -241,7 +241,7 @@ def compile_task(task: Task) -> Report:
     import triton
     from triton.compiler import ASTSource
 
-    from ampopt_kernels.multi_tensor import THREADS, options
+    from ampopt_kernels.triton.backend import THREADS, options
 
     launch = launches(task.case)[task.index]
     names = (launch.name, launch.variant(task.case), task.case.dtype, task.target)

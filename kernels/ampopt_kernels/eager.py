@@ -12,19 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels import stand_in
-from ampopt_kernels.layout import flat
+from ampopt_kernels import torch_language
 from ampopt_kernels.policy import next_scale
-from ampopt_kernels.precision import widest
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.work import Backend, Decision, Partials, Request, Row, Work
+from ampopt_kernels.step import Backend, Decision, Partials, Request, Row, Work
+from ampopt_kernels.tensors import flat, widest
 
 __all__ = ["CHUNK", "Eager", "reciprocal"]
 
 CHUNK = 1 << 16
 """Elements of each tensor that a rule works on at a time: five float32 streams fit the cache."""
 
-_next_scale = stand_in.bind(next_scale)
+_next_scale = torch_language.bind(next_scale)
 
 
 class Eager(Backend):
@@ -84,14 +83,14 @@ class Eager(Backend):
             found = _worst(partials.flags, look)
         if request.found_inf is not None:
             flag = look(request.found_inf)
-            found = stand_in.where(flag > 0, flag, found)
+            found = torch_language.where(flag > 0, flag, found)
         inverse: Any = 1.0
         if request.scale is not None:
             value = look(request.scale)
             inverse = reciprocal(value)
             if request.check:
                 usable = (value > 0) & (value < float("inf"))
-                found = stand_in.where(usable, found, 1.0)
+                found = torch_language.where(usable, found, 1.0)
         if request.write:  # detect has unscaled them
             inverse = 1.0
         skip = found if request.drop else 0.0
@@ -102,7 +101,7 @@ class Eager(Backend):
             norm = partials.squares.sum().sqrt()
             if request.max_norm < float("inf"):  # which only measures
                 coefficient = request.max_norm / (look(norm) + 1e-6)
-                coefficient = stand_in.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays
+                coefficient = torch_language.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays
             norm = norm.to(torch.float64 if work.float64 else torch.float32)
 
         scale = counters = None

@@ -1,8 +1,8 @@
 """The language that rules and kernels are written in.
 
-``tl`` and ``jit`` are Triton's where Triton is installed. Elsewhere ``tl`` is the torch
-stand-in of :mod:`ampopt_kernels.stand_in`, which has the elementwise part of the language, and
-``jit`` only marks a function, so that a rule is written once and imports everywhere.
+``tl`` and ``jit`` are Triton's where Triton is installed. Elsewhere ``tl`` is
+:mod:`ampopt_kernels.torch_language`, which has the elementwise part of the language, and ``jit``
+only marks a function, so that a rule is written once and imports everywhere.
 """
 
 import importlib
@@ -10,7 +10,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ampopt_kernels import interpreter, stand_in
+from ampopt_kernels import torch_language
+from ampopt_kernels.triton import interpreter
 
 __all__ = [
     "HAS_TRITON",
@@ -66,8 +67,8 @@ elif HAS_TRITON:
     if INTERPRETED:
         interpreter.mend()
 else:
-    jit = stand_in.jit
-    tl = stand_in
+    jit = torch_language.jit
+    tl = torch_language
 
 
 def kernel(fn: Callable[..., Any]) -> Any:

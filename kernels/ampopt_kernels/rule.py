@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels import stand_in
+from ampopt_kernels import torch_language
 from ampopt_kernels.language import INTERPRETED, jit, tl
 
 __all__ = ["MASTER", "Rule", "State"]
@@ -163,12 +163,12 @@ class Rule:
     @functools.cached_property
     def torch_update(self) -> Any:
         """``update`` on torch tensors."""
-        return stand_in.dividing(stand_in.bind(self.update))
+        return torch_language.dividing(torch_language.bind(self.update))
 
     @functools.cached_property
     def torch_scalars(self) -> Any:
         """``scalars`` on torch tensors."""
-        return stand_in.dividing(stand_in.bind(self.scalars))
+        return torch_language.dividing(torch_language.bind(self.scalars))
 
     def width(self, n_hyper: int) -> int:
         """How many scalars ``update`` takes as ``h``, given so many hyperparameters."""

@@ -13,13 +13,14 @@ from torch.nn import Parameter
 import ampopt
 from ampopt import backend as backends
 from ampopt.testing.bits import bits, everything, state_of
-from ampopt_kernels import compiled, multi_tensor, native
-from ampopt_kernels.build import Library, cpp_compiler
-from ampopt_kernels.compiled import Compiled
-from ampopt_kernels.cpu import Cpu
+from ampopt_kernels.cpu import compiled, native
+from ampopt_kernels.cpu.backend import Cpu
+from ampopt_kernels.cpu.build import Library, cpp_compiler
+from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.work import Backend
+from ampopt_kernels.step import Backend
+from ampopt_kernels.triton import backend as triton_backend
 
 NAMES = "auto, triton, compiled, eager"
 needs_compiler = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
@@ -147,7 +148,7 @@ def test_each_device_has_its_backend(name, device, kind):
             backends.backend_for(torch.device(device))
         return
     backend: Backend = backends.backend_for(torch.device(device))
-    assert type(backend) is (multi_tensor.Triton if kind == "triton" else kind)
+    assert type(backend) is (triton_backend.Triton if kind == "triton" else kind)
 
 
 # --- when auto compiles --------------------------------------------------------------------------
@@ -361,9 +362,9 @@ def test_a_learning_rate_that_changes_every_step_recompiles_no_kernel(monkeypatc
             for name, value in arguments.items()
         }
         launches.append((kernel.fn.__name__, str(kinds)))
-        multi_tensor._launch(device, kernel, programs, arguments)
+        triton_backend._launch(device, kernel, programs, arguments)
 
-    monkeypatch.setattr(backends, "_triton_backend", lambda: multi_tensor.Triton(record))
+    monkeypatch.setattr(backends, "_triton_backend", lambda: triton_backend.Triton(record))
     ampopt.set_backend("triton")
     param, optimizer = made()
     change_everything(optimizer, param)
@@ -382,10 +383,10 @@ def test_optimizers_read_nothing_that_another_one_has_sent(monkeypatch, scale):
     def record(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         read[-1] |= {id(t) for t in arguments.values() if isinstance(t, torch.Tensor)}
         kept.extend(arguments.values())  # so that no one else has its identity
-        multi_tensor._launch(device, kernel, programs, arguments)
+        triton_backend._launch(device, kernel, programs, arguments)
 
     kept: list[Any] = []
-    monkeypatch.setattr(backends, "_triton_backend", lambda: multi_tensor.Triton(record))
+    monkeypatch.setattr(backends, "_triton_backend", lambda: triton_backend.Triton(record))
     ampopt.set_backend("triton")
     for _ in range(2):
         read.append(set())

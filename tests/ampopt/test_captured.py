@@ -16,7 +16,7 @@ from gpus import DEVICE, ON_A_GPU, no_waiting, skip_without_gpu
 from torch import Tensor
 
 import ampopt
-from ampopt import DynamicLossScale, StaticLossScale, TrainStep, captured
+from ampopt import DynamicLossScale, StaticLossScale, TrainStep, cuda_graphs
 from ampopt.testing.bits import bits, state_of
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
@@ -36,7 +36,7 @@ def triton() -> Iterator[None]:
     ampopt.set_backend("auto")
 
 
-class CountedGraphs(captured.CudaGraphs):
+class CountedGraphs(cuda_graphs.CudaGraphs):
     """Those of the device, which have not been run yet."""
 
     def __init__(self) -> None:
@@ -63,11 +63,11 @@ def graphs(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if request.param == STAND_IN:
         made, device = FakeGraphs(), "cpu"
         # The faster comparison of layouts also compares torch's modes, of which this has one.
-        monkeypatch.setattr("ampopt.alike.TensorGuards", None)
+        monkeypatch.setattr("ampopt._step.layouts.TensorGuards", None)
     else:
         skip_without_gpu()
         made, device = CountedGraphs(), DEVICE
-    monkeypatch.setattr(captured, "graphs_on", lambda device: made)
+    monkeypatch.setattr(cuda_graphs, "graphs_on", lambda device: made)
     with torch.device(device):
         yield made
 
@@ -119,9 +119,9 @@ class Training:
 def both(train: Callable[[Training], Any], **options: Any) -> Training:
     """Do the same with and without graphs; the captured one, after comparing the two."""
     ends = []
-    for cuda_graph in (False, True):
+    for captured in (False, True):
         torch.manual_seed(0)
-        training = Training(cuda_graph, **options)
+        training = Training(captured, **options)
         train(training)
         ends.append(training)
     assert ends[1].now == ends[0].now
@@ -313,7 +313,7 @@ def test_under_autocast_it_is_refused(graphs):
 
 
 def test_a_device_without_graphs_is_trained_without():
-    assert captured.graphs_on(torch.device("cpu")) is None
+    assert cuda_graphs.graphs_on(torch.device("cpu")) is None
     training = Training(True)(1.0, 2.0, 3.0, 1.0, INF)
     assert training.seen[-1][1] == 1.0
 
@@ -321,7 +321,7 @@ def test_a_device_without_graphs_is_trained_without():
 def test_another_backend_on_a_device_is_refused(monkeypatch):
     monkeypatch.setattr("ampopt.backend._chosen", "eager")
     with pytest.raises(RuntimeError, match="needs the triton backend on cuda, got eager"):
-        captured.graphs_on(torch.device("cuda"))
+        cuda_graphs.graphs_on(torch.device("cuda"))
 
 
 def test_other_threads_may_do_what_would_break_a_capture(monkeypatch):
@@ -333,7 +333,7 @@ def test_other_threads_may_do_what_would_break_a_capture(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "graph", lambda *_, **options: captures.append(options) or nullcontext()
     )
-    graphs = captured.CudaGraphs(torch.device("cuda"))
+    graphs = cuda_graphs.CudaGraphs(torch.device("cuda"))
     with graphs.capture():
         pass
     [options] = captures

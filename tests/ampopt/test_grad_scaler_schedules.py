@@ -14,7 +14,7 @@ from strategies import fewer
 
 import ampopt
 from ampopt import DynamicLossScale, GradScaler, StaticLossScale
-from ampopt._presets import PRESETS
+from ampopt.loss_scale.presets import PRESETS
 from ampopt.testing.bits import bits
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from steps_in_tensors import Foreach, made
 from torch import Tensor
 
-from ampopt.host_state import HostState
+from ampopt._step.host_state import HostState
 from ampopt.testing.bits import bits
 
 leaves = st.one_of(

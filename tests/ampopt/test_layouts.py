@@ -14,10 +14,10 @@ from torch_options import ELEMENTWISE, RICH, ULPS, Apart, OptionSet, named, para
 import ampopt
 from ampopt.testing.bits import bits, everything, state_of
 from ampopt_kernels import rules
+from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.pieces import SMALL
-from ampopt_kernels.work import Request, Row, Work, run
+from ampopt_kernels.step import Request, Row, Work, run
 
 every_way = pytest.mark.parametrize(
     "backend", ["eager", "eager on a device", "triton"], indirect=True
@@ -240,9 +240,9 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     """
     if backend != "triton":
         pytest.skip("elsewhere torch addresses")
-    from ampopt_kernels import multi_tensor
+    from ampopt_kernels.triton import backend
 
-    n = 2**31 + 3 * multi_tensor.BLOCK + 5
+    n = 2**31 + 3 * backend.BLOCK + 5
 
     def tensor(name: str) -> Tensor:
         path = tmp_path / name
@@ -253,7 +253,7 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     def last(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         if "first" in arguments:
             arguments = {**arguments, "first": arguments["first"] + programs - 1}
-        multi_tensor._launch(device, kernel, 1, arguments)
+        backend._launch(device, kernel, 1, arguments)
 
     row = Row(
         grad=tensor("grad"),
@@ -267,14 +267,14 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     row.grad[tail] = 2.0
     row.param[tail] = 1.0
     work = Work(CPU, [row], rules.adam, [[0.5, 0.5, 0.5, 0.0, 0.0]])
-    engine = multi_tensor.Triton(last)
+    engine = backend.Triton(last)
     assert engine.detect(work, Request()).flags[-1] == 0
     chunk = work.table.chunk
     run(lambda _: engine, [work], Request(check=False))
     expected = [2.0, 0.5, 1.0, 2.0]
     for stream, value in zip(row.tensors, expected, strict=True):
         assert stream[tail].eq(value).all()
-        for start in (0, 3 * multi_tensor.BLOCK, 2**30, 2**31 - 2 * chunk):
+        for start in (0, 3 * backend.BLOCK, 2**30, 2**31 - 2 * chunk):
             assert not stream[start : start + chunk].any()
     row.grad[-1] = INF
     assert engine.detect(work, Request()).flags[-1] == 1

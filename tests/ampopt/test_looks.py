@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ampopt.looks import watching
+from ampopt._synchronization import watching
 
 X = torch.ones(2)
 

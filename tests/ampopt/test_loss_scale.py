@@ -16,14 +16,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ampopt import GradScaler, loss_scale
-from ampopt.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    StaticLossScale,
-    check_scale_number,
-    next_scale,
-)
+from ampopt import GradScaler
+from ampopt.loss_scale import dynamic
+from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.combining import next_scale
+from ampopt.loss_scale.dynamic import DynamicLossScale
+from ampopt.loss_scale.numbers import check_scale_number
+from ampopt.loss_scale.static import StaticLossScale
 
 FLOOR = 2.0**-126
 CEILING = torch.finfo(torch.float32).max
@@ -82,7 +81,7 @@ def state(scale):
 
 def on_device_path():
     """The path that devices take, on the CPU: tensors instead of numbers."""
-    return mock.patch.object(loss_scale, "host_may_read", lambda *values: False)
+    return mock.patch.object(dynamic, "host_may_read", lambda *values: False)
 
 
 def float32(number):

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.no_sync import ReadBack, assert_no_sync
+from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.trial import try_out
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 
@@ -117,7 +117,7 @@ def nothing_is_sent() -> Iterator[None]:
     """
     refuse = mock.Mock(side_effect=AssertionError("a tensor is made of the host's numbers"))
     with (
-        mock.patch("ampopt_kernels.uploads.captures", lambda device: True),
+        mock.patch("ampopt_kernels.triton.uploads.captures", lambda device: True),
         mock.patch.object(torch, "tensor", refuse),
         mock.patch.object(torch, "as_tensor", refuse),
     ):

@@ -7,11 +7,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampopt
-from ampopt import alike
-from ampopt.alike import Alike
-from ampopt_kernels import native, objects
-from ampopt_kernels.build import cpp_compiler
-from ampopt_kernels.pieces import pieces_of
+from ampopt._step import layouts
+from ampopt._step.layouts import Alike
+from ampopt_kernels.cpu import native, objects
+from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.cpu.bundles import pieces_of
 
 
 @pytest.fixture(params=["native", "guards", "functions"])
@@ -21,12 +21,12 @@ def implementation(request, monkeypatch):
         if cpp_compiler() is None:
             pytest.skip("there is no C++ compiler here")
         native.loops()
-        monkeypatch.setattr(alike, "TensorGuards", None)
+        monkeypatch.setattr(layouts, "TensorGuards", None)
         return
     monkeypatch.setattr(objects, "object_loops", lambda: None)
     if request.param == "functions":
-        monkeypatch.setattr(alike, "TensorGuards", None)
-    elif alike.TensorGuards is None:
+        monkeypatch.setattr(layouts, "TensorGuards", None)
+    elif layouts.TensorGuards is None:
         pytest.skip("this torch has no TensorGuards")
 
 
@@ -92,7 +92,7 @@ def test_guards_that_take_other_arguments_are_done_without(monkeypatch):
     def other(*tensors):
         raise AssertionError("not reached: the keywords do not fit")
 
-    monkeypatch.setattr(alike, "TensorGuards", other)
+    monkeypatch.setattr(layouts, "TensorGuards", other)
     known = Alike(example())
     assert known.to(example())
     assert not known.to([CHANGED["dtype"], *example()[1:]])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ampopt._presets import PRESETS
-from ampopt.loss_scale import DynamicLossScale
+from ampopt.loss_scale.dynamic import DynamicLossScale
+from ampopt.loss_scale.presets import PRESETS
 
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127
 FLOAT32_TINY = 2.0**-126

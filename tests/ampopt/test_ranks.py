@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from two_ranks import CLASSES, FORMS, ORDERS, SPOILED, outcomes_of_all
 
 import ampopt
-from ampopt import ranks
+from ampopt._step import ranks
 
 
 @pytest.fixture(scope="module")

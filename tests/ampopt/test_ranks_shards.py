@@ -15,7 +15,7 @@ from optimizers import EVERY_RULE, Plain, Signed
 from torch.nn import Parameter
 
 import ampopt
-from ampopt import ranks
+from ampopt._step import ranks
 from ampopt.testing.bits import bits
 
 LAYOUTS = ("fsdp", "hsdp", "tp", "2-D")

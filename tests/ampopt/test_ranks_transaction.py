@@ -6,7 +6,7 @@ from optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
-from ampopt import judge, ordinary
+from ampopt._step import ordinary, overflow
 from ampopt_kernels.eager import Eager
 
 
@@ -15,7 +15,7 @@ def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    for module in (ordinary, judge):  # as on a device, where there are transactions
+    for module in (ordinary, overflow):  # as on a device, where there are transactions
         module.backend_for = lambda _: Eager(reads_cpu=False)  # type: ignore[assignment]
     mesh = init_device_mesh("cpu", (2,))
     p = Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
@@ -30,7 +30,7 @@ def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
         optimizer.unscale_and_step(grads_scaled_by=2.0)
         tensors = [p, *(t for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
         seen.append([getattr(t.detach(), "full_tensor", t.detach)().clone() for t in tensors])
-    for module in (ordinary, judge):
+    for module in (ordinary, overflow):
         module.backend_for = ampopt.backend.backend_for  # type: ignore[assignment]
     return seen
 

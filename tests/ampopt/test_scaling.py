@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from ampopt.loss_scale import DynamicLossScale, StaticLossScale
-from ampopt.scaling import check_scale_number, scale_outputs
+from ampopt.loss_scale.dynamic import DynamicLossScale
+from ampopt.loss_scale.outputs import check_scale_number, scale_outputs
+from ampopt.loss_scale.static import StaticLossScale
 
 Pair = namedtuple("Pair", "loss extra")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

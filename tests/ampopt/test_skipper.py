@@ -32,10 +32,10 @@ from steps_on_the_host import (
 from torch.nn import Parameter
 
 import ampopt
-from ampopt import ordinary
+from ampopt._step import ordinary
+from ampopt._step.transaction import Skipper
 from ampopt.testing.bits import bits
 from ampopt.testing.no_sync import assert_no_sync
-from ampopt.transaction import Skipper
 from ampopt_kernels.language import HAS_TRITON
 
 pytestmark = pytest.mark.usefixtures("as_on_a_device")
@@ -76,7 +76,7 @@ def test_a_step_that_does_not_makes_the_host_look(cls):
     ],
 )
 def test_what_makes_the_host_look_is_named(cls, reason, caplog):
-    with caplog.at_level("INFO", logger="ampopt.transaction"):
+    with caplog.at_level("INFO", logger="ampopt._step.transaction"):
         found = after_steps(cls).reason
     assert found is not None
     assert found == reason

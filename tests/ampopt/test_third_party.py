@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import ampopt
-from ampopt import judge, ordinary
+from ampopt._step import ordinary, overflow
 from ampopt.testing.bits import bits
 from ampopt_kernels.eager import Eager
 
@@ -158,7 +158,7 @@ def steps(optimizer: Any, numbers: Iterable[int]) -> None:
 def skip_by(request, monkeypatch):
     """The host sees the flag; it does not, and ``skip_by`` is "auto", or says "transaction"."""
     if request.param != "host":
-        for module in (ordinary, judge):
+        for module in (ordinary, overflow):
             monkeypatch.setattr(module, "backend_for", lambda _: Eager(reads_cpu=False))
     return "transaction" if request.param == "transaction" else "auto"
 

@@ -14,8 +14,8 @@ from steps_on_the_host import HOST_TOO, Iterating, PastTheDispatcher, Sparse, se
 from strategies import fewer
 
 import ampopt
+from ampopt._step.transaction import Writes
 from ampopt.testing.bits import bits
-from ampopt.transaction import Writes
 
 pytestmark = pytest.mark.usefixtures("as_on_a_device")
 

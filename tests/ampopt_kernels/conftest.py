@@ -3,7 +3,8 @@
 import pytest
 from passes import BLOCK, CHUNK
 
-from ampopt_kernels import cpu, eager, pieces
+from ampopt_kernels import eager
+from ampopt_kernels.cpu import backend, bundles
 from ampopt_kernels.language import HAS_TRITON
 
 
@@ -12,12 +13,14 @@ def small_chunks():
     """What is a matter of speed, not of meaning: Triton's interpreter takes its time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
-        patch.setattr(cpu, "CHUNK", CHUNK)
-        patch.setattr(pieces, "SMALL", CHUNK)
+        patch.setattr(backend, "CHUNK", CHUNK)
+        patch.setattr(bundles, "SMALL", CHUNK)
         if HAS_TRITON:
-            from ampopt_kernels import multi_tensor
+            from ampopt_kernels.triton import backend as triton_backend
 
-            patch.setattr(multi_tensor, "AHEAD", multi_tensor.AHEAD * BLOCK // multi_tensor.BLOCK)
-            patch.setattr(multi_tensor, "BLOCK", BLOCK)
-            patch.setattr(multi_tensor, "CHUNK", CHUNK)
+            patch.setattr(
+                triton_backend, "AHEAD", triton_backend.AHEAD * BLOCK // triton_backend.BLOCK
+            )
+            patch.setattr(triton_backend, "BLOCK", BLOCK)
+            patch.setattr(triton_backend, "CHUNK", CHUNK)
         yield

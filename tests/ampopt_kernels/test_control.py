@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from passes import CPU, ENGINES, each_engine
 
 from ampopt.testing.bits import bits
-from ampopt_kernels import stand_in
+from ampopt_kernels import torch_language
 from ampopt_kernels.policy import PolicyConstants, next_scale
-from ampopt_kernels.work import Decision, Partials, Request, Work
+from ampopt_kernels.step import Decision, Partials, Request, Work
 
 POLICY = PolicyConstants(2.0, 0.5, 3.0, 2.0, 2.0, 1.0, 0.0, 2.0**-3, 2.0**5)
 MANY = 1025
@@ -120,7 +120,9 @@ def test_the_scale_has_a_successor(engine, value, growth, budget, flags, shape, 
     before = bits((scale, counters))
     request = Request(scale, POLICY, counters, drop=drop, apply=False)
     decision = decide(engine, request, parts(flags))
-    expected = stand_in.bind(next_scale)(value, growth, budget, max([0.0, *flags]), tuple(POLICY))
+    expected = torch_language.bind(next_scale)(
+        value, growth, budget, max([0.0, *flags]), tuple(POLICY)
+    )
     assert decision.scale is not None
     assert decision.counters is not None
     assert (decision.scale.shape, decision.scale.dtype) == (scale.shape, scale.dtype)

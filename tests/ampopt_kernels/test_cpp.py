@@ -13,10 +13,10 @@ from hypothesis import Phase, given, settings
 from passes import fingerprint
 
 from ampopt_kernels import div_rn, jit, maximum, minimum, power, rules, sqrt_rn, tl
-from ampopt_kernels.build import Library, cpp_compiler
-from ampopt_kernels.compiled import _Function
-from ampopt_kernels.cpp import source_of
-from ampopt_kernels.cpu import CHUNK, apply_rule
+from ampopt_kernels.cpu.backend import CHUNK, apply_rule
+from ampopt_kernels.cpu.build import Library, cpp_compiler
+from ampopt_kernels.cpu.compiled import _Function
+from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.rule import Rule, State
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")

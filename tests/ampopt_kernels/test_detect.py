@@ -20,7 +20,7 @@ from passes import (
     works,
 )
 
-from ampopt_kernels.work import Request
+from ampopt_kernels.step import Request
 
 SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given
 
-from ampopt_kernels import stand_in
+from ampopt_kernels import torch_language
 from ampopt_kernels.language import HAS_TRITON, kernel, power, tl
 
 counts = st.integers(1, 2**24).map(float)
@@ -16,12 +16,12 @@ averaging = st.one_of(
 
 
 def on_numbers(base, exponent):
-    return stand_in.bind(power)(base, exponent)
+    return torch_language.bind(power)(base, exponent)
 
 
 def on_tensors(base, exponent):
     wide = (torch.tensor([x], dtype=torch.float64) for x in (base, exponent))
-    return stand_in.bind(power)(*wide).item()
+    return torch_language.bind(power)(*wide).item()
 
 
 @kernel

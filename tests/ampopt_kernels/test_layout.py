@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
-from ampopt_kernels.layout import dense_like, flat, is_dense, real
+from ampopt_kernels.tensors import dense_like, flat, is_dense, real
 
 
 @st.composite

@@ -6,12 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from passes import CHUNK, CPU, RowPlan, WorkPlan, works
 
-from ampopt_kernels import multi_tensor, native, rules
-from ampopt_kernels.control import control_kernel
-from ampopt_kernels.detect import detect_kernel
-from ampopt_kernels.multi_tensor import Triton
-from ampopt_kernels.update import update_kernel
-from ampopt_kernels.work import Request, Row, Work, run
+from ampopt_kernels import rules
+from ampopt_kernels.cpu import native
+from ampopt_kernels.step import Request, Row, Work, run
+from ampopt_kernels.triton import backend as triton_backend
+from ampopt_kernels.triton.backend import Triton
+from ampopt_kernels.triton.control import control_kernel
+from ampopt_kernels.triton.detect import detect_kernel
+from ampopt_kernels.triton.update import update_kernel
 
 OFF = (False,) * 5
 HYPER = (0.1, 0.0, 0.0, 0.0)
@@ -78,16 +80,16 @@ def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
     work = Work(CPU, [Row(grad=grad) for grad in grads])
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multi_tensor, "CHUNK", 1 << 12)
-        patch.setattr(multi_tensor, "BLOCK", 1 << 10)
-        patch.setattr(multi_tensor, "AHEAD", 1 << 6)
+        patch.setattr(triton_backend, "CHUNK", 1 << 12)
+        patch.setattr(triton_backend, "BLOCK", 1 << 10)
+        patch.setattr(triton_backend, "AHEAD", 1 << 6)
         Triton(lambda device, *launch: recorded.append(launch)).detect(work, Request())
     ((_, programs, arguments),) = recorded
     chunk = arguments["chunk"]
     assert programs == sum(-(-n // chunk) for n in sizes)
     assert chunk % (arguments["BLOCK"] * arguments["AHEAD"]) == 0
-    assert programs <= multi_tensor.PROGRAMS + len(sizes)
-    assert chunk == 1 << 12 or programs > multi_tensor.PROGRAMS // 2
+    assert programs <= triton_backend.PROGRAMS + len(sizes)
+    assert chunk == 1 << 12 or programs > triton_backend.PROGRAMS // 2
 
 
 def test_no_detect_where_nothing_is_judged():
@@ -105,7 +107,7 @@ def test_an_update_that_cannot_be_compiled_fails_before_anything_is_launched(mon
             raise RuntimeError("the compiler failed")
         others.append(kernel)
 
-    monkeypatch.setattr(multi_tensor, "_launch", launch)
+    monkeypatch.setattr(triton_backend, "_launch", launch)
     work = WorkPlan((row(),), rules.sgd, (HYPER,)).build().work
     with pytest.raises(RuntimeError, match="the compiler failed"):
         run(lambda _: Triton(), [work], Request())
@@ -120,7 +122,7 @@ def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
             kind = arguments["DTYPES"], arguments["h_table"].dtype, arguments["factors"].dtype
             updates.append((programs, kind))
 
-    monkeypatch.setattr(multi_tensor, "_launch", launch)
+    monkeypatch.setattr(triton_backend, "_launch", launch)
     backend = Triton()
     work = WorkPlan((row(), row(dtype=torch.float64)), rules.sgd, (HYPER,)).build().work
     for _ in range(2):
@@ -168,7 +170,7 @@ def test_loops_of_cpp_are_compiled_where_kernels_are(monkeypatch, fails):
             raise OSError("there is no compiler")
 
     monkeypatch.setattr(native, "loops", loops)
-    monkeypatch.setattr(multi_tensor, "INTERPRETED", False)
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     native.compile_if_possible.cache_clear()
     launched(WorkPlan((row(),), rules.sgd, (HYPER,)).build().work)
     assert not asked

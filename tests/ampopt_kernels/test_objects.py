@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ampopt_kernels import native, objects
-from ampopt_kernels.build import cpp_compiler
-from ampopt_kernels.objects import Contents, addresses, bump_versions, same
+from ampopt_kernels.cpu import native, objects
+from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.cpu.objects import Contents, addresses, bump_versions, same
 
 
 @pytest.fixture(autouse=True, params=["native", "python"])

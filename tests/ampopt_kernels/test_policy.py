@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from passes import CPU, ENGINES, each_engine
 
-from ampopt_kernels import stand_in
+from ampopt_kernels import torch_language
 from ampopt_kernels.policy import PolicyConstants, next_scale
-from ampopt_kernels.work import Partials, Request, Work
+from ampopt_kernels.step import Partials, Request, Work
 
 FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 
@@ -61,7 +61,7 @@ def expected_history(start, history, constants):
 
 @given(constants=POLICIES, history=HISTORIES, start=STARTS)
 def test_on_numbers(constants, history, start):
-    bound = stand_in.bind(next_scale)
+    bound = torch_language.bind(next_scale)
     state = (as_float32(start), 0.0, constants.hysteresis)
     for overflow, expected in zip(
         history, expected_history(start, history, constants), strict=True
@@ -73,7 +73,7 @@ def test_on_numbers(constants, history, start):
 
 @given(constants=POLICIES, history=HISTORIES, start=STARTS)
 def test_on_tensors(constants, history, start):
-    bound = stand_in.bind(next_scale)
+    bound = torch_language.bind(next_scale)
     wide = torch.tensor(constants, dtype=torch.float64).unbind()
     state = torch.tensor([as_float32(start), 0.0, constants.hysteresis], dtype=torch.float64)
     for overflow, expected in zip(

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampopt_kernels import div_rn, jit, maximum, minimum, power, sqrt_rn, stand_in, tl
+from ampopt_kernels import div_rn, jit, maximum, minimum, power, sqrt_rn, tl, torch_language
 from ampopt_kernels.language import HAS_TRITON
 
 FLOATS = st.floats(-100, 100) | st.sampled_from([0.0, -0.0, 1e300, -1e300, math.inf, -math.inf])
@@ -46,7 +46,7 @@ def same(a, b, rel=1e-12):
 
 @given(x=st.floats(-8, 8), y=st.floats(-8, 8), flag=st.booleans())
 def test_one_body_for_tensors_and_numbers(x, y, flag):
-    bound = stand_in.bind(nested)
+    bound = torch_language.bind(nested)
     wide = (torch.tensor([v], dtype=torch.float64) for v in (x, y))
     tensor, (next_tensor,) = bound(*wide, flag)
     number, (next_number,) = bound(x, y, flag)
@@ -59,18 +59,18 @@ def test_one_body_for_tensors_and_numbers(x, y, flag):
 
 def test_bind_leaves_the_function_as_it_was():
     before = dict(nested.fn.__globals__)
-    stand_in.bind(nested)
+    torch_language.bind(nested)
     assert nested.fn.__globals__ == before
     assert nested.fn.__globals__["tl"] is tl
 
 
 def test_bind_keeps_defaults():
-    assert stand_in.bind(with_default)(2.0) == 6.0
+    assert torch_language.bind(with_default)(2.0) == 6.0
 
 
 def test_an_unknown_function_is_named_with_those_there_are():
     with pytest.raises(AttributeError, match=r"the rule uses tl\.hyperbolic") as raised:
-        stand_in.bind(unknown)(torch.ones(1))
+        torch_language.bind(unknown)(torch.ones(1))
     offered = str(raised.value).split("It has: ")[1].split(". Write")[0].split(", ")
     assert set(UNARY) | {"where", "float32"} <= set(offered)
     # What is offered is of the language, not of the module's own making.
@@ -80,21 +80,21 @@ def test_an_unknown_function_is_named_with_those_there_are():
 @given(name=st.sampled_from(UNARY), x=FLOATS)
 def test_numbers_have_the_results_of_tensors(name, x):
     """Also where Python would raise: a CPU step may run on numbers, a device step on tensors."""
-    function = getattr(stand_in, name)
+    function = getattr(torch_language, name)
     assert same(function(x), function(torch.tensor(x, dtype=torch.float64)).item())
 
 
 @given(x=FLOATS, y=FLOATS, of_tensors=st.tuples(st.booleans(), st.booleans()))
 def test_choosing(x, y, of_tensors):
-    larger, smaller = stand_in.bind(maximum), stand_in.bind(minimum)
+    larger, smaller = torch_language.bind(maximum), torch_language.bind(minimum)
     a, b = (
         torch.tensor(v, dtype=torch.float64) if t else v
         for v, t in zip((x, y), of_tensors, strict=True)
     )
     assert float(larger(a, b)) == max(x, y)
     assert float(smaller(a, b)) == min(x, y)
-    assert float(stand_in.where(a > b, a, b)) == max(x, y)
-    assert float(stand_in.where(x > y, a, b)) == max(x, y)
+    assert float(torch_language.where(a > b, a, b)) == max(x, y)
+    assert float(torch_language.where(x > y, a, b)) == max(x, y)
 
 
 @jit
@@ -107,7 +107,7 @@ def test_nan_is_neither_larger_nor_smaller_but_nan(y, first, of_tensors):
     values = (math.nan, y) if first else (y, math.nan)
     wide = functools.partial(torch.tensor, dtype=torch.float64)
     given = [wide(v) if t else v for v, t in zip(values, of_tensors, strict=True)]
-    for chosen in stand_in.bind(larger_and_smaller)(*given):
+    for chosen in torch_language.bind(larger_and_smaller)(*given):
         assert math.isnan(float(chosen))
 
 
@@ -120,12 +120,12 @@ def calls_a_helper_by_another_name(x):
 
 
 def test_a_helper_may_have_another_name():
-    assert stand_in.bind(calls_a_helper_by_another_name)(4.0) == 2.0
+    assert torch_language.bind(calls_a_helper_by_another_name)(4.0) == 2.0
 
 
 @given(base=st.floats(0, 1), exponent=st.integers(1, 10**6))
 def test_power(base, exponent):
-    function = stand_in.bind(power)
+    function = torch_language.bind(power)
     expected = base**exponent
     # exp2(e log2 b) loses what digits the size of the exponent takes.
     assert same(function(base, float(exponent)), expected, rel=1e-9)
@@ -134,8 +134,8 @@ def test_power(base, exponent):
 
 
 def test_power_of_nothing():
-    assert stand_in.bind(power)(0.0, 3.0) == 0.0
-    assert stand_in.bind(power)(torch.zeros(2), 3.0).tolist() == [0.0, 0.0]
+    assert torch_language.bind(power)(0.0, 3.0) == 0.0
+    assert torch_language.bind(power)(torch.zeros(2), 3.0).tolist() == [0.0, 0.0]
 
 
 @jit
@@ -144,7 +144,7 @@ def rounded(x, y):
 
 
 def test_rounded_functions_take_either_dtype_and_numbers():
-    function = stand_in.bind(rounded)
+    function = torch_language.bind(rounded)
     for dtype in (torch.float32, torch.float64):
         x, y = torch.tensor([2.0, 1e-40], dtype=dtype), torch.tensor([3.0, 7.0], dtype=dtype)
         root, quotient = function(x, y)
@@ -193,7 +193,7 @@ def test_triton_agrees(dtype, data):
     positive = data.draw(st.lists(st.floats(0.0625, 8, width=32), min_size=4, max_size=4))
     any_sign = data.draw(st.lists(st.floats(-8, 8, width=32), min_size=4, max_size=4))
     source = torch.tensor([positive, any_sign], dtype=dtype)
-    expected = torch.stack(stand_in.bind(all_functions)(*source))
+    expected = torch.stack(torch_language.bind(all_functions)(*source))
     target = torch.empty_like(expected)
     on_device[(1,)](source, target, FUNCTION=all_functions, N=4)
     # In float64, rounded once more for float32, which finds the nearest as well.

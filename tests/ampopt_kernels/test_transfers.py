@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import ampopt
-from ampopt.replay import Replay
+from ampopt._step.replay import Replay
 from ampopt_kernels.devices import captures
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.transfers import carried, carried_into
@@ -114,7 +114,7 @@ def test_a_device_that_is_not_the_current_one_is_asked_whether_it_captures(kind,
 @each_accelerator
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_a_launch_is_on_the_device_of_its_tensors(kind, current):
-    from ampopt_kernels.multi_tensor import _on
+    from ampopt_kernels.triton.backend import _on
 
     with _on(torch.device(kind, 1)):
         assert current == [1]

@@ -22,11 +22,11 @@ from ampopt_kernels import (
     power,
     rules,
     sqrt_rn,
-    stand_in,
     tl,
-    triton_check,
+    torch_language,
 )
 from ampopt_kernels.aot import count_hyper
+from ampopt_kernels.check_rule import by_triton
 from ampopt_kernels.language import HAS_TRITON
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
@@ -207,8 +207,8 @@ def documented(*, of_tl: bool) -> set[str]:
 def test_the_documented_functions_are_those_there_are():
     offered = {
         name
-        for name, value in vars(stand_in).items()
-        if name[0] != "_" and name not in stand_in._NOT_LANGUAGE and callable(value)
+        for name, value in vars(torch_language).items()
+        if name[0] != "_" and name not in torch_language._NOT_LANGUAGE and callable(value)
     }
     assert documented(of_tl=True) == offered
     rest = {"Rule", "State", "jit", "tl"}
@@ -244,7 +244,7 @@ def test_all_there_is_compiles():
     source = inspect.getsource(uses_all_there_is.fn)
     for name in documented(of_tl=True) | documented(of_tl=False):
         assert re.search(rf"\b(tl\.)?{name}\(", source), name
-    triton_check.check(ALL, (), 2, "Author")
+    by_triton.check(ALL, (), 2, "Author")
 
 
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
@@ -253,7 +253,7 @@ def test_a_rule_passes_after_one_has_run(backend):
     param = Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     ampopt.Adam([param]).unscale_and_step(grads_scaled_by=2.0)
-    triton_check.check(ALL, (), 2, "Author")
+    by_triton.check(ALL, (), 2, "Author")
 
 
 @needs_triton
@@ -263,4 +263,4 @@ def test_built_in_rules_pass(name):
     rule = getattr(rules, name)
     for on in (False, True):
         flags = (on,) * len(rule.flags)
-        triton_check.check(rule, flags, count_hyper(rule, flags), name)
+        by_triton.check(rule, flags, count_hyper(rule, flags), name)

@@ -25,7 +25,7 @@ from passes import (
 
 from ampopt.testing.bits import bits
 from ampopt_kernels import rules
-from ampopt_kernels.work import Request, Work, run
+from ampopt_kernels.step import Request, Work, run
 
 ADAM = (0.5, 0.9, 0.999, 0.125, 0.25)
 SGD = (0.5, 0.9, 0.5, 0.25)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.triton.uploads import Uploads
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -48,7 +48,7 @@ def test_in_place_the_table_stays_where_it_is():
 def test_nothing_is_sent_while_a_graph_is_captured(monkeypatch):
     uploads = Uploads()
     table = uploads.get("rows", [1, 2], torch.int64, CPU)
-    monkeypatch.setattr("ampopt_kernels.uploads.captures", lambda device: True)
+    monkeypatch.setattr("ampopt_kernels.triton.uploads.captures", lambda device: True)
     assert uploads.get("rows", [1, 2], torch.int64, CPU) is table
     with pytest.raises(RuntimeError, match="zero_grad.set_to_none=False"):
         uploads.get("rows", [1, 3], torch.int64, CPU)

@@ -1,0 +1,1 @@
+"""How a step is taken, or left out: nothing in here is for users."""

@@ -1,0 +1,375 @@
+"""What of an optimizer is not the contents of a tensor: seen, compared and put back."""
+
+import copyreg
+import ctypes
+import enum
+import functools
+import logging
+import operator
+import random
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import ranks
+from ampopt_kernels.devices import captures
+
+__all__ = ["HostState"]
+
+_ATTEMPT = frozenset(
+    {
+        "grad_norm",
+        "grad_scale",
+        "found_inf",
+        "step",  # as patched by torch's schedulers
+        "_decision",
+        "_dtypes",
+        "_is_over",
+        "_on_masters",
+        "_opt_called",
+        "_pending",
+        "_plan",
+        "_request",
+        "_skipper",
+        "_stepped_with",
+        "_uploads",
+        "_warned_of_float16",
+    }
+)
+"""Attributes of an optimizer that belong to the attempt at a step, or are caches."""
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    range,
+    slice,
+    torch.device,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+)
+_ATOMS = (
+    *_PLAIN,
+    type,
+    logging.Logger,
+    torch.Event,
+    torch.Stream,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    weakref.ref,
+    *([torch.distributed.ProcessGroup] if torch.distributed.is_available() else []),
+)
+"""Kinds of objects in which nothing changes, or nothing that a step depends on."""
+
+
+@dataclass
+class _Kept:
+    """A piece of it: how it was, and how to read and write it."""
+
+    what: str
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    was: Any
+    grows: bool  # it holds names, to which a first step may add some
+
+    def differs(self) -> bool:
+        return not _same(self.was, self.read())
+
+    def difference(self) -> str:
+        now = self.read()
+        if isinstance(now, dict):
+            for key in chain(self.was, now):
+                if key not in now or key not in self.was or not _same(self.was[key], now[key]):
+                    return f"{self.what}[{key!r}]" if isinstance(key, str) else self.what
+        return self.what
+
+    def only_grew(self) -> bool:
+        now = self.read()
+        return _same(self.was, now) or (
+            self.grows and _same(self.was, {k: now[k] for k in self.was if k in now})
+        )
+
+
+class HostState:
+    """What of an optimizer no select on a device can put back, as it was.
+
+    That is everything but the contents of tensors: which tensors and other objects stand in its
+    state, its param groups and its attributes, however deep, and what is in those, and the random
+    generators of Python, NumPy and torch. Not seen is what is kept elsewhere: in globals and on
+    classes.
+
+    Attributes:
+        tensors: those that stand there, each of them one piece of memory.
+        hidden: the name of an object that cannot be seen into, if there is one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember."""
+        self.tensors: list[Tensor] = []
+        self.hidden: str | None = None
+        self._kept: list[_Kept] = []
+        self._seen: dict[int, Any] = {}  # and keeps alive, so that no id is used again
+        self._unseen: list[tuple[Any, str]] = []
+        self._add(optimizer, type(optimizer).__name__)
+        self._find()
+        for name, generator in _generators(t.device for t in self.tensors):
+            self._add(generator, name)
+        self._find()
+
+    def changed(self) -> str | None:
+        """The name of something that is different now, or ``None``. Names only added come last."""
+        found = [(kept.only_grew(), kept.difference()) for kept in self._kept if kept.differs()]
+        return min(found, key=operator.itemgetter(0))[1] if found else None
+
+    def only_grew(self) -> bool:
+        """Whether all that is different is names that were not there before."""
+        return all(kept.only_grew() for kept in self._kept)
+
+    def restore(self) -> None:
+        """Put it back. Tensors that stood there do again, with the contents that they have now."""
+        for kept in self._kept:
+            if kept.differs():
+                kept.write(kept.was)
+
+    def _add(self, value: Any, what: str) -> None:
+        if not isinstance(value, _ATOMS) and id(value) not in self._seen:
+            self._seen[id(value)] = value
+            self._unseen.append((value, what))
+
+    def _find(self) -> None:
+        """Remember everything that was added and all that it refers to."""
+        while self._unseen:
+            value, what = self._unseen.pop()
+            if ranks.is_spread(value):
+                self._find_spread(value, what)
+                continue
+            known = self._find_contents(value, what)
+            attributes = getattr(value, "__dict__", None)
+            if isinstance(attributes, dict) and not isinstance(value, types.MethodType):
+                self._find_attributes(value, attributes, what)
+                known = True
+            if slots := _slots(value):
+                self._find_slots(value, slots, what)
+                known = True
+            if not known:
+                self.hidden = self.hidden or f"{what}, a {type(value).__name__}"
+
+    def _find_contents(self, value: Any, what: str) -> bool:
+        """Remember what ``value`` holds as an object of its kind; ``False`` if that is unknown."""
+        numpy = sys.modules.get("numpy")
+        if isinstance(value, Tensor):
+            self._find_tensor(value, what)
+        elif isinstance(value, dict):
+            self._keep(what, lambda: dict(value), functools.partial(_refill, value), grows=True)
+            for key, item in value.items():
+                self._add(key, what)
+                self._add_named(item, what, key)
+        elif isinstance(value, (list, deque)):
+            self._keep(what, lambda: list(value), functools.partial(_replace, value))
+            self._add_each(value, what)
+        elif isinstance(value, set):
+            self._keep(what, lambda: set(value), functools.partial(_refill, value))
+            self._add_each(value, what)
+        elif isinstance(value, (tuple, frozenset)):
+            self._add_each(value, what)
+        elif isinstance(value, bytearray):
+            self._keep(what, lambda: bytes(value), functools.partial(_replace, value))
+        elif isinstance(value, (torch.Generator, random.Random)):
+            self._keep(what, *_accessors(value))
+        elif isinstance(value, types.MethodType):
+            self._add_each((value.__func__, value.__self__), what)
+        elif isinstance(value, types.FunctionType):
+            self._add_each(value.__closure__ or (), what)
+        elif isinstance(value, types.CellType):
+            self._keep(what, lambda: _contents(value), functools.partial(_fill, value))
+            self._add_each(_contents(value), what)
+        elif isinstance(value, functools.partial):
+            self._add_each((value.func, value.args, value.keywords), what)
+        elif numpy is None:
+            return False
+        elif isinstance(value, numpy.generic):
+            pass
+        elif isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
+            self._keep(what, value.copy, functools.partial(numpy.copyto, value))
+        elif isinstance(value, numpy.random.RandomState):
+            self._keep(what, lambda: value.get_state(legacy=False), value.set_state)
+        elif isinstance(value, numpy.random.Generator):
+            bits = value.bit_generator
+            self._keep(what, lambda: bits.state, functools.partial(setattr, bits, "state"))
+        else:
+            return False
+        return True
+
+    def _add_each(self, values: Iterable[Any], what: str) -> None:
+        for index, value in enumerate(values):
+            self._add_named(value, what, index)
+
+    def _add_named(self, value: Any, what: str, key: Any) -> None:
+        if not isinstance(value, _ATOMS):
+            self._add(value, f"{what}[{key!r}]" if isinstance(key, (str, int)) else f"{what}[...]")
+
+    def _find_tensor(self, tensor: Tensor, what: str) -> None:
+        dispatch = "__torch_dispatch__"
+        special = getattr(type(tensor), dispatch) is not getattr(Tensor, dispatch)
+        if special or tensor.layout != torch.strided:  # it is not one piece of memory
+            self.hidden = self.hidden or f"{what}, a {type(tensor).__name__} of {tensor.layout}"
+            return
+        self.tensors.append(tensor)
+        # An assignment to ``tensor.data`` leaves the object and takes the memory away from it.
+        alias = tensor.detach()
+        self._keep(what, lambda: _layout(tensor), lambda _: setattr(tensor, "data", alias))
+
+    def _find_spread(self, tensor: Any, what: str) -> None:
+        """Remember the part that is here: what is around it has no memory of its own."""
+        part = functools.partial(setattr, tensor, "_local_tensor")
+        self._keep(what, lambda: ranks.local(tensor), part)
+        self._add(ranks.local(tensor), what)
+
+    def _find_attributes(self, owner: Any, attributes: dict[str, Any], what: str) -> None:
+        skip_attempt = isinstance(owner, torch.optim.Optimizer)
+
+        def read() -> dict[str, Any]:
+            if not skip_attempt:
+                return dict(attributes)
+            return {
+                name: value
+                for name, value in attributes.items()
+                # The hooks run around the step, not in it.
+                if name not in _ATTEMPT and not name.startswith("_optimizer_")
+            }
+
+        def write(was: dict[str, Any]) -> None:
+            for name in read():
+                if name not in was:
+                    del attributes[name]
+            attributes.update(was)
+
+        self._keep(what, read, write, grows=True)
+        for name, value in read().items():
+            if not isinstance(value, _ATOMS):
+                self._add(value, f"{what}.{name}")
+
+    def _find_slots(self, owner: Any, slots: list[str], what: str) -> None:
+        def read() -> dict[str, Any]:
+            return {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+
+        def write(was: dict[str, Any]) -> None:
+            for name in read():
+                if name not in was:
+                    object.__delattr__(owner, name)
+            for name, value in was.items():
+                object.__setattr__(owner, name, value)
+
+        self._keep(what, read, write, grows=True)
+        for name, value in read().items():
+            self._add(value, f"{what}.{name}")
+
+    def _keep(
+        self, what: str, read: Callable[[], Any], write: Callable[[Any], Any], grows: bool = False
+    ) -> None:
+        self._kept.append(_Kept(what, read, write, read(), grows))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are one object, or alike with nothing in them that could change."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(k in b and _same(v, b[k]) for k, v in a.items())
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, (float, complex)):
+        return repr(a) == repr(b)  # 0.0 is not -0.0, and NaN is NaN
+    if isinstance(a, (set, frozenset, *_PLAIN)):
+        return bool(a == b)
+    if isinstance(a, _Bytes):
+        return a.data == b.data
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(a, (numpy.ndarray, numpy.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return False
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _refill(container: Any, was: Any) -> None:
+    container.clear()
+    container.update(was)
+
+
+def _replace(container: Any, was: Any) -> None:
+    container.clear()
+    container.extend(was)
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:  # it is empty
+        return ()
+
+
+def _fill(cell: types.CellType, was: tuple[Any, ...]) -> None:
+    if was:
+        (cell.cell_contents,) = was
+    else:
+        del cell.cell_contents
+
+
+def _slots(value: Any) -> list[str]:
+    return copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+
+
+# --- random generators ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Bytes:
+    """The state of a generator of torch's, and its bytes, which are compared faster."""
+
+    state: Tensor
+    data: bytes
+
+
+def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """How to read and write the state of ``generator``."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+
+    def get() -> _Bytes:
+        state = generator.get_state()
+        return _Bytes(state, ctypes.string_at(state.data_ptr(), state.numel()))
+
+    return get, lambda was: generator.set_state(was.state)
+
+
+def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Any]]:
+    """The generators that a step on ``devices`` may draw from without having one of its own."""
+    yield "Python's random state", random._inst  # type: ignore[attr-defined]
+    yield "torch's random state", torch.default_generator
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield "NumPy's random state", numpy.random.mtrand._rand
+    for device in sorted({d for d in devices if d.type != "cpu"}, key=str):
+        generators = getattr(torch.get_device_module(device), "default_generators", ())
+        if generators and not captures(device):  # while a graph is captured it has the generator
+            yield f"the random state of {device}", generators[device.index]

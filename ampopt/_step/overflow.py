@@ -1,0 +1,133 @@
+"""Judge, and unscale, the gradients of optimizers of any class, of one or several at once."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import gradients, ranks
+from ampopt.backend import backend_for
+from ampopt_kernels.step import Decision, Request, Row, Work, run
+from ampopt_kernels.transfers import carried
+from ampopt_kernels.triton.uploads import Uploads
+
+__all__ = [
+    "agreement_on",
+    "decided_elsewhere",
+    "device_of",
+    "judge",
+    "judge_held",
+    "works_of",
+]
+
+
+def judge(
+    param_groups: list[dict[str, Any]],
+    request: Request,
+    *,
+    write: bool = False,
+    uploads: dict[torch.device, Uploads] | None = None,
+) -> Decision | None:
+    """Judge all gradients under one decision. Does not synchronize.
+
+    Args:
+        param_groups: of one or several optimizers.
+        request: what is asked; nothing is stepped.
+        write: unscale the gradients in place.
+        uploads: what the devices hold of earlier calls.
+
+    Returns:
+        The decision; ``None`` if there are no gradients.
+
+    Raises:
+        RuntimeError: see :func:`ampopt._step.gradients.check`; nothing has changed then.
+        TypeError: likewise.
+    """
+    gradients.check(param_groups)
+    agreement = agreement_on(request, param_groups)
+    present = gradients.present(param_groups)
+    if not present:
+        return decided_elsewhere(request, agreement, device_of(param_groups))
+    uploads = {} if uploads is None else uploads
+    return judge_held(present, request, agreement, write=write, uploads=uploads)
+
+
+def agreement_on(request: Request, param_groups: list[dict[str, Any]]) -> ranks.Agreement | None:
+    """The ranks that decide together, if ``request`` has anything for them to decide."""
+    asks = request.check or request.max_norm is not None
+    return ranks.agreement(param_groups) if asks else None
+
+
+def decided_elsewhere(
+    request: Request, agreement: ranks.Agreement | None, device: torch.device | None
+) -> Decision | None:
+    """The decision of other ranks, on one without gradients; ``None`` if there are no others.
+
+    The scale learns nothing if no rank has gradients.
+    """
+    if agreement is None or device is None:
+        return None
+    vote = ranks.Vote(agreement, present=False)
+    asked = replace(request, write=False, apply=False, agree=vote)
+    decision = run(backend_for, [Work(device, [])], asked)
+    if decision.scale is None or decision.counters is None:
+        return decision
+    assert vote.ranks is not None and request.scale is not None and request.counters is not None
+    learns = vote.ranks.reshape(()) > 0
+    return replace(
+        decision,
+        scale=torch.where(learns, decision.scale, carried(request.scale, device)),
+        counters=torch.where(learns, decision.counters, carried(request.counters, device)),
+    )
+
+
+@torch.no_grad()
+def judge_held(
+    holders: Sequence[tuple[int, Tensor]],
+    request: Request,
+    agreement: ranks.Agreement | None,
+    *,
+    write: bool,
+    uploads: dict[torch.device, Uploads],
+) -> Decision:
+    """As :func:`judge`, of gradients that were checked: of one tensor at least.
+
+    Args:
+        holders: ``(group, tensor)``, each with a ``grad``.
+        request: as for :func:`judge`.
+        agreement: of the ranks that decide together.
+        write: likewise.
+        uploads: likewise.
+    """
+    staged = gradients.Staged()
+    works = works_of(gradients.rows(holders, staged, agreement, written=write), uploads)
+    vote = None if agreement is None else ranks.Vote(agreement)
+    decision = run(backend_for, works, replace(request, write=write, apply=False, agree=vote))
+    staged.store()
+    return decision
+
+
+def works_of(
+    rows: Sequence[Row], uploads: dict[torch.device, Uploads], **fields: Any
+) -> list[Work]:
+    """The rows by device, the first parameter's first; ``fields`` are further ones of each."""
+    by_device: dict[torch.device, list[Row]] = {}
+    for row in rows:
+        by_device.setdefault(row.grad.device, []).append(row)
+    return [
+        Work(device, of_device, uploads=uploads.setdefault(device, Uploads()), **fields)
+        for device, of_device in by_device.items()
+    ]
+
+
+def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
+    """Where the decisions about these parameters are made; ``None`` if there are none."""
+    first = None
+    for group in param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return param.device
+            first = param if first is None else first
+    return None if first is None else first.device

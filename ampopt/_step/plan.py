@@ -1,0 +1,227 @@
+"""What a step of a rule works on, kept from one step to the next.
+
+Going through every parameter, state and layout in Python costs more than a small network's whole
+step, and next to nothing changes between steps but the gradients. A plan is made once and holds
+until something else changes; that it does hold is checked at every step.
+"""
+
+import operator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _device_dtype_check_for_fused
+
+from ampopt._step import gradients, ranks
+from ampopt._step.layouts import Alike
+from ampopt._step.state_buffers import lay_end_to_end
+from ampopt_kernels.check_rule.on_numbers import try_out
+from ampopt_kernels.cpu.objects import Contents, addresses, bump_versions, same
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.step import Row, Work
+
+if TYPE_CHECKING:
+    from ampopt.elementwise import ElementwiseOptimizer
+
+__all__ = ["Plan", "check_plannable"]
+
+
+class Plan:
+    """The rows of every parameter that has a gradient, by device.
+
+    Attributes:
+        works: what to run, the first parameter's device first; empty without gradients.
+        lasts: whether it may serve a second step; not where it works on copies.
+        writes_gradients: whether a step may unscale gradients before it uses them, and no bit of
+            what it does changes. Not those of a dtype that is narrower than the arithmetic, nor
+            where it works on copies of them.
+        agreement: of the ranks that decide together.
+    """
+
+    def __init__(self, optimizer: "ElementwiseOptimizer") -> None:
+        """Make state where it is missing, and the rows.
+
+        Raises:
+            RuntimeError: see :func:`ampopt._step.gradients.check`; nothing has changed then.
+        """
+        groups, rule = optimizer.param_groups, optimizer.rule
+        check_plannable(optimizer)
+        self._staged = gradients.Staged()
+        self.agreement = ranks.agreement(groups)
+        self._flags = [rule.flag_values(group) for group in groups]
+        self._params = [p for group in groups for p in group["params"]]
+        present = [
+            (group, p)
+            for group, p in gradients.present(groups)
+            if optimizer._holder(groups[group], p).grad is not None
+        ]
+        self._present = [p for _, p in present]
+        kept = set(self._present)
+        self._absent = [p for p in self._params if p not in kept]
+        self._masters = [
+            (place, master)
+            for place, (group, p) in enumerate(present)
+            if (master := optimizer._master_of(groups[group], p)) is not None
+        ]
+        states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
+        if _widen_scalars(rule, states):
+            rule = rule.with_float64_scalars
+        for part in (*rule.state, *rule.scalar_state):
+            lay_end_to_end([p for _, p in present], states, part.name)
+        rows = [
+            self._row(optimizer, group, param, state)
+            for (group, param), state in zip(present, states, strict=True)
+        ]
+        self.works: list[Work] = optimizer._works(rows, rule=rule)
+        order = {id(row): place for place, row in enumerate(rows)}
+        self._places = [[order[id(row)] for row in work.rows] for work in self.works]
+        parts = [(*rule.state_for(flags), *rule.scalar_state_for(flags)) for flags in self._flags]
+        held = [
+            *self._params,
+            *(master for _, master in self._masters),
+            *(s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]),
+        ]
+        # An object may stay and what it refers to be exchanged, as by an assignment to its data.
+        # Of what is spread over ranks, the part that is here counts, which may be exchanged, too.
+        self._held = held
+        self._addresses = addresses(self._parts(held))
+        self._params_alike = Alike(self._parts(self._params))
+        self._grads_alike = Alike([row.grad for row in rows])
+        self._state = optimizer.state
+        # Users may keep other things there than the state of a parameter.
+        of_params = [state for state in self._state.values() if isinstance(state, dict)]
+        self._contents = Contents([self._state, *of_params])
+        self.writes_gradients = all(
+            row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _address_of_grad(p)
+            for row, p in zip(rows, self._present, strict=True)
+        )
+        self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
+
+    def _row(
+        self, optimizer: "ElementwiseOptimizer", group: int, param: Tensor, state: dict
+    ) -> Row:
+        rule, flags, staged = optimizer.rule, self._flags[group], self._staged
+        local, agreement = ranks.local, self.agreement
+        master = optimizer._master_of(optimizer.param_groups[group], param)
+        holder = optimizer._holder(optimizer.param_groups[group], param)
+        p = gradients.real(local(param.detach() if master is None else master))
+        copy = None if master is None else staged.dense(local(param.detach()), p, written=True)
+        return Row(
+            grad=staged.dense(gradients.values_of(holder), p, written=False),
+            param=staged.dense(p, p, written=True),
+            copy=copy,
+            state=tuple(
+                staged.dense(gradients.real(local(state[part.name])), p, written=True)
+                for part in rule.state_for(flags)
+            ),
+            scalars=tuple(
+                state[part.name] if part in rule.scalar_state_for(flags) else None
+                for part in rule.scalar_state
+            ),
+            flags=flags,
+            group=group,
+            counted=agreement is None or agreement.counts(param),
+        )
+
+    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Of each, what is here of it."""
+        return tensors if self.agreement is None else list(map(ranks.local, tensors))
+
+    def renew(self, optimizer: "ElementwiseOptimizer") -> bool:
+        """Take up the gradients of this step; ``False`` if anything but them has changed."""
+        groups = optimizer.param_groups
+        if not (
+            self.lasts
+            and same(list(chain.from_iterable(group["params"] for group in groups)), self._params)
+            and self._params_alike.to(self._parts(self._params))
+            and addresses(self._parts(self._held)) == self._addresses
+            and optimizer.state is self._state
+            and self._contents.unchanged()
+            and [optimizer.rule.flag_values(group) for group in groups] == self._flags
+            and all(param.grad is None for param in self._absent)
+        ):
+            return False
+        if self.agreement is not None:
+            for param in self._present:
+                ranks.settle(param)
+        grads = list(map(_grad_of, self._present))
+        if optimizer._on_masters:
+            for place, master in self._masters:
+                if grads[place] is not None:
+                    grads[place] = master.grad
+        grads = self._parts(grads)
+        if not self._grads_alike.to(grads):
+            return False
+        for work, places in zip(self.works, self._places, strict=True):
+            work.take(grads if len(places) == len(grads) else [grads[i] for i in places])
+        return True
+
+    def take_hyper(self, optimizer: "ElementwiseOptimizer") -> None:
+        """Take up the hyperparameters of this step."""
+        hyper = [optimizer.rule.hyper_values(group) for group in optimizer.param_groups]
+        for work in self.works:
+            work.hyper = hyper
+
+    def finish(self) -> None:
+        """What follows a step: copies go where they belong, and gradients are let go of.
+
+        Autograd is told of the writes, which kernels make behind its back, so that a backward pass
+        through a graph that needs the old values is refused, as after a step of torch's.
+        """
+        self._staged.store()
+        bump_versions(self._present)
+        for work in self.works:
+            work.release()
+
+
+def check_plannable(optimizer: "ElementwiseOptimizer") -> None:
+    """Refuse what no plan can be made for, before anything has changed.
+
+    Raises:
+        RuntimeError: see :func:`ampopt._step.gradients.check`; a parameter was cast, or is
+            expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks its
+            word.
+        TypeError: see :func:`ampopt._step.gradients.check`.
+    """
+    groups, rule = optimizer.param_groups, optimizer.rule
+    gradients.check(groups)
+    optimizer._check_dtypes()
+    for group in groups:
+        flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
+        try_out(rule, flags, n_hyper, type(optimizer).__name__)
+    for group, param in gradients.present(groups):
+        _check_written_once(groups, param)
+        if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
+            _device_dtype_check_for_fused(param)
+
+
+def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
+    """Make all scalar states float64 if one is, as backends want them alike; whether it is so."""
+    names = [part.name for part in rule.scalar_state]
+    kept = [(state, name) for state in states for name in names if name in state]
+    if all(state[name].dtype == torch.float32 for state, name in kept):
+        return False
+    for state, name in kept:
+        if state[name].dtype != torch.float64:
+            state[name] = state[name].double()
+    return True
+
+
+def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
+    if torch._debug_has_internal_overlap(ranks.local(param)) == 1:  # pyright: ignore[reportPrivateImportUsage]
+        raise RuntimeError(
+            f"{gradients.name_of(groups, param)} is expanded: several of its elements share one "
+            "place in memory, and each would be updated; make it of expanded.clone()"
+        )
+
+
+_FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
+
+
+def _address_of_grad(param: Tensor) -> int:
+    return ranks.local(param.grad).data_ptr()
+
+
+_grad_of = operator.attrgetter("grad")

@@ -1,0 +1,217 @@
+"""Replay: the same closure again under a smaller scale until its gradients are finite."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt.errors import NonFiniteGradientError
+from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.numbers import check_scale_number
+from ampopt_kernels.devices import ACCELERATORS
+
+__all__ = ["Replay", "check_closure", "check_loss", "check_verdict", "step_with"]
+
+
+class Replay:
+    """A closure without arguments, for a ``step`` that knows nothing of scaling.
+
+    Each call is one evaluation that the inner algorithm asked for::
+
+        for _ in range(1 + max_replays):
+            loss, found_inf, successor = evaluate(scale)
+            if not found_inf: return loss
+            scale = successor
+        raise NonFiniteGradientError
+
+    Every call synchronizes: the host looks at ``found_inf`` and at the loss.
+
+    Attributes:
+        scale: the scale that the next evaluation starts from, which is that of the last finite
+            one.
+        successor: what follows ``scale`` after the last evaluation.
+        overflowed: whether the last evaluation overflowed and was let pass.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[Any], tuple[Any, Any, Any]],
+        scale: Any,
+        *,
+        max_replays: int,
+        preserve_rng: bool,
+        devices: Iterable[torch.device],
+        offenders: Callable[[], Iterable[str]],
+        on_every_rank: Callable[[bool], bool] = bool,
+    ) -> None:
+        """Prepare the evaluations of one step.
+
+        Args:
+            evaluate: ``evaluate(scale) -> (loss, found_inf, successor)``; judges the gradients and
+                leaves them ready for the step.
+            scale: to begin with; ``None`` for no scaling, when nothing is checked.
+            max_replays: of one evaluation.
+            preserve_rng: give every replay the random state of the first attempt. See also
+                :meth:`restore_rng`.
+            devices: whose random state that is, besides the CPU's.
+            offenders: names of the parameters whose gradients are not finite now.
+            on_every_rank: whether what is true here is true on all ranks that evaluate together.
+        """
+        self._evaluate = evaluate
+        self.scale = self.successor = scale
+        self.overflowed = False
+        self._max_replays = max_replays
+        self._devices = [d for d in devices if d.type in ACCELERATORS]
+        self._offenders = offenders
+        self._on_every_rank = on_every_rank
+        self._rng_before = self._rng_state() if preserve_rng else None
+
+    def __call__(self) -> Any:
+        """Evaluate until finite; return the loss.
+
+        Raises:
+            NonFiniteGradientError: no replay can help, or none is left.
+        """
+        state = None if self._rng_before is None else self._rng_state()
+        for attempt in range(1 + self._max_replays):
+            if attempt and state is not None:
+                self._set_rng_state(state)
+            loss, found_inf, self.successor = self._evaluate(self.scale)
+            if self.scale is None:
+                return loss
+            finite = _finite(loss)
+            if not self._on_every_rank(finite):
+                whose = "the loss of another rank is not finite"
+                whose = whose if finite else f"the loss is {_shown(loss)}"
+                raise self._error("loss", f"{whose}, which no scale can mend")
+            self.overflowed = bool(found_inf > 0)
+            if not self.overflowed or not getattr(self.scale, "drop_overflow_update", True):
+                return loss
+            if self.successor is self.scale:
+                raise self._error("replays", f"{self.scale!r} has no smaller scale to replay with")
+            self.scale = self.successor
+        raise self._error(
+            "replays",
+            f"gradients still overflow after {self._max_replays} replays (max_replays)",
+        )
+
+    def restore_rng(self) -> None:
+        """Put the random state back that the step began with, if it was to be preserved."""
+        if self._rng_before is not None:
+            self._set_rng_state(self._rng_before)
+
+    def _error(self, reason: Any, what: str) -> NonFiniteGradientError:
+        names = list(self._offenders())
+        where = f"; not finite: {', '.join(names)}" if names else ""
+        return NonFiniteGradientError(
+            f"replay ended, reason {reason!r}: {what}{where}. Parameters and state are as before "
+            "the call.",
+            reason=reason,
+            parameters=names,
+        )
+
+    def _rng_state(self) -> list[Tensor]:
+        there = (torch.get_device_module(d).get_rng_state(d) for d in self._devices)
+        return [torch.get_rng_state(), *there]
+
+    def _set_rng_state(self, state: list[Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        for device, device_state in zip(self._devices, state[1:], strict=True):
+            torch.get_device_module(device).set_rng_state(device_state, device)
+
+
+def step_with(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+    """Call an optimizer's ``step`` with ``closure``; if it takes none, evaluate that first.
+
+    Returns:
+        The loss.
+    """
+    # A scheduler's wrapper around step shows the self that it fills in.
+    names = [name for name in inspect.signature(step).parameters if name != "self"]
+    if "closure" in names[1:]:
+        return step(closure=closure)
+    if names:
+        return step(closure)
+    loss = closure()
+    step()
+    return loss
+
+
+def check_closure(closure: Any) -> None:
+    """Refuse a closure that cannot take the scale, before anything has run.
+
+    Raises:
+        TypeError: it is not callable, or not with one argument.
+    """
+    if not callable(closure):
+        raise TypeError(
+            f"closure must be callable, got {type(closure).__name__}; a scale is passed by name, "
+            "as in unscale_and_step(grads_scaled_by=scale)"
+        )
+    try:
+        signature = inspect.signature(closure)
+    except ValueError:  # some built-in callables have none to show
+        return
+    try:
+        signature.bind(object())
+    except TypeError:
+        raise TypeError(
+            f"closure{signature} must take the scale as its one argument: a replay lowers it. "
+            "Write `def closure(scale): ...` and scale the loss with "
+            "`scale_outputs(loss, scale).backward()`"
+        ) from None
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse what a closure returned in place of a loss.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor of one element.
+    """
+    if isinstance(loss, Tensor):
+        if loss.numel() == 1:
+            return
+        got = f"a tensor of shape {tuple(loss.shape)}"
+    elif isinstance(loss, (int, float)):
+        return
+    else:
+        got = type(loss).__name__
+    raise TypeError(
+        f"closure must return the unscaled loss, a number or a one-element tensor, got {got}"
+    )
+
+
+def check_verdict(loss: Any, found_inf: Any, scale: Any) -> None:
+    """Refuse what a closure returned in place of ``(loss, found_inf, scale)``.
+
+    Raises:
+        TypeError: one of them is of the wrong kind.
+        ValueError: the scale is a number that cannot be one.
+    """
+    check_loss(loss)
+    flag = isinstance(found_inf, Tensor) and found_inf.numel() == 1
+    if not flag and not isinstance(found_inf, (bool, int, float)):
+        raise TypeError(
+            "the closure of step_after_unscale must return (loss, found_inf, scale), but its "
+            f"found_inf is {found_inf!r}: return (loss, *optimizer.unscale(scale))"
+        )
+    if scale is None or isinstance(scale, (LossScale, Tensor)):
+        return
+    try:
+        check_scale_number(scale)
+    except TypeError:
+        raise TypeError(
+            "the closure of step_after_unscale must return (loss, found_inf, scale), but its "
+            f"scale is {scale!r}: return (loss, *optimizer.unscale(scale))"
+        ) from None
+
+
+def _finite(loss: Any) -> bool:
+    return bool(loss.isfinite().all()) if isinstance(loss, Tensor) else math.isfinite(loss)
+
+
+def _shown(loss: Any) -> float:
+    return loss.item() if isinstance(loss, Tensor) else loss

@@ -1,0 +1,127 @@
+"""What ``torch.amp.GradScaler`` leaves on an optimizer for its step, and steps that heed it.
+
+For an optimizer whose ``_step_supports_amp_scaling`` is true, ``scaler.step(optimizer)`` does not
+look at its flag. It sets ``optimizer.grad_scale`` (the factor that the gradients carry, ``None``
+after ``scaler.unscale_``) and ``optimizer.found_inf`` (a sum of flags of the gradients as they
+are), calls ``optimizer.step()`` and deletes both.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ampopt._step import ranks
+from ampopt._step.step_hooks import beneath_hooks, has_own_step, has_step
+from ampopt_kernels.step import Decision, Request
+
+if TYPE_CHECKING:
+    from ampopt.optimizer import Optimizer
+
+__all__ = ["Left", "heed_in", "take"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a scaler left on an optimizer.
+
+    Attributes:
+        grad_scale: the factor that the gradients carry; ``None`` for 1.
+        found_inf: one element, more than 0 for overflow; the number 0 without gradients.
+    """
+
+    grad_scale: Tensor | None
+    found_inf: Any
+
+    @property
+    def request(self) -> Request:
+        """The step to take.
+
+        Gradients that the scaler has not unscaled are judged again, for they may overflow by it,
+        and left unscaled, as torch's steps leave them. Those that it has are the user's since.
+        """
+        found_inf = self.found_inf if isinstance(self.found_inf, Tensor) else None
+        scaled = self.grad_scale is not None
+        return Request(scale=self.grad_scale, check=scaled, found_inf=found_inf, write=scaled)
+
+    def put_back(self, optimizer: Any, decision: Decision | None) -> None:
+        """Leave it for the scaler to delete, the flag being ours, which step hooks can read."""
+        optimizer.grad_scale = self.grad_scale
+        optimizer.found_inf = self.found_inf if decision is None else decision.found_inf
+
+
+def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Left | None:
+    """Take away what a scaler left; ``None`` if no scaler is stepping ``optimizer``.
+
+    Args:
+        optimizer: about to step.
+        args: what the step is given.
+        kwargs: likewise.
+
+    Raises:
+        RuntimeError: that has a closure, whose gradients the scaler has not seen; or an unscale is
+            pending, of gradients that the scaler takes for scaled.
+    """
+    attributes = vars(optimizer)
+    if "found_inf" not in attributes or "grad_scale" not in attributes:
+        return None
+    left = Left(attributes.pop("grad_scale"), attributes.pop("found_inf"))
+    if optimizer._pending is not None:
+        raise RuntimeError(
+            f"unscale() of this {type(optimizer).__name__} was called, and its gradients are "
+            "unscaled once more by the scaler that steps it now. Call step_after_unscale() in "
+            "place of scaler.step(optimizer), or scaler.unscale_(optimizer) in place of unscale(); "
+            "zero_grad() discards the unscale"
+        )
+    if any(callable(argument) for argument in (*args, kwargs.get("closure"))):
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            "torch.amp.GradScaler.step(optimizer, closure) looks at the gradients before the "
+            "closure makes them, so what it found says nothing about this step. Use "
+            "ampopt.GradScaler, whose step(optimizer, closure) runs an overflowed closure again "
+            f"with a smaller scale; or {name}.unscale_and_step(closure, grads_scaled_by=scale), "
+            "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
+        )
+    agreement = ranks.agreement(optimizer.param_groups)
+    if agreement is not None and left.grad_scale is None:
+        # Nothing will be judged again, and the scaler may have asked this rank alone.
+        return replace(left, found_inf=agreement.flag(left.found_inf, optimizer._home))
+    return left
+
+
+def heed_in(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
+    """Give ``cls`` a ``step`` that does what a scaler asks for, unless its author has seen to it.
+
+    An author has if ``_step_supports_amp_scaling`` stands where the step does, or nearer; that of
+    ``root``, the base of all, is nobody's.
+    """
+    for base in cls.__mro__:
+        if vars(base).get("_step_supports_amp_scaling") and base is not root:
+            return
+        if has_own_step(base):
+            break
+    if not has_step(cls):  # what derives from it may have, from its other bases
+        return
+    step: Any = beneath_hooks(cls.step)  # around which torch puts them again
+    if getattr(step, "_heeds_scaler", None) is not step:
+        cls.step = _heeding(step)
+
+
+def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def heeding(self: "Optimizer", *args: Any, **kwargs: Any) -> Any:
+        left = take(self, args, kwargs)
+        if left is None:
+            returned = step(self, *args, **kwargs)
+            self._end_pending()  # where torch puts no hooks around the step that would
+            return returned
+        attempt = self._skip_or(functools.partial(step, self, *args, **kwargs), left.request)
+        left.put_back(self, attempt.decision)
+        return attempt.returned
+
+    # Marks that wraps has copied from a step which the author made with it are not for this one.
+    vars(heeding).pop("hooked", None)
+    heeding._heeds_scaler = heeding  # type: ignore[attr-defined]
+    return heeding

@@ -1,0 +1,343 @@
+"""A training step as one CUDA graph: warmed up, captured, and replayed on other batches.
+
+A graph reads and writes fixed addresses, so all that goes from one step to the next is kept where
+the graph finds it::
+
+    inputs                copied into buffers before each replay
+    gradients             zeroed, not freed
+    scale, counters       the successor is written over them by the graph itself
+    hyperparameters       sent before a replay where they changed, or tensors on the device
+    parameters, state     must stay the tensors that they were; if not, all begins again
+    tables of addresses   kept, whatever the optimizer needs for other steps
+
+Has not been run on a GPU yet.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from ampopt._step.plan import Plan
+from ampopt.backend import backend_for
+from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.results import StepResult
+
+__all__ = ["Body", "Captured", "CudaGraphs", "Graphs", "check_capturable"]
+
+Body = Callable[[Any, Any, Callable[[], None]], StepResult]
+"""``body(batch, scale, clear) -> result``: clears gradients, evaluates, and steps."""
+
+_WARM_STEPS = 3
+"""Uncaptured steps of one shape, after which libraries are set up and kernels compiled."""
+
+
+class Graphs(Protocol):
+    """How graphs are made on a device."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Run on the stream where captures are made, between what was queued and what will be."""
+        ...
+
+    def capture(self) -> AbstractContextManager[Callable[[], None]]:
+        """Capture what is queued within, unexecuted; gives a function that replays it."""
+        ...
+
+
+class CudaGraphs:
+    """Graphs of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the stream for warming up and capturing."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """See :class:`Graphs`."""
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                yield
+            current.wait_stream(self._stream)
+
+    @contextmanager
+    def capture(self) -> Iterator[Callable[[], None]]:
+        """See :class:`Graphs`. Synchronizes, as torch does before a capture."""
+        with torch.cuda.device(self._device):
+            graph = torch.cuda.CUDAGraph()
+            # The stream of the warm-up, where autograd expects the gradients to be added up. Calls
+            # that would break the capture are refused to this thread alone: others, as one that
+            # pins memory for a DataLoader, make them all the time.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                yield graph.replay
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """A captured step, and all that must not be freed while it may be replayed.
+
+    Attributes:
+        replay: runs it.
+        inputs: the tensors of the batch that it reads.
+        scale: that it reads, and writes the successor of.
+        result: that it writes.
+        norm: that it writes, if it clips.
+        decision: that it writes.
+        plan: what the optimizer worked on.
+        tensors: hyperparameters that it reads from the device.
+        tables: of addresses.
+    """
+
+    replay: Callable[[], None]
+    inputs: list[Tensor]
+    scale: Any
+    result: StepResult
+    norm: Tensor | None
+    decision: Any
+    plan: Plan
+    tensors: list[Tensor]
+    tables: list[Tensor]
+
+
+class Captured:
+    """Takes steps as ``body`` does, by a graph as soon as it can."""
+
+    def __init__(self, optimizer: ElementwiseOptimizer, body: Body, graphs: Graphs) -> None:
+        """Begin without a graph.
+
+        Args:
+            optimizer: that ``body`` steps; see :func:`check_capturable`.
+            body: the step.
+            graphs: of the device.
+        """
+        self._optimizer, self._body, self._graphs = optimizer, body, graphs
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._capture: _Capture | None = None
+        self._kind: Any = None
+        self._warm = 0
+        self._latest: Any = None  # the scale that is in the buffers of the capture
+
+    def forget(self) -> None:
+        """Begin again."""
+        self._gradients, self._capture, self._kind, self._warm = [], None, None, 0
+
+    def step(self, batch: Any, scale: Any, mode: Any = None) -> StepResult:
+        """Take a step. Does not synchronize, but for the one that captures.
+
+        Args:
+            batch: tensors on the device, nested at will, and what is the same for all steps.
+            scale: a loss scale or ``None``.
+            mode: what else a graph is captured for, besides shapes.
+
+        Raises:
+            RuntimeError: the step cannot be captured.
+        """
+        leaves, structure = pytree.tree_flatten(batch)
+        kind = (mode, structure, [_kind(leaf) for leaf in leaves])
+        self._put_gradients_back()
+        if (self._capture is not None or self._warm) and not self._holds():
+            self.forget()
+        if self._capture is None:
+            if kind != self._kind:
+                self._kind, self._warm = kind, 0
+            if self._warm < _WARM_STEPS:
+                result = self._uncaptured(batch, scale)
+                self._warm += 1
+                return result
+            self._capture = self._captured(leaves, structure, scale)
+        if kind != self._kind:
+            return self._uncaptured(batch, scale)
+        return self._replayed(self._capture, leaves, scale)
+
+    def _uncaptured(self, batch: Any, scale: Any) -> StepResult:
+        with self._graphs.aside():
+            result = self._body(batch, scale, self._clear)
+        if self._capture is None:
+            self._gradients = [
+                (p, p.grad)
+                for group in self._optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
+        return result
+
+    def _captured(self, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
+        optimizer, plan = self._optimizer, self._optimizer._plan
+        self._check(plan)
+        assert plan is not None
+        inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        live = _copied(scale)
+        self._send_hyper(plan)
+        with _without_step_hooks(optimizer), self._graphs.capture() as replay:
+            result = self._body(pytree.tree_unflatten(inputs, structure), live, self._clear)
+            if result.scale is not live and live is not None:
+                live._value.copy_(result.scale._value)
+                live._counters.copy_(result.scale._counters)
+        return _Capture(
+            replay=replay,
+            inputs=[x for x in inputs if isinstance(x, Tensor)],
+            scale=live,
+            result=result,
+            norm=optimizer.grad_norm,
+            decision=optimizer._decision,
+            plan=plan,
+            tensors=self._hyper_tensors(),
+            tables=[t for work in plan.works for t in work.uploads.tables()],
+        )
+
+    def _replayed(self, capture: _Capture, leaves: list[Any], scale: Any) -> StepResult:
+        optimizer = self._optimizer
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for buffer, leaf in zip(capture.inputs, given, strict=True):
+            buffer.copy_(leaf, non_blocking=True)
+        if scale is not self._latest and scale is not None and scale._counters is not None:
+            capture.scale._value.copy_(scale._value)
+            capture.scale._counters.copy_(scale._counters)
+        self._send_hyper(capture.plan)
+        capture.replay()
+        capture.plan.finish()
+        # The next replay writes over what this one has written.
+        loss, found_inf, _ = capture.result
+        self._latest = _copied(capture.scale)
+        if capture.norm is not None:
+            optimizer.grad_norm = capture.norm.clone()
+        decision = capture.decision
+        optimizer._decision = decision and replace(decision, given=decision.factors.clone())
+        optimizer._run_step_hooks()
+        return StepResult(loss.clone(), found_inf.clone(), self._latest)
+
+    def _send_hyper(self, plan: Plan) -> None:
+        plan.take_hyper(self._optimizer)
+        for work in plan.works:
+            _backend(work.device).send_hyper(work)
+
+    def _clear(self) -> None:
+        self._optimizer.zero_grad()
+        self._put_gradients_back()
+        if self._gradients:
+            zero: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
+            zero([grad for _, grad in self._gradients])
+
+    def _put_gradients_back(self) -> None:
+        for param, grad in self._gradients:
+            param.grad = grad
+
+    def _holds(self) -> bool:
+        """Whether the optimizer still works on what it did in the last step."""
+        plan, capture = self._optimizer._plan, self._capture
+        if plan is None or not plan.lasts:  # to be refused when it is captured
+            return capture is None
+        if capture is not None:
+            tensors = self._hyper_tensors()
+            if len(tensors) != len(capture.tensors) or plan is not capture.plan:
+                return False
+            if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
+                return False
+        with torch.no_grad():  # as in a step: layouts are compared together with torch's modes
+            return plan.renew(self._optimizer)
+
+    def _hyper_tensors(self) -> list[Tensor]:
+        optimizer = self._optimizer
+        values = [x for group in optimizer.param_groups for x in optimizer.rule.hyper_values(group)]
+        return [x for x in values if isinstance(x, Tensor)]
+
+    def _check(self, plan: Plan | None) -> None:
+        if plan is None or not plan.lasts:
+            raise RuntimeError(
+                "cuda_graph=True: this step works on copies, or is torch's own, as that of sparse "
+                "gradients is, and no graph can replay it. Keep parameters real, and gradients "
+                "dense and laid out as their parameters are, or leave cuda_graph out"
+            )
+        if not plan.works:
+            raise RuntimeError(
+                "cuda_graph=True: no parameter of the optimizer has a gradient; give the optimizer "
+                "the parameters of the model"
+            )
+        if len(plan.works) > 1:
+            raise RuntimeError(
+                "cuda_graph=True: the parameters are on several devices, and a graph is of one; "
+                "leave cuda_graph out"
+            )
+        if self._optimizer._optimizer_step_pre_hooks:
+            raise RuntimeError(
+                "cuda_graph=True: a step pre-hook cannot change a step that is replayed; remove "
+                "it, or leave cuda_graph out. Post-hooks run after each replay"
+            )
+
+
+def check_capturable(model: Any, optimizer: Any) -> None:
+    """Refuse what no graph can capture.
+
+    Raises:
+        TypeError: the optimizer's step is not a rule; the model is one of many ranks, under
+            ``DistributedDataParallel``, or has such a module in it.
+    """
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
+        raise TypeError(
+            "cuda_graph=True: the model is under DistributedDataParallel, which arranges its "
+            "communication anew during its first eleven backward passes, and must be made and "
+            "warmed up on the stream where it is captured; leave cuda_graph out"
+        )
+    if (
+        not isinstance(optimizer, ElementwiseOptimizer)
+        or optimizer._has_own_step
+        or optimizer.defaults.get("differentiable")
+    ):
+        raise TypeError(
+            "cuda_graph=True needs an optimizer whose step is a rule, an ElementwiseOptimizer "
+            f"without a step of its own, got {type(optimizer).__name__}, whose step may look at "
+            "the host's memory; leave cuda_graph out"
+        )
+
+
+def graphs_on(device: torch.device) -> Graphs | None:
+    """How graphs are made on ``device``; ``None`` where there are none.
+
+    Raises:
+        RuntimeError: there are, but another backend than Triton's steps there.
+    """
+    if device.type != "cuda":
+        return None
+    _backend(device)
+    return CudaGraphs(device)
+
+
+def _backend(device: torch.device) -> Any:
+    backend = backend_for(device)
+    if backend.name != "triton":
+        raise RuntimeError(
+            f"cuda_graph=True needs the triton backend on {device}, got {backend.name}, which "
+            "would capture hyperparameters as they are; install Triton and set_backend('auto')"
+        )
+    return backend
+
+
+def _copied(scale: Any) -> Any:
+    """A dynamic scale with tensors of its own; any other, which no step changes, itself."""
+    if scale is None or scale._counters is None:
+        return scale
+    return scale._successor(scale._value.clone(), scale._counters.clone())
+
+
+def _kind(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def _without_step_hooks(optimizer: ElementwiseOptimizer) -> Iterator[None]:
+    """A capture is no step; replays are, and run the hooks."""
+    hooks = optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_post_hooks = OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_post_hooks = hooks

@@ -1,0 +1,80 @@
+"""The closures that ``ampopt.GradScaler.step`` takes: with or without the scale as an argument."""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ampopt.grad_scaler.scaler import GradScaler
+
+__all__ = ["evaluation", "refused", "split"]
+
+
+def split(args: Any, kwargs: Any) -> tuple[Callable[..., Any] | None, Any, dict[str, Any]]:
+    """The closure, and the other arguments."""
+    kwargs = dict(kwargs)
+    if args and (args[0] is None or callable(args[0])):
+        return args[0], args[1:], kwargs
+    return kwargs.pop("closure", None), args, kwargs
+
+
+def evaluation(scaler: "GradScaler", closure: Callable[..., Any]) -> Callable[[Any], Any]:
+    """``closure`` as a control point calls it."""
+    takes_scale = _takes_scale(closure)
+
+    def evaluate(scale: Any) -> Any:
+        scaler._replaying, scaler._has_scaled = scale, False
+        try:
+            loss = closure(scale) if takes_scale else closure()
+            if not (takes_scale or scaler._has_scaled or scale is None):
+                raise RuntimeError(
+                    "the closure has not scaled its loss: call scaler.scale(loss).backward() "
+                    "in it, or let it take the scale as its argument and call "
+                    "scale_outputs(loss, scale).backward()"
+                )
+        finally:
+            scaler._replaying = None
+        return loss
+
+    return evaluate
+
+
+def refused(optimizer: Any, controlled: bool) -> Exception:
+    """Why ``optimizer`` cannot run a closure here, and what to do."""
+    name = type(optimizer).__name__
+    if controlled:
+        return RuntimeError(
+            "step(optimizer, closure) makes new gradients, but unscale_() was called for those "
+            "there were: leave unscale_() out, or call discard(optimizer) first"
+        )
+    if hasattr(type(optimizer), "unscale_and_step"):
+        return TypeError(
+            f"beside a closure, step of {name} takes max_norm, max_replays and preserve_rng only"
+        )
+    return RuntimeError(
+        f"{name} cannot run a closure again when its gradients overflow. Use the class of that "
+        "name in ampopt, or derive one from ampopt.Optimizer; or call the closure yourself and "
+        "then scaler.step(optimizer)"
+    )
+
+
+def _takes_scale(closure: Callable[..., Any]) -> bool:
+    """Whether ``closure`` takes the scale. One whose arguments all have defaults does not.
+
+    Raises:
+        TypeError: it takes more than that.
+    """
+    try:
+        signature = inspect.signature(closure)
+    except ValueError:  # some built-in callables have none to show
+        return False
+    for takes, arguments in ((False, ()), (True, (object(),))):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return takes
+    raise TypeError(
+        f"closure{signature} must take no argument and use scaler.scale(loss), or take the scale "
+        "as its one argument"
+    )

@@ -1,0 +1,266 @@
+"""What every loss scale is: a value on a device, an identity, and what optimizers ask of it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ampopt.loss_scale.numbers import check_number
+from ampopt.loss_scale.scaler_entries import entries_of_scaler
+from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.transfers import carried
+
+__all__ = ["Device", "LossScale", "check_entries", "check_flag", "host_may_read"]
+
+Device = torch.device | str | int
+
+
+class _Generation:
+    """The identity of one value of a scale; held weakly by the optimizers that stepped with it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class LossScale(ABC):
+    """What gradients are multiplied by: a float32 number on the device.
+
+    Stepping never changes a scale. It is passed in, and its successor is returned::
+
+        scale = DynamicLossScale()
+        for batch in batches:
+            optimizer.zero_grad()
+            scale_outputs(loss_of(batch), scale).backward()
+            _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+
+    Only being placed on its device, once, and :meth:`load_state_dict` change a scale.
+
+    The final classes are :class:`StaticLossScale` and :class:`DynamicLossScale`. A subclass must
+    provide what is abstract here and set ``_value``; this is what optimizers use:
+
+    * :attr:`value`, :meth:`next`, :attr:`drop_overflow_update`;
+    * ``_place(device)``: put the scale on ``device``, or raise if it lives on another;
+    * ``_policy``: the schedule's ``PolicyConstants``, for the device to compute the successor; or
+      ``None`` where the successor is the scale itself. With ``_policy``:
+      ``_counters``, int32 of shape (2,): finite steps counted towards the next growth, and
+      overflows left before the scale is lowered; and ``_successor(value, counters)``, a new scale
+      like this one with these tensors. Without: ``None``, and ``self``;
+    * ``_generation``: an opaque, weakly referenceable object that stands for this value of the
+      scale. Successors, copies and unpickled scales have new ones, and loading makes one. An
+      optimizer remembers those it has stepped with, unless ``_reusable`` is true.
+    """
+
+    _reusable: ClassVar[bool] = False
+    """Whether an optimizer may step with the same value twice."""
+
+    _value: Tensor
+    _counters: Tensor | None = None
+    _placed: bool = False
+    _generation: _Generation
+
+    def _set(self, value: Tensor, counters: Tensor | None, placed: bool) -> None:
+        self._value, self._counters, self._placed = value, counters, placed
+        self._generation = _Generation()
+
+    @property
+    def value(self) -> Tensor:
+        """The scale: float32, 0-d, on its device, or on the CPU while it has none.
+
+        Does not synchronize. Not to be written to: a loss scaled by it may still need it for its
+        backward pass.
+        """
+        return self._value
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the scale lives; ``None`` while nothing has decided that."""
+        return self._value.device if self._placed else None
+
+    @property
+    def drop_overflow_update(self) -> bool:
+        """Whether an update whose gradients overflowed is left out."""
+        return True
+
+    @abstractmethod
+    def next(self, found_inf: Any) -> "LossScale":
+        """The scale that follows this one. Does not synchronize.
+
+        For authors who write their own hooks; optimizers compute the same in their own launches.
+
+        Args:
+            found_inf: whether the step overflowed: a bool, a number, or a tensor of one element;
+                more than 0 means that it did, so sums of flags will do. A tensor that is NaN or
+                negative, which the host cannot see, is not more than 0. A scale without a device
+                goes to that of the tensor.
+
+        Returns:
+            A new scale, or this one if it is static.
+
+        Raises:
+            TypeError: ``found_inf`` is not a real number or tensor.
+            ValueError: it has not one element, is a number that is NaN or negative, or is on a
+                device while the scale is on the CPU, which would have to wait for it.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to save, as plain Python numbers and strings. Synchronizes."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Become the scale that was saved, settings included, on this scale's device.
+
+        A state of ``torch.amp.GradScaler`` will do for a dynamic scale, which then goes on where
+        the scaler stopped; what that does not say, such as a floor, stays as it is. So will one of
+        ``ampopt.GradScaler``.
+
+        The one thing that changes a scale in place. Its successors and the tensors it has handed
+        out stay as they are.
+
+        Raises:
+            TypeError: an entry is of the wrong type.
+            ValueError: an entry is missing, unknown or out of range, or the state is that of
+                another kind of scale. Nothing has changed then.
+        """
+
+    def item(self) -> float:
+        """The scale as a Python number. Synchronizes: the host waits for the device."""
+        return self._value.item()
+
+    def __float__(self) -> float:
+        """As :meth:`item`; synchronizes."""
+        return self.item()
+
+    def _place(self, device: Device) -> None:
+        device = _resolved(device)
+        if not self._placed:
+            self._value = carried(self._value, device)
+            if self._counters is not None:
+                self._counters = carried(self._counters, device)
+            self._placed = True
+        elif self._value.is_meta and device.type != "meta":
+            raise ValueError(
+                f"this loss scale lives on meta, where it has no number, but is used on {device}: "
+                "make it without device=, and it goes where it is first used"
+            )
+        elif self._value.device != device:
+            raise ValueError(
+                f"this loss scale lives on {self._value.device}, but is used on {device}. Make one "
+                "for each device, or pass device= when you make it; without, it goes to the device "
+                "where it is first used."
+            )
+
+    @property
+    def _policy(self) -> PolicyConstants | None:
+        return None
+
+    @abstractmethod
+    def _successor(self, value: Tensor, counters: Tensor) -> "LossScale": ...
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """The arguments that make a scale like this, but for the device."""
+
+    def __repr__(self) -> str:
+        """The number, if it is not on a device that it would have to be waited for, and settings.
+
+        Does not synchronize; ``item()`` waits.
+        """
+        known = self._known
+        value = f"<on {self._value.device}>" if known is None else repr(known)
+        settings = {k: v for k, v in self._settings().items() if k not in ("init_scale", "value")}
+        settings["device"] = None if self.device is None else str(self.device)
+        others = ", ".join(f"{k}={v!r}" for k, v in settings.items())
+        return f"{type(self).__name__}(value={value}, {others})"
+
+    def __format__(self, spec: str) -> str:
+        """The number, as in ``f"{scale:g}"``, or where it is, as for ``repr``.
+
+        Does not synchronize; ``f"{scale.item():g}"`` waits.
+        """
+        if not spec:
+            return str(self)
+        known = self._known
+        return f"<on {self._value.device}>" if known is None else format(known, spec)
+
+    @property
+    def _known(self) -> float | None:
+        """The number, where having it does not synchronize."""
+        return self._value.item() if host_may_read(self._value) else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: everything but the identity."""
+        return {
+            "settings": self._settings(),
+            "value": self._value,
+            "counters": self._counters,
+            "placed": self._placed,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """For pickle and copy: the same scale with an identity of its own."""
+        self.__init__(**state["settings"])
+        self._set(state["value"], state["counters"], state["placed"])
+
+
+def check_flag(found_inf: Any) -> float | Tensor:
+    """``found_inf`` as a number or a tensor of one element; see :meth:`LossScale.next`."""
+    if isinstance(found_inf, Tensor):
+        if found_inf.numel() != 1:
+            raise ValueError(
+                f"found_inf must have one element, got shape {tuple(found_inf.shape)}. For one "
+                "flag from several, take their sum."
+            )
+        if found_inf.is_complex():
+            raise TypeError(f"found_inf must be a real number, got a tensor of {found_inf.dtype}")
+        return found_inf.detach()
+    if isinstance(found_inf, bool):
+        return float(found_inf)
+    flag = check_number("found_inf", found_inf)
+    if flag < 0:
+        raise ValueError(f"found_inf must be 0, or more than 0 for an overflow, got {found_inf!r}")
+    return flag
+
+
+def host_may_read(*values: Any) -> bool:
+    """Whether every tensor is a plain one on the CPU, whose number can be had without waiting."""
+    if torch.compiler.is_compiling():
+        return False
+    # Subclasses (fake tensors, distributed ones) may have no number to read.
+    return all(
+        not isinstance(v, Tensor) or (type(v) in (Tensor, torch.nn.Parameter) and v.is_cpu)
+        for v in values
+    )
+
+
+def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) -> dict[str, Any]:
+    """The entries of ``state_dict`` without its type, which is that of ``scale``."""
+    kind = type(scale).__name__
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+    if "type" not in state_dict:
+        state_dict = entries_of_scaler(state_dict, kind, scale._settings())
+    entries = dict(state_dict)
+    saved = entries.pop("type", None)
+    if saved != kind:
+        raise ValueError(
+            f"this is not the state of a {kind} but of {saved!r}. Load what state_dict() of the "
+            "same class returned, or of a GradScaler."
+        )
+    missing = [key for key in expected if key not in entries]
+    unknown = [key for key in entries if key not in expected]
+    if missing or unknown:
+        raise ValueError(
+            f"the state of a {kind} has exactly the entries {list(expected)}; missing: {missing}, "
+            f"unknown: {unknown}"
+        )
+    return entries
+
+
+def _resolved(device: Device) -> torch.device:
+    """``device`` with its index, as tensors have it."""
+    device = torch.device(device)
+    if device.index is None and device.type not in ("cpu", "meta"):
+        device = torch.empty((), device=device).device
+    return device

@@ -1,0 +1,97 @@
+"""Whatever the caller passed as the scale of the gradients, as one thing: a loss scale or none."""
+
+import numbers
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.mistakes import check_scale_tensor, no_scale
+from ampopt.loss_scale.numbers import check_scale_number
+from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.triton.uploads import Uploads
+
+__all__ = ["BareScale", "as_loss_scale", "request_fields"]
+
+_HALVED_AFTER_OVERFLOW = PolicyConstants(
+    growth_factor=1.0,
+    backoff_factor=0.5,
+    first_growth=1.0,
+    growth_period=1.0,
+    hysteresis=1.0,
+    refill_on_finite=1.0,
+    refill_on_backoff=0.0,
+    min_scale=2.0**-126,
+    max_scale=float("inf"),
+)
+
+
+class BareScale:
+    """A number or a tensor given as a scale. It has no history: its successor is a tensor.
+
+    Has the attributes of a :class:`LossScale` that an optimizer reads.
+    """
+
+    drop_overflow_update = True
+    _policy = _HALVED_AFTER_OVERFLOW
+    _reusable = True
+
+    def __init__(self, value: Tensor, held: Uploads) -> None:
+        """Wrap a floating tensor of one element."""
+        self.value = value
+        self._counters = held.get("counters of a bare scale", [0, 0], torch.int32, value.device)
+
+    def _successor(self, value: Tensor, counters: Tensor) -> Tensor:
+        return value
+
+
+def as_loss_scale(
+    given: Any, device: torch.device, uploads: dict[torch.device, Uploads]
+) -> "LossScale | BareScale | None":
+    """The scale that ``given`` stands for, on ``device``.
+
+    Args:
+        given: by the caller.
+        device: where decisions are made.
+        uploads: what devices hold of earlier calls, a number that was given again among it.
+
+    Raises:
+        TypeError: ``given`` is not a scale.
+        ValueError: it is a number that cannot be one, a tensor that has not one floating element,
+            or lives on another device.
+    """
+    if given is None:
+        return None
+    if isinstance(given, LossScale):
+        given._place(device)
+        return given
+    if isinstance(given, Tensor):
+        check_scale_tensor("grads_scaled_by", given)
+        if given.is_meta and device.type != "meta":
+            raise ValueError(
+                f"grads_scaled_by: the scale is on meta, where it has no number; make it on "
+                f"{str(device)!r}, where the parameters are"
+            )
+        if given.device != device:
+            raise ValueError(
+                f"grads_scaled_by: the scale is on {given.device}, the parameters on {device}; "
+                f"move it there with scale.to({str(device)!r})"
+            )
+        dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
+        return BareScale(given.detach().to(dtype), uploads.setdefault(device, Uploads()))
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise no_scale("grads_scaled_by", given)
+    held = uploads.setdefault(device, Uploads())
+    (value,) = held.get("bare scale", [check_scale_number(given)], torch.float32, device)
+    return BareScale(value, held)
+
+
+def request_fields(scale: "LossScale | BareScale | None") -> dict[str, Any]:
+    """The fields of a kernel ``Request`` that say how the gradients are scaled and judged."""
+    if scale is None:
+        return {"check": False}
+    fields: dict[str, Any] = {"scale": scale.value, "drop": scale.drop_overflow_update}
+    if scale._counters is not None:
+        fields.update(policy=scale._policy, counters=scale._counters)
+    return fields

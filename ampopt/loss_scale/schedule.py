@@ -1,0 +1,142 @@
+"""The settings of a dynamic loss scale, checked, and in the form that steps take."""
+
+import math
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from ampopt.loss_scale.numbers import LARGEST_SCALE, check_count, check_number, check_scale_number
+from ampopt_kernels.policy import PolicyConstants
+
+__all__ = ["HYSTERESIS_MODES", "Schedule"]
+
+HYSTERESIS_MODES = {
+    # mode: (refilled by any finite step, refilled by lowering the scale)
+    "consecutive": (1.0, 0.0),
+    "cumulative": (0.0, 0.0),
+    "per_backoff": (1.0, 1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What a :class:`~ampopt.DynamicLossScale` was made with; see there for the meanings.
+
+    Scales and their bounds are rounded to float32, so that bounds hold exactly.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument is out of range.
+    """
+
+    init_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    hysteresis_mode: str
+    min_scale: float
+    max_scale: float
+    growth_offsets: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        """Check every argument and bring it to its plain Python type."""
+        growth = check_number("growth_factor", self.growth_factor)
+        if not 1 < growth < math.inf:
+            raise ValueError(
+                f"growth_factor must be finite and more than 1, got {self.growth_factor!r}. For a "
+                "scale that never grows, set max_scale to init_scale or use StaticLossScale."
+            )
+        backoff = check_number("backoff_factor", self.backoff_factor)
+        if not 0 < backoff < 1:
+            raise ValueError(
+                f"backoff_factor must be more than 0 and less than 1, got {self.backoff_factor!r}. "
+                "It multiplies the scale after an overflow; 0.5 is usual."
+            )
+        interval = check_count("growth_interval", self.growth_interval)
+        hysteresis = check_count("hysteresis", self.hysteresis)
+        if not isinstance(self.hysteresis_mode, str):
+            raise TypeError(
+                f"hysteresis_mode must be a str, got {self.hysteresis_mode!r} of type "
+                f"{type(self.hysteresis_mode).__name__}"
+            )
+        if self.hysteresis_mode not in HYSTERESIS_MODES:
+            known = ", ".join(map(repr, HYSTERESIS_MODES))
+            raise ValueError(
+                f"hysteresis_mode must be one of {known}, got {self.hysteresis_mode!r}"
+            )
+
+        init = check_scale_number(self.init_scale, "init_scale")
+        low = check_scale_number(self.min_scale, "min_scale")
+        high = check_number("max_scale", self.max_scale)
+        if high != math.inf:
+            if high > LARGEST_SCALE:
+                raise ValueError(
+                    f"max_scale must be at most {LARGEST_SCALE!r}, or math.inf for no ceiling, "
+                    f"got {self.max_scale!r}"
+                )
+            high = check_scale_number(self.max_scale, "max_scale")
+        if not low <= init <= high:
+            raise ValueError(
+                "min_scale <= init_scale <= max_scale must hold, got "
+                f"min_scale={low!r}, init_scale={init!r}, max_scale={high!r}"
+            )
+        checked = {
+            "init_scale": init,
+            "growth_factor": growth,
+            "backoff_factor": backoff,
+            "growth_interval": interval,
+            "hysteresis": hysteresis,
+            "hysteresis_mode": str(self.hysteresis_mode),
+            "min_scale": low,
+            "max_scale": high,
+            "growth_offsets": _check_offsets(self.growth_offsets, interval),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that make this schedule, as plain Python objects."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @cached_property
+    def policy(self) -> PolicyConstants:
+        """The constants in the form that :func:`ampopt_kernels.policy.next_scale` takes."""
+        on_finite, on_backoff = HYSTERESIS_MODES[self.hysteresis_mode]
+        first, period = (self.growth_interval + offset for offset in self.growth_offsets)
+        return PolicyConstants(
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            first_growth=float(first),
+            growth_period=float(period),
+            hysteresis=float(self.hysteresis),
+            refill_on_finite=on_finite,
+            refill_on_backoff=on_backoff,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+        )
+
+    @property
+    def first_growth(self) -> int:
+        """The finite step at which the scale first grows; the counter always stays below it."""
+        return self.growth_interval + self.growth_offsets[0]
+
+
+def _check_offsets(offsets: Any, interval: int) -> tuple[int, int]:
+    if not isinstance(offsets, (tuple, list)):
+        raise TypeError(
+            f"growth_offsets must be a pair of ints, got {offsets!r} of type "
+            f"{type(offsets).__name__}"
+        )
+    if len(offsets) != 2:
+        raise ValueError(f"growth_offsets must be a pair of ints, got {offsets!r}")
+    first, period = (check_count("growth_offsets", offset, least=None) for offset in offsets)
+    # The first growth may not come sooner than the later ones: the counter then never goes below
+    # 0, which is what lets next_scale tell from two successors which of them saw an overflow.
+    if first < period or interval + period < 1 or interval + first > 2**31 - 1:
+        raise ValueError(
+            "growth_offsets must be (first, period) with first >= period, "
+            f"growth_interval + period >= 1 and growth_interval + first < 2**31, got {offsets!r} "
+            f"with growth_interval={interval}"
+        )
+    return first, period

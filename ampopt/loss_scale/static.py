@@ -1,0 +1,91 @@
+"""The loss scale that stays what it is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt.loss_scale.base import Device, LossScale, check_entries, check_flag
+from ampopt.loss_scale.numbers import check_scale_number
+
+__all__ = ["StaticLossScale"]
+
+
+class StaticLossScale(LossScale):
+    """A scale that stays what it is, and so is its own successor.
+
+    Example:
+        >>> scale = StaticLossScale(2.0**10)
+        >>> scale.next(found_inf=1.0) is scale
+        True
+    """
+
+    _reusable = True
+
+    def __init__(
+        self, value: float, drop_overflow_update: bool = True, *, device: Device | None = None
+    ) -> None:
+        """Make a scale.
+
+        Args:
+            value: a number in float32's normal range, see :func:`check_scale_number`.
+            drop_overflow_update: ``False`` applies an update even if its gradients are not finite.
+            device: where it lives; ``None`` for where it is first used.
+
+        Raises:
+            TypeError: an argument is of the wrong type.
+            ValueError: ``value`` is out of range.
+        """
+        self._take(*_check_static(value, drop_overflow_update), placed=False)
+        if device is not None:
+            self._place(device)
+
+    def _take(self, number: float, drop: bool, placed: bool) -> None:
+        device = self._value.device if placed else "cpu"
+        value = torch.full((), number, dtype=torch.float32, device=device)
+        self._number, self._drop = number, drop
+        self._set(value, None, placed)
+
+    @property
+    def drop_overflow_update(self) -> bool:
+        """Whether an update whose gradients overflowed is left out."""
+        return self._drop
+
+    def next(self, found_inf: Any) -> "StaticLossScale":
+        """This scale, whatever ``found_inf`` says; see :meth:`LossScale.next`."""
+        check_flag(found_inf)
+        return self
+
+    def item(self) -> float:
+        """The scale as a Python number. Does not synchronize: it never was anything else."""
+        return self._number
+
+    @property
+    def _known(self) -> float:
+        return self._number
+
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to save, as plain Python objects. Does not synchronize."""
+        return {"type": type(self).__name__, **self._settings()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Become the scale that was saved; see :meth:`LossScale.load_state_dict`."""
+        entries = check_entries(self, state_dict, tuple(self._settings()))
+        number, drop = _check_static(entries["value"], entries["drop_overflow_update"])
+        self._take(number, drop, self._placed)
+
+    def _successor(self, value: Tensor, counters: Tensor) -> "StaticLossScale":
+        return self
+
+    def _settings(self) -> dict[str, Any]:
+        return {"value": self._number, "drop_overflow_update": self._drop}
+
+
+def _check_static(value: Any, drop_overflow_update: Any) -> tuple[float, bool]:
+    if not isinstance(drop_overflow_update, bool):
+        raise TypeError(
+            f"drop_overflow_update must be a bool, got {drop_overflow_update!r} of type "
+            f"{type(drop_overflow_update).__name__}"
+        )
+    return check_scale_number(value, "value"), drop_overflow_update

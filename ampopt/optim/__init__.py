@@ -1,0 +1,1 @@
+"""The optimizers of ``torch.optim``, one a file; import them from ``ampopt``."""

@@ -1,0 +1,118 @@
+"""Adafactor."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import gradients
+from ampopt.optimizer import Optimizer
+from ampopt_kernels.transfers import carried
+
+__all__ = ["Adafactor"]
+
+
+class Adafactor(Optimizer, torch.optim.Adafactor):
+    """``torch.optim.Adafactor`` with mixed-precision control points.
+
+    Constructor, defaults and results are torch's.
+
+    Args:
+        params, lr, beta2_decay, eps, d, weight_decay, maximize: as in ``torch.optim.Adafactor``.
+        foreach: taken, and changes nothing.
+
+    Differs from torch: the step count and every norm stay on the parameter's device, where torch
+    waits for each of them. Arithmetic on float16 and bfloat16 parameters is float32. A parameter
+    without elements is left alone, where torch divides by zero; ``eps[0]=None`` means the epsilon
+    of each parameter's dtype, where torch takes the first one's for all of a group.
+    """
+
+    _transacts = True
+
+    def _make_state(self) -> None:
+        for _, param in gradients.present(self.param_groups):
+            self._state_of(param)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Perform one step, as torch's ``step`` does. Does not synchronize.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or ``None``.
+
+        Raises:
+            RuntimeError: a parameter is complex or a gradient sparse; nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        present = [
+            (group, param, param.grad)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        for _, param, grad in present:
+            if param.is_complex():
+                raise RuntimeError("Adafactor does not support complex parameters")
+            if grad.is_sparse:
+                raise RuntimeError("Adafactor does not support sparse gradients")
+        for group, param, grad in present:
+            if param.numel():
+                _step(param, grad, self._state_of(param), group)
+        return loss
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        state, shape = self.state[param], list(param.shape)
+        if "step" not in state:
+            if param.ndim > 1:
+                state["row_var"] = param.new_zeros([*shape[:-1], 1])
+                state["col_var"] = param.new_zeros([*shape[:-2], 1, shape[-1]])
+            else:
+                state["variance"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        step = state.get("step", 0.0)
+        if not isinstance(step, Tensor):  # new, or from an old checkpoint
+            step = torch.full((), step, device=param.device)
+        state["step"] = carried(step, param.device, torch.float32)
+        return state
+
+
+def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Adafactor as in ``torch/optim/_adafactor.py`` (Shazeer and Stern, 1804.04235).
+
+    Writes ``param`` and ``state``. Scalars are 0-d tensors of float64.
+    """
+    lr, weight_decay, d, (eps1, eps2) = (group[k] for k in ("lr", "weight_decay", "d", "eps"))
+    lr = lr.reshape(()) if isinstance(lr, Tensor) else lr
+    eps1 = torch.finfo(param.dtype).eps if eps1 is None else eps1
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    p, g = param.to(dtype), grad.to(dtype)
+    g = -g if group["maximize"] else g
+
+    state["step"] += 1
+    step = state["step"].double()
+    new = (step ** group["beta2_decay"]).to(dtype)
+    largest = (1 / step.sqrt()).clamp_max(lr)
+    alpha = (p.norm(2).double() / p.numel() ** 0.5).clamp_min(eps2) * largest
+
+    def average(name: str, value: Tensor) -> Tensor:
+        state[name].copy_(torch.lerp(state[name].to(dtype), value, new))
+        return state[name].to(dtype)
+
+    if g.ndim > 1:
+        row_var = average("row_var", g.norm(dim=-1, keepdim=True).square() / g.size(-1))
+        col_var = average("col_var", g.norm(dim=-2, keepdim=True).square() / g.size(-2))
+        variance = row_var @ col_var
+        variance.div_(row_var.mean(dim=-2, keepdim=True).clamp_(min=eps1))
+    else:
+        variance = average("variance", g * g).clone()
+    update = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(g)
+    denominator = (update.norm(2).double() / (update.numel() ** 0.5 * d)).clamp_min(1.0)
+
+    if weight_decay != 0:
+        p = p * (1 - lr * weight_decay)
+    param.copy_(p - update * (alpha / denominator).to(dtype))

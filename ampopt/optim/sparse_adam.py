@@ -1,0 +1,118 @@
+"""Adam on the elements that a sparse gradient has."""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import gradients
+from ampopt.optimizer import Optimizer
+
+__all__ = ["SparseAdam"]
+
+
+class SparseAdam(Optimizer, torch.optim.SparseAdam):
+    """``torch.optim.SparseAdam`` with mixed-precision control points.
+
+    Constructor, defaults and results are torch's. ``state_dict()`` has the step count as a Python
+    number, as torch's has, and synchronizes to get it.
+
+    Args:
+        params, lr, betas, eps, maximize: as in ``torch.optim.SparseAdam``.
+
+    Differs from torch: the step count is a float32 0-d tensor on the parameter's device, and bias
+    corrections are made there. An accelerator still makes the host wait where a gradient is
+    coalesced, because the number of its elements is known only then. Arithmetic on float16 and
+    bfloat16 parameters is float32.
+    """
+
+    _transacts = True
+
+    def _make_state(self) -> None:
+        for _, param in gradients.present(self.param_groups):
+            self._state_of(param)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Perform one step, as torch's ``step`` does.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or ``None``.
+
+        Raises:
+            RuntimeError: a gradient is dense; nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        present = [
+            (group, param, param.grad)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+        if not all(grad.is_sparse for _, _, grad in present):
+            raise RuntimeError(
+                "SparseAdam does not support dense gradients, please consider Adam instead"
+            )
+        for group, param, grad in present:
+            _step(param, -grad if group.get("maximize") else grad, self._state_of(param), group)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's. Synchronizes."""
+        state_dict = super().state_dict()
+        states = state_dict["state"]
+        for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"]):
+            if "step" in states.get(key, {}):
+                states[key] = {**states[key], "step": int(states[key]["step"])}
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as torch's is; the step count goes to the parameter's device."""
+        super().load_state_dict(state_dict)
+        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+            if "step" in self.state.get(param, {}):
+                self._state_of(param)
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        state = self.state[param]
+        step = state.get("step", 0)
+        if not isinstance(step, Tensor):  # new, or from a checkpoint
+            state["step"] = torch.full((), step, dtype=torch.float32, device=param.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name not in state:
+                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state
+
+
+def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """Adam on the elements of the sparse ``grad``, as in ``torch/optim/_functional.py``.
+
+    Writes ``param`` and ``state``. Bias corrections are made in float64.
+    """
+    lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
+    lr = lr.reshape(()) if isinstance(lr, Tensor) else lr
+    state["step"] += 1
+    step = state["step"].double()
+    step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
+
+    grad = grad.coalesce()  # the update is not linear, so an element must come once
+    at = grad._indices().unbind()
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    g = grad._values().to(dtype)
+    exp_avg, exp_avg_sq = state["exp_avg"][at].to(dtype), state["exp_avg_sq"][at].to(dtype)
+    exp_avg = exp_avg + (g - exp_avg) * (1 - beta1)
+    exp_avg_sq = exp_avg_sq + (g * g - exp_avg_sq) * (1 - beta2)
+    change = step_size.to(dtype) * (exp_avg / (exp_avg_sq.sqrt() + eps))
+    for tensor, value in (
+        (state["exp_avg"], exp_avg),
+        (state["exp_avg_sq"], exp_avg_sq),
+        (param, param[at].to(dtype) - change),
+    ):
+        tensor[at] = value.to(tensor.dtype)

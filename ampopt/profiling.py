@@ -1,0 +1,265 @@
+"""What steps cost and how they are taken, in plain words."""
+
+import contextlib
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import ampopt_kernels
+from ampopt import _synchronization
+from ampopt._step import gradients
+from ampopt._step.transaction import Mode, Skipper
+from ampopt.backend import backend_for, get_backend
+from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.optimizer import Optimizer
+
+__all__ = ["Look", "Profile", "profile"]
+
+
+class Look(NamedTuple):
+    """A place where the host looked at the values of a tensor.
+
+    Attributes:
+        where: file and line, or the optimizer's part in it.
+        line: of source, as far as it is known.
+    """
+
+    where: str
+    line: str
+
+
+@dataclass
+class Profile:
+    """What happened in a ``with profile(...)`` block; print it.
+
+    Attributes:
+        steps: how many steps each optimizer attempted.
+        paths: how each parameter was stepped the last time, by optimizer and parameter name.
+        launches: how many of its own kernels ampopt launched, by name, over all steps.
+        kernels: names of all kernels launched on CUDA devices, by whomever; ``None`` without one.
+        looks: where the host looked, and on a CUDA device waited, how often.
+    """
+
+    steps: Counter[str] = field(default_factory=Counter)
+    paths: dict[str, dict[str, str]] = field(default_factory=dict)
+    launches: Counter[str] = field(default_factory=Counter)
+    kernels: list[str] | None = None
+    looks: Counter[Look] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        """The report."""
+        return "\n".join([*self._on_steps(), *self._on_launches(), *self._on_looks()])
+
+    def _on_steps(self) -> Iterator[str]:
+        for name, paths in self.paths.items():
+            n = self.steps[name]
+            yield f"{name}: {_count(n, 'step')}" + (". In the last one:" if n else "")
+            by_path: dict[str, list[str]] = {}
+            for parameter, path in paths.items():
+                by_path.setdefault(path, []).append(parameter)
+            for path, parameters in by_path.items():
+                shown = ", ".join(parameters[:3]) + (", ..." if len(parameters) > 3 else "")
+                yield f"  {_count(len(parameters), 'parameter')} ({shown}): {path}"
+
+    def _on_launches(self) -> Iterator[str]:
+        total, steps = self.launches.total(), self.steps.total()
+        if total:
+            parts = ", ".join(f"{n} {name}" for name, n in sorted(self.launches.items()))
+            each = f", {total / steps:g} a step" if steps else ""
+            yield f"ampopt launched {_count(total, 'kernel')}{each}: {parts}."
+        if self.kernels is not None:
+            yield f"{_count(len(self.kernels), 'kernel')} ran in all, whoever launched them."
+
+    def _on_looks(self) -> Iterator[str]:
+        n, on_cuda = self.looks.total(), self.kernels is not None
+        if not n and on_cuda:
+            yield "The host never waited for the device."
+        elif not n:
+            yield "The host looked at no tensor, so on a GPU it would wait for nothing."
+        elif on_cuda:
+            yield f"The host waited for the device {_count(n, 'time')}:"
+        else:
+            yield (
+                f"The host looked at tensors {_count(n, 'time')}. That costs nothing on the CPU; "
+                "on a GPU it would wait each time:"
+            )
+        for (where, line), times in self.looks.items():
+            yield f"  {where}" + (f", {_count(times, 'time')}" * (times > 1)) + f": {line}"
+
+
+@contextlib.contextmanager
+def profile(*optimizers: Optimizer) -> Iterator[Profile]:
+    """Watch a block of training, and say in plain words what its steps cost.
+
+    It answers three questions: where the host waits for the device, how many kernels a step
+    launches, and which path each parameter took. Put it around a step or two that come after the
+    first few, which make states and compile::
+
+        with ampopt.profile(optimizer) as report:
+            train_one_step()
+        print(report)
+
+    On a CUDA device, the waits are those that torch's detector knows (``set_sync_debug_mode``),
+    and all kernels are counted; the block is waited for at its end. On the CPU nothing waits: what
+    is reported is where Python looked at a tensor, which on a GPU it would wait for. What ampopt
+    itself looks at on the CPU, because there it may, is left out: the path of a parameter says
+    where ampopt would look on a GPU. Steps slow down while they are watched. Not for several
+    threads at once, nor for a model compiled within the block.
+
+    Args:
+        optimizers: whose steps to report.
+
+    Yields:
+        A :class:`Profile`, complete after the block.
+
+    Raises:
+        TypeError: an optimizer is not ampopt's.
+        ValueError: there is none.
+    """
+    if not optimizers:
+        raise ValueError("profile() needs the optimizers whose steps to report: profile(optimizer)")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"profile() takes ampopt optimizers, got {type(optimizer).__module__}."
+                f"{type(optimizer).__name__}: import it from ampopt, or call "
+                "ampopt.patch_optimizer(optimizer)"
+            )
+    report = Profile()
+    devices = {p.device for o in optimizers for group in o.param_groups for p in group["params"]}
+    on_cuda = next((device for device in devices if device.type == "cuda"), None)
+    with contextlib.ExitStack() as stack:
+        for name, optimizer in zip(_names(optimizers), optimizers, strict=True):
+            stack.enter_context(_paths_of(optimizer, name, report))
+        for backend in {backend_for(device) for device in devices}:
+            if backend.name == "triton":
+                launch = _counting(backend._launch, report.launches)  # type: ignore[attr-defined]
+                stack.enter_context(mock.patch.object(backend, "_launch", launch))
+        if on_cuda is None:
+            stack.enter_context(_synchronization.watching(lambda look: _note(report)))
+            yield report
+            return
+        kernels = stack.enter_context(_synchronization.kernels(on_cuda))
+        waits = stack.enter_context(_synchronization.synchronizations())
+        yield report
+    report.kernels = kernels
+    for wait in waits:
+        report.looks[_look(wait.filename, wait.lineno)] += 1
+
+
+def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
+    names = [type(optimizer).__name__ for optimizer in optimizers]
+    return [f"{n} {i + 1}" if names.count(n) > 1 else n for i, n in enumerate(names)]
+
+
+def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[..., None]:
+    def counted(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        launches[getattr(kernel, "__name__", str(kernel)).removesuffix("_kernel")] += 1
+        launch(device, kernel, programs, arguments)
+
+    return counted
+
+
+# --- paths ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None]:
+    paths = report.paths[name] = {}
+    modes: list[Mode] = []  # in which the step that runs is skipped, if it has to be
+
+    def noting(skipper: Skipper, stepped: Any, step: Any, skip: Tensor) -> bool:
+        if stepped is optimizer:
+            modes.append(skipper.mode)
+        return skipper_step(skipper, stepped, step, skip)
+
+    def after(*_: Any) -> None:
+        path = _path(optimizer, modes.pop() if modes else None)
+        report.steps[name] += 1
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                known = gradients.name_of(optimizer.param_groups, p)
+                paths[known] = path if p.grad is not None else "not stepped, without a gradient"
+
+    hook, skipper_step = optimizer.register_step_post_hook(after), Skipper.step
+    try:
+        with mock.patch.object(Skipper, "step", noting):
+            yield
+    finally:
+        hook.remove()
+
+
+def _path(optimizer: Optimizer, mode: Mode | None) -> str:
+    """How the step just attempted treated the parameters that have gradients."""
+    which = "an ordinary step"
+    if isinstance(optimizer, ElementwiseOptimizer) and not optimizer._has_own_step:
+        if not optimizer._needs_torch():
+            name = backend_for(optimizer._home).name
+            pays = get_backend() == "auto" and name == "compiled"
+            where = "eager backend, compiled once that pays" if pays else f"{name} backend"
+            return f"by the rule, on the {where}"
+        which = "torch's own step"
+    if mode is None:
+        by_itself = optimizer._judged is not None and optimizer.skip_by == "step"
+        return f"{which}, {'which skips by itself' if by_itself else 'unchecked'}"
+    if mode == "transaction":
+        return f"{which}, as a transaction: taken, and undone on the device if it overflowed"
+    looked = f"{which}, after the host looked at the overflow flag"
+    skipper = optimizer._skipper
+    if skipper.reason is not None:
+        return f"{looked}, as the step {skipper.reason}"
+    if mode == "probation":
+        return f"{looked}, to find out whether later ones can be transactions"
+    if optimizer.skip_by == "host":
+        return f"{looked}, as skip_by='host' says"
+    return f"{looked}, which costs nothing on the CPU; on a GPU, a transaction where it can be"
+
+
+# --- looks ------------------------------------------------------------------------------------
+
+_HERE = Path(__file__).parent
+_AMPOPT = (str(_HERE), str(Path(ampopt_kernels.__file__ or "").parent))
+_TORCH = (str(Path(torch.__file__).parent), contextlib.__file__, "<")
+_WATCH = tuple(str(_HERE / f"{name}.py") for name in ("_synchronization", "profiling"))
+_STEPPING = tuple(str(_HERE / f"{name}.py") for name in ("optimizer", "elementwise"))
+_REPLAY = Look("a closure's replay", "is the loss finite, did a gradient overflow?")
+
+
+def _note(report: Profile) -> None:
+    """Count the look that is being made, unless it is ampopt's own, made as this is the CPU."""
+    own: list[FrameType] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_AMPOPT):
+            if file not in _WATCH:
+                own.append(frame)
+        elif not file.startswith(_TORCH):
+            break
+        frame = frame.f_back
+    if own and own[0].f_code.co_filename == str(_HERE / "_step" / "replay.py"):
+        report.looks[_REPLAY] += 1
+        return
+    stepping = any(
+        f.f_code.co_filename in _STEPPING or f.f_code.co_name == "next"  # of a loss scale
+        for f in own
+    )
+    if frame is not None and not stepping:
+        report.looks[_look(frame.f_code.co_filename, frame.f_lineno)] += 1
+
+
+def _look(file: str, line: int) -> Look:
+    return Look(f"{Path(file).name}:{line}", linecache.getline(file, line).strip() or "?")
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" + "s" * (n != 1)

@@ -1,0 +1,150 @@
+"""One decision for several optimizers: all of them step, or all skip."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import gradients
+from ampopt._step.overflow import device_of, judge
+from ampopt._step.uncompiled import uncompiled
+from ampopt.loss_scale.given import as_loss_scale, request_fields
+from ampopt.optimizer import Optimizer, check_max_norm, successor_of
+from ampopt.results import StepResult, as_flag
+from ampopt_kernels.step import Decision, Request
+
+__all__ = ["unscale_and_step"]
+
+
+@uncompiled
+def unscale_and_step(
+    optimizers: Iterable[Optimizer], grads_scaled_by: Any = None, *, max_norm: float | None = None
+) -> StepResult:
+    """Unscale the gradients of several optimizers and step all of them, or skip all.
+
+    As if they were one optimizer with all of their param groups: one flag over all gradients, one
+    norm to clip by, and one successor of the scale, whose counters advance once. Where each
+    optimizer may decide for itself, call theirs, and :func:`ampopt.next_scale` on the results.
+
+    Rule-based optimizers wait for nothing, and leave ``p.grad`` as it was; see ``skip_by`` of
+    :class:`ampopt.Optimizer` for those with an ordinary ``step()``. An optimizer without gradients
+    takes part without a say: its step hooks run, and nothing else.
+
+    Example:
+        >>> for batch in batches:
+        ...     for optimizer in (generator, discriminator):
+        ...         optimizer.zero_grad()
+        ...     scale_outputs(loss_of(batch), scale).backward()
+        ...     _, found_inf, scale = ampopt.unscale_and_step(
+        ...         [generator, discriminator], grads_scaled_by=scale, max_norm=1.0
+        ...     )
+
+    Args:
+        optimizers: two or more of ampopt's, on any devices, no parameter being in two of them.
+        grads_scaled_by: the scale of the loss that all gradients come from; as for
+            :meth:`ampopt.Optimizer.unscale_and_step`. It lives with the first optimizer that has
+            gradients.
+        max_norm: clip all unscaled gradients by their common 2-norm; each optimizer's
+            ``grad_norm`` then is that norm.
+
+    Returns:
+        ``StepResult(None, found_inf, scale)``; ``found_inf`` is where the scale is.
+
+    Raises:
+        RuntimeError: an unscale is pending on one of them; one has stepped with the scale before;
+            gradients that one of them cannot take.
+        TypeError: one is not an ampopt optimizer, needs a closure, or has control points of its
+            own; not a scale.
+        ValueError: no optimizers, or one of them twice, or a parameter in two of them; an argument
+            is out of range.
+
+    Nothing has changed when one of these is raised. What a step or its hooks raise themselves
+    leaves the optimizers before it stepped.
+    """
+    optimizers = _checked(optimizers)
+    check_max_norm(max_norm)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    device = device_of(groups) or torch.device("cpu")
+    uploads = optimizers[0]._held_by_devices
+    scale = as_loss_scale(grads_scaled_by, device, uploads)
+    for optimizer in optimizers:
+        optimizer._refuse_stepped(grads_scaled_by)
+    if scale is None and max_norm is None:
+        for optimizer in optimizers:
+            optimizer.step()
+        return StepResult(None, as_flag(torch.zeros((), device=device)), None)
+
+    for optimizer in optimizers:
+        optimizer._refuse_gradients()
+    request = Request(**request_fields(scale), max_norm=max_norm)
+    decision = judge(groups, request, uploads=uploads)
+    successor = successor_of(scale, decision, grads_scaled_by)
+    step = Request(check=False) if decision is None else _step_after(request, decision)
+    for optimizer in optimizers:
+        optimizer._attempt(step)
+        optimizer._mark_stepped(grads_scaled_by, successor)
+        optimizer._note_norm(request, decision)
+    found_inf = torch.zeros((), device=device) if decision is None else decision.found_inf
+    return StepResult(None, as_flag(found_inf), successor)
+
+
+def _step_after(request: Request, decision: Decision) -> Request:
+    """The step that one optimizer takes after the decision was made for all."""
+    scale = request.scale
+    if request.max_norm is not None:
+        # Divided by the clip coefficient, which is 1 or less, the scale clips as it unscales.
+        coefficient: Tensor = decision.factors[2]
+        wide = torch.ones_like(coefficient) if scale is None else scale.reshape(()).to(coefficient)
+        scale = wide / coefficient
+    return Request(scale=scale, check=False, found_inf=decision.found_inf, drop=request.drop)
+
+
+def _checked(optimizers: Any) -> list[Optimizer]:
+    if isinstance(optimizers, torch.optim.Optimizer):
+        raise TypeError(
+            "optimizers must be a list of optimizers, got one: call its own "
+            "unscale_and_step(grads_scaled_by=scale)"
+        )
+    optimizers = list(optimizers)
+    if not optimizers:
+        raise ValueError("optimizers must be a list of one or more optimizers, got none")
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizers must be ampopt's, got {name}: use the class of that name in ampopt, "
+                "or patch_optimizer(optimizer)"
+            )
+        if type(optimizer).unscale_and_step is not Optimizer.unscale_and_step:
+            raise TypeError(
+                f"{name} has an unscale_and_step of its own, which cannot be told what was found "
+                "elsewhere: step it by itself, and combine scales with ampopt.next_scale"
+            )
+        if optimizer._needs_closure:
+            raise TypeError(
+                f"{name} needs a closure, which several optimizers cannot share: call its own "
+                "unscale_and_step(closure, grads_scaled_by=scale)"
+            )
+        optimizer._refuse_pending("unscale_and_step")
+    _refuse_shared(optimizers)
+    return optimizers
+
+
+def _refuse_shared(optimizers: list[Optimizer]) -> None:
+    owners: dict[int, int] = {}
+    for index, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if owners.setdefault(id(param), index) == index:
+                    continue
+                if optimizer is optimizers[owners[id(param)]]:
+                    raise ValueError(
+                        f"optimizers: {type(optimizer).__name__} {index} is also number "
+                        f"{owners[id(param)]}; name each once"
+                    )
+                raise ValueError(
+                    f"optimizers {owners[id(param)]} and {index} share "
+                    f"{gradients.name_of(optimizer.param_groups, param)} of the latter: its "
+                    "gradient would be unscaled and counted twice; leave it to one of them"
+                )

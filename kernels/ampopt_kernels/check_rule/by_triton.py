@@ -1,0 +1,178 @@
+"""What Triton's compiler says of a rule, with no GPU, before the rule is let near a parameter.
+
+The CPU's backends run a rule as Python, which takes more than Triton does: ``g ** 2``, a number of
+the module, a call of torch's. Who writes such a rule is to learn of it where it is written, not on
+the first GPU. Kernels as small as can be hold ``update`` or ``scalars``, so that what is said of
+one is said of the rule.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ampopt_kernels.check_rule.refusals import explained
+from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.triton.uninterpreted import compilable, compiler
+
+__all__ = ["can_compile_for", "check", "compile_for", "gpu_target"]
+
+
+@jit
+def _update_kernel(
+    blocks,
+    numbers,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    N_STATES: tl.constexpr,
+    N_H: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    at = tl.arange(0, 128)
+    h = ()
+    for i in tl.static_range(N_H):
+        h = h + (tl.load(numbers + i),)
+    state = ()
+    for i in tl.static_range(N_STATES):
+        state = state + (tl.load(blocks + (2 + i) * 128 + at),)
+    param, state = RULE(tl.load(blocks + at), tl.load(blocks + 128 + at), state, h, FLAGS)
+    new = (param,) + state
+    for i in tl.static_range(len(new)):
+        tl.store(blocks + i * 128 + at, rounded(new[i], DTYPE))
+
+
+@jit
+def _scalars_kernel(blocks, SCALARS: tl.constexpr, N_SCALARS: tl.constexpr, N_HYPER: tl.constexpr):
+    at = tl.arange(0, 128)
+    s = ()
+    for i in tl.static_range(N_SCALARS):
+        s = s + (tl.load(blocks + i * 128 + at),)
+    h = ()
+    for i in tl.static_range(N_HYPER):
+        h = h + (tl.load(blocks + (N_SCALARS + i) * 128 + at),)
+    new_s, new_h = SCALARS(s, h)
+    for i in tl.static_range(N_SCALARS):
+        tl.store(blocks + i * 128 + at, new_s[i].to(tl.float32))
+    for i in tl.static_range(len(new_h)):
+        tl.store(blocks + (N_SCALARS + i) * 128 + at, new_h[i])
+
+
+def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
+    """Refuse a rule that Triton cannot compile; tens of milliseconds. Nothing without Triton.
+
+    Args:
+        rule: to compile, as far as Triton's own intermediate code.
+        flags: to compile it under.
+        n_hyper: hyperparameters of a param group, laid flat.
+        owner: the optimizer, for the message.
+
+    Raises:
+        ValueError: Triton refuses ``scalars`` or ``update``. The message says where, and what to
+            write instead.
+    """
+    name = next(filter(can_compile_for, ("sm_90", "gfx942")), None)
+    if name is not None:
+        target = gpu_target(name)
+        _compile(rule, flags, n_hyper, owner, lambda source: _intermediate(source, target))
+
+
+def compile_for(target: str, rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
+    """Compile a rule to machine code. Takes a second, unless Triton has it in its cache.
+
+    Args:
+        target: ``sm_NN`` or ``gfxNNN``, for which :func:`can_compile_for`.
+        rule: to compile.
+        flags: to compile it under.
+        n_hyper: hyperparameters of a param group, laid flat.
+        owner: the optimizer, for the message.
+
+    Raises:
+        ValueError: see :func:`check`.
+    """
+    import triton
+
+    from ampopt_kernels.triton.backend import options
+
+    gpu = gpu_target(target)
+
+    def finish(source: Any) -> None:
+        triton.compile(source, target=gpu, options=options(gpu.warp_size))
+
+    _compile(rule, flags, n_hyper, owner, finish)
+
+
+def can_compile_for(target: str) -> bool:
+    """Whether Triton can be imported, and was built to compile for ``target``."""
+    if not HAS_TRITON:
+        return False
+    from triton.backends import backends
+
+    return ("nvidia" if target.startswith("sm_") else "amd") in backends
+
+
+def gpu_target(name: str) -> Any:
+    """``sm_NN`` or ``gfxNNN`` as Triton names it."""
+    from triton.backends.compiler import GPUTarget
+
+    if name.startswith("sm_"):
+        return GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
+    return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
+
+
+def _compile(
+    rule: Rule,
+    flags: tuple[bool, ...],
+    n_hyper: int,
+    owner: str,
+    finish: Callable[[Any], None],
+) -> None:
+    from triton.compiler.errors import CompilationError
+
+    with warnings.catch_warnings(), compiler():
+        warnings.simplefilter("ignore")  # Triton's, of what will be otherwise in a later version
+        for role, source in _sources(rule, flags, n_hyper):
+            try:
+                finish(source)
+            except CompilationError as error:
+                why = explained(getattr(rule, role), error)
+                raise ValueError(
+                    f"{role} of {owner}'s rule cannot be compiled for a GPU: {why}"
+                ) from error
+
+
+def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tuple[str, Any]]:
+    """``scalars`` and ``update`` by name, each as what Triton compiles."""
+    from triton.compiler import ASTSource
+
+    scalars: dict[str, Any] = {
+        "SCALARS": compilable(rule.scalars),
+        "N_SCALARS": len(rule.scalar_state),
+        "N_HYPER": n_hyper,
+    }
+    update: dict[str, Any] = {
+        "RULE": compilable(rule.update),
+        "FLAGS": flags,
+        "N_STATES": len(rule.state_for(flags)),
+        "N_H": rule.width(n_hyper),
+        "DTYPE": tl.float32,
+    }
+    for role, kernel, pointers, constants in (
+        ("scalars", _scalars_kernel, {"blocks": "*fp64"}, scalars),
+        ("update", _update_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, update),
+    ):
+        signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
+        yield role, ASTSource(compilable(kernel), signature, constants)
+
+
+def _intermediate(source: Any, target: Any) -> None:
+    """Make Triton's intermediate code, the first stage of ``triton.compile``."""
+    from triton._C.libtriton import ir
+    from triton.compiler import make_backend
+
+    backend: Any = make_backend(target)
+    options = backend.parse_options({"enable_fp_fusion": False})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    source.make_ir(target, options, functions, modules, context)

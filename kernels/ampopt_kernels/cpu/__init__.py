@@ -1,0 +1,1 @@
+"""The CPU's backends: torch operations or compiled C++, small tensors together."""

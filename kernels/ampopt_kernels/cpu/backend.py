@@ -1,0 +1,183 @@
+"""The eager backend on the CPU: small tensors together, and no more work than the host can see.
+
+The rows are taken in the pieces of ``pieces``. The host may read a CPU tensor at no cost, so a
+skipped step returns at once.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.cpu.bundles import Piece, pieces_of
+from ampopt_kernels.cpu.native import PART
+from ampopt_kernels.eager import CHUNK, Eager, reciprocal
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.step import Decision, Partials, Request, Work
+from ampopt_kernels.tensors import arithmetic, flat
+
+__all__ = ["Cpu", "apply_rule", "updated"]
+
+
+class Cpu(Eager):
+    """Torch operations on CPU tensors."""
+
+    name = "eager"
+    host_sees = True
+    reads_rows = False
+
+    def detect(self, work: Work, request: Request) -> Partials:
+        """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""
+        parts: list[tuple[Tensor, torch.dtype, bool]]
+        if work.rule is None:
+            parts = [
+                (grad, row.compute_dtype, row.counted)
+                for grad, row in zip(work.grads, work.rows, strict=True)
+            ]
+        else:
+            parts = [
+                (p.gather(work), p.dtype, p.rows[0].counted) for _, p in pieces_of(work).pieces
+            ]
+        inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
+        parts = [part for part in parts if part[0].numel()]
+        grads = [grad for grad, _, _ in parts]
+        squares = None if request.max_norm is None else self._sums_of_squares(grads)
+        # Where unscaling makes nothing larger.
+        finite = 0 <= inverse <= 1 and (
+            self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
+        )
+        flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype, _ in parts]
+        if squares is not None:
+            squares = [x if part[2] else 0.0 for x, part in zip(squares, parts, strict=True)]
+            squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
+            squares = squares * inverse * inverse
+        if request.write:
+            gathered = [] if work.rule is None else [p.grad for _, p in pieces_of(work).pieces]
+            _multiply(work.grads + [grad for grad in gathered if grad is not None], inverse)
+        return Partials(flags, squares)
+
+    def update(self, work: Work, decision: Decision) -> None:
+        """See :meth:`Backend.update`."""
+        skip, inverse, clip = decision.numbers
+        rule = work.rule
+        assert rule is not None
+        made = pieces_of(work)
+        if not skip > 0 and made.prepared_by is not self:
+            made.prepared_by = self if self._prepare(work) else None
+        last, h, varies = None, (), False
+        for block, piece in made.pieces:
+            grad = piece.gather(work, again=False)
+            piece.gathered_at = None
+            if skip > 0:
+                continue
+            if block is not last:
+                last = block
+                advanced, varies = block.advance(rule, work.hyper, made.advanced)
+                h = (inverse, clip, *advanced)
+            if piece.copies is not None:
+                piece.copies.load()
+            tensors = (grad, piece.param, *piece.rest)
+            if not varies:
+                self._apply(rule, piece, tensors, h)
+            else:
+                for start, end, own in piece.alike(h):
+                    self._apply(rule, piece, [t[start:end] for t in tensors], own)
+            if piece.copies is not None:
+                piece.copies.store()
+                if piece.rounded is not None:
+                    piece.rounded.store()
+
+    def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
+        """Of each gradient, in float64."""
+        return [_sum_of_squares(grad) for grad in grads]
+
+    def _surely_finite(self, grads: list[Tensor]) -> bool:
+        """Whether every element is finite; ``False`` if that takes more to tell."""
+        # A sum is finite only if all elements are, and it takes two thirds of the time of the
+        # extremes. That of a half-precision tensor would be half-precision.
+        return all(
+            grad.dtype in (torch.float32, torch.float64) and math.isfinite(grad.sum().item())
+            for grad in grads
+        )
+
+    def _prepare(self, work: Work) -> bool:
+        """Do beforehand what may fail; return whether that was all, for all steps."""
+        return True
+
+    def _apply(
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+    ) -> None:
+        """Apply the rule to ``tensors`` of a piece, or a part of them; see :func:`apply_rule`."""
+        apply_rule(rule, piece.flags, tensors, h)
+
+
+def apply_rule(
+    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[float, ...]
+) -> None:
+    """Apply ``rule`` to flat gradient, parameter and states, in place.
+
+    One tensor more than the rule has states is a copy of the parameter, which is written.
+    ``h`` begins with the reciprocal of the scale and the clip coefficient.
+    """
+    dtype = arithmetic(*(t.dtype for t in tensors[:2]))
+    inverse, clip, *rest = h
+    n = tensors[0].numel()
+    for start in range(0, n, CHUNK):
+        grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
+        g = grad.to(dtype)
+        if not (inverse == 1 and clip == 1):
+            g = g * inverse * clip
+        new = updated(rule, flags, g, [t.to(dtype) for t in stored], tuple(rest))
+        for old, value in zip(stored, new, strict=True):
+            old.copy_(value)
+
+
+def _sum_of_squares(grad: Tensor) -> float:
+    """To the bit what ``scans.sums_of_squares`` gives, since either may be used in a run."""
+    total = 0.0
+    for chunk in flat(grad).split(4 * PART):  # which fit the cache
+        n = chunk.numel()
+        width = min(PART, 1 << (n - 1).bit_length())
+        squares = torch.zeros(-(-n // width) * width, dtype=torch.float64, device="cpu")
+        squares[:n] = chunk
+        parts = squares.square_().view(-1, width)
+        while width > 1:
+            width //= 2
+            parts[:, :width] += parts[:, width : 2 * width]
+        for part in parts[:, 0].tolist():
+            total += part
+    return total
+
+
+def _multiply(grads: list[Tensor], factor: float) -> None:
+    """Multiply all of ``grads`` in place, in the arithmetic dtype, those alike in one call."""
+    alike = [grad for grad in grads if grad.dtype == arithmetic(grad.dtype)]
+    if alike:
+        torch._foreach_mul_(alike, factor)  # pyright: ignore[reportPrivateImportUsage]
+    for grad in grads:
+        # torch would round the factor to a dtype that is narrower.
+        if grad.dtype != arithmetic(grad.dtype):
+            grad.copy_(grad.to(arithmetic(grad.dtype)) * factor)
+
+
+def _overflows(grad: Tensor, inverse: float, dtype: torch.dtype) -> bool:
+    """Whether an element of ``grad``, not empty, is not finite once unscaled.
+
+    ``inverse`` is the reciprocal of the scale, before it is rounded to ``dtype``, in which the
+    arithmetic is.
+    """
+    # Unscaling is monotone: the extremes say whether any element leaves the range.
+    extremes = torch.stack(grad.aminmax()).to(dtype) * inverse
+    return not extremes.isfinite().all()
+
+
+def updated(
+    rule: Rule, flags: tuple[bool, ...], grad: Tensor, stored: Sequence[Tensor], h: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """What the rule makes of parameter, states and, if there is one more tensor, copy."""
+    n = len(rule.state_for(flags))
+    param, state = rule.torch_update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags)
+    copies = len(stored) - 1 - n
+    return (param, *state, *[param] * copies)

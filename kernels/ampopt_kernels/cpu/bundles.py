@@ -1,0 +1,305 @@
+"""How the CPU takes the rows of a work: in pieces, small ones bundled; kept from step to step.
+
+A network's small tensors cost a CPU more in calls than in arithmetic. Those whose states lie end
+to end (``ampopt._step.state_buffers`` lays them so) are gathered into one scratch that fits the
+cache, the rule runs once over all of them, and the parameters are scattered back.
+
+Rows whose scalars lie end to end are a block: the ``scalars`` of a rule run once, on Python
+numbers, for all rows of a block whose step counts agree, which they do unless gradients come and
+go.
+"""
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.cpu import native, scans
+from ampopt_kernels.cpu.copies import Copies, TorchCopies
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.step import Row, Work
+from ampopt_kernels.tensors import flat
+
+__all__ = ["BUNDLE", "SMALL", "Piece", "Pieces", "pieces_of"]
+
+SMALL = 1 << 14
+"""Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
+BUNDLE = 1 << 16
+"""Elements of a bundle: its float32 gradient, parameter and two states fit a core's cache."""
+
+
+@dataclass
+class Piece:
+    """Rows that are updated together: a bundle of small ones, or one alone.
+
+    Attributes:
+        rows: all of one kind and group.
+        places: where each row is in its block.
+        among: where each row is among all rows of its work.
+        dtype: of the arithmetic.
+        param: what the rule works on, flat: the parameter, or scratch for those of a bundle.
+        rest: what the rule works on besides: the states of all rows, end to end, flat; and the
+            low-precision copy, if there is one and it is alone.
+        grad: scratch for all gradients; ``None`` if alone.
+        copies: between the scratch and the tensors of the rows; ``None`` if alone.
+        rounded: from the scratch to low-precision copies, of a bundle that has them.
+        gathered_at: the stamp of the work whose gradients ``grad`` holds.
+        function: what the compiled backend has made of the rule for this piece, if it has.
+    """
+
+    rows: list[Row]
+    places: list[int]
+    among: range | list[int]
+    dtype: torch.dtype
+    param: Tensor
+    rest: list[Tensor]
+    grad: Tensor | None = None
+    copies: Copies | None = None
+    rounded: Copies | None = None
+    gathered_at: int | None = None
+    function: Callable[..., Any] | None = None
+
+    @staticmethod
+    def of(rows: list[Row], places: list[int], start: int) -> "Piece":
+        """Rows whose states adjoin, by their places in a block that begins at ``start``."""
+        among = [start + place for place in places]
+        whole = range(among[0], among[-1] + 1)
+        where = (places, whole if len(whole) == len(among) else among, rows[0].compute_dtype)
+        rest = [_spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
+        rounded = [row.copy for row in rows if row.copy is not None]
+        params = _params(rows)
+        if len(rows) == 1:
+            return Piece(rows, *where, flat(params[0]), rest + [flat(c) for c in rounded])
+        size = sum(p.numel() for p in params)
+        param, grad = params[0].new_empty(size), rows[0].grad.new_empty(size)
+        return Piece(
+            rows,
+            *where,
+            param,
+            rest,
+            grad,
+            TorchCopies(params, param),
+            TorchCopies(rounded, param) if rounded else None,
+        )
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Of the rule, for every row."""
+        return self.rows[0].flags
+
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameter of each row."""
+        return _params(self.rows)
+
+    def grads(self, work: Work) -> list[Tensor]:
+        """The gradient of each row, now."""
+        if isinstance(self.among, range):
+            return work.grads[self.among.start : self.among.stop]
+        return [work.grads[i] for i in self.among]
+
+    def gather(self, work: Work, again: bool = True) -> Tensor:
+        """The gradients, end to end, flat; those gathered before, unless ``again`` or others."""
+        if self.grad is None or self.copies is None:
+            return flat(work.grads[self.among[0]])
+        if again or self.gathered_at != work.stamp:
+            self.copies.gather(self.grads(work), self.grad)
+            self.gathered_at = work.stamp
+        return self.grad
+
+    def alike(self, h: tuple[Any, ...]) -> Iterator[tuple[int, int, tuple[float, ...]]]:
+        """Parts whose rows have the same ``h``: where each starts and ends, and what it is.
+
+        There are several only where gradients come and go. A part is applied as if it were alone,
+        so that a parameter's result does not depend on what it is bundled with.
+
+        Args:
+            h: of the block; numbers, and tensors with an entry for each row.
+        """
+        columns = [x[self.places].tolist() if isinstance(x, Tensor) else x for x in h]
+        sizes = [self.param.numel()] if self.copies is None else [p.numel() for p in self.params]
+        own = [
+            tuple(x[row] if isinstance(x, list) else x for x in columns)
+            for row in range(len(sizes))
+        ]
+        start = end = 0
+        for row, size in enumerate(sizes):
+            end += size
+            if row + 1 == len(sizes) or own[row + 1] != own[row]:
+                yield start, end, own[row]
+                start = end
+
+
+def _params(rows: Sequence[Row]) -> list[Tensor]:
+    return [row.param for row in rows if row.param is not None]
+
+
+@dataclass
+class Block:
+    """Rows whose scalars advance together.
+
+    Attributes:
+        group: the param group of all of them.
+        rows: in the order in which their scalars lie end to end.
+        scalars: the scalar states, an entry for each row; ``None`` where the flags leave one out.
+        pieces: the same rows, as the rule takes them.
+    """
+
+    group: int
+    rows: list[Row]
+    scalars: list[Tensor | None] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    @staticmethod
+    def of(rows: list[Row], start: int) -> "Block":
+        columns = zip(*(row.scalars for row in rows), strict=True)
+        return Block(
+            rows[0].group,
+            rows,
+            [None if column[0] is None else _spanning(column) for column in columns],
+            [Piece.of([rows[i] for i in places], places, start) for places in _runs(rows)],
+        )
+
+    def advance(
+        self, rule: Rule, hyper: Sequence[Sequence[Any]], advanced: "dict[int, _Advanced]"
+    ) -> tuple[tuple[Any, ...], bool]:
+        """Advance the scalars; return ``h``, and whether it differs from row to row.
+
+        Its entries are numbers, and, if it does, float64 tensors with an entry for each row.
+        ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
+        group share it, and so do steps of a rule that counts nothing.
+        """
+        given = hyper[self.group]
+        found = [0.0 if s is None else _common(s) for s in self.scalars]
+        counts = [count for count in found if count is not None]
+        if len(counts) == len(found):
+            numbers = [float(x) for x in given]
+            # As bits, for which -0.0 is not 0.0.
+            key = array("d", [*counts, *numbers]).tobytes()
+            last = advanced.get(self.group)
+            if last is None or last.key != key:
+                result = rule.torch_scalars(tuple(counts), tuple(numbers))
+                last = _Advanced(key, *(tuple(map(float, part)) for part in result))
+                advanced[self.group] = last
+            for stored, value in zip(self.scalars, last.scalars, strict=True):
+                if stored is not None:
+                    stored.fill_(value)
+            return last.h, False
+        none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
+        s = tuple(none if s is None else s.double() for s in self.scalars)
+        # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
+        # and the same step among others of the same count would have another result.
+        wide = tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given)
+        new_s, h = rule.torch_scalars(s, wide)
+        for stored, value in zip(self.scalars, new_s, strict=True):
+            if stored is not None:
+                stored.copy_(value)
+        varies = [isinstance(x, Tensor) and x.ndim > 0 for x in h]
+        return tuple(x if v else float(x) for x, v in zip(h, varies, strict=True)), any(varies)
+
+
+class _Advanced(NamedTuple):
+    """What ``scalars`` of a rule made of step counts and hyperparameters.
+
+    Attributes:
+        key: the counts and hyperparameters, all numbers.
+        scalars: the new values.
+        h: what ``update`` takes, all numbers.
+    """
+
+    key: bytes
+    scalars: tuple[float, ...]
+    h: tuple[float, ...]
+
+
+def _common(scalars: Tensor) -> float | None:
+    """What all of them are, if they are all the same."""
+    if native.are_compiled() and scalars.dtype == torch.float32:
+        return scans.common(scalars)
+    low, high = (x.item() for x in scalars.aminmax())
+    return low if low == high else None
+
+
+@dataclass
+class Pieces:
+    """The form of the rows that is kept from step to step.
+
+    Attributes:
+        pieces: what the rule is applied to at a time, with the block of each.
+        prepared_by: the backend that has nothing left to do beforehand.
+        advanced: see :meth:`Block.advance`.
+    """
+
+    pieces: list[tuple[Block, Piece]]
+    prepared_by: Any = None
+    advanced: dict[int, _Advanced] = field(default_factory=dict)
+
+
+def pieces_of(work: Work) -> Pieces:
+    """All rows in pieces; made once for each plan."""
+    if not isinstance(work.table, Pieces):
+        work.hand_out()
+        blocks: list[list[Row]] = []
+        for row in work.rows:
+            if blocks and _advance_together(blocks[-1][-1], row):
+                blocks[-1].append(row)
+            else:
+                blocks.append([row])
+        starts = accumulate((len(rows) for rows in blocks), initial=0)
+        made = [Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
+        work.table = Pieces([(block, piece) for block in made for piece in block.pieces])
+    return work.table
+
+
+def _advance_together(last: Row, row: Row) -> bool:
+    return last.group == row.group and all(
+        _adjoins(a, b) for a, b in zip(last.scalars, row.scalars, strict=True)
+    )
+
+
+def _runs(rows: Sequence[Row]) -> list[list[int]]:
+    """The places of the rows in runs that can be a piece each; small ones pass over large ones."""
+    runs: list[list[int]] = []
+    bundle: list[int] | None = None
+    total = 0
+    for place, row in enumerate(rows):
+        size = row.grad.numel()
+        if not 0 < size <= SMALL:
+            runs.append([place])
+        elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
+            bundle.append(place)
+            total += size
+        else:
+            bundle, total = [place], size
+            runs.append(bundle)
+    return runs
+
+
+def _joins(last: Row, row: Row) -> bool:
+    return (
+        last.kind == row.kind
+        and last.counted == row.counted
+        and all(t.is_contiguous() for r in (last, row) for t in r.tensors)
+        and all(_adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
+    )
+
+
+def _adjoins(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether ``b`` begins where ``a`` ends."""
+    if a is None or b is None:
+        return a is b
+    return (
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+    )
+
+
+def _spanning(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat view over tensors that adjoin."""
+    if len(tensors) == 1:
+        return flat(tensors[0])
+    return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))

@@ -1,0 +1,181 @@
+"""The compiled backend: a rule's own body as C++ for the CPU.
+
+The body that the eager backend runs operation by operation becomes one loop over gradient,
+parameter and states (see ``cpp``): each element is read and written once.
+
+Its results are the eager backend's to the bit, but for rules with functions that C++ and torch
+round differently. So ``auto`` has the compiler work beside the training and takes up what it has
+made whenever that is done: the clock decides when, and no result depends on it. Those other rules
+are compiled at their first step.
+"""
+
+import ctypes
+import time
+import warnings
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.cpu import native, scans
+from ampopt_kernels.cpu.backend import Cpu
+from ampopt_kernels.cpu.build import Library
+from ampopt_kernels.cpu.bundles import BUNDLE, Piece, pieces_of
+from ampopt_kernels.cpu.copies import NativeCopies, TorchCopies
+from ampopt_kernels.cpu.cpp import source_of
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.step import Work
+
+__all__ = ["PATIENCE", "Compiled"]
+
+PATIENCE = 0.1
+"""Seconds that ``auto`` spends in a rule eagerly before it has it compiled.
+
+On two cores with g++ a rule takes about 0.3 seconds of one of them, and the loops of ``native``,
+once for each version of torch on a machine, about 4. What has been compiled before is loaded from
+disk in a millisecond and so is taken up at once. Without any patience a program of a few steps, a
+test perhaps, would start a compiler for each rule.
+"""
+
+_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int]
+
+
+class Compiled(Cpu):
+    """CPU tensors, with each rule compiled once for its flags and dtypes.
+
+    Sizes, learning rates and all other scalars are arguments of the compiled function, so nothing
+    is ever compiled again for them.
+    """
+
+    name = "compiled"
+
+    def __init__(self, patience: float = 0.0) -> None:
+        """Make the backend.
+
+        Args:
+            patience: seconds to run a rule eagerly before the compiler is started, which then is
+                not waited for. With 0 the first step of each rule waits, and so it always does
+                for rules whose results compiling changes.
+        """
+        super().__init__()
+        self._patience = patience
+        self._broken = False
+        self._spent: dict[_Key, float] = {}
+        self._libraries: dict[_Key, tuple[Library | None, bool]] = {}
+        self._functions: dict[_Key, _Function] = {}
+        self._factors: tuple[Any, array[float]] = (None, array("d"))
+
+    def _apply(
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+    ) -> None:
+        if piece.function is not None:
+            if self._factors[0] is not h:
+                self._factors = (h, array("d", h))
+            piece.function(self._factors[1], tensors)
+            return
+        start = time.perf_counter()
+        super()._apply(rule, piece, tensors, h)
+        key = _key(rule, piece, tensors[0], len(h))
+        self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
+
+    def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
+        if native.are_compiled() and scans.can_square(grads):
+            return scans.sums_of_squares(grads)
+        return super()._sums_of_squares(grads)
+
+    def _surely_finite(self, grads: list[Tensor]) -> bool:
+        if native.are_compiled():
+            return scans.all_finite(grads)
+        return super()._surely_finite(grads)
+
+    def _prepare(self, work: Work) -> bool:
+        # While nothing has changed yet that a failure would leave half done.
+        rule = work.rule
+        assert rule is not None
+        decided, used = True, False
+        for block, piece in pieces_of(work).pieces:
+            if piece.param.numel():
+                width = 2 + rule.width(len(work.hyper[block.group]))
+                key = _key(rule, piece, piece.gather(work, again=False), width)
+                piece.function = self._function(key)
+                used = used or piece.function is not None
+                decided = decided and (key in self._functions or self._libraries[key][0] is None)
+        if used and self._loaded(native.library(), wanted=True) is not None:
+            native.loops()
+            for _, piece in pieces_of(work).pieces:
+                if isinstance(piece.copies, TorchCopies):
+                    piece.copies = NativeCopies(piece.params, piece.param)
+        return self._broken or (decided and (native.are_compiled() or not used))
+
+    def _function(self, key: _Key) -> "_Function | None":
+        """What runs a rule in the coming step; ``None`` for eager operations."""
+        if key in self._functions:
+            return self._functions[key]
+        first = key not in self._libraries
+        if first:
+            self._libraries[key] = self._library(key)
+        library, exact = self._libraries[key]
+        if library is not None:
+            waits = first and not exact  # else the results would depend on the clock
+            wanted = waits or self._spent.get(key, 0.0) >= self._patience
+            loaded = self._loaded(library, wanted, waits)
+            if loaded is not None:
+                self._functions[key] = _Function(loaded)
+        return self._functions.get(key)
+
+    def _library(self, key: _Key) -> tuple[Library | None, bool]:
+        """What the function of a rule would be in, and whether it is exact; ``None`` for never."""
+        try:
+            source = source_of(*key)
+        except Exception as error:
+            if self._patience:
+                return None, True
+            raise RuntimeError(
+                f"the compiled backend has no C++ for a rule: {type(error).__name__}: {error}; "
+                "choose 'auto' or 'eager'"
+            ) from error
+        return Library(source.text), source.exact
+
+    def _loaded(self, library: Library, wanted: bool, waits: bool = False) -> ctypes.CDLL | None:
+        """What ``library`` holds; ``None`` if the compiler is not to be waited for, or failed."""
+        if self._broken:
+            return None
+        try:
+            if waits or not self._patience or library.ready():
+                return library.load()
+            if wanted:
+                library.start()
+        except Exception as error:
+            message = f"compiling a rule failed, {type(error).__name__}: {error}"
+            if not self._patience:
+                raise RuntimeError(
+                    f"the compiled backend needs a working C++ compiler: {message}. Install g++ or "
+                    "clang++ (or point CXX at one), or choose 'auto' or 'eager'"
+                ) from error
+            self._broken = True  # with the next rule it would fail again
+            warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
+        return None
+
+
+class _Function:
+    """The compiled function of a rule, as a call on tensors."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._update = library.update
+        self._update.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        self._update.restype = None
+
+    def __call__(self, h: "array[float]", tensors: Sequence[Tensor]) -> None:
+        """Gradient, parameter, states and copy, in place."""
+        n = tensors[0].numel()
+        threads = torch.get_num_threads() if n > BUNDLE else 1  # which take time to start
+        where = array("q", [t.data_ptr() for t in tensors])
+        self._update(h.buffer_info()[0], where.buffer_info()[0], n, threads)
+
+
+def _key(rule: Rule, piece: Piece, grad: Tensor, width: int) -> _Key:
+    """What :func:`source_of` takes for a piece and its gradients."""
+    dtypes = tuple(t.dtype for t in (grad, piece.param, *piece.rest))
+    return rule, piece.flags, dtypes, width

@@ -1,0 +1,363 @@
+"""A rule as C++: its own body, run once on expressions in place of tensors and numbers.
+
+The third engine of the language that rules are written in, beside Triton and ``torch_language``,
+whose results the C++ has to the bit: the same operations in the same order and precision, each
+rounded as IEEE 754 says. Functions that IEEE 754 does not round, such as the exponential, are
+another library's here than torch's, so a source says whether there are any.
+
+Numbers of the host (``h``) are computed in float64, once for each call, as Python does it.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ampopt_kernels import torch_language
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.tensors import arithmetic
+
+__all__ = ["Source", "source_of"]
+
+_C = {torch.float32: "float", torch.float64: "double", torch.bool: "bool"}
+_STORED = {**_C, torch.float16: "uint16_t", torch.bfloat16: "uint16_t"}
+_LOADED = {torch.float16: "from_float16", torch.bfloat16: "from_bfloat16"}
+_ROUNDED = {torch.float16: "to_float16", torch.bfloat16: "to_bfloat16"}
+
+_PREAMBLE = """
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
+static inline float number(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
+
+static inline float from_bfloat16(uint16_t x) { return number(uint32_t(x) << 16); }
+
+// To the nearest, ties to even.
+static inline uint16_t to_bfloat16(float x) {
+    const uint32_t b = bits(x);
+    return x != x ? 0xFFFF : (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
+}
+
+// Without branches, so that compilers make vectors of them (Maratyszcza's FP16): the exponent is
+// moved by a multiplication, or for subnormal numbers by a subtraction, both of them exact.
+static inline float from_float16(uint16_t x) {
+    const uint32_t w = uint32_t(x) << 16, twice = w + w;
+    const uint32_t normal = bits(number((twice >> 4) + (0xE0u << 23)) * 0x1p-112f);
+    const uint32_t subnormal = bits(number((twice >> 17) | (126u << 23)) - 0.5f);
+    return number((w & 0x80000000u) | (twice < (1u << 27) ? subnormal : normal));
+}
+
+// The addition rounds where float16's last place is.
+static inline uint16_t to_float16(float x) {
+    const uint32_t w = bits(x), twice = w + w, exponent = twice & 0xFF000000u;
+    const float size = (std::fabs(x) * 0x1p112f) * 0x1p-110f;
+    const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
+    const uint32_t b = bits(number((bias >> 1) + 0x07800000u) + size);
+    const uint32_t rounded = ((b >> 13) & 0x7C00u) + (b & 0x0FFFu);
+    return ((w & 0x80000000u) >> 16) | (twice > 0xFF000000u ? 0x7E00u : rounded);
+}
+"""
+
+_FUNCTION = """
+extern "C" void update(const double* h, void* const* tensors, int64_t n, int64_t threads) {{
+    {before}
+    #pragma omp parallel for simd num_threads(threads)
+    for (int64_t i = 0; i < n; ++i) {{
+        {each}
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """C++ with a function ``update(h, tensors, n, threads)``, in place.
+
+    Attributes:
+        text: the C++.
+        exact: whether its results are those of the eager backend to the bit.
+    """
+
+    text: str
+    exact: bool
+
+
+def source_of(
+    rule: Rule, flags: tuple[bool, ...], dtypes: tuple[torch.dtype, ...], width: int
+) -> Source:
+    """``rule`` as C++.
+
+    Args:
+        rule: whose ``update`` it is.
+        flags: of the rule.
+        dtypes: of gradient, parameter, states and copy, if there is one.
+        width: of ``h``: the reciprocal of the scale, the clip coefficient, then what ``update``
+            takes as ``h``.
+
+    Raises:
+        Exception: of whatever kind, where the rule does what the language has not.
+    """
+    program = _Program()
+    compute = arithmetic(*dtypes[:2])
+    for i, dtype in enumerate(dtypes):
+        pointer = f"{_STORED[dtype]}*"
+        program.before.append(f"{pointer} __restrict t{i} = static_cast<{pointer}>(tensors[{i}]);")
+    inverse, clip, *rest = (program.new(torch.float64, f"h[{i}]", False) for i in range(width))
+    grad, *stored = (
+        program.new(compute, f"{_LOADED[dtype]}(t{i}[i])" if dtype in _LOADED else f"t{i}[i]", True)
+        for i, dtype in enumerate(dtypes)
+    )
+    n_state = len(rule.state_for(flags))
+    update = torch_language.bind(rule.update, _LANGUAGE)
+    given = (stored[0], grad * inverse * clip, tuple(stored[1 : 1 + n_state]))
+    param, state = update(*given, tuple(rest), flags)
+    new = (param, *state, *[param] * (len(stored) - 1 - n_state))
+    for i, (dtype, value) in enumerate(zip(dtypes[1:], new, strict=True), 1):
+        rounded = _ROUNDED.get(dtype)
+        to = f"{rounded}({_cast(value, torch.float32)})" if rounded else _cast(value, dtype)
+        program.each.append(f"t{i}[i] = {to};")
+    body = {
+        "before": "\n    ".join(program.before),
+        "each": "\n        ".join(program.each),
+    }
+    return Source(_PREAMBLE + _FUNCTION.format(**body), program.exact)
+
+
+@dataclass
+class _Program:
+    """Statements, in the order in which they were asked for.
+
+    Attributes:
+        before: what is computed once.
+        each: what is computed for each element.
+        exact: see :class:`Source`.
+    """
+
+    before: list[str] = field(default_factory=list)
+    each: list[str] = field(default_factory=list)
+    exact: bool = True
+
+    def new(self, dtype: torch.dtype, code: str, varies: bool) -> "_Expression":
+        """A variable that is ``code``."""
+        to = self.each if varies else self.before
+        name = f"x{len(self.before) + len(self.each)}"
+        to.append(f"const {_C[dtype]} {name} = {code};")
+        return _Expression(self, name, dtype, varies)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> str:
+    """``x``, an expression or a Python number, as C++ of that dtype."""
+    if isinstance(x, _Expression) and x.dtype == dtype:
+        return x.name
+    return f"({_C[dtype]}){x.name if isinstance(x, _Expression) else _literal(float(x))}"
+
+
+def _literal(x: float) -> str:
+    if math.isfinite(x):
+        return f"({x.hex()})"
+    return "NAN" if math.isnan(x) else f"({'-' if x < 0 else ''}INFINITY)"
+
+
+def _made(
+    template: str, *operands: Any, dtype: torch.dtype | None = None, exact: bool = True
+) -> Any:
+    """A new variable: ``template`` of operands in their common dtype, ``T`` in the template.
+
+    Numbers take on the dtype of values, as in torch, and are float64 among themselves.
+    """
+    expressions = [x for x in operands if isinstance(x, _Expression)]
+    values = [x.dtype for x in expressions if x.varies]
+    if any(x.dtype == torch.bool for x in expressions):
+        raise TypeError("a rule computes with a truth value; say tl.where(condition, a, b)")
+    common = arithmetic(*values) if values else torch.float64
+    code = template.format(*(_cast(x, common) for x in operands), T=_C[common])
+    program = expressions[0].program
+    program.exact &= exact
+    return program.new(dtype or common, code, bool(values))
+
+
+def _logical(template: str, *operands: Any) -> Any:
+    """A new truth value made of others."""
+    expressions = [x for x in operands if isinstance(x, _Expression)]
+    if len(expressions) < len(operands) or any(x.dtype != torch.bool for x in expressions):
+        raise TypeError("a rule takes & or | or ~ of what is no comparison")
+    code = template.format(*(x.name for x in expressions))
+    return expressions[0].program.new(torch.bool, code, any(x.varies for x in expressions))
+
+
+def _operator(template: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """The methods of an operator, and of the same with operands exchanged."""
+    return (
+        lambda self, other: _made(template, self, other, dtype=dtype),
+        lambda self, other: _made(template, other, self, dtype=dtype),
+    )
+
+
+@dataclass(eq=False)
+class _Expression:
+    """A C++ variable.
+
+    Attributes:
+        program: where it stands.
+        name: its name there.
+        dtype: float32, float64 or bool.
+        varies: whether each element has its own; else it is a number of the host.
+    """
+
+    program: _Program
+    name: str
+    dtype: torch.dtype
+    varies: bool
+
+    __add__, __radd__ = _operator("{0} + {1}")
+    __sub__, __rsub__ = _operator("{0} - {1}")
+    __mul__, __rmul__ = _operator("{0} * {1}")
+    __lt__, __gt__ = _operator("{0} < {1}", torch.bool)
+    __le__, __ge__ = _operator("{0} <= {1}", torch.bool)
+
+    def __eq__(self, other: Any) -> Any:
+        return _made("{0} == {1}", self, other, dtype=torch.bool)
+
+    def __ne__(self, other: Any) -> Any:
+        return _made("{0} != {1}", self, other, dtype=torch.bool)
+
+    def __truediv__(self, other: Any) -> Any:
+        return _divided(self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _divided(other, self)
+
+    def __and__(self, other: Any) -> Any:
+        return _logical("{0} & {1}", self, other)
+
+    def __or__(self, other: Any) -> Any:
+        return _logical("{0} | {1}", self, other)
+
+    def __invert__(self) -> Any:
+        return _logical("!{0}", self)
+
+    def __neg__(self) -> Any:
+        return _made("-{0}", self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return _made("std::fabs({0})", self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a rule branches on a value; say tl.where(condition, a, b)")
+
+    def to(self, dtype: torch.dtype) -> Any:
+        """In another dtype, float32 or float64, of a value."""
+        if not self.varies or self.dtype == torch.bool or dtype not in _C:
+            raise TypeError(f"a rule converts what is no value of an element, or to {dtype}")
+        return self.program.new(dtype, _cast(self, dtype), True)
+
+
+# --- the language --------------------------------------------------------------------------------
+
+
+def _divided(x: Any, y: Any) -> Any:
+    if _varies(y) and not _varies(x):
+        return _made("(({T})1 / {1}) * {0}", x, y)  # as torch divides a number by a tensor
+    # Python divides no number by 0; what then is done in its place is not quite the same.
+    return _made("{0} / {1}", x, y, exact=_varies(x))
+
+
+def _varies(x: Any) -> bool:
+    return isinstance(x, _Expression) and x.varies
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if not isinstance(condition, _Expression):
+        return a if condition else b
+    if condition.dtype != torch.bool:
+        raise TypeError("a rule selects by what is no comparison; say tl.where(x != 0, a, b)")
+    program, values = condition.program, [x.dtype for x in (a, b) if _varies(x)]
+    varies = condition.varies or bool(values)
+    number = torch.float32 if varies else torch.float64
+    dtype = arithmetic(*values) if values else number
+    return program.new(dtype, f"{condition.name} ? {_cast(a, dtype)} : {_cast(b, dtype)}", varies)
+
+
+def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
+    template = f"({{0}} {sign} {{1}} || {{0}} != {{0}}) ? {{0}} : {{1}}"
+
+    def function(a: Any, b: Any) -> Any:
+        if not isinstance(a, _Expression) and not isinstance(b, _Expression):
+            return torch_language.HELPERS[name](a, b)
+        # Where they are equal, a zero's sign tells whose it is: torch takes that of a tensor.
+        return _made(template, b, a) if _varies(a) and not _varies(b) else _made(template, a, b)
+
+    return function
+
+
+def _function(name: str, template: str, exact: bool = True) -> Callable[[Any], Any]:
+    of_number = getattr(torch_language, name)
+    return lambda x: _made(template, x, exact=exact) if isinstance(x, _Expression) else of_number(x)
+
+
+def _sqrt(x: Any) -> Any:
+    # Of float64, torch's own on the CPU is not always the nearest; see ``torch_language.sqrt``.
+    exact = not (_varies(x) and x.dtype == torch.float64)
+    return _function("sqrt", "std::sqrt({0})", exact)(x)
+
+
+def _div_rn(x: Any, y: Any) -> Any:
+    if not isinstance(x, _Expression) and not isinstance(y, _Expression):
+        return torch_language.HELPERS["div_rn"](x, y)
+    return _made("{0} / {1}", x, y, exact=_varies(x) or _varies(y))
+
+
+def _as_float32(x: Any) -> Any:
+    return (
+        _made("(float){0}", x)
+        if isinstance(x, _Expression)
+        else torch_language.HELPERS["as_float32"](x)
+    )
+
+
+_EXACT = {
+    "abs": "std::fabs({0})",
+    "rsqrt": "({T})1 / std::sqrt({0})",
+    "floor": "std::floor({0})",
+    "ceil": "std::ceil({0})",
+}
+_INEXACT = {
+    "exp": "std::exp({0})",
+    "exp2": "std::exp2({0})",
+    "log": "std::log({0})",
+    "log2": "std::log2({0})",
+    "sin": "std::sin({0})",
+    "cos": "std::cos({0})",
+    "sigmoid": "({T})1 / (({T})1 + std::exp(-{0}))",
+}
+
+
+class _Language:
+    """What ``tl`` and its helpers are in a rule that becomes C++; the rest is the stand-in's."""
+
+    def __init__(self) -> None:
+        self.where, self.sqrt = _where, _sqrt
+        for name, template in _EXACT.items():
+            setattr(self, name, _function(name, template))
+        for name, template in _INEXACT.items():
+            setattr(self, name, _function(name, template, exact=False))
+        self.HELPERS = {
+            "as_float32": _as_float32,
+            "div_rn": _div_rn,
+            "maximum": _extreme("maximum", ">"),
+            "minimum": _extreme("minimum", "<"),
+            "sqrt_rn": _sqrt,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch_language, name)
+
+
+_LANGUAGE = _Language()

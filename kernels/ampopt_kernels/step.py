@@ -1,0 +1,315 @@
+"""The nouns of one step: what there is to do, what was asked, what was found and decided.
+
+A step is three passes, each one launch on an accelerator: *detect* reads the gradients once,
+*control* decides from what was found and advances the per-parameter scalars, *update* applies the
+rule or returns at once. :func:`run` is their order; a :class:`Backend` carries them out.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.tensors import arithmetic, widest
+from ampopt_kernels.transfers import carried
+from ampopt_kernels.triton.uploads import Uploads
+
+__all__ = ["Backend", "Decision", "Partials", "Request", "Row", "Work", "run"]
+
+
+@dataclass(slots=True)
+class Row:
+    """One parameter's tensors, all real, dense and laid out alike (see ``layout``).
+
+    ``state`` follows ``rule.state_for(flags)``; ``scalars`` follows ``rule.scalar_state``, with
+    ``None`` where the flags leave one out. A row that is only to be read has no ``param``. Where
+    ``param`` is a float32 master, ``copy`` is the low-precision parameter that gets it rounded.
+    Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
+    """
+
+    grad: Tensor
+    param: Tensor | None = None
+    state: tuple[Tensor, ...] = ()
+    copy: Tensor | None = None
+    scalars: tuple[Tensor | None, ...] = ()
+    flags: tuple[bool, ...] = ()
+    group: int = 0
+    counted: bool = True
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Gradient, parameter, states and copy: what ``update`` has to do with, in its order."""
+        optional = (t for t in (self.param, *self.state, self.copy) if t is not None)
+        return (self.grad, *optional)
+
+    @property
+    def kind(self) -> tuple[tuple[torch.dtype, ...], tuple[bool, ...], bool]:
+        """What one launch must have in common: dtypes, compile-time flags, and being copied."""
+        return tuple(t.dtype for t in self.tensors), self.flags, self.copy is not None
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every address allows 16-byte accesses."""
+        return all(t.data_ptr() % 16 == 0 for t in self.tensors)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The arithmetic dtype: float64 for float64 gradients or parameters, else float32."""
+        return arithmetic(*(t.dtype for t in self.tensors[:2]))
+
+
+@dataclass
+class Work:
+    """The rows of one device.
+
+    Attributes:
+        rows: in any order; a row may have no elements.
+        hyper: the hyperparameters of each group, as ``rule.hyper_values`` gives them.
+        rule: ``None`` where gradients are only read.
+        uploads: what the device already holds of the tables, kept from step to step.
+        table: the backend's own form of the rows, once it has made one. It outlasts the
+            gradients of one step.
+        grads: of the rows in their order. Those of later steps are in the rows themselves only
+            once :meth:`hand_out` was called.
+        stamp: changes whenever there are other gradients.
+    """
+
+    device: torch.device
+    rows: list[Row]
+    rule: Rule | None = None
+    hyper: Sequence[Sequence[float | Tensor]] = ()
+    uploads: Uploads = field(default_factory=Uploads)
+    table: Any = None
+    grads: list[Tensor] = field(init=False)
+    stamp: int = 0
+    _handed_out: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with the gradients that the rows were made with."""
+        self.grads = [row.grad for row in self.rows]
+
+    def take(self, grads: list[Tensor]) -> None:
+        """Work on ``grads`` from now on, each laid out as the one in its place before."""
+        self.grads = grads
+        self._handed_out = False
+        self.stamp += 1
+
+    def hand_out(self) -> None:
+        """Give each row its gradient, for whoever looks there: a store for each, and all cold."""
+        if not self._handed_out:
+            self._handed_out = True
+            for row, grad in zip(self.rows, self.grads, strict=True):
+                row.grad = grad
+
+    def release(self) -> None:
+        """Let go of the gradients, whose memory the next backward pass may need."""
+        self.grads = []
+        if self._handed_out:
+            for row in self.rows:
+                row.grad = _RELEASED
+
+    @property
+    def scalar_dtype(self) -> torch.dtype:
+        """What scalar states are kept in, all of them: float32, or float64."""
+        kept = (s for row in self.rows for s in row.scalars if s is not None)
+        first = next(kept, None)
+        return torch.float32 if first is None else first.dtype
+
+    @property
+    def float64(self) -> bool:
+        """Whether all of the arithmetic is float64. None is not."""
+        return bool(self.rows) and all(row.compute_dtype == torch.float64 for row in self.rows)
+
+
+_RELEASED = torch.empty(0, device="cpu")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller asks of one step.
+
+    Attributes:
+        scale: the factor the gradients carry, a one-element tensor, or ``None`` for 1.
+        policy: the schedule, if ``scale`` has a successor.
+        counters: int32, shape (2,): the schedule's counters, with ``policy``.
+        check: judge the gradients; otherwise ``found_inf`` is what ``found_inf`` says.
+        found_inf: a flag from elsewhere, one element, more than 0 for overflow; joined to ours.
+        drop: do not apply an overflowed update.
+        max_norm: clip the unscaled gradients to this global norm; ``None`` to leave the norm
+            alone.
+        write: store the unscaled gradients where they came from (detect), so that nothing is left
+            for the update to unscale.
+        apply: advance the scalars and update the parameters.
+        agree: makes of what was found here, and of :attr:`found_inf`, what all ranks have found,
+            as one part on the device that it is given.
+    """
+
+    scale: Tensor | None = None
+    policy: PolicyConstants | None = None
+    counters: Tensor | None = None
+    check: bool = True
+    found_inf: Tensor | None = None
+    drop: bool = True
+    max_norm: float | None = None
+    write: bool = False
+    apply: bool = True
+    agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
+
+
+@dataclass(frozen=True)
+class Partials:
+    """What detect found, part by part; a part is a tensor or a piece of one.
+
+    ``widest`` is float64 where the device has it; see ``precision``.
+
+    Attributes:
+        flags: float32, shape (parts,): 1 where a part has a non-finite unscaled gradient. Truths,
+            of a backend whose host sees them.
+        squares: ``widest``, shape (parts,): sums of squares of unscaled gradients, if asked for;
+            0 where a row is not counted.
+    """
+
+    flags: Tensor | list[bool]
+    squares: Tensor | None
+
+    def flags_on(self, device: torch.device) -> Tensor:
+        """:attr:`flags` as a tensor on ``device``."""
+        if isinstance(self.flags, list):
+            return torch.tensor(self.flags, dtype=torch.float32, device=device)
+        return carried(self.flags, device, torch.float32)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What control decided; its tensors are all new, and on the device.
+
+    ``widest`` is float64 where the device has it; see ``precision``.
+
+    Attributes:
+        found_inf: float32, 0-d; more than 0 for overflow.
+        given: ``widest``, shape (3,): more than 0 to skip; the reciprocal of the scale that the
+            gradients still carry; the clip coefficient. Numbers, of a backend whose host sees them.
+        norm: 0-d global norm of the unscaled gradients, if asked for.
+        scale: the successor of the scale, of its shape and dtype, if it has one.
+        counters: int32, shape (2,), with ``scale``.
+        h: what ``rule.scalars`` gave for each row, where control has advanced them already.
+    """
+
+    found_inf: Tensor
+    given: Tensor | tuple[float, float, float]
+    norm: Tensor | None = None
+    scale: Tensor | None = None
+    counters: Tensor | None = None
+    h: Tensor | None = None
+
+    @functools.cached_property
+    def factors(self) -> Tensor:
+        """:attr:`given` as a tensor on the device."""
+        if isinstance(self.given, Tensor):
+            return self.given
+        device = self.found_inf.device
+        return torch.tensor(self.given, dtype=widest(device), device=device)
+
+    @property
+    def numbers(self) -> Sequence[float]:
+        """:attr:`given` on the host, which waits for them if they are on a device."""
+        return self.given.tolist() if isinstance(self.given, Tensor) else self.given
+
+
+class Backend(ABC):
+    """How the three passes are carried out; see ``eager``, ``multi_tensor`` and others."""
+
+    name: ClassVar[str]
+    host_sees: ClassVar[bool] = False
+    """Whether the host reads this backend's tensors at no cost, so that it need not avoid it."""
+
+    reads_rows: ClassVar[bool] = True
+    """Whether it takes gradients from the rows, not from ``Work.grads``."""
+
+    def prepare(self, work: Work) -> None:  # noqa: B027  # most have nothing to prepare
+        """Do for :meth:`update` what may fail, while nothing has changed yet."""
+
+    @abstractmethod
+    def detect(self, work: Work, request: Request) -> Partials:
+        """Read every gradient once; store it unscaled if ``request.write``."""
+
+    @abstractmethod
+    def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
+        """Decide from what was found. May advance the scalars of ``work`` if ``request.apply``."""
+
+    @abstractmethod
+    def update(self, work: Work, decision: Decision) -> None:
+        """Apply the rule to every row, or leave every bit as it was.
+
+        Advances the scalars first, unless ``decision.h`` says that control did.
+        """
+
+
+def run(
+    backend_for: Callable[[torch.device], Backend], works: Sequence[Work], request: Request
+) -> Decision:
+    """One step over the work of each device, under one decision.
+
+    The decision is made on the first device from what all of them found, so that all of them
+    skip, clip and rescale alike. Does not synchronize, unless the host is one of several devices.
+
+    Args:
+        backend_for: gives the backend for a device.
+        works: one for each device.
+        request: what is asked of all of them.
+    """
+    backends = [backend_for(work.device) for work in works]
+    for backend, work in zip(backends, works, strict=True):
+        if backend.reads_rows:
+            work.hand_out()
+        if request.apply:
+            backend.prepare(work)
+    detects = request.check or request.write or request.max_norm is not None
+    asked = [_on(work.device, request) for work in (works if detects else works[:1])]
+    partials = None
+    if detects:
+        found = [
+            backend.detect(work, its_own)
+            for backend, work, its_own in zip(backends, works, asked, strict=True)
+        ]
+        partials = _joined(found, works[0].device)
+        if request.agree is not None:
+            partials = request.agree(partials, asked[0].found_inf, works[0].device)
+            asked[0] = replace(asked[0], found_inf=None)
+    first, *others = works
+    decision = backends[0].control(first, asked[0], partials)
+    if request.apply:
+        backends[0].update(first, decision)
+        for backend, work in zip(backends[1:], others, strict=True):
+            factors = carried(decision.factors, work.device, widest(work.device))
+            backend.update(work, Decision(found_inf=decision.found_inf, given=factors))
+    return decision
+
+
+def _on(device: torch.device, request: Request) -> Request:
+    """``request`` with the scale and the flag from elsewhere where a kernel can read them."""
+    scale, flag = (
+        None if x is None else carried(x, device) for x in (request.scale, request.found_inf)
+    )
+    if scale is request.scale and flag is request.found_inf:
+        return request
+    return replace(request, scale=scale, found_inf=flag)
+
+
+def _joined(parts: list[Partials], device: torch.device) -> Partials:
+    if len(parts) == 1:
+        return parts[0]
+
+    squares = None
+    if all(p.squares is not None for p in parts):
+        wide = widest(device)
+        squares = torch.cat(
+            [carried(p.squares, device, wide) for p in parts if p.squares is not None]
+        )
+    return Partials(torch.cat([p.flags_on(device) for p in parts]), squares)

@@ -1,0 +1,73 @@
+"""Arithmetic dtypes, and engines on devices that have no float64."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from passes import WorkPlan, works
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ampopt_kernels import eager
+from ampopt_kernels.eager import Eager
+from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.step import Request, run
+from ampopt_kernels.tensors import arithmetic, widest
+
+LOW = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def test_arithmetic_is_float64_for_float64_only():
+    assert [arithmetic(dtype) for dtype in LOW] == [torch.float32] * 3
+    assert arithmetic(torch.float64) == torch.float64
+
+
+def test_widest_is_float64_where_there_is_one():
+    assert [widest(torch.device(name)) for name in ("cpu", "cuda", "xpu")] == [torch.float64] * 3
+    assert widest(torch.device("mps")) == torch.float32
+
+
+class NoFloat64(TorchDispatchMode):
+    """Fails where an operation makes a float64 tensor, as Metal does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64:
+                raise AssertionError(f"{func} made a float64 tensor")
+        return result
+
+
+@pytest.fixture(scope="module")
+def metal():
+    """The CPU, taken for a device without float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, "widest", lambda device: torch.float32)
+        yield
+
+
+@given(
+    plan=works().filter(lambda plan: all(row.dtype != torch.float64 for row in plan.rows)),
+    max_norm=st.sampled_from([None, 0.5]),
+    overflow=st.booleans(),
+)
+@pytest.mark.usefixtures("metal")
+def test_a_step_makes_no_float64(plan: WorkPlan, max_norm, overflow):
+    built = plan.build()
+    policy = PolicyConstants(2.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.0, 2.0**-126, float("inf"))
+    request = Request(
+        scale=torch.tensor(2.0),
+        policy=policy,
+        counters=torch.zeros(2, dtype=torch.int32),
+        found_inf=torch.tensor(float(overflow)),
+        max_norm=max_norm,
+    )
+    before = built.fingerprints()
+    with NoFloat64():
+        decision = run(lambda _: Eager(reads_cpu=False), [built.work], request)
+        run(lambda _: Eager(reads_cpu=False), [built.work], Request(write=True, apply=False))
+    assert (decision.found_inf > 0).item() == overflow
+    assert decision.scale is not None
+    assert decision.scale.item() == (1.0 if overflow else 4.0)
+    if overflow:
+        assert built.fingerprints() == before
