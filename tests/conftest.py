@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from selection import command_line, selects_only
+from support.selected_marks import command_line, selects_only
 
 # Read by Triton when it is imported, so set before anything imports it. A worker of xdist's has it
 # from the process that started it, which knows the command line.
@@ -20,9 +20,9 @@ os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by CUDA; torch asks it
 import hypothesis
 import pytest
 import torch
-from extras import skip_unless_it_runs
-from gpus import skip_without_gpu
-from local_ranks import Ranks
+from support.gpus import skip_without_gpu
+from support.local_ranks import Ranks
+from support.requirements import skip_unless_it_runs
 
 import ampopt
 from ampopt_kernels.eager import Eager
@@ -78,7 +78,7 @@ def backend(request):
     """Each backend in turn; a test that takes it is one body over both.
 
     A test may name others: ``compiled``, ``eager on a device``, where the host may not look at the
-    eager backend's tensors, so that it has to select, and ``ON_A_GPU`` of ``gpus``.
+    eager backend's tensors, so that it has to select, and ``ON_A_GPU`` of ``support.gpus``.
     """
     if "GPU" in request.param:
         skip_without_gpu()
@@ -114,7 +114,7 @@ def _pool(n: int):
 
 @pytest.fixture(scope="session")
 def two_ranks():
-    """Two processes that have met; see ``local_ranks``."""
+    """Two processes that have met; see ``support.local_ranks``."""
     yield from _pool(2)
 
 

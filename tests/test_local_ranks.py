@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from local_ranks import Ranks
+from support.local_ranks import Ranks
 
 
 def summed(number: float) -> float:

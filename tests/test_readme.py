@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from readme import README, ROOT, blocks, run
+from support.readme import README, ROOT, blocks, run
 
 PRINTED = {
     "The swap": "",

@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import EVERY, INF, give, iterate, made, scaler_at, steps
-from optimizers import OWN, HostCounted
-from strategies import fewer
+from support.optimizers import OWN, HostCounted
+from support.strategies import fewer
+from support.training_loops import EVERY, INF, give, iterate, made, scaler_at, steps
 from torch.utils import _pytree as pytree
 
 import ampopt

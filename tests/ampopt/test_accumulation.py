@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import EVERY, INF, made, scaler_at
-from optimizers import OWN
-from strategies import fewer
+from support.optimizers import OWN
+from support.strategies import fewer
+from support.training_loops import EVERY, INF, made, scaler_at
 
 import ampopt
 from ampopt import DynamicLossScale

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import RULE_BASED, Plain
+from support.optimizers import RULE_BASED, Plain
 from torch import Tensor
 from torch.nn import Parameter
 

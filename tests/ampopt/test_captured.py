@@ -1,7 +1,7 @@
 """A captured step goes on as an uncaptured one would, whatever happens between replays.
 
-The graphs are a stand-in for CUDA's (see ``fake_graphs``), and the kernels run in Triton's
-interpreter; the tests marked ``gpu`` do the same with those of a device.
+The graphs are a stand-in for CUDA's (see ``support.fake_cuda_graphs``), and the kernels run in
+Triton's interpreter; the tests marked ``gpu`` do the same with those of a device.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from fake_graphs import FakeGraphs
-from gpus import DEVICE, ON_A_GPU, no_waiting, skip_without_gpu
+from support.fake_cuda_graphs import FakeGraphs
+from support.gpus import DEVICE, ON_A_GPU, no_waiting, skip_without_gpu
 from torch import Tensor
 
 import ampopt

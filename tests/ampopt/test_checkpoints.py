@@ -12,15 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.nn import Parameter
-from torch_options import (
+from support.torch_options import (
     ELEMENTWISE,
     OPTION_SETS,
     RICH,
@@ -34,6 +26,14 @@ from torch_options import (
     params_of,
     spoiled,
 )
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.nn import Parameter
 
 import ampopt
 from ampopt.testing.bits import bits, everything, state_of

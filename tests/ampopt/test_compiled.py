@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_options import (
+from support.torch_options import (
     ELEMENTWISE,
     RICH,
     Apart,

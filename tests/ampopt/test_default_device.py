@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import Plain
+from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt

@@ -1,6 +1,7 @@
 """One optimizer, several devices: each tensor is stepped where it is, under one decision.
 
-Devices are pretended (see ``pretend``), in a process of their own, and run on the eager backend.
+Devices are pretended (see ``support.pretended_device``), in a process of their own, and run on the
+eager backend.
 """
 
 import os
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from pretend import looks, pretending
+from support.pretended_device import looks, pretending
+from support.torch_options import RICH, OptionSet
 from torch import Tensor
 from torch.nn import Parameter
-from torch_options import RICH, OptionSet
 
 import ampopt
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.torch_options import OptionSet, named
 from torch import Tensor
-from torch_options import OptionSet, named
 
 import ampopt
 

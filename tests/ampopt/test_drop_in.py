@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import EVERY_RULE, torch_twin
+from support.optimizers import EVERY_RULE, torch_twin
 from torch import Tensor
 from torch.nn import Parameter
 

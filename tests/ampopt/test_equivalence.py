@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import ON_A_GPU
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from optimizers import RULE_BASED, HostCounted, Plain
-from strategies import (
+from support.gpus import ON_A_GPU
+from support.optimizers import RULE_BASED, HostCounted, Plain
+from support.strategies import (
     Blueprint,
     Case,
     History,

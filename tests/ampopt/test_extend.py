@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import EVERY, Step, give, made, steps
-from optimizers import Plain
-from strategies import fewer
+from support.optimizers import Plain
+from support.strategies import fewer
+from support.training_loops import EVERY, Step, give, made, steps
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode

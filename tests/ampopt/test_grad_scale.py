@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import INF, both_ways, overflow
-from optimizers import HostCounted, sgd
+from support.optimizers import HostCounted, sgd
+from support.training_loops import INF, both_ways, overflow
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import EVERY, INF, after, give, made, scaler_at, steps
-from optimizers import OWN, Plain
-from strategies import fewer
+from support.optimizers import OWN, Plain
+from support.strategies import fewer
+from support.training_loops import EVERY, INF, after, give, made, scaler_at, steps
 
 import ampopt
 from ampopt import GradScaler

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import EVERY, INF, give, made, scaler_at
-from optimizers import OWN, HostCounted, Plain
+from support.optimizers import OWN, HostCounted, Plain
+from support.training_loops import EVERY, INF, give, made, scaler_at
 
 import ampopt
 from ampopt import GradScaler, NonFiniteGradientError

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import EVERY, INF, Step, give, iterate, made, scaler_at, steps
-from optimizers import OWN, Plain
-from strategies import fewer
+from support.optimizers import OWN, Plain
+from support.strategies import fewer
+from support.training_loops import EVERY, INF, Step, give, iterate, made, scaler_at, steps
 from torch.nn import Parameter
 
 import ampopt

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import INF, give, made, scaler_at
-from optimizers import OWN, Plain
+from support.optimizers import OWN, Plain
+from support.training_loops import INF, give, made, scaler_at
 from torch.nn import Parameter
 
 import ampopt

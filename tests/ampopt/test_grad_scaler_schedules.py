@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import INF, after, give, made, scaler_at, steps
-from optimizers import Plain
-from strategies import fewer
+from support.optimizers import Plain
+from support.strategies import fewer
+from support.training_loops import INF, after, give, made, scaler_at, steps
 
 import ampopt
 from ampopt import DynamicLossScale, GradScaler, StaticLossScale

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from steps_in_tensors import Foreach, made
+from support.tensor_only_optimizers import Foreach, made
 from torch import Tensor
 
 from ampopt._step.host_state import HostState

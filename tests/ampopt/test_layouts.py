@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import Signed
+from support.optimizers import Signed
+from support.torch_options import ELEMENTWISE, RICH, ULPS, Apart, OptionSet, named, params_of
 from torch import Tensor
 from torch.nn import Parameter
-from torch_options import ELEMENTWISE, RICH, ULPS, Apart, OptionSet, named, params_of
 
 import ampopt
 from ampopt.testing.bits import bits, everything, state_of

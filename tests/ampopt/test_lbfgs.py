@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import fewer, powers_of_two
+from support.strategies import fewer, powers_of_two
 from torch import Tensor
 from torch.nn import Parameter
 

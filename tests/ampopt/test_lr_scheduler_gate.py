@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import HostCounted, Plain, Signed
-from strategies import fewer
+from support.optimizers import HostCounted, Plain, Signed
+from support.strategies import fewer
 from torch.nn import Parameter
 from torch.optim import lr_scheduler as schedulers
 

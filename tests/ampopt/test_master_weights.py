@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import ON_A_GPU
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import both_ways
-from optimizers import RULE_BASED, Plain, Signed
-from strategies import (
+from support.gpus import ON_A_GPU
+from support.optimizers import RULE_BASED, Plain, Signed
+from support.strategies import (
     Case,
     History,
     cases,
@@ -23,10 +22,11 @@ from strategies import (
     parameters,
     set_gradients,
 )
+from support.torch_options import ELEMENTWISE, OptionSet, named
+from support.training_loops import both_ways
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
-from torch_options import ELEMENTWISE, OptionSet, named
 
 import ampopt
 from ampopt.testing.bits import assert_close, bits, everything, state_of

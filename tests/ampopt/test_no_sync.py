@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from optimizers import EVERY_RULE, Signed
+from support.optimizers import EVERY_RULE, Signed
 from torch.nn import Parameter
 
 import ampopt

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import DEVICE, needs_gpu, no_waiting
-from optimizers import EVERY_RULE, Signed
+from support.gpus import DEVICE, needs_gpu, no_waiting
+from support.optimizers import EVERY_RULE, Signed
 from torch import Tensor
 from torch.nn import Parameter
 

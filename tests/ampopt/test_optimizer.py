@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 import torch
-from loops import INF, overflow
-from optimizers import RULE_BASED, WITHOUT_CLOSURE, Plain, Signed, sgd
+from support.optimizers import RULE_BASED, WITHOUT_CLOSURE, Plain, Signed, sgd
+from support.training_loops import INF, overflow
 from torch import Tensor
 from torch.nn import Parameter
 

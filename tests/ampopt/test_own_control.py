@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import Plain
-from strategies import fewer
+from support.optimizers import Plain
+from support.strategies import fewer
 from torch import Tensor
 from torch.nn import Parameter
 

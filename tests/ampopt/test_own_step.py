@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import INF, both_ways, overflow, scaler_for
-from optimizers import Plain
+from support.optimizers import Plain
+from support.training_loops import INF, both_ways, overflow, scaler_for
 from torch.nn import Parameter
 
 import ampopt

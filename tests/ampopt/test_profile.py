@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import HostCounted, Plain, Signed
+from support.optimizers import HostCounted, Plain, Signed
 from torch.nn import Parameter
 
 import ampopt

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.two_rank_steps import CLASSES, FORMS, ORDERS, SPOILED, outcomes_of_all
 from torch.nn import Parameter
-from two_ranks import CLASSES, FORMS, ORDERS, SPOILED, outcomes_of_all
 
 import ampopt
 from ampopt._step import ranks

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from extras import skip_unless_it_runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimizers import EVERY_RULE, Plain, Signed
+from support.optimizers import EVERY_RULE, Plain, Signed
+from support.requirements import skip_unless_it_runs
 from torch.nn import Parameter
 
 import ampopt

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optimizers import Plain
+from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt

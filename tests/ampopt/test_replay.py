@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import RULE_BASED, HostCounted, Plain
-from strategies import Case, cases, fewer, powers_of_two
+from support.optimizers import RULE_BASED, HostCounted, Plain
+from support.strategies import Case, cases, fewer, powers_of_two
 from torch import Tensor
 from torch.nn import Parameter
 

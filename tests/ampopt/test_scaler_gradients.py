@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import EVERY, INF, Step, give, made, scaler_at, steps
-from optimizers import EVERY_RULE, Plain, Signed
-from strategies import fewer, values
+from support.optimizers import EVERY_RULE, Plain, Signed
+from support.strategies import fewer, values
+from support.training_loops import EVERY, INF, Step, give, made, scaler_at, steps
 from torch.nn import Parameter
 
 import ampopt

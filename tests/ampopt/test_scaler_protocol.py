@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import INF, scaler_at, scaler_for
-from optimizers import RULE_BASED, Plain, sgd
+from support.optimizers import RULE_BASED, Plain, sgd
+from support.training_loops import INF, scaler_at, scaler_for
 from torch.nn import Parameter
 
 import ampopt

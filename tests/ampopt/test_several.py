@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from optimizers import RULE_BASED, HostCounted, Plain, Signed
-from strategies import fewer
+from support.optimizers import RULE_BASED, HostCounted, Plain, Signed
+from support.strategies import fewer
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import ON_A_GPU
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from optimizers import ORDINARY
-from strategies import (
+from support.gpus import ON_A_GPU
+from support.optimizers import ORDINARY
+from support.strategies import (
     Case,
     History,
     Scale,

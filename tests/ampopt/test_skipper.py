@@ -4,8 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-from loops import INF
-from steps_in_tensors import (
+from support.host_state_optimizers import (
+    HOST_TOO,
+    Attribute,
+    InGroup,
+    InState,
+    Iterating,
+    Noise,
+    PastTheDispatcher,
+    Sparse,
+    seen,
+)
+from support.tensor_only_optimizers import (
     TENSORS_ONLY,
     Data,
     Foreach,
@@ -18,17 +28,7 @@ from steps_in_tensors import (
     made,
     set_gradients,
 )
-from steps_on_the_host import (
-    HOST_TOO,
-    Attribute,
-    InGroup,
-    InState,
-    Iterating,
-    Noise,
-    PastTheDispatcher,
-    Sparse,
-    seen,
-)
+from support.training_loops import INF
 from torch.nn import Parameter
 
 import ampopt

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import INF, both_ways, overflow
-from optimizers import RULE_BASED, WITHOUT_CLOSURE, HostCounted, Plain
+from support.optimizers import RULE_BASED, WITHOUT_CLOSURE, HostCounted, Plain
+from support.training_loops import INF, both_ways, overflow
 from torch.nn import Parameter
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import Plain
+from support.optimizers import Plain
 
 import ampopt
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch_options import (
+from support.torch_options import (
     ELEMENTWISE,
     INHERITED,
     OPTION_SETS,
@@ -26,6 +24,8 @@ from torch_options import (
     params_of,
     spoiled,
 )
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
 from ampopt.testing.bits import bits, state_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimizers import HostCounted, Plain
+from support.optimizers import HostCounted, Plain
 
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale, TrainStep, scale_outputs

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loops import INF
-from steps_in_tensors import TENSORS_ONLY, Foreach, Fussy, made, set_gradients
-from steps_on_the_host import HOST_TOO, Iterating, PastTheDispatcher, Sparse, seen
-from strategies import fewer
+from support.host_state_optimizers import HOST_TOO, Iterating, PastTheDispatcher, Sparse, seen
+from support.strategies import fewer
+from support.tensor_only_optimizers import TENSORS_ONLY, Foreach, Fussy, made, set_gradients
+from support.training_loops import INF
 
 import ampopt
 from ampopt._step.transaction import Writes

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from loops import INF, made
-from optimizers import HostCounted, Plain
+from support.optimizers import HostCounted, Plain
+from support.training_loops import INF, made
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import ampopt

@@ -1,7 +1,7 @@
 """Blocks and chunks small enough that a few hundred elements have every edge there is."""
 
 import pytest
-from passes import BLOCK, CHUNK
+from support.kernel_rows import BLOCK, CHUNK
 
 from ampopt_kernels import eager
 from ampopt_kernels.cpu import backend, bundles

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from passes import CPU, ENGINES, each_engine
+from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt.testing.bits import bits
 from ampopt_kernels import torch_language

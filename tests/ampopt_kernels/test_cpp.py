@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import Phase, given, settings
-from passes import fingerprint
+from support.kernel_rows import fingerprint
 
 from ampopt_kernels import div_rn, jit, maximum, minimum, power, rules, sqrt_rn, tl
 from ampopt_kernels.cpu.backend import CHUNK, apply_rule

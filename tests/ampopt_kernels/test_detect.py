@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from passes import (
+from support.kernel_rows import (
     BLOCK,
     CHUNK,
     DTYPES,

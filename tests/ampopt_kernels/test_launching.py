@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from ampopt_kernels.language import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 
-SCRIPT = Path(__file__).parents[1] / "launched.py"
 PASSES = ["detect_kernel", "control_kernel", "update_kernel"]
 
 
@@ -21,7 +19,7 @@ def stepped():
     """What launches were given in three steps, and what a profiler's hook saw of them."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
+        [sys.executable, "-m", "support.recorded_launches"],
         env={**kept, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

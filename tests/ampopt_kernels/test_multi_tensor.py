@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from passes import CHUNK, CPU, RowPlan, WorkPlan, works
+from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
 
 from ampopt_kernels import rules
 from ampopt_kernels.cpu import native

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from passes import edge_numbers, fingerprint
+from support.kernel_rows import edge_numbers, fingerprint
 
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import cpp_compiler

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from passes import CPU, ENGINES, each_engine
+from support.kernel_rows import CPU, ENGINES, each_engine
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.policy import PolicyConstants, next_scale

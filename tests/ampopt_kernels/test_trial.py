@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from refused import assert_refused, optimizer_of
-from strategies import fewer
+from support.refused_rules import assert_refused, optimizer_of
+from support.strategies import fewer
 from torch.nn import Parameter
 
 import ampopt

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from refused import assert_refused
+from support.refused_rules import assert_refused
 from torch.nn import Parameter
 
 import ampopt

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from passes import (
+from support.kernel_rows import (
     BLOCK,
     CHUNK,
     CPU,

@@ -11,9 +11,9 @@ it makes the same of them there.
 from typing import Any
 
 import pytest
-import readme
 import torch
-from extras import needs
+from support import readme
+from support.requirements import needs
 
 import ampopt
 from ampopt.testing.bits import bits

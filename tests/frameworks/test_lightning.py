@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import readme
 import torch
-from extras import needs
+from support import readme
+from support.requirements import needs
 
 import ampopt
 from ampopt.testing.bits import bits

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from extras import needs
+from support.requirements import needs
 
 import ampopt
 from ampopt.testing.bits import bits

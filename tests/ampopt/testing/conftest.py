@@ -1,7 +1,7 @@
 """The backend that a contract is about, and an option that has the table of bugs written."""
 
 import pytest
-from extras import skip_unless_it_runs
+from support.requirements import skip_unless_it_runs
 
 import ampopt
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from contracts import BUILT_IN, INTERPRETED, OTHERS, Small, contract_of
 from hypothesis import strategies as st
-from strategies import fewer
-from torch_options import RICH
+from support.contracts import BUILT_IN, INTERPRETED, OTHERS, Small, contract_of
+from support.strategies import fewer
+from support.torch_options import RICH
 
 import ampopt
 from ampopt.testing import strategies

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytorch_optimizer
 import torch
-from authored import contract_of
-from contracts import INTERPRETED, OF_RULES, OTHERS, Small
-from strategies import fewer
+from support.authored_optimizers import contract_of
+from support.contracts import INTERPRETED, OF_RULES, OTHERS, Small
+from support.strategies import fewer
 
 import ampopt
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-import torch_options
+from support import torch_options
 from torch.nn import Parameter
 
 import ampopt

@@ -10,10 +10,10 @@ from typing import Any
 
 import hypothesis
 import pytest
-from authored import CORRECT, contract_of
-from contracts import Small
-from planted import BUGS, Bug
-from strategies import fewer
+from support.authored_optimizers import CORRECT, contract_of
+from support.contracts import Small
+from support.planted_bugs import BUGS, Bug
+from support.strategies import fewer
 
 import ampopt.testing
 from ampopt.testing import History

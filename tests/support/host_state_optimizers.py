@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from steps_in_tensors import Author, Foreach
 from torch import Tensor
 
 import ampopt
 from ampopt.testing.bits import bits
+from support.tensor_only_optimizers import Author, Foreach
 
 __all__ = [
     "HOST_TOO",

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["README", "ROOT", "blocks", "run"]
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

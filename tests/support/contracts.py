@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from hypothesis import settings
-from strategies import fewer
 
 import ampopt
 from ampopt.testing import OptimizerContract, strategies
+from support.strategies import fewer
 
 __all__ = ["BUILT_IN", "INTERPRETED", "OF_RULES", "OTHERS", "Small", "contract_of"]
 

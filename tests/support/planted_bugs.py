@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from authored import Decayed, OwnHooks, Selecting
 from hypothesis import strategies as st
-from optimizers import Plain
 from torch import Tensor
 
 import ampopt
 from ampopt.testing import strategies
 from ampopt_kernels import Rule, State, jit
+from support.authored_optimizers import Decayed, OwnHooks, Selecting
+from support.optimizers import Plain
 
 __all__ = ["BUGS", "Bug", "planted"]
 

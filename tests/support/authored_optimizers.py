@@ -3,11 +3,11 @@
 from typing import Any
 
 import torch
-from optimizers import Plain, Signed
 from torch import Tensor
 
 import ampopt
 from ampopt.testing import OptimizerContract
+from support.optimizers import Plain, Signed
 
 __all__ = ["CORRECT", "Decayed", "OwnHooks", "Selecting", "contract_of"]
 

@@ -1,7 +1,7 @@
 """Run by itself: two steps through Triton's compiler and launches, with a driver that only listens.
 
-``python launched.py`` prints what each launch was given, as JSON. There need be no GPU; Triton must
-not interpret.
+``python -m support.recorded_launches`` prints what each launch was given, as JSON. There need
+be no GPU; Triton must not interpret.
 """
 
 import json

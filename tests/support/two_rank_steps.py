@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
+from support.optimizers import Plain
 
 __all__ = ["CLASSES", "FORMS", "ORDERS", "SPOILED", "outcomes_of_all"]
 

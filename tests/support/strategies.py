@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from optimizers import RULE_BASED, torch_twin
 from torch import Tensor
 
 import ampopt
@@ -23,6 +22,7 @@ from ampopt.testing.strategies import (
     spoiled,
     values,
 )
+from support.optimizers import RULE_BASED, torch_twin
 
 __all__ = [
     "Blueprint",

@@ -1,0 +1,1 @@
+"""What the tests share; no test is in here."""
