@@ -210,7 +210,9 @@ class Captured:
         if capture.norm is not None:
             optimizer.grad_norm = capture.norm.clone()
         decision = capture.decision
-        optimizer._decision = decision and replace(decision, given=decision.factors.clone())
+        optimizer._decision = decision and replace(
+            decision, factors=decision.factors_on_device.clone()
+        )
         optimizer._run_step_hooks()
         return StepResult(loss.clone(), found_inf.clone(), self._latest)
 

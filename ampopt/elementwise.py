@@ -191,7 +191,7 @@ class ElementwiseOptimizer(MasterWeights):
     def _skip_flag(self) -> Tensor | None:
         if self._has_own_step or self._decision is None:
             return super()._skip_flag
-        return self._decision.factors[0]
+        return self._decision.skip
 
     def _left_scaled_by(self) -> Tensor | None:
         return None if self._request is None else self._request.scale
@@ -321,7 +321,7 @@ class ElementwiseOptimizer(MasterWeights):
         if decision is None:
             step()
         else:
-            self._skipper.step(self, step, decision.factors[0])
+            self._skipper.step(self, step, decision.skip)
         return decision
 
 

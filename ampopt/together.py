@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.overflow import device_of, judge
@@ -94,7 +93,7 @@ def _step_after(request: Request, decision: Decision) -> Request:
     scale = request.scale
     if request.max_norm is not None:
         # Divided by the clip coefficient, which is 1 or less, the scale clips as it unscales.
-        coefficient: Tensor = decision.factors[2]
+        coefficient = decision.clip
         wide = torch.ones_like(coefficient) if scale is None else scale.reshape(()).to(coefficient)
         scale = wide / coefficient
     return Request(scale=scale, check=False, found_inf=decision.found_inf, drop=request.drop)

@@ -103,7 +103,7 @@ class OrdinarySteps(Bookkeeping):
         """
         if decision is None:
             return Attempt(None, called=False)
-        skip = decision.factors[0]
+        skip = decision.skip
         if self.skip_by == "step":
             return Attempt(decision, self._told(step, skip))
         self._make_state()
@@ -125,7 +125,7 @@ class OrdinarySteps(Bookkeeping):
 
         Not while the step runs: those of torch's, which skip where they see one, may see none.
         """
-        return self._judged.factors[0] if self._judged is not None and self._is_over else None
+        return self._judged.skip if self._judged is not None and self._is_over else None
 
     def _optimizer_step_code(self) -> None:
         super()._optimizer_step_code()
@@ -181,7 +181,7 @@ class OrdinarySteps(Bookkeeping):
         decision = judge_held(holders, request, agreement, write=write, uploads=held)
         self._note_norm(request, decision)
         if request.max_norm is not None:
-            _multiply([gradients.values_of(h) for _, h in holders], decision.factors[2])
+            _multiply([gradients.values_of(h) for _, h in holders], decision.clip)
         return decision
 
     def _holder(self, group: dict[str, Any], param: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ampopt_kernels import torch_language
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Backend, Decision, Partials, Request, Row, Work
+from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Row, Work
 from ampopt_kernels.tensors import flat, widest
 
 __all__ = ["CHUNK", "Eager", "reciprocal"]
@@ -114,10 +114,10 @@ class Eager(Backend):
                 scale = scale.reshape(request.scale.shape)
             counters = _stack(new[1:], torch.int32, device)
 
-        factors = (skip, inverse, coefficient)
+        factors = Factors(skip, inverse, coefficient)
         return Decision(
             found_inf=_tensor(found, torch.float32, device),
-            given=factors if reads else _stack(factors, widest(device), device),
+            factors=factors if reads else _stack(factors, widest(device), device),
             norm=norm,
             scale=scale,
             counters=counters,
@@ -126,7 +126,8 @@ class Eager(Backend):
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
         reads = self._reads(work.device)
-        skip, inverse, clip = decision.numbers if reads else decision.factors.unbind()
+        factors = decision.factors_on_host if reads else decision.factors_on_device.unbind()
+        skip, inverse, clip = factors
         keep: Callable[[Tensor, Tensor], Tensor]
         if isinstance(skip, Tensor):
             keep = functools.partial(_select, skip > 0)

@@ -9,7 +9,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ampopt_kernels.tensors import arithmetic, widest
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["Backend", "Decision", "Partials", "Request", "Row", "Work", "run"]
+__all__ = ["Backend", "Decision", "Factors", "Partials", "Request", "Row", "Work", "run"]
 
 
 @dataclass(slots=True)
@@ -185,6 +185,17 @@ class Partials:
         return carried(self.flags, device, torch.float32)
 
 
+class Factors(NamedTuple):
+    """What update does with every gradient, as numbers of the host."""
+
+    skip: float
+    """More than 0 to leave every bit as it is."""
+    inverse: float
+    """The reciprocal of the scale that the gradients still carry."""
+    clip: float
+    """The clip coefficient."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What control decided; its tensors are all new, and on the device.
@@ -193,8 +204,8 @@ class Decision:
 
     Attributes:
         found_inf: float32, 0-d; more than 0 for overflow.
-        given: ``widest``, shape (3,): more than 0 to skip; the reciprocal of the scale that the
-            gradients still carry; the clip coefficient. Numbers, of a backend whose host sees them.
+        factors: :class:`Factors`, of a backend whose host sees them; else a tensor of the same
+            three on the device: ``widest``, shape (3,).
         norm: 0-d global norm of the unscaled gradients, if asked for.
         scale: the successor of the scale, of its shape and dtype, if it has one.
         counters: int32, shape (2,), with ``scale``.
@@ -202,24 +213,41 @@ class Decision:
     """
 
     found_inf: Tensor
-    given: Tensor | tuple[float, float, float]
+    factors: Factors | Tensor
     norm: Tensor | None = None
     scale: Tensor | None = None
     counters: Tensor | None = None
     h: Tensor | None = None
 
     @functools.cached_property
-    def factors(self) -> Tensor:
-        """:attr:`given` as a tensor on the device."""
-        if isinstance(self.given, Tensor):
-            return self.given
+    def factors_on_device(self) -> Tensor:
+        """:attr:`factors` as a tensor."""
+        if isinstance(self.factors, Tensor):
+            return self.factors
         device = self.found_inf.device
-        return torch.tensor(self.given, dtype=widest(device), device=device)
+        return torch.tensor(self.factors, dtype=widest(device), device=device)
 
     @property
-    def numbers(self) -> Sequence[float]:
-        """:attr:`given` on the host, which waits for them if they are on a device."""
-        return self.given.tolist() if isinstance(self.given, Tensor) else self.given
+    def factors_on_host(self) -> Factors:
+        """:attr:`factors` as numbers, for which the host waits if they are on a device."""
+        if isinstance(self.factors, Tensor):
+            return Factors(*self.factors.tolist())
+        return self.factors
+
+    @property
+    def skip(self) -> Tensor:
+        """See :class:`Factors`; 0-d, on the device."""
+        return self.factors_on_device[0]
+
+    @property
+    def inverse(self) -> Tensor:
+        """See :class:`Factors`; 0-d, on the device."""
+        return self.factors_on_device[1]
+
+    @property
+    def clip(self) -> Tensor:
+        """See :class:`Factors`; 0-d, on the device."""
+        return self.factors_on_device[2]
 
 
 class Backend(ABC):
@@ -287,8 +315,8 @@ def run(
     if request.apply:
         backends[0].update(first, decision)
         for backend, work in zip(backends[1:], others, strict=True):
-            factors = carried(decision.factors, work.device, widest(work.device))
-            backend.update(work, Decision(found_inf=decision.found_inf, given=factors))
+            factors = carried(decision.factors_on_device, work.device, widest(work.device))
+            backend.update(work, Decision(found_inf=decision.found_inf, factors=factors))
     return decision
 
 

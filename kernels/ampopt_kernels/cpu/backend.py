@@ -60,7 +60,7 @@ class Cpu(Eager):
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
-        skip, inverse, clip = decision.numbers
+        skip, inverse, clip = decision.factors_on_host
         rule = work.rule
         assert rule is not None
         made = pieces_of(work)

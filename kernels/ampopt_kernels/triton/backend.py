@@ -124,7 +124,7 @@ class Triton(Backend):
         norm = partials is not None and partials.squares is not None
         decision = Decision(
             found_inf=torch.empty((), dtype=torch.float32, device=device),
-            given=torch.empty(3, dtype=torch.float64, device=device),
+            factors=torch.empty(3, dtype=torch.float64, device=device),
             norm=torch.empty(
                 (), dtype=torch.float64 if work.float64 else torch.float32, device=device
             )
@@ -144,7 +144,7 @@ class Triton(Backend):
             h = _h_table(work)
             advanced = Decision(decision.found_inf, decision.factors, h=h)
             self._launch_control(work, Request(), None, advanced, decide=False)
-        for programs, arguments in _updates(work, decision.factors, h):
+        for programs, arguments in _updates(work, decision.factors_on_device, h):
             self._launch(work.device, update_kernel, programs, arguments)
 
     def send_hyper(self, work: Work) -> None:
@@ -159,7 +159,7 @@ class Triton(Backend):
         decision: Decision,
         decide: bool,
     ) -> None:
-        rule, h, factors = work.rule, decision.h, decision.factors
+        rule, h, factors = work.rule, decision.h, decision.factors_on_device
 
         def given(tensor: Tensor | None) -> Tensor:
             return factors if tensor is None else tensor  # any address serves for one never read
