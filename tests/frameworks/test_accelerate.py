@@ -71,7 +71,7 @@ def trained(accelerator: Any, make: Any, *, size: int = 2, clip: float | None = 
     return net, inner, scheduler
 
 
-def test_the_block_of_the_readme(tmp_path, capsys):
+def test_the_block_of_the_guide(tmp_path, capsys):
     names = readme.run("With Accelerate and transformers", tmp_path)
     assert capsys.readouterr().out == "False\n"
     assert names["scheduler"].get_last_lr() != [1e-3]

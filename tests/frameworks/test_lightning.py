@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
     # Nothing to load here is worth workers.
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    # The README's block has its model summed up, as most do.
+    # The block of the guide has its model summed up, as most do.
     pytest.mark.filterwarnings("ignore:Precision 16-mixed is not supported by the model summary"),
     # It finds, and does not use, what this machine may have.
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
@@ -35,8 +35,8 @@ OVERFLOWS = 2.0**24  # scales from here down to 2**17 overflow float16 here
 
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The precision plugin that the README shows."""
-    return readme.run("With Lightning", tmp_path_factory.mktemp("readme"))["Scaled"]
+    """The precision plugin that the guide shows."""
+    return readme.run("With Lightning", tmp_path_factory.mktemp("guide"))["Scaled"]
 
 
 class Net(LightningModule):

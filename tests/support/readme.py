@@ -1,24 +1,42 @@
-"""The Python blocks of README.md, to be run as they stand."""
+"""The pages that users read, and their Python blocks, to be run as they stand."""
 
 import re
 import runpy
 from pathlib import Path
 from typing import Any
 
-__all__ = ["README", "ROOT", "blocks", "run"]
+__all__ = ["GUIDES", "PAGES", "README", "ROOT", "blocks", "headings", "run"]
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = ROOT / "README.md"
+GUIDES = sorted(
+    path for path in (ROOT / "examples" / "guides").glob("*.md") if path.name != "README.md"
+)
+PAGES = [*ROOT.glob("*.md")] + [
+    page for folder in ("ampopt", "kernels", "examples") for page in (ROOT / folder).rglob("*.md")
+]
+"""All of them, also those whose blocks need what is not here."""
+
+_HEADING_OR_BLOCK = re.compile(
+    r"^#+ (?P<heading>[^\n]+)$|^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+
+
+def headings(page: Path) -> list[str]:
+    """Those of ``page``, in their order. A comment in a block is none."""
+    return [part["heading"] for part in _parts(page) if part["heading"]]
 
 
 def blocks() -> dict[str, str]:
-    """The Python block under each heading that has one."""
+    """The Python blocks of README.md and the guides, by the heading that each stands under."""
     found: dict[str, str] = {}
-    for section in re.split(r"^## ", README, flags=re.MULTILINE):
-        heading = section.partition("\n")[0]
-        of_section = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-        if of_section:
-            (found[heading],) = of_section
+    for page in (README, *GUIDES):
+        heading = ""
+        for part in _parts(page):
+            heading = part["heading"] or heading
+            if part["language"] == "python":
+                assert heading not in found, f"two blocks, and only one name for them: {heading}"
+                found[heading] = part["code"]
     return found
 
 
@@ -30,3 +48,7 @@ def run(heading: str, folder: Path) -> dict[str, Any]:
     script = folder / "block.py"
     script.write_text(blocks()[heading], encoding="utf-8")
     return runpy.run_path(str(script), run_name="__main__")
+
+
+def _parts(page: Path) -> list[re.Match[str]]:
+    return list(_HEADING_OR_BLOCK.finditer(page.read_text(encoding="utf-8")))
