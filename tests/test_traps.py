@@ -14,9 +14,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import OWN, HostCounted
+from support.optimizers import BY_RULE, CLOSURE_FREE, OWN, HostCounted
 from support.strategies import fewer
-from support.training_loops import EVERY, INF, give, iterate, made, scaler_at, steps
+from support.training_loops import INF, give, iterate, made, scaler_at, steps
 from torch.utils import _pytree as pytree
 
 import ampopt
@@ -24,14 +24,12 @@ from ampopt import DynamicLossScale, StaticLossScale
 from ampopt.loss_scale.presets import PRESETS
 from ampopt.testing.bits import bits, everything
 
-RULES = [cls for cls in EVERY if issubclass(cls, ampopt.ElementwiseOptimizer)]
-
 on_each_backend = pytest.mark.usefixtures("backend")
-each_of_all = pytest.mark.parametrize("cls", [*EVERY, *OWN])
+each_of_all = pytest.mark.parametrize("cls", [*CLOSURE_FREE, *OWN])
 both_ways = pytest.mark.parametrize("unscale_first", [False, True])
 
 
-@pytest.mark.parametrize("cls", [*EVERY, *OWN, ampopt.LBFGS])
+@pytest.mark.parametrize("cls", [*CLOSURE_FREE, *OWN, ampopt.LBFGS])
 def test_t1_a_closure_by_position_is_refused_with_the_way_to_do_it(cls):
     """Torch runs it after it has judged the gradients, which are new then: parameters become NaN.
 
@@ -139,7 +137,7 @@ def test_t5_a_scale_that_ran_down_to_0_applies_nothing(cls):
     assert everything(optimizer)["parameters"] == before
 
 
-@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("cls", BY_RULE)
 def test_t6_a_parameter_of_two_optimizers_is_unscaled_once_for_each(cls):
     """Torch unscales the gradient in place, and so twice. A rule unscales as it reads.
 
@@ -198,7 +196,7 @@ def test_t8_step_hooks_run_on_every_attempt(cls, unscale_first):
         assert calls == ["before", "after"]
 
 
-@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("cls", BY_RULE)
 @pytest.mark.parametrize("bad", [False, True])
 def test_t8_a_rule_leaves_gradients_as_they_were(cls, bad):
     """Torch leaves unscaled ones after one kind of skip, and scaled ones after the other."""

@@ -7,15 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import OWN
+from support.optimizers import CLOSURE_FREE, OWN
 from support.strategies import fewer
-from support.training_loops import EVERY, INF, made, scaler_at
+from support.training_loops import INF, made, scaler_at
 
 import ampopt
 from ampopt import DynamicLossScale
 from ampopt.testing.bits import bits, everything, state_of
 
-DENSE = [cls for cls in (*EVERY, *OWN) if cls is not ampopt.SparseAdam]
+DENSE = [cls for cls in (*CLOSURE_FREE, *OWN) if cls is not ampopt.SparseAdam]
 """Sparse gradients have a test of their own."""
 
 Window = Sequence[Sequence[float]]

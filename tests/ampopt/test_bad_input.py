@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import RULE_BASED, Plain
+from support.optimizers import SOME_RULES, Plain
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -249,7 +249,7 @@ class Misplaced(Parameter):
 
 
 @both_backends
-@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 @pytest.mark.parametrize(
     "call",
     [
@@ -304,7 +304,7 @@ def test_sparse_gradients_where_torch_takes_none(cls, how):
 
 
 @both_backends
-@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 def test_float16_gradients_cannot_be_unscaled_in_place(cls):
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(3, dtype=torch.float16))]
     optimizer = cls([("wide", params[0]), ("narrow", params[1])])

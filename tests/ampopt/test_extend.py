@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import Plain
+from support.optimizers import CLOSURE_FREE, Plain
 from support.strategies import fewer
-from support.training_loops import EVERY, Step, give, made, steps
+from support.training_loops import Step, give, made, steps
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -121,7 +121,7 @@ def test_it_is_made_once_and_of_ampopt_classes_it_is_themselves():
     assert extend(Sign) is not DerivedFromExtended
 
 
-@pytest.mark.parametrize("cls", [*EVERY, ampopt.LBFGS])
+@pytest.mark.parametrize("cls", [*CLOSURE_FREE, ampopt.LBFGS])
 def test_a_class_of_torchs_is_ampopts(cls):
     assert extend(getattr(torch.optim, cls.__name__)) is cls
 
@@ -613,7 +613,7 @@ def test_what_is_no_optimizer_is_not_patched(thing):
         patch_optimizer(thing)
 
 
-@pytest.mark.parametrize("cls", EVERY)
+@pytest.mark.parametrize("cls", CLOSURE_FREE)
 @fewer(0.1)
 @given(history=steps(max_size=5), at=st.integers(0, 4))
 def test_an_optimizer_of_torchs_is_patched_in_the_middle_of_a_training(cls, history, at):

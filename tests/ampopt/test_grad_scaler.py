@@ -6,15 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import OWN, Plain
+from support.optimizers import CLOSURE_FREE, OWN, Plain
 from support.strategies import fewer
-from support.training_loops import EVERY, INF, after, give, made, scaler_at, steps
+from support.training_loops import INF, after, give, made, scaler_at, steps
 
 import ampopt
 from ampopt import GradScaler
 from ampopt.testing.bits import bits, everything
 
-TORCHS = [getattr(torch.optim, cls.__name__) for cls in EVERY]
+TORCHS = [getattr(torch.optim, cls.__name__) for cls in CLOSURE_FREE]
 each_kind = pytest.mark.parametrize(
     "cls", [ampopt.AdamW, ampopt.Muon, *OWN, torch.optim.AdamW, torch.optim.Adagrad]
 )
@@ -24,7 +24,7 @@ def fused_adamw(params: Any, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, fused=True, **options)
 
 
-@pytest.mark.parametrize("cls", [*TORCHS, *EVERY, Plain, fused_adamw])
+@pytest.mark.parametrize("cls", [*TORCHS, *CLOSURE_FREE, Plain, fused_adamw])
 @fewer(0.2)
 @given(steps(), st.booleans(), st.integers(1, 3), st.sampled_from([0.5, 0.25]))
 def test_the_same_loop_with_the_same_results(cls, steps, unscale_first, interval, backoff):

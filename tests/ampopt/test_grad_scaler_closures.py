@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import OWN, HostCounted, Plain
-from support.training_loops import EVERY, INF, give, made, scaler_at
+from support.optimizers import CLOSURE_FREE, OWN, HostCounted, Plain
+from support.training_loops import INF, give, made, scaler_at
 
 import ampopt
 from ampopt import GradScaler, NonFiniteGradientError
@@ -29,7 +29,7 @@ def closure_of(
     return scaled_by if takes_scale else lambda: scaled_by(None)
 
 
-CLOSURES = [*(cls for cls in EVERY if cls is not ampopt.SparseAdam), ampopt.LBFGS, *OWN]
+CLOSURES = [*(cls for cls in CLOSURE_FREE if cls is not ampopt.SparseAdam), ampopt.LBFGS, *OWN]
 """Not SparseAdam: whole parameters have no sparse gradients."""
 
 

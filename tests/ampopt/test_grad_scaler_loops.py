@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import OWN, Plain
+from support.optimizers import BY_RULE, CLOSURE_FREE, OWN, Plain
 from support.strategies import fewer
-from support.training_loops import EVERY, INF, Step, give, iterate, made, scaler_at, steps
+from support.training_loops import INF, Step, give, iterate, made, scaler_at, steps
 from torch.nn import Parameter
 
 import ampopt
@@ -17,12 +17,9 @@ from ampopt.testing.bits import bits, everything, state_of
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
 
-RULES = [cls for cls in EVERY if issubclass(cls, ampopt.ElementwiseOptimizer)]
-ORDINARY = [cls for cls in EVERY if cls not in RULES]
-
 on_each_backend = pytest.mark.usefixtures("backend")
-each_optimizer = pytest.mark.parametrize("cls", EVERY)
-each_of_all = pytest.mark.parametrize("cls", [*EVERY, *OWN])
+each_optimizer = pytest.mark.parametrize("cls", CLOSURE_FREE)
+each_of_all = pytest.mark.parametrize("cls", [*CLOSURE_FREE, *OWN])
 both_ways = pytest.mark.parametrize("unscale_first", [False, True])
 
 
@@ -51,7 +48,7 @@ def test_results_are_those_of_torchs_loop(cls, steps, unscale_first, clip):
                 torch.testing.assert_close(our_state[key][name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("first", EVERY)
+@pytest.mark.parametrize("first", CLOSURE_FREE)
 def test_several_optimizers_with_one_scaler_skip_each_for_itself(first):
     runs = []
     for of in (ampopt, torch.optim):
@@ -199,7 +196,7 @@ def test_no_loop_looks_at_a_value(cls, unscale_first, triton):
     assert scaler.get_scale() == 1.0
 
 
-@pytest.mark.parametrize("cls", RULES)
+@pytest.mark.parametrize("cls", BY_RULE)
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampopt.GradScaler])
 @both_ways
 def test_tensors_without_values_will_do(cls, scaler_class, unscale_first):
@@ -223,7 +220,7 @@ def test_tensors_without_values_will_do(cls, scaler_class, unscale_first):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("cls", [cls for cls in EVERY if cls is not ampopt.SparseAdam])
+@pytest.mark.parametrize("cls", [cls for cls in CLOSURE_FREE if cls is not ampopt.SparseAdam])
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampopt.GradScaler])
 @both_ways
 def test_no_loop_synchronizes_on_a_gpu(cls, scaler_class, unscale_first):

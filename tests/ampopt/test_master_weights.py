@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.gpus import ON_A_GPU
-from support.optimizers import RULE_BASED, Plain, Signed
+from support.optimizers import SOME_RULES, Plain, Signed
 from support.strategies import (
     Case,
     History,
@@ -308,7 +308,7 @@ def test_a_skip_changes_no_bit_of_masters_parameters_and_states(split, case, dra
 
 
 @both_ways
-@pytest.mark.parametrize("cls", [cls for cls in RULE_BASED if cls is not Signed])
+@pytest.mark.parametrize("cls", [cls for cls in SOME_RULES if cls is not Signed])
 def test_tiny_float16_gradients_are_not_flushed(cls, split):
     """Unscaled in float16, 2 ** -10 / 2 ** 16 would be 0."""
     param, wide = half(0.0), Parameter(torch.zeros(1))

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from support.optimizers import RULE_BASED, WITHOUT_CLOSURE, Plain, Signed, sgd
+from support.optimizers import OF_EACH_KIND, SOME_RULES, Plain, Signed, sgd
 from support.training_loops import INF, overflow
 from torch import Tensor
 from torch.nn import Parameter
@@ -60,7 +60,7 @@ def test_step_after_unscale_without_one_names_unscale(param):
     assert everything(optimizer) == before
 
 
-@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_step_after_unscale_may_be_called_once(param, cls):
     optimizer = cls([param])
     optimizer.unscale(grads_scaled_by=2.0)
@@ -82,7 +82,7 @@ def test_zero_grad_discards_a_pending_unscale(param, set_to_none):
     assert param.tolist() == [0.75, -2.25, 2.75]
 
 
-@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_plain_step_applies_gradients_as_they_are_and_ends_the_pending_state(cls):
     twins = [Parameter(torch.ones(3)) for _ in range(2)]
     plain, unscaled = (cls([p]) for p in twins)
@@ -115,7 +115,7 @@ def test_unscale_leaves_unscaled_gradients_to_read(param):
     assert param.grad.tolist() == [0.125, 0.25, -1.0]
 
 
-@pytest.mark.parametrize("cls", RULE_BASED)
+@pytest.mark.parametrize("cls", SOME_RULES)
 def test_unscale_and_step_of_a_rule_leaves_gradients_as_they_were(param, cls):
     before = bits(param.grad)
     cls([param]).unscale_and_step(grads_scaled_by=4.0, max_norm=0.5)
@@ -135,7 +135,7 @@ def test_results_are_named_tuples(param):
     assert isinstance(result.skipped, bool)
 
 
-@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 def test_step_is_torchs_step(cls):
     """Same closures, same return value, with or without the control points around it."""
     param = Parameter(torch.ones(2))
@@ -203,7 +203,7 @@ def test_copies_step_as_the_original_does(cls, duplicate):
 # --- what autograd knows of a step ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_graph_that_a_step_has_overtaken_is_refused(param, cls):
     """As after a step of torch's: the gradients would be those of other parameters."""
     optimizer = cls([param], lr=0.5)

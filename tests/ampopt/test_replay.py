@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import RULE_BASED, HostCounted, Plain
+from support.optimizers import SOME_RULES, HostCounted, Plain
 from support.strategies import Case, cases, fewer, powers_of_two
 from torch import Tensor
 from torch.nn import Parameter
@@ -20,7 +20,7 @@ from ampopt.testing.bits import bits, everything, state_of
 pytestmark = pytest.mark.usefixtures("backend")
 
 INF = float("inf")
-OPTIMIZERS = (*RULE_BASED, Plain, HostCounted)
+OPTIMIZERS = (*SOME_RULES, Plain, HostCounted)
 
 
 class Training:
@@ -204,7 +204,7 @@ def test_max_norm_clips_what_the_last_evaluation_left(cls):
     assert clipped.optimizer.grad_norm.item() > 1.0
 
 
-@pytest.mark.parametrize("cls", RULE_BASED)
+@pytest.mark.parametrize("cls", SOME_RULES)
 def test_float16_parameters_are_replayed_in_float32(cls):
     param = Parameter(torch.tensor([0.5, 1.0], dtype=torch.float16))
     twin = Parameter(param.detach().clone())

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import EVERY_RULE, Plain, Signed
+from support.optimizers import CLOSURE_FREE, EVERY_RULE, Plain, Signed
 from support.strategies import fewer, values
-from support.training_loops import EVERY, INF, Step, give, made, scaler_at, steps
+from support.training_loops import INF, Step, give, made, scaler_at, steps
 from torch.nn import Parameter
 
 import ampopt
@@ -35,7 +35,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 @each_scaler
-@pytest.mark.parametrize("cls", [*EVERY, Signed, Plain])
+@pytest.mark.parametrize("cls", [*CLOSURE_FREE, Signed, Plain])
 @fewer(0.2)
 @given(steps(max_size=2), POWERS, st.booleans())
 def test_gradients_are_what_torchs_step_leaves(scaler_class, cls, steps, scale, unscale_first):

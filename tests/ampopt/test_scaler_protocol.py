@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import RULE_BASED, Plain, sgd
+from support.optimizers import SOME_RULES, Plain, sgd
 from support.training_loops import INF, scaler_at, scaler_for
 from torch.nn import Parameter
 
@@ -14,7 +14,7 @@ from ampopt.testing.bits import bits
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_grad_scaler_steps_and_skips_as_the_hooks_do(cls, unscale_first):
     twins = [Parameter(torch.ones(3)) for _ in range(2)]
@@ -49,7 +49,7 @@ def test_grad_scaler_leaves_nothing_on_the_optimizer(param):
 
 @pytest.mark.parametrize("flag", [2.0, 1.0, 0.5])
 @pytest.mark.parametrize("shape", [(), (1,)])
-@pytest.mark.parametrize("cls", RULE_BASED)
+@pytest.mark.parametrize("cls", SOME_RULES)
 def test_any_flag_above_zero_skips(cls, flag, shape):
     """Torch's fused kernels skip on exactly 1, but a sum over devices is 2 (trap T2)."""
     param = Parameter(torch.ones(2))
@@ -73,7 +73,7 @@ def test_grad_scaler_cannot_make_us_apply_an_overflow_by_unscaling(param):
     assert bits(param) == before
 
 
-@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 @pytest.mark.parametrize("scaler_unscales", [False, True])
 def test_what_was_unscaled_is_not_stepped_by_a_scaler(param, cls, scaler_unscales):
     """Its step would unscale once more, or has by ``unscale_``."""
@@ -98,7 +98,7 @@ def test_what_was_unscaled_is_not_stepped_by_a_scaler(param, cls, scaler_unscale
         lambda optimizer: ampopt.unscale_and_step([optimizer], grads_scaled_by=4.0),
     ],
 )
-@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 def test_what_a_scaler_unscaled_is_not_unscaled_again(param, cls, call):
     optimizer = cls([param])
     scaler = scaler_at(4.0, ampopt.GradScaler)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import RULE_BASED, HostCounted, Plain, Signed
+from support.optimizers import SOME_RULES, HostCounted, Plain, Signed
 from support.strategies import fewer
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import StepLR
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 INF = float("inf")
 NAN = float("nan")
-CLASSES: tuple[Any, ...] = (*RULE_BASED, Plain, HostCounted)
+CLASSES: tuple[Any, ...] = (*SOME_RULES, Plain, HostCounted)
 
 Gradients = Sequence[Sequence[float] | None]
 """Of every parameter, one after another."""
@@ -103,7 +103,7 @@ def test_all_step_as_each_would_or_none_does(case, exponent):
         assert scale.state_dict() == expected.state_dict()
 
 
-@pytest.mark.parametrize("cls", [*RULE_BASED, Plain])
+@pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 @fewer(0.15)
 @given(
     history=st.lists(finite(2), min_size=1, max_size=3),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import RULE_BASED, WITHOUT_CLOSURE, HostCounted, Plain
+from support.optimizers import OF_EACH_KIND, SOME_RULES, HostCounted, Plain
 from support.training_loops import INF, both_ways, overflow
 from torch.nn import Parameter
 from torch.optim.optimizer import (
@@ -19,7 +19,7 @@ from ampopt.testing.bits import bits, everything
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
 @both_ways
 def test_step_hooks_run_on_every_attempt(cls, split):
     param = Parameter(torch.ones(3))
@@ -100,7 +100,7 @@ def seen_by_who_replaced_the_step_of_the_class(attempt: Callable[[], None], opti
     return bool(calls)
 
 
-@pytest.mark.parametrize("cls", RULE_BASED)
+@pytest.mark.parametrize("cls", SOME_RULES)
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize(
     "seen",
@@ -120,7 +120,7 @@ def test_whoever_watches_steps_sees_those_of_the_control_points(cls, bad, seen):
     assert (param.tolist() == [1.0] * 3) is bad
 
 
-@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_hook_may_hand_the_step_other_arguments(cls):
     param = Parameter(torch.ones(3))
     optimizer = cls([param])
@@ -130,7 +130,7 @@ def test_a_hook_may_hand_the_step_other_arguments(cls):
     assert param.tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
 @both_ways
 @pytest.mark.parametrize("bad", [False, True])
 def test_a_step_hook_that_raises_leaves_the_step_to_be_taken_again(cls, split, bad):
@@ -173,7 +173,7 @@ def test_a_step_hook_that_raises_leaves_the_step_to_be_taken_again(cls, split, b
         assert bits(twins[0]) == bits(twins[1])
 
 
-@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_schedulers_see_a_step_in_every_attempt(cls):
     """Torch warns, an error here, where a scheduler steps before its optimizer; a skip is not."""
     param = Parameter(torch.ones(3))
@@ -203,7 +203,7 @@ def test_an_ordinary_step_that_raises_is_not_marked_as_stepped():
             optimizer.unscale_and_step(grads_scaled_by=scale)
 
 
-@pytest.mark.parametrize("cls", WITHOUT_CLOSURE)
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
 @pytest.mark.parametrize("how", ["joined", "split", "several", "torch's scaler", "our scaler"])
 def test_a_post_hook_has_the_flag_of_its_step(cls, how):
     param = Parameter(torch.ones(3))

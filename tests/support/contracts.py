@@ -9,17 +9,7 @@ import ampopt
 from ampopt.testing import OptimizerContract, strategies
 from support.strategies import fewer
 
-__all__ = ["BUILT_IN", "INTERPRETED", "OF_RULES", "OTHERS", "Small", "contract_of"]
-
-BUILT_IN: tuple[type[Any], ...] = tuple(
-    cls
-    for name in ampopt.__all__
-    if isinstance(cls := getattr(ampopt, name), type)
-    and issubclass(cls, torch.optim.Optimizer)
-    and hasattr(torch.optim, name)
-    and cls is not ampopt.Optimizer
-)
-"""The optimizers that torch has too."""
+__all__ = ["INTERPRETED", "OF_RULES", "OTHERS", "Small", "contract_of"]
 
 OF_KERNELS = (
     "a_finite_gradient_is_never_skipped",

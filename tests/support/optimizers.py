@@ -11,11 +11,14 @@ from ampopt_kernels import Rule, State, jit, tl
 
 __all__ = [
     "BUILT_IN",
+    "BY_RULE",
+    "BY_TORCHS_STEP",
+    "CLOSURE_FREE",
     "EVERY_RULE",
+    "OF_EACH_KIND",
     "ORDINARY",
     "OWN",
-    "RULE_BASED",
-    "WITHOUT_CLOSURE",
+    "SOME_RULES",
     "HostCounted",
     "Plain",
     "Signed",
@@ -79,26 +82,32 @@ class Signed(ampopt.ElementwiseOptimizer):
         super().__init__(params, {"lr": lr, "decay": decay})
 
 
-RULE_BASED: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
+BUILT_IN: tuple[type[Any], ...] = tuple(
+    getattr(ampopt, name)
+    for name in ampopt.__all__
+    if name != "Optimizer" and hasattr(torch.optim, name)
+)
+"""The drop-ins: every optimizer that torch has too."""
+CLOSURE_FREE = tuple(cls for cls in BUILT_IN if cls is not ampopt.LBFGS)
+"""Those that step without a closure."""
+BY_RULE: tuple[type[ampopt.ElementwiseOptimizer], ...] = tuple(
+    cls for cls in BUILT_IN if issubclass(cls, ampopt.ElementwiseOptimizer)
+)
+"""Those that are a rule."""
+BY_TORCHS_STEP = tuple(cls for cls in CLOSURE_FREE if cls not in BY_RULE)
+"""Those that take torch's own step, but for the one that needs a closure."""
+
+EVERY_RULE = (*BY_RULE, Signed)
+SOME_RULES: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     ampopt.SGD,
     ampopt.Adam,
     ampopt.AdamW,
     Signed,
 )
+"""For what does not depend on the formula; :func:`support.strategies.cases` knows their options."""
 ORDINARY = (Plain, HostCounted)
-WITHOUT_CLOSURE = (*RULE_BASED, *ORDINARY)
+OF_EACH_KIND = (*SOME_RULES, *ORDINARY)
 OWN: tuple[type[ampopt.Optimizer], ...] = (*ORDINARY, Signed)
-EVERY_RULE: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
-    *(
-        cls
-        for cls in vars(ampopt).values()
-        if isinstance(cls, type)
-        and issubclass(cls, ampopt.ElementwiseOptimizer)
-        and cls is not ampopt.ElementwiseOptimizer
-    ),
-    Signed,
-)
-BUILT_IN: tuple[type[ampopt.Optimizer], ...] = (*RULE_BASED[:3], ampopt.LBFGS)
 
 
 def sgd(param: Parameter, **options: Any) -> ampopt.SGD:

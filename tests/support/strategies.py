@@ -22,7 +22,7 @@ from ampopt.testing.strategies import (
     spoiled,
     values,
 )
-from support.optimizers import RULE_BASED, torch_twin
+from support.optimizers import SOME_RULES, torch_twin
 
 __all__ = [
     "Blueprint",
@@ -80,7 +80,7 @@ class Case:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, classes: Sequence[type[ampopt.Optimizer]] = RULE_BASED, stateful: bool = False
+    draw: st.DrawFn, classes: Sequence[type[ampopt.Optimizer]] = SOME_RULES, stateful: bool = False
 ) -> Case:
     """A rule-based optimizer with any of its options.
 

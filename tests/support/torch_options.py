@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import ampopt
+from support.optimizers import BY_RULE, BY_TORCHS_STEP
 
 __all__ = [
     "ELEMENTWISE",
@@ -140,12 +141,10 @@ def _option_sets() -> Iterator[OptionSet]:
 
 OPTION_SETS: list[OptionSet] = list(_option_sets())
 
-ELEMENTWISE = [
-    name for name in _DB if issubclass(getattr(ampopt, name), ampopt.ElementwiseOptimizer)
-]
-"""The optimizers that are a rule."""
+ELEMENTWISE = [cls.__name__ for cls in BY_RULE]
+"""The names of the optimizers that are a rule."""
 
-INHERITED = [name for name in _DB if name not in ELEMENTWISE and name != "LBFGS"]
+INHERITED = [cls.__name__ for cls in BY_TORCHS_STEP]
 """Those by inheritance, but for the one that needs closures."""
 
 

@@ -9,10 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-import ampopt
-
 __all__ = [
-    "EVERY",
     "INF",
     "Step",
     "after",
@@ -29,16 +26,6 @@ __all__ = [
 
 INF = float("inf")
 SHAPES = ((3, 2), (2, 2))
-
-EVERY: list[Any] = [
-    cls
-    for name in ampopt.__all__
-    if isinstance(cls := getattr(ampopt, name), type)
-    and issubclass(cls, torch.optim.Optimizer)
-    and hasattr(torch.optim, name)
-    and cls not in (ampopt.Optimizer, ampopt.LBFGS)
-]
-"""Every drop-in for an optimizer of torch's that steps without a closure."""
 
 both_ways = pytest.mark.parametrize("split", [False, True], ids=["joined", "split"])
 

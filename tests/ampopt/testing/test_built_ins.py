@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from support.contracts import BUILT_IN, INTERPRETED, OTHERS, Small, contract_of
+from support.contracts import INTERPRETED, OTHERS, Small, contract_of
+from support.optimizers import BUILT_IN, BY_RULE
 from support.strategies import fewer
 from support.torch_options import RICH
 
@@ -43,7 +44,6 @@ EAGER: dict[str, Any] = {"backend": "eager", "settings": fewer(0.075)}
 # Each example as on the CPU; a way as on a device is Triton's own, and eager's.
 TRITON: dict[str, Any] = {"backend": "triton", "on_device": (False,), "settings": INTERPRETED}
 COMPILED: dict[str, Any] = {"backend": "compiled", "on_device": (False,), "settings": fewer(0.1)}
-BY_RULE = [cls for cls in BUILT_IN if issubclass(cls, ampopt.ElementwiseOptimizer)]
 # What is compiled is fast, and has elements. Of the dtypes of half precision, which each take a
 # compilation, test_compiled.py has the other.
 COMPILED_RULE: dict[str, Any] = {
