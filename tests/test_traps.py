@@ -33,7 +33,7 @@ both_ways = pytest.mark.parametrize("unscale_first", [False, True])
 def test_t1_a_closure_by_position_is_refused_with_the_way_to_do_it(cls):
     """Torch runs it after it has judged the gradients, which are new then: parameters become NaN.
 
-    ``ampopt.GradScaler`` runs it, and runs it again: see test_grad_scaler_closures. Accelerate,
+    ``ampopt.GradScaler`` runs it, and runs it again: see grad_scaler/test_closures. Accelerate,
     which passes it so, is in tests/frameworks.
     """
     # torch.optim.LBFGS takes one group of any shape, and the others matrices.
@@ -141,7 +141,7 @@ def test_t5_a_scale_that_ran_down_to_0_applies_nothing(cls):
 def test_t6_a_parameter_of_two_optimizers_is_unscaled_once_for_each(cls):
     """Torch unscales the gradient in place, and so twice. A rule unscales as it reads.
 
-    What ``ampopt.GradScaler`` makes of that, and of wrappers, is in test_grad_scaler_others.
+    What ``ampopt.GradScaler`` makes of that, and of wrappers, is in test_other_optimizers.
     """
     runs = []
     for scale in (1.0, 2.0**10):
