@@ -163,7 +163,8 @@ def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
 
 def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[..., None]:
     def counted(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        launches[getattr(kernel, "__name__", str(kernel)).removesuffix("_kernel")] += 1
+        if programs:  # else it only compiles
+            launches[getattr(kernel, "__name__", str(kernel)).removesuffix("_kernel")] += 1
         launch(device, kernel, programs, arguments)
 
     return counted
