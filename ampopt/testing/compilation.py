@@ -23,7 +23,7 @@ class Compilation(Claims):
         No GPU is needed, but Triton. A rule that only ran on CPUs would fail in the first step on a
         cluster, where it is found late.
         """
-        optimizer: Any = maker(self, {})([Parameter(torch.ones(1))])
+        optimizer: Any = maker(self, {})([Parameter(torch.ones(1, 1))])  # which Muon takes too
         if not isinstance(optimizer, ampopt.ElementwiseOptimizer):
             pytest.skip("not a rule")
         rule, (group,) = optimizer.rule, optimizer.param_groups
