@@ -149,7 +149,7 @@ def test_t6_a_parameter_of_two_optimizers_is_unscaled_once(cls):
     """Torch unscales the gradient in place, once for each; a rule unscales as it reads.
 
     A scaler's step leaves it unscaled all the same. Torch's scaler would have a second optimizer
-    unscale it again, whosever that is; ``ampopt.GradScaler`` refuses, see test_scaler_gradients.
+    unscale it again, whosever that is; ``ampopt.GradScaler`` refuses.
     """
     runs = []
     for scale in (1.0, 2.0**10):

@@ -1,5 +1,7 @@
 """Arithmetic dtypes, and engines on devices that have no float64."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from support.kernel_rows import WorkPlan, works
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampopt_kernels import eager
+from ampopt_kernels import eager, torch_language
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.step import Request, run
@@ -43,6 +45,10 @@ def metal():
     """The CPU, taken for a device without float64."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "widest", lambda device: torch.float32)
+        # Square roots of the CPU alone go by way of float64.
+        square_root = torch_language._unary(torch.sqrt, math.sqrt)
+        patch.setattr(torch_language, "sqrt", square_root)
+        patch.setitem(torch_language.HELPERS, "sqrt_rn", square_root)
         yield
 
 

@@ -130,7 +130,8 @@ def test_a_row_that_does_not_count_adds_nothing_to_the_norm(engine, write, plan,
     counting.work.__post_init__()
     norm = request(4.0, write=write, max_norm=1.0)
     found_all, found_counted = (ENGINES[engine]().detect(b.work, norm) for b in (built, counting))
-    totals = [float(p.squares.sum()) for p in (found_all, found_counted)]
+    assert found_all.squares is not None and found_counted.squares is not None
+    totals = [float(squares.sum()) for squares in (found_all.squares, found_counted.squares)]
     assert totals[0] == pytest.approx(totals[1], rel=1e-12, nan_ok=True)
     assert found(found_all) == any(not unscaled(r, 4.0).isfinite().all() for r in plan.build().rows)
 
