@@ -11,6 +11,12 @@ PRINTED = {
     "Writing an optimizer": ["[0.9000, 1.0000, 1.0000]"],
     "Clipping, and looking at gradients": [],
     "Gradient accumulation": [],
+    "A whole loop": ["True"],
+    "Master weights and bfloat16": [
+        "master weights: False, after ten steps: 1.0",
+        "master weights: True, after ten steps: 0.98828125",
+    ],
+    "Clipping with master weights": ["{torch.float32}"],
     "A step as one call": [
         "SGD: 1 step. In the last one:",
         "  2 parameters (weight, bias): by the rule, on the eager backend, compiled once that pays",
@@ -29,7 +35,8 @@ IN_FRAMEWORKS = {"With Lightning", "With Accelerate and transformers"}
 
 
 @pytest.mark.parametrize("heading", PRINTED)
-def test_block(heading, tmp_path, capsys):
+def test_block(heading, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where it may leave files
     run(heading, tmp_path)
     printed = capsys.readouterr().out
     for line in PRINTED[heading]:
