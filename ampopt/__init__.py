@@ -20,8 +20,8 @@ An overflowed step is skipped where the gradients are, and the host waits for no
   that has a scaler.
 - Your own: ``ElementwiseOptimizer`` from a rule, ``Optimizer`` from a ``step()``, and ``extend``
   and ``patch_optimizer`` for the optimizers of others. ``ampopt.testing`` tests them.
-- To look: ``profile`` says where the host waits, ``set_backend`` what runs, and
-  ``python -m ampopt.bench`` how fast.
+- To look: ``first_nonfinite`` names the module that overflows, ``profile`` says where the host
+  waits, ``set_backend`` chooses what runs, and ``python -m ampopt.bench`` says how fast.
 """
 
 from ampopt.backend import get_backend, set_backend
@@ -33,6 +33,7 @@ from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.loss_scale.static import StaticLossScale
+from ampopt.nonfinite import FirstNonFinite, NonFiniteOutput, first_nonfinite
 from ampopt.optim.adadelta import Adadelta
 from ampopt.optim.adafactor import Adafactor
 from ampopt.optim.adagrad import Adagrad
@@ -70,11 +71,13 @@ __all__ = [
     "Adamax",
     "DynamicLossScale",
     "ElementwiseOptimizer",
+    "FirstNonFinite",
     "GradScaler",
     "LossScale",
     "Muon",
     "NAdam",
     "NonFiniteGradientError",
+    "NonFiniteOutput",
     "Optimizer",
     "RAdam",
     "RMSprop",
@@ -85,6 +88,7 @@ __all__ = [
     "TrainStep",
     "Unscaled",
     "extend",
+    "first_nonfinite",
     "get_backend",
     "lr_scheduler_gate",
     "next_scale",

@@ -17,6 +17,7 @@ from ampopt.loss_scale.mistakes import instead_of
 from ampopt.loss_scale.numbers import check_count
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.loss_scale.static import StaticLossScale
+from ampopt.nonfinite import is_looking
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult
 from ampopt_kernels.transfers import carried
@@ -274,7 +275,7 @@ class TrainStep:
                 )
 
     def _capturing_on(self, device: torch.device) -> cuda_graphs.Captured | None:
-        if not self._cuda_graph:
+        if not self._cuda_graph or is_looking():  # a replayed graph calls no module
             return None
         if self._captured is None:
             graphs = cuda_graphs.graphs_on(device)

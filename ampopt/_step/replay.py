@@ -11,6 +11,7 @@ from torch import Tensor
 from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.numbers import check_scale_number
+from ampopt.nonfinite import found_now, look_anew
 from ampopt_kernels.devices import ACCELERATORS
 
 __all__ = ["Replay", "check_closure", "check_loss", "check_verdict", "step_with"]
@@ -79,6 +80,7 @@ class Replay:
         for attempt in range(1 + self._max_replays):
             if attempt and state is not None:
                 self._set_rng_state(state)
+            look_anew()
             loss, found_inf, self.successor = self._evaluate(self.scale)
             if self.scale is None:
                 return loss
@@ -106,11 +108,15 @@ class Replay:
     def _error(self, reason: Any, what: str) -> NonFiniteGradientError:
         names = list(self._offenders())
         where = f"; not finite: {', '.join(names)}" if names else ""
+        first = found_now()
+        if first is not None:
+            where += f"; first of all, {first.subject} is not finite"
         return NonFiniteGradientError(
             f"replay ended, reason {reason!r}: {what}{where}. Parameters and state are as before "
             "the call.",
             reason=reason,
             parameters=names,
+            module=None if first is None else first.name,
         )
 
     def _rng_state(self) -> list[Tensor]:

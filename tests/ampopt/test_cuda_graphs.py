@@ -204,6 +204,21 @@ def test_gradients_dropped_and_steps_by_hand_in_between(graphs):
     assert (graphs.captures, graphs.replays) == (1, 4)
 
 
+def test_a_step_that_is_searched_for_overflow_is_taken_without_the_graph(graphs):
+    found = []
+
+    def train(training: Training) -> None:
+        training(1.0, 2.0, 3.0, 4.0)
+        with ampopt.first_nonfinite(training.model) as first:
+            training(INF)
+        found.append(first)
+        training(2.0, 3.0)
+
+    both(train)
+    assert graphs.captures == 1
+    assert [first.first.name for first in found] == ["0", "0"]
+
+
 def test_a_batch_of_another_shape_is_taken_without_the_graph(graphs):
     def train(training: Training) -> None:
         training(1.0, 2.0, 3.0, 4.0)

@@ -1,0 +1,365 @@
+"""The first module that makes something not finite is named, forward and backward."""
+
+import pickle
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import ampopt
+
+INF = float("inf")
+FLOAT16_MAX = 65504.0
+
+
+class Explodes(nn.Module):
+    """Its values are infinite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * INF
+
+
+class Block(nn.Module):
+    """A block of a residual network; ``inner`` is between its layers."""
+
+    def __init__(self, inner: nn.Module | None = None):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.inner = nn.ReLU() if inner is None else inner
+        self.second = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.inner(self.first(x)))
+
+
+class SteepRoot(nn.Module):
+    """Its values are small and finite, its gradient at 0 is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 0).sqrt()
+
+
+def stack_of(n: int, at: int, inner: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(inner if i == at else None) for i in range(n)))
+
+
+def run(model: nn.Module, x: Tensor) -> None:
+    model(x).square().sum().backward()
+
+
+@given(st.data())
+def test_the_innermost_module_is_named_in_either_direction(data):
+    n = data.draw(st.integers(1, 5), label="blocks")
+    at = data.draw(st.integers(0, n - 1), label="the bad one")
+    direction = data.draw(st.sampled_from(["forward", "backward"]))
+    inner = Explodes() if direction == "forward" else SteepRoot()
+    model = stack_of(n, at, inner)
+    with ampopt.first_nonfinite(model) as found:
+        run(model, torch.ones(2, 4))
+    first = found.first
+    assert first is not None
+    assert (first.name, first.direction) == (f"{at}.inner", direction)
+    assert first.kind == type(inner).__name__
+    assert (first.dtype, first.shape, first.given_finite) == (torch.float32, (2, 8), True)
+    assert repr(f"{at}.inner") in str(found)
+
+
+def test_an_overflow_under_autocast_is_told_by_dtype_and_largest_value():
+    layer = nn.Linear(2, 3, bias=False)
+    layer.weight.data.copy_(torch.tensor([[1.0, 0.0], [300.0, 0.0], [0.0, 2.0]]))
+    model = nn.Sequential(layer, nn.Linear(3, 1))
+    with ampopt.first_nonfinite(model) as found, torch.autocast("cpu", torch.float16):
+        model(torch.tensor([[300.0, 8.0]]))
+    first = found.first
+    assert first is not None
+    assert (first.name, first.kind, first.direction) == ("0", "Linear", "forward")
+    assert (first.dtype, first.shape, first.largest) == (torch.float16, (1, 3), 300.0)
+    assert f"{FLOAT16_MAX:.4g}" in str(found) and "float32" in str(found)
+
+
+def test_a_gradient_of_a_weight_that_overflows_where_activations_do_not():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+    with ampopt.first_nonfinite(model) as found:
+        with torch.autocast("cpu", torch.float16):
+            out = model(torch.full((256, 1), 100.0))
+        (out.float().sum() * 16.0).backward()  # 256 * 100 * 16 is too much, 16 is not
+    first = found.first
+    assert first is not None
+    assert (first.name, first.direction, first.dtype) == ("1", "backward", torch.float16)
+    assert first.given_finite and "smaller loss scale" in str(found)
+    assert "Backward" in str(first.operation) and str(first.operation) in str(found)
+
+
+Pair = namedtuple("Pair", ["fine", "bad"])
+
+
+@pytest.mark.parametrize(
+    "contain",
+    [
+        lambda fine, bad: (fine, bad),
+        lambda fine, bad: {"fine": fine, "bad": bad},
+        lambda fine, bad: Pair(fine, [{"deep": bad, "none": None, "count": 3}]),
+    ],
+    ids=["tuple", "dict", "named tuple"],
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_outputs_in_containers(contain, direction):
+    class Returns(nn.Module):
+        def forward(self, x):
+            bad = (x * 0).sqrt() if direction == "backward" else x * INF
+            return contain(x * 1, bad)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.returns = nn.Linear(2, 2), Returns()
+
+        def forward(self, x):
+            leaves = pytree.tree_leaves(self.returns(self.layer(x)))
+            return sum(leaf.sum() for leaf in leaves if isinstance(leaf, Tensor))
+
+    model = Net()
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(1, 2)).backward()
+    assert found.first is not None
+    assert (found.first.name, found.first.direction) == ("returns", direction)
+
+
+def test_a_module_used_twice_is_told_by_what_each_use_is_given():
+    shared = nn.Linear(1, 1, bias=False)
+    shared.weight.data.fill_(1e30)
+    model = nn.Sequential(shared, nn.Tanh(), shared, shared)
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(1, 1))
+    assert found.first is not None
+    assert (found.first.name, found.first.given_finite) == ("0", True)
+    assert found.calls == 5
+
+
+def test_what_a_parent_does_between_its_children_is_its_own():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.second((x * 0).sqrt())
+
+    model = nn.Sequential(nn.Linear(2, 2), Parent())
+    with ampopt.first_nonfinite(model) as found:
+        run(model, torch.ones(1, 2))
+    assert found.first is not None
+    assert (found.first.name, found.first.kind, found.first.operation) == (
+        "1",
+        "Parent",
+        "SqrtBackward0",
+    )
+
+
+def test_a_batch_that_is_not_finite_is_not_blamed_on_the_module():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.full((1, 2, 2), float("nan")))
+    assert found.first is not None
+    assert (found.first.name, found.first.given_finite) == ("0", False)
+    assert found.first.largest is None
+    assert "look at the batch" in str(found)
+
+
+def test_a_loss_whose_gradient_is_not_finite_is_not_blamed_on_the_module():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    with ampopt.first_nonfinite(model) as found:
+        (model(torch.ones(1, 4)) * 0).sqrt().sum().backward()
+    assert found.first is not None
+    assert (found.first.name, found.first.given_finite) == ("1", False)
+    assert "look at the loss" in str(found)
+
+
+def test_a_module_that_works_in_place():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), SteepRoot(), nn.Linear(4, 1))
+    with ampopt.first_nonfinite(model) as found:
+        run(model, torch.ones(1, 4))
+    assert found.first is not None
+    assert (found.first.name, found.first.direction) == ("2", "backward")
+
+    with ampopt.first_nonfinite(model[1:2]) as found:  # what it is given is gone by the end
+        model[1:2](torch.tensor([INF]))
+    assert found.first is not None and not found.first.given_finite
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.inner = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), SteepRoot())
+
+        def forward(self, x):
+            return checkpoint(self.inner, self.layer(x), use_reentrant=reentrant)
+
+    model = Checkpointed()
+    with ampopt.first_nonfinite(model) as found:
+        run(model, torch.ones(1, 4))
+    assert found.first is not None
+    assert (found.first.name, found.first.direction) == ("inner.1", "backward")
+
+
+def test_what_was_compiled_runs_uncompiled_meanwhile():
+    model = nn.Sequential(nn.Linear(4, 4), Explodes())
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(1, 4))
+    with ampopt.first_nonfinite(model) as found:
+        compiled(torch.ones(1, 4))
+    assert found.first is not None and found.first.name == "1"
+
+
+def hooks_of(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_an_error_leaves_no_hooks_and_what_was_found_until_then():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise KeyError("mine")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Explodes(), Raises()))
+    with pytest.raises(KeyError, match="mine"), ampopt.first_nonfinite(model) as found:
+        with pytest.raises(KeyError):
+            model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+    assert hooks_of(model) == 0
+    assert found.first is not None and found.first.name == "1.0"
+
+
+def test_a_graph_that_is_run_backward_later_is_no_longer_watched():
+    model = nn.Sequential(nn.Linear(4, 4), SteepRoot())
+    with ampopt.first_nonfinite(model) as found:
+        out = model(torch.ones(1, 4))
+    assert hooks_of(model) == 0
+    out.sum().backward()
+    assert not found
+    assert "finite" in str(found) and "3 calls" in str(found)
+
+
+def test_gradients_are_bitwise_what_they_are_without_it():
+    def gradients(watched: bool) -> list[Tensor]:
+        model = stack_of(3, 1, nn.Tanh())
+        x = torch.linspace(-1, 1, 8).reshape(2, 4)
+        if watched:
+            with ampopt.first_nonfinite(model) as found:
+                run(model, x)
+            assert not found and found.calls == 13
+        else:
+            run(model, x)
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for a, b in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_nothing_that_was_called_is_said():
+    with ampopt.first_nonfinite(nn.Linear(1, 1)) as found:
+        pass
+    assert "no module of the model was called" in str(found)
+
+
+def test_what_is_no_model_is_refused():
+    model = nn.Linear(1, 1)
+    step = ampopt.TrainStep(model, nn.MSELoss(), ampopt.SGD(model.parameters()), None)
+    with (
+        pytest.raises(TypeError, match=r"got TrainStep: .* step\.model"),
+        ampopt.first_nonfinite(step),  # type: ignore[arg-type]
+    ):
+        pass
+
+
+# --- with replay ------------------------------------------------------------------------------
+
+
+def six_blocks_of_which_one_explodes(inner: nn.Module) -> nn.Sequential:
+    model = stack_of(6, 3, inner)
+    model.append(nn.Linear(4, 2))
+    assert len(list(model.parameters())) == 26
+    return model
+
+
+@pytest.mark.parametrize("kind", ["train step", "unscale_and_step", "step_after_unscale"])
+@pytest.mark.parametrize("watched", [True, False])
+def test_the_error_names_the_module_that_explodes_among_26_parameters(kind, watched):
+    model = six_blocks_of_which_one_explodes(SteepRoot())
+    optimizer = ampopt.AdamW(model.named_parameters())
+    images, labels = torch.ones(2, 4), torch.zeros(2, 2)
+
+    def closure(scale):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(images), labels)
+        ampopt.scale_outputs(loss, scale).backward()
+        if kind == "step_after_unscale":
+            return loss, *optimizer.unscale(scale)
+        return loss
+
+    def attempt():
+        scale = ampopt.DynamicLossScale()
+        if kind == "train step":
+            options: Any = {"autocast": None, "max_replays": 3}
+            step = ampopt.TrainStep(model, nn.MSELoss(), optimizer, scale, **options)
+            step(images, labels)
+        elif kind == "unscale_and_step":
+            optimizer.unscale_and_step(closure, grads_scaled_by=scale, max_replays=3)
+        else:
+            optimizer.step_after_unscale(closure, current_grad_scale=scale, max_replays=3)
+
+    with pytest.raises(ampopt.NonFiniteGradientError) as caught:
+        if watched:
+            with ampopt.first_nonfinite(model):
+                attempt()
+        else:
+            attempt()
+    error = caught.value
+    assert len(error.parameters) > 10  # which says nothing
+    assert error.module == ("3.inner" if watched else None)
+    assert ("'3.inner' (SteepRoot)" in str(error)) == watched
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.module, str(again)) == (error.module, str(error))
+
+
+class OverflowsAbove(nn.Module):
+    """Its gradient is infinite if what it is given is larger than ``limit``."""
+
+    def __init__(self, limit: float):
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        x.register_hook(lambda g: torch.where(g.abs() > self.limit, INF, g))
+        return x * 1.0
+
+
+def test_of_replays_it_is_the_last_that_overflowed():
+    first = nn.Linear(1, 1)
+    first.weight.data.fill_(1.0)
+    model = nn.Sequential(first, OverflowsAbove(64.0), OverflowsAbove(256.0))
+    optimizer = ampopt.SGD(model.parameters(), lr=0.0)
+    step = ampopt.TrainStep(
+        model,
+        lambda out: out.mean(),
+        optimizer,
+        ampopt.DynamicLossScale(init_scale=1024.0),
+        autocast=None,
+        max_replays=20,
+    )
+    with ampopt.first_nonfinite(model) as found:
+        assert step(torch.ones(1, 1)).scale.item() == 64.0
+    assert found.first is not None and found.first.name == "1"  # at 128; "2" at 512 and above
