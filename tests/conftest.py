@@ -25,7 +25,7 @@ from support.local_ranks import Ranks
 from support.requirements import skip_unless_it_runs
 
 import ampopt
-from ampopt_kernels.eager import Eager
+from ampopt import backend as backends
 
 # Times vary with the machine, so no example has a deadline.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=12, print_blob=True)
@@ -83,14 +83,25 @@ def backend(request):
     if "GPU" in request.param:
         skip_without_gpu()
     skip_unless_it_runs(request.param)
-    ampopt.set_backend(request.param.split()[0])
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "eager on a device":
-            on_device = Eager(reads_cpu=False)
-            patch.setattr("ampopt.backend._cpu_backend", lambda name: on_device)
-        with torch.device("cuda") if "GPU" in request.param else contextlib.nullcontext():
-            yield request.param
-    ampopt.set_backend("auto")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def backend_of_the_test(request):
+    """The ``backend`` that a test takes, if it does; what it chooses is for it alone, too.
+
+    Apart from ``backend``, which one test after another shares: between them, others may run.
+    """
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr("ampopt.backend._chosen", backends._chosen)
+        if "backend" in request.fixturenames:
+            name = request.getfixturevalue("backend")
+            ampopt.set_backend(name.split()[0])
+            if name == "eager on a device":
+                stack.enter_context(backends.host_looking_away())
+            if "GPU" in name:
+                stack.enter_context(torch.device("cuda"))
+        yield
 
 
 @pytest.fixture

@@ -30,8 +30,6 @@ TINY = {
 @pytest.fixture(autouse=True)
 def eager():
     ampopt.set_backend("eager")
-    yield
-    ampopt.set_backend("auto")
 
 
 @pytest.fixture

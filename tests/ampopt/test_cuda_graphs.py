@@ -30,10 +30,8 @@ CAPTURED_AT = 3
 
 
 @pytest.fixture(autouse=True, scope="module")
-def triton() -> Iterator[None]:
+def triton() -> None:
     ampopt.set_backend("triton")
-    yield
-    ampopt.set_backend("auto")
 
 
 class CountedGraphs(cuda_graphs.CudaGraphs):

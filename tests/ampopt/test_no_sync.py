@@ -27,10 +27,8 @@ INF = float("inf")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def triton() -> Iterator[None]:
+def triton() -> None:
     ampopt.set_backend("triton")
-    yield
-    ampopt.set_backend("auto")
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,6 @@ def test_what_is_compiled_does_what_torch_operations_do(cls, dtype, master_weigh
             assert not result.skipped or bits(params) == before
             params[1].grad.copy_(kept)
         ends.append((params, float(scale)))
-    ampopt.set_backend("auto")
     rtol = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 1e-2)
     for ours, reference in zip(ends[0][0], ends[1][0], strict=True):
         torch.testing.assert_close(ours, reference, rtol=rtol, atol=1e-3 * rtol)

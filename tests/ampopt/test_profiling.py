@@ -21,8 +21,6 @@ INF = float("inf")
 @pytest.fixture
 def eager():
     ampopt.set_backend("eager")
-    yield
-    ampopt.set_backend("auto")
 
 
 @pytest.fixture

@@ -148,11 +148,10 @@ STORY = [plain_step(max_norm=1.0), plain_step(bad=float("inf")), plain_step(spli
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("backend", ["eager", "triton"], indirect=True)
 @settings(max_examples=3)
 @given(data=st.data())
 def test_parts_are_stepped_as_the_whole(four_ranks, layout, backend, data):
-    skip_unless_it_runs(backend)
     name = data.draw(st.sampled_from(["AdamW", "SGD", "RAdam", "Signed"]))
     form, steps = data.draw(st.sampled_from(FORMS)), data.draw(STEPS)
     check(four_ranks, layout, backend, name, *form, steps)

@@ -207,19 +207,12 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["eager", "compiled"], indirect=True)
 @pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_between_two_steps_is_as_with_torch(change, backend, implementation):
-    if backend == "compiled" and cpp_compiler() is None:
-        pytest.skip("there is no C++ compiler here")
-    before = ampopt.get_backend()
-    ampopt.set_backend(backend)
-    try:
-        ours, torchs = (
-            stepped_with_a_change(kind, CHANGES[change]) for kind in (ampopt.SGD, torch.optim.SGD)
-        )
-    finally:
-        ampopt.set_backend(before)
+    ours, torchs = (
+        stepped_with_a_change(kind, CHANGES[change]) for kind in (ampopt.SGD, torch.optim.SGD)
+    )
     torch.testing.assert_close(ours, torchs)
 
 
@@ -239,17 +232,10 @@ def stepped_with_a_change(kind, change):
     return after
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"])
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("name", ["exp_avg", "step", "master_param"])
 def test_what_is_stored_is_stepped_with_where_it_is_now(name, backend):
-    if backend == "compiled" and cpp_compiler() is None:
-        pytest.skip("there is no C++ compiler here")
-    before = ampopt.get_backend()
-    ampopt.set_backend(backend)
-    try:
-        written, exchanged = (stepped_with_other_values(name, how) for how in ("copy_", "set_"))
-    finally:
-        ampopt.set_backend(before)
+    written, exchanged = (stepped_with_other_values(name, how) for how in ("copy_", "set_"))
     assert written == exchanged
 
 
@@ -270,47 +256,34 @@ def stepped_with_other_values(name, how):
 def test_one_plan_serves_every_backend(order):
     if cpp_compiler() is None:
         pytest.skip("there is no C++ compiler here")
-    before = ampopt.get_backend()
     model, twin = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     twin.load_state_dict(model.state_dict())
     ours = ampopt.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torchs = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
     plans = []
-    try:
-        for backend in order * 2:
-            ampopt.set_backend(backend)
-            for m, optimizer in ((model, ours), (twin, torchs)):
-                optimizer.zero_grad()
-                m(torch.arange(20.0).view(5, 4)).square().mean().backward()
-                optimizer.step()
-            assert ours._plan is not None
-            plans.append(ours._plan)
-            if backend != "triton":
-                assert len(pieces_of(ours._plan.works[0]).pieces) == 1, (
-                    "they are not taken together"
-                )
-            torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
-    finally:
-        ampopt.set_backend(before)
+    for backend in order * 2:
+        ampopt.set_backend(backend)
+        for m, optimizer in ((model, ours), (twin, torchs)):
+            optimizer.zero_grad()
+            m(torch.arange(20.0).view(5, 4)).square().mean().backward()
+            optimizer.step()
+        assert ours._plan is not None
+        plans.append(ours._plan)
+        if backend != "triton":
+            assert len(pieces_of(ours._plan.works[0]).pieces) == 1, "they are not taken together"
+        torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
     assert all(plan is plans[0] for plan in plans)
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"])
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 def test_a_step_keeps_no_gradient_alive(backend):
-    if backend == "compiled" and cpp_compiler() is None:
-        pytest.skip("there is no C++ compiler here")
-    before = ampopt.get_backend()
-    ampopt.set_backend(backend)
-    try:
-        model = torch.nn.Linear(4, 3)
-        optimizer = ampopt.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(3):
-            model(torch.ones(5, 4)).sum().backward()
-            grads = [p.grad for p in model.parameters()]
-            storages = [StorageWeakRef(g.untyped_storage()) for g in grads if g is not None]
-            del grads
-            optimizer.step()
-            optimizer.zero_grad()
-            assert len(storages) == 2 and all(storage.expired() for storage in storages)
-    finally:
-        ampopt.set_backend(before)
+    model = torch.nn.Linear(4, 3)
+    optimizer = ampopt.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        model(torch.ones(5, 4)).sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        storages = [StorageWeakRef(g.untyped_storage()) for g in grads if g is not None]
+        del grads
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(storages) == 2 and all(storage.expired() for storage in storages)

@@ -141,8 +141,7 @@ def device(request, monkeypatch):
             pytest.skip("Triton cannot be imported here")
         monkeypatch.undo()
         ampopt.set_backend("triton")
-    yield request.param
-    ampopt.set_backend("auto")
+    return request.param
 
 
 @pytest.mark.parametrize("cls", [Foreach, Views, Data, Scattered, Nested, OneBuffer, Slow, Odd])

@@ -1,6 +1,5 @@
 """A loop written for ``torch.amp.GradScaler``, with the optimizer's import swapped."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -168,13 +167,11 @@ def test_a_step_that_raises_leaves_no_flag_to_the_next(cls, monkeypatch):
 
 
 @pytest.fixture
-def triton() -> Iterator[None]:
+def triton() -> None:
     """On the CPU's own backends looking costs nothing, and is done."""
     if not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
     ampopt.set_backend("triton")
-    yield
-    ampopt.set_backend("auto")
 
 
 @each_optimizer

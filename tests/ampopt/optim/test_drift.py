@@ -34,8 +34,6 @@ SLACK = 1.05
 @pytest.fixture(scope="module", autouse=True)
 def eager():
     ampopt.set_backend("eager")
-    yield
-    ampopt.set_backend("auto")
 
 
 @pytest.fixture(scope="module")
