@@ -27,6 +27,12 @@ PRINTED = {
     "Loss scales": ["262144.0"],
     "An optimizer of somebody else's": ["True"],
     "Testing your optimizer": ["True"],
+    "Attempting to unscale FP16 gradients.": ["0.0"],
+    "unscale_() has already been called on this optimizer since the last update().": ["False"],
+    "No inf checks were recorded for this optimizer.": ["False True"],
+    "Detected call of `lr_scheduler.step()` before `optimizer.step()`": ["[0.1]", "[0.01"],
+    "Closure use is not currently supported if GradScaler is enabled.": ["False"],
+    "The scale goes to 0, and nothing is learned": ["replays ['weight']"],
 }
 """What the block under each heading prints, and says that it prints."""
 
