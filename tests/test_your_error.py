@@ -7,7 +7,7 @@ from support.readme import ROOT, headings
 HEADINGS = headings(ROOT / "examples" / "guides" / "your_error.md")
 
 
-def sgd(gradient=1.0, dtype=torch.float32):
+def sgd(gradient: float | None = 1.0, dtype=torch.float32):
     p = torch.nn.Parameter(torch.ones(3, dtype=dtype))
     p.grad = None if gradient is None else torch.full_like(p, gradient)
     return torch.optim.SGD([p], lr=0.1)
