@@ -23,6 +23,7 @@ PRINTED = {
         "The host looked at no tensor, so on a GPU it would wait for nothing.",
     ],
     "Keeping a scaler": ["True", "False True"],
+    "From torch.amp": ["True True"],
     "Closures and replay": ["loss ['weight', 'bias']"],
     "Loss scales": ["262144.0"],
     "An optimizer of somebody else's": ["True"],
