@@ -230,7 +230,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "table": table.rows,
                 "blocks": table.blocks,
                 "first": group.start,
-                "chunk": table.chunk,
+                "CHUNK": table.chunk,
                 "factors": factors,
                 "h_table": h,
                 "RULE": rule.update,

@@ -10,7 +10,6 @@ def update_kernel(
     table,
     blocks,
     first,
-    chunk,
     factors,
     h_table,
     RULE: tl.constexpr,
@@ -21,6 +20,7 @@ def update_kernel(
     ALIGNS: tl.constexpr,
     N_H: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Apply ``RULE`` to one chunk of one parameter; return at once if the step is skipped.
@@ -29,7 +29,6 @@ def update_kernel(
         table: int64, one row of ``COLUMNS`` a parameter; see ``multi_tensor``.
         blocks: int32, (row, chunk) for each program of every launch.
         first: the first program that is this launch's.
-        chunk: elements for each program, a multiple of ``BLOCK``.
         factors: float64, (3,): skip, reciprocal of the scale, clip coefficient.
         h_table: float64, (rows, N_H), of control.
         RULE: the ``update`` of the rule.
@@ -40,13 +39,15 @@ def update_kernel(
         ALIGNS: powers of two, bytes, that divide the addresses of each.
         N_H: scalars that the rule takes.
         COLUMNS: width of the table.
+        CHUNK: elements for each program, a multiple of ``BLOCK``. Were it an argument, float64
+            rules would spill registers.
         BLOCK: elements at a time.
     """
     if tl.load(factors) > 0:
         return
     program = first + tl.program_id(0)
     index = tl.load(blocks + 2 * program).to(tl.int64)
-    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * chunk
+    start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
     row = table + index * COLUMNS
     numel = tl.load(row + COLUMNS - 1)
     inverse = tl.load(factors + 1).to(COMPUTE)
@@ -62,7 +63,7 @@ def update_kernel(
         streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
 
     # From here on 32 bits count, which spares registers: offsets are within the chunk.
-    end = tl.minimum(numel - start, chunk).to(tl.int32)
+    end = tl.minimum(numel - start, CHUNK).to(tl.int32)
     whole = end // BLOCK * BLOCK
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
     for offset in range(0, whole, BLOCK):
