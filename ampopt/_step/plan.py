@@ -2,11 +2,9 @@
 
 Going through every parameter, state and layout in Python costs more than a small network's whole
 step, and next to nothing changes between steps but the gradients. A plan is made once and holds
-until something else changes; that it does hold is checked at every step.
+until something else changes; that it does hold is checked at every step (see ``guards``).
 """
 
-import operator
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +12,10 @@ from torch import Tensor
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from ampopt._step import gradients, ranks
-from ampopt._step.layouts import Alike
+from ampopt._step.guards import Guards
 from ampopt._step.state_buffers import lay_end_to_end
 from ampopt_kernels.check_rule.on_numbers import try_out
-from ampopt_kernels.cpu.objects import Contents, addresses, bump_versions, same
+from ampopt_kernels.cpu.objects import bump_versions
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 
@@ -49,22 +47,19 @@ class Plan:
         check_plannable(optimizer)
         self._staged = gradients.Staged()
         self.agreement = ranks.agreement(groups)
-        self._flags = [rule.flag_values(group) for group in groups]
-        self._params = [p for group in groups for p in group["params"]]
+        self._flags = flags = [rule.flag_values(group) for group in groups]
         present = [
             (group, p)
             for group, p in gradients.present(groups)
             if optimizer._holder(groups[group], p).grad is not None
         ]
         self._present = [p for _, p in present]
-        kept = set(self._present)
-        self._absent = [p for p in self._params if p not in kept]
-        self._masters = [
+        masters = [
             (place, master)
             for place, (group, p) in enumerate(present)
             if (master := optimizer._master_of(groups[group], p)) is not None
         ]
-        states = [optimizer._state_of(p, self._flags[group]) for group, p in present]
+        states = [optimizer._state_of(p, flags[group]) for group, p in present]
         if _widen_scalars(rule, states):
             rule = rule.with_float64_scalars
         for part in (*rule.state, *rule.scalar_state):
@@ -76,27 +71,18 @@ class Plan:
         self.works: list[Work] = optimizer._works(rows, rule=rule)
         order = {id(row): place for place, row in enumerate(rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
-        parts = [(*rule.state_for(flags), *rule.scalar_state_for(flags)) for flags in self._flags]
+        parts = [(*rule.state_for(own), *rule.scalar_state_for(own)) for own in flags]
         held = [
-            *self._params,
-            *(master for _, master in self._masters),
-            *(s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]),
+            s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]
         ]
-        # An object may stay and what it refers to be exchanged, as by an assignment to its data.
-        # Of what is spread over ranks, the part that is here counts, which may be exchanged, too.
-        self._held = held
-        self._addresses = addresses(self._parts(held))
-        self._params_alike = Alike(self._parts(self._params))
-        self._grads_alike = Alike([row.grad for row in rows])
-        self._state = optimizer.state
-        # Users may keep other things there than the state of a parameter.
-        of_params = [state for state in self._state.values() if isinstance(state, dict)]
-        self._contents = Contents([self._state, *of_params])
+        grads = [row.grad for row in rows]
+        spread = self.agreement is not None
+        self._guards = Guards(optimizer, flags, self._present, masters, held, grads, spread=spread)
         self.writes_gradients = all(
             row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _address_of_grad(p)
             for row, p in zip(rows, self._present, strict=True)
         )
-        self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._params)
+        self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._present)
 
     def _row(
         self, optimizer: "ElementwiseOptimizer", group: int, param: Tensor, state: dict
@@ -124,34 +110,10 @@ class Plan:
             counted=agreement is None or agreement.counts(param),
         )
 
-    def _parts(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Of each, what is here of it."""
-        return tensors if self.agreement is None else list(map(ranks.local, tensors))
-
     def renew(self, optimizer: "ElementwiseOptimizer") -> bool:
         """Take up the gradients of this step; ``False`` if anything but them has changed."""
-        groups = optimizer.param_groups
-        if not (
-            self.lasts
-            and same(list(chain.from_iterable(group["params"] for group in groups)), self._params)
-            and self._params_alike.to(self._parts(self._params))
-            and addresses(self._parts(self._held)) == self._addresses
-            and optimizer.state is self._state
-            and self._contents.unchanged()
-            and [optimizer.rule.flag_values(group) for group in groups] == self._flags
-            and all(param.grad is None for param in self._absent)
-        ):
-            return False
-        if self.agreement is not None:
-            for param in self._present:
-                ranks.settle(param)
-        grads = list(map(_grad_of, self._present))
-        if optimizer._on_masters:
-            for place, master in self._masters:
-                if grads[place] is not None:
-                    grads[place] = master.grad
-        grads = self._parts(grads)
-        if not self._grads_alike.to(grads):
+        grads = self._guards.gradients(optimizer) if self.lasts else None
+        if grads is None:
             return False
         for work, places in zip(self.works, self._places, strict=True):
             work.take(grads if len(places) == len(grads) else [grads[i] for i in places])
@@ -222,6 +184,3 @@ _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, tor
 
 def _address_of_grad(param: Tensor) -> int:
     return ranks.local(param.grad).data_ptr()
-
-
-_grad_of = operator.attrgetter("grad")

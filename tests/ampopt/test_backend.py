@@ -184,7 +184,7 @@ class Compiler:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Of rules; the loops of ``native`` are compiled as ever, before."""
+    """Of rules; the loops over numbers are compiled as ever, before."""
     native.loops()
     faked = Compiler()
     monkeypatch.setattr(compiled, "Library", faked.library)

@@ -177,7 +177,7 @@ def test_profile_shows_functions_of_ours(tiny, capsys):
     run("--optimizer", "SGD", "--workload", "small", "--profile")
     printed = capsys.readouterr().out
     assert "SGD, small: " in printed
-    assert "ampopt/" in printed
+    assert "ampopt/" in printed or "_step/" in printed
 
 
 def test_plot_draws_every_workload(tiny, tmp_path):
@@ -419,7 +419,7 @@ def test_the_hosts_time_is_taken_without_launches(tiny, monkeypatch, capsys):
         return enter(name, optimizer, params)
 
     monkeypatch.setattr(contenders, "enter", watched)
-    monkeypatch.setattr(host.native, "compile_if_possible", lambda: None)
+    monkeypatch.setattr(host, "_have_object_loops", lambda: None)
     monkeypatch.setattr(host, "_STEPS", 2)
     host.main()
     lines = capsys.readouterr().out.splitlines()

@@ -135,7 +135,7 @@ def apply_rule(
 
 
 def _sum_of_squares(grad: Tensor) -> float:
-    """To the bit what ``scans.sums_of_squares`` gives, since either may be used in a run."""
+    """To the bit what ``reductions.sums_of_squares`` gives, since either may be used in a run."""
     total = 0.0
     for chunk in flat(grad).split(4 * PART):  # which fit the cache
         n = chunk.numel()

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import native, scans
-from ampopt_kernels.cpu.copies import Copies, TorchCopies
+from ampopt_kernels.cpu import native, reductions
+from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 from ampopt_kernels.tensors import flat
@@ -219,7 +219,7 @@ class _Advanced(NamedTuple):
 def _common(scalars: Tensor) -> float | None:
     """What all of them are, if they are all the same."""
     if native.are_compiled() and scalars.dtype == torch.float32:
-        return scans.common(scalars)
+        return reductions.common(scalars)
     low, high = (x.item() for x in scalars.aminmax())
     return low if low == high else None
 

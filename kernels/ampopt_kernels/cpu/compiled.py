@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import native, scans
+from ampopt_kernels.cpu import native, reductions
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library
 from ampopt_kernels.cpu.bundles import BUNDLE, Piece, pieces_of
-from ampopt_kernels.cpu.copies import NativeCopies, TorchCopies
 from ampopt_kernels.cpu.cpp import source_of
+from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Work
 
@@ -33,8 +33,8 @@ __all__ = ["PATIENCE", "Compiled"]
 PATIENCE = 0.1
 """Seconds that ``auto`` spends in a rule eagerly before it has it compiled.
 
-On two cores with g++ a rule takes about 0.3 seconds of one of them, and the loops of ``native``,
-once for each version of torch on a machine, about 4. What has been compiled before is loaded from
+On two cores with g++ a rule takes about 0.3 seconds of one of them, and so do the loops of
+``native``, once on a machine. What has been compiled before is loaded from
 disk in a millisecond and so is taken up at once. Without any patience a program of a few steps, a
 test perhaps, would start a compiler for each rule.
 """
@@ -60,6 +60,7 @@ class Compiled(Cpu):
                 for rules whose results compiling changes.
         """
         super().__init__()
+        native.want_object_loops()
         self._patience = patience
         self._broken = False
         self._spent: dict[_Key, float] = {}
@@ -81,13 +82,13 @@ class Compiled(Cpu):
         self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
-        if native.are_compiled() and scans.can_square(grads):
-            return scans.sums_of_squares(grads)
+        if native.are_compiled() and reductions.can_square(grads):
+            return reductions.sums_of_squares(grads)
         return super()._sums_of_squares(grads)
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
         if native.are_compiled():
-            return scans.all_finite(grads)
+            return reductions.all_finite(grads)
         return super()._surely_finite(grads)
 
     def _prepare(self, work: Work) -> bool:

@@ -2,15 +2,13 @@
 
 A step has to know whether it works on the very objects of the step before. Python asks that of
 each, which for the parameters and states of a small network takes longer than its update. Where
-the loops of C++ have been compiled (see ``native``), each question is one call of them: for 300
-tensors, 3 microseconds instead of 47 for their addresses.
+the loops of ``objects.cpp`` have been compiled (see ``native``), each question is one call of them:
+for 300 tensors, 3 microseconds instead of 47 for their addresses.
 """
 
-import ctypes
-import functools
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -19,20 +17,12 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.native import object_loops
 
-__all__ = ["Contents", "addresses", "bump_versions", "laid_out", "layouts", "same"]
-
-
-def same(found: list[Any], known: list[Any]) -> bool:
-    """Whether two lists hold the very same objects."""
-    library = object_loops()
-    if library is not None:
-        return bool(library.same(found, known))
-    return len(found) == len(known) and all(map(operator.is_, found, known))
+__all__ = ["Contents", "Layouts", "addresses", "bump_versions"]
 
 
 def addresses(tensors: list[Tensor]) -> array:
     """Where the first elements of strided tensors are, as 64-bit integers."""
-    library = _tensor_loops()
+    library = object_loops()
     if library is not None:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
@@ -42,67 +32,83 @@ def addresses(tensors: list[Tensor]) -> array:
 
 def bump_versions(tensors: list[Tensor]) -> None:
     """Tell autograd of a write to each of ``tensors`` that it has not seen."""
-    library = _tensor_loops()
+    library = object_loops()
     if library is None or not library.bump_versions(tensors):
         torch.autograd.graph.increment_version(tensors)
 
 
-def layouts(tensors: list[Tensor]) -> array | None:
-    """What a kernel takes for granted of ``tensors``, as numbers: see :func:`laid_out`.
-
-    That is class, device, dtype, shape, strides, and no lazy negation or conjugation. ``None``
-    where no C++ is compiled that could tell.
-    """
-    library = _tensor_loops()
-    if library is None:
-        return None
-    n = library.layouts(tensors, None, 0)
-    if n < 0:
-        return None
-    found = array("q", bytes(8 * n))
-    library.layouts(tensors, found.buffer_info()[0], n)
-    return found
-
-
-def laid_out(tensors: list[Any], known: array) -> bool:
-    """Whether as many ``tensors``, or other objects, have the layouts ``known``."""
-    library = _tensor_loops()
-    assert library is not None
-    return bool(library.laid_out(tensors, known.buffer_info()[0]))
-
-
 class Contents:
-    """What some dicts hold."""
+    """What some lists and dicts hold."""
 
-    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
-        """Remember the keys and values of ``dicts``."""
-        self._dicts = list(dicts)
-        self._views = list(map(dict.values, self._dicts))
-        self._keys = list(chain.from_iterable(self._dicts))
+    def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
+        """Remember the members of ``containers``: of a dict, its keys and values."""
+        self._containers = list(containers)
+        self._views = [c.values() for c in self._containers if isinstance(c, dict)]
+        self._sizes = array("q", map(len, self._containers))
+        self._members = list(chain.from_iterable(self._containers))
         self._values = list(chain.from_iterable(self._views))
 
     def unchanged(self) -> bool:
         """Whether they hold the very same objects as then, in the same order."""
         library = object_loops()
         if library is not None:
-            return bool(library.hold(self._dicts, self._keys, self._values))
-        return same(list(chain.from_iterable(self._views)), self._values) and same(
-            list(chain.from_iterable(self._dicts)), self._keys
+            sizes = self._sizes.buffer_info()[0]
+            return bool(library.hold(self._containers, sizes, self._members, self._values))
+        return (
+            array("q", map(len, self._containers)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(self._containers), self._members))
+            and all(map(operator.is_, chain.from_iterable(self._views), self._values))
         )
 
 
-def _tensor_loops() -> ctypes.PyDLL | None:
-    """The loops over tensors; ``None`` unless they are compiled, and know where a tensor is."""
-    library = object_loops()
-    return library if library is not None and _tensors_follow_heads() else None
+class Layouts:
+    """The layouts of some strided tensors: what may take their places in a flat kernel.
 
-
-@functools.cache
-def _tensors_follow_heads() -> bool:
-    """Whether a Python object of torch's has the pointer to its tensor right behind its head.
-
-    So it is in all versions known; in one where it is not, Python asks each tensor.
+    That is class, device, dtype, shape, strides, and no lazy negation or conjugation that they have
+    not.
     """
-    tensor = torch.empty(1, device="cpu")
-    behind = ctypes.c_void_p.from_address(id(tensor) + object.__basicsize__)
-    return behind.value is not None and behind.value == getattr(tensor, "_cdata", None)
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        """Remember how ``tensors`` are laid out, and not the tensors."""
+        self._n = len(tensors)
+        self._classes = set(map(type, tensors))  # by whose addresses they are known
+        self._numbers = _numbers(tensors)
+        told = self._numbers is not None
+        self._told = None if told else [list(map(of, tensors)) for of in _TOLD]
+
+    def fit(self, tensors: list[Any]) -> bool:
+        """Whether ``tensors`` are laid out so, each as the one that was in its place.
+
+        ``None`` is like no tensor.
+        """
+        if len(tensors) != self._n:
+            return False
+        if self._numbers is not None:
+            library = object_loops()
+            assert library is not None
+            return bool(library.laid_out(tensors, self._numbers.buffer_info()[0]))
+        assert self._told is not None
+        if any(list(map(of, tensors)) != told for of, told in zip(_TOLD, self._told, strict=True)):
+            return False
+        self._numbers = _numbers(tensors)  # the loops may have been compiled since
+        return True
+
+
+_TOLD: tuple[Callable[[Any], Any], ...] = (
+    type,
+    *map(operator.attrgetter, ("layout", "dtype", "device", "shape")),
+    Tensor.stride,  # which sparse tensors, told apart before it, do not have
+    Tensor.is_neg,
+    Tensor.is_conj,
+)
+"""Each is a function of C, so that mapping it over all tensors runs no Python."""
+
+
+def _numbers(tensors: list[Tensor]) -> array | None:
+    """The layouts of ``tensors`` as C++ tells them; ``None`` while there is none that could."""
+    library = object_loops()
+    if library is None or (n := library.layouts(tensors, None, 0)) < 0:
+        return None
+    found = array("q", bytes(8 * n))
+    library.layouts(tensors, found.buffer_info()[0], n)
+    return found

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.native import compile_if_possible
+from ampopt_kernels.cpu.native import want_object_loops
 from ampopt_kernels.devices import ACCELERATORS, current
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.rule import Rule, keep
@@ -66,9 +66,7 @@ class Triton(Backend):
     name = "triton"
 
     def __init__(self, launcher: Launcher | None = None) -> None:
-        """Make the backend. Before it launches, loops of C++ are compiled; see ``native``.
-
-        That takes seconds, as compiling the kernels does, and later processes find them.
+        """Make the backend.
 
         Args:
             launcher: called for each launch in place of launching it, to see what would run.
@@ -76,7 +74,7 @@ class Triton(Backend):
         self._launch = _launch if launcher is None else launcher
         self._compiles = launcher is None
         if launcher is None and not INTERPRETED:
-            compile_if_possible()
+            want_object_loops()  # so that a step asks for hundreds of addresses at once
 
     def prepare(self, work: Work) -> None:
         """See :meth:`Backend.prepare`. Compiles update, by launches of no program."""

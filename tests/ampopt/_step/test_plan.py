@@ -4,98 +4,22 @@ import copy
 
 import pytest
 import torch
+from support.object_loops import need_object_loops
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampopt
-from ampopt._step import layouts
-from ampopt._step.layouts import Alike
-from ampopt_kernels.cpu import native, objects
+from ampopt_kernels.cpu import objects
 from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.cpu.bundles import pieces_of
 
 
-@pytest.fixture(params=["native", "guards", "functions"])
+@pytest.fixture(params=["native", "python"])
 def implementation(request, monkeypatch):
     """What a plan asks of many objects, in one call or of each; with loops of C++ or without."""
-    if request.param == "native":
-        if cpp_compiler() is None:
-            pytest.skip("there is no C++ compiler here")
-        native.loops()
-        monkeypatch.setattr(layouts, "TensorGuards", None)
-        return
-    monkeypatch.setattr(objects, "object_loops", lambda: None)
-    if request.param == "functions":
-        monkeypatch.setattr(layouts, "TensorGuards", None)
-    elif layouts.TensorGuards is None:
-        pytest.skip("this torch has no TensorGuards")
-
-
-def example():
-    return [torch.zeros(2, 3), torch.zeros(()), torch.zeros(4, dtype=torch.float64)]
-
-
-CHANGED = {
-    "shape": torch.zeros(3, 2),
-    "rank": torch.zeros(6),
-    "strides": torch.zeros(3, 2).t(),
-    "dtype": torch.zeros(2, 3, dtype=torch.float16),
-    "device": torch.zeros(2, 3, device="meta"),
-    "layout": torch.zeros(2, 3).to_sparse(),
-    "negation": torch._neg_view(torch.zeros(2, 3)),  # pyright: ignore[reportPrivateImportUsage]
-}
-
-
-def test_others_laid_out_the_same_are_alike(implementation):
-    known = Alike(example())
-    with torch.no_grad():
-        others = [torch.ones(100)[7:13].view(2, 3), torch.ones(9)[3], *example()[2:]]
-        assert known.to(others)
-    assert known.to(others)
-
-
-@pytest.mark.parametrize("what", CHANGED)
-def test_what_a_flat_kernel_would_misread_is_not_alike(implementation, what):
-    assert not Alike(example()).to([CHANGED[what], *example()[1:]])
-
-
-def test_none_is_like_no_tensor(implementation):
-    assert not Alike(example()).to([None, *example()[1:]])
-
-
-def test_a_tensor_of_another_class_is_not_alike(implementation):
-    assert not Alike(example()).to([torch.nn.Parameter(example()[0]), *example()[1:]])
-
-
-def test_more_or_fewer_are_not_alike(implementation):
-    assert not Alike(example()).to(example()[:2])
-    assert not Alike(example()[:2]).to(example())
-    assert Alike([]).to([])
-
-
-@pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
-@pytest.mark.parametrize("what", CHANGED)
-def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypatch):
-    native.loops()
-    with monkeypatch.context() as patch:
-        patch.setattr(objects, "object_loops", lambda: None)
-        known = Alike(example())
-    changed = [CHANGED[what], *example()[1:]]
-    assert not known.to(changed)
-    assert known._layouts is None
-    assert known.to(example())
-    assert known._layouts is not None
-    assert known.to(example())
-    assert not known.to(changed)
-
-
-def test_guards_that_take_other_arguments_are_done_without(monkeypatch):
-    def other(*tensors):
-        raise AssertionError("not reached: the keywords do not fit")
-
-    monkeypatch.setattr(layouts, "TensorGuards", other)
-    known = Alike(example())
-    assert known.to(example())
-    assert not known.to([CHANGED["dtype"], *example()[1:]])
+    if request.param == "python":
+        monkeypatch.setattr(objects, "object_loops", lambda: None)
+    else:
+        need_object_loops()
 
 
 def trained(model, optimizer, scale):
@@ -172,6 +96,12 @@ def removed(model, optimizer):
     del optimizer.param_groups[0]["params"][0]
 
 
+def regrouped(optimizer):
+    """The last parameter of the first group is the first of the second."""
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.insert(0, first.pop())
+
+
 CHANGES = {
     "data in other memory": lambda m, o: setattr(m.weight, "data", in_other_memory(m.weight)),
     "data laid out otherwise": lambda m, o: setattr(m.weight, "data", twisted(m.weight)),
@@ -200,6 +130,7 @@ CHANGES = {
     "another dict": lambda m, o: o.state.update({m.weight: dict(o.state[m.weight])}),
     "loaded": lambda m, o: o.load_state_dict(copy.deepcopy(o.state_dict())),
     "parameter removed": removed,
+    "parameter in another group": lambda m, o: regrouped(o),
     "parameters in another order": lambda m, o: o.param_groups[0]["params"].reverse(),
     "other hyperparameters": lambda m, o: o.param_groups[0].update(weight_decay=0.1, lr=0.3),
     "other momentum": lambda m, o: o.param_groups[0].update(momentum=0.0),
@@ -220,11 +151,14 @@ def stepped_with_a_change(kind, change):
     """The parameters after each of four steps, the third of which has another start."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
-    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    extra = torch.nn.Parameter(torch.ones(2))
+    groups = [{"params": model.parameters()}, {"params": [extra], "lr": 0.7}]
+    optimizer = kind(groups, lr=0.1, momentum=0.9)
     after = []
     for turn in range(4):
         optimizer.zero_grad()
         model(torch.arange(20.0).view(5, 4)).square().mean().backward()
+        extra.square().sum().backward()
         if turn == 2:
             change(model, optimizer)
         optimizer.step()

@@ -10,8 +10,8 @@ from support.kernel_rows import edge_numbers, fingerprint
 
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import cpp_compiler
-from ampopt_kernels.cpu.copies import NativeCopies, TorchCopies
-from ampopt_kernels.cpu.scans import all_finite, common, sums_of_squares
+from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
+from ampopt_kernels.cpu.reductions import all_finite, common, sums_of_squares
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 

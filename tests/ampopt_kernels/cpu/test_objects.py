@@ -2,34 +2,19 @@
 
 import pytest
 import torch
+from support.object_loops import need_object_loops
 
 from ampopt_kernels.cpu import native, objects
-from ampopt_kernels.cpu.build import cpp_compiler
-from ampopt_kernels.cpu.objects import Contents, addresses, bump_versions, same
+from ampopt_kernels.cpu.build import Library
+from ampopt_kernels.cpu.objects import Contents, Layouts, addresses, bump_versions
 
 
 @pytest.fixture(autouse=True, params=["native", "python"])
 def implementation(request, monkeypatch):
     if request.param == "python":
         monkeypatch.setattr(objects, "object_loops", lambda: None)
-    elif cpp_compiler() is None:
-        pytest.skip("there is no C++ compiler here")
     else:
-        native.loops()
-
-
-def test_the_same_are_the_very_objects_and_as_many():
-    a, b, c = [1.0], [1.0], [1.0]
-    assert same([], [])
-    assert same([a, b], [a, b])
-    for other in ([a, c], [b, a], [a], [a, b, c], []):
-        assert not same(other, [a, b])
-
-
-def test_equal_tensors_are_not_the_same():
-    tensor = torch.ones(())
-    assert not same([torch.ones(())], [tensor])
-    assert not same([torch.ones(3)], [torch.ones(3)])
+        need_object_loops()
 
 
 CHANGES = {
@@ -42,6 +27,14 @@ CHANGES = {
     "all gone": lambda a, b: b.clear(),
     "from one to the next": lambda a, b: b.update(y=a.pop("y")),
 }
+LISTS = {
+    "an item more": lambda a, b: a.append(1.0),
+    "an item less": lambda a, b: b.pop(),
+    "an equal item": lambda a, b: a.__setitem__(0, torch.ones(2)),
+    "another order": lambda a, b: a.reverse(),
+    "all gone": lambda a, b: b.clear(),
+    "the end of one at the beginning of the next": lambda a, b: b.insert(0, a.pop()),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -53,6 +46,16 @@ def test_every_change_of_contents_is_seen(change):
     a["x"] = a["x"]
     assert known.unchanged()
     CHANGES[change](a, b)
+    assert not known.unchanged()
+
+
+@pytest.mark.parametrize("change", LISTS)
+def test_every_change_of_lists_is_seen(change):
+    a, b = [torch.ones(2), 1.5], [torch.ones(2), "b"]
+    known = Contents([a, {"x": a}, [], b])
+    a[0].add_(1)
+    assert known.unchanged()
+    LISTS[change](a, b)
     assert not known.unchanged()
 
 
@@ -95,25 +98,6 @@ def test_addresses_follow_what_is_done_to_a_tensor():
     assert addresses([tensor, other]).tolist() == before[::-1]
 
 
-def test_where_objects_are_made_otherwise_each_tensor_is_asked(monkeypatch):
-    monkeypatch.setattr(objects, "_tensors_follow_heads", lambda: False)
-    tensor = torch.zeros(3)
-    assert addresses([tensor]).tolist() == [tensor.data_ptr()]
-
-
-@pytest.mark.parametrize("empty", [torch.zeros, lambda n, device: Unlike()])
-def test_whether_objects_are_made_otherwise_is_found_out(monkeypatch, empty):
-    monkeypatch.setattr(torch, "empty", empty)
-    found = objects._tensors_follow_heads.__wrapped__()
-    assert found is (empty is torch.zeros)
-
-
-class Unlike:
-    """Nothing is right behind its head, and it says nothing of where a tensor is."""
-
-    __slots__ = ("tensor",)
-
-
 def test_versions_are_those_after_a_write():
     tensors = [torch.ones(2), torch.ones(2).view(1, 2), torch.nn.Parameter(torch.ones(()))]
     before = [tensor._version for tensor in tensors]
@@ -128,3 +112,117 @@ def test_a_tensor_without_a_version_is_passed_over_as_by_torch():
     other = torch.ones(2)
     bump_versions([tensor, other])
     assert other._version == 1
+
+
+def example():
+    return [torch.zeros(2, 3), torch.zeros(()), torch.zeros(4, dtype=torch.float64)]
+
+
+CHANGED = {
+    "shape": torch.zeros(3, 2),
+    "rank": torch.zeros(6),
+    "strides": torch.zeros(3, 2).t(),
+    "dtype": torch.zeros(2, 3, dtype=torch.float16),
+    "device": torch.zeros(2, 3, device="meta"),
+    "layout": torch.zeros(2, 3).to_sparse(),
+    "negation": torch._neg_view(torch.zeros(2, 3)),  # pyright: ignore[reportPrivateImportUsage]
+}
+
+
+def test_others_laid_out_the_same_are_alike():
+    known = Layouts(example())
+    with torch.no_grad():
+        others = [torch.ones(100)[7:13].view(2, 3), torch.ones(9)[3], *example()[2:]]
+        assert known.fit(others)
+    assert known.fit(others)
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_a_flat_kernel_would_misread_is_not_alike(what):
+    assert not Layouts(example()).fit([CHANGED[what], *example()[1:]])
+
+
+def test_none_is_like_no_tensor():
+    assert not Layouts(example()).fit([None, *example()[1:]])
+
+
+def test_a_tensor_of_another_class_is_not_alike():
+    assert not Layouts(example()).fit([torch.nn.Parameter(example()[0]), *example()[1:]])
+
+
+def test_more_or_fewer_are_not_alike():
+    assert not Layouts(example()).fit(example()[:2])
+    assert not Layouts(example()[:2]).fit(example())
+    assert Layouts([]).fit([])
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypatch):
+    need_object_loops()
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "object_loops", lambda: None)
+        known = Layouts(example())
+    changed = [CHANGED[what], *example()[1:]]
+    assert not known.fit(changed)
+    monkeypatch.setattr(objects, "object_loops", native.object_loops)
+    assert known.fit(example())
+    monkeypatch.setattr(objects, "_TOLD", ())  # Python is asked no more
+    assert known.fit(example())
+    assert not known.fit(changed)
+
+
+class Compiler:
+    """In place of a library; what it is asked for, in order."""
+
+    def __init__(self, there=False, fails=False):
+        self.there, self.fails, self.asked = there, fails, []
+
+    def ready(self):
+        return self.there
+
+    def start(self):
+        self.asked.append("start")
+
+    def load(self):
+        self.asked.append("load")
+        if self.fails:
+            raise RuntimeError("no header")
+        return native._object_library().load()
+
+
+def wanted(monkeypatch, compiler):
+    monkeypatch.setattr(native, "_object_library", lambda: compiler)
+    loops = native._ObjectLoops()
+    assert loops.get(wait=False) is None
+    loops.want()
+    return loops
+
+
+def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
+    monkeypatch,
+):
+    compiler = Compiler()
+    loops = wanted(monkeypatch, compiler)
+    for _ in range(native.QUESTIONS):
+        assert loops.get(wait=False) is None
+    assert not compiler.asked
+    assert loops.get(wait=False) is None
+    assert compiler.asked == ["start"]
+
+
+def test_loops_over_objects_that_are_there_are_taken_up_at_once(monkeypatch):
+    need_object_loops()
+    made = native._object_library()
+    loops = wanted(monkeypatch, made)
+    assert isinstance(made, Library)
+    assert loops.get(wait=False) is not None
+
+
+def test_where_they_cannot_be_compiled_python_goes_on_answering(monkeypatch):
+    compiler = Compiler(there=True, fails=True)
+    loops = wanted(monkeypatch, compiler)
+    for _ in range(3):
+        assert loops.get(wait=False) is None
+    assert compiler.asked == ["load"]  # once
+    monkeypatch.setattr(objects, "object_loops", lambda: loops.get(wait=False))
+    assert addresses([tensor := torch.zeros(3)]).tolist() == [tensor.data_ptr()]

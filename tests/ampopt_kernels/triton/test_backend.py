@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
 
 from ampopt_kernels import rules
-from ampopt_kernels.cpu import native
 from ampopt_kernels.step import Request, Row, Work, run
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton.backend import Triton
@@ -159,22 +158,12 @@ def test_masters_are_read_as_many_elements_at_a_time():
     assert arguments["COPIED"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_loops_of_cpp_are_compiled_where_kernels_are(monkeypatch, fails):
-    """So that a step asks for hundreds of addresses at once; without a compiler, one by one."""
-    asked = []
-
-    def loops():
-        asked.append(True)
-        if fails:
-            raise OSError("there is no compiler")
-
-    monkeypatch.setattr(native, "loops", loops)
+def test_loops_over_objects_are_wanted_where_kernels_are_launched(monkeypatch):
+    """So that a step asks for hundreds of addresses at once."""
+    wanted = []
+    monkeypatch.setattr(triton_backend, "want_object_loops", lambda: wanted.append(True))
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
-    native.compile_if_possible.cache_clear()
     launched(WorkPlan((row(),), rules.sgd, (HYPER,)).build().work)
-    assert not asked
+    assert not wanted
     Triton()
-    Triton()
-    assert len(asked) == 1
-    native.compile_if_possible.cache_clear()
+    assert wanted

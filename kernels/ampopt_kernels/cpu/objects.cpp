@@ -1,0 +1,89 @@
+// What native.py declares and objects.py calls, with Python's lock held: questions about hundreds
+// of Python objects in one call. 1 is for yes.
+
+#include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <cstdint>
+
+// Whether dicts and lists are as long as they were and hold the very same objects: the members of
+// each, which for a dict are its keys, and the values of each dict, all end to end.
+extern "C" int hold(PyObject* containers, const int64_t* sizes, PyObject* members, PyObject* values) {
+    Py_ssize_t member = 0, known = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(containers); ++i) {
+        PyObject* container = PyList_GET_ITEM(containers, i);
+        if (PyObject_Size(container) != sizes[i]) return 0;
+        if (PyList_Check(container)) {
+            for (Py_ssize_t j = 0; j < sizes[i]; ++j)
+                if (PyList_GET_ITEM(container, j) != PyList_GET_ITEM(members, member++)) return 0;
+        } else {
+            PyObject *key, *value;
+            for (Py_ssize_t at = 0; PyDict_Next(container, &at, &key, &value);)
+                if (key != PyList_GET_ITEM(members, member++) ||
+                    value != PyList_GET_ITEM(values, known++))
+                    return 0;
+        }
+    }
+    return 1;
+}
+
+// Calls each(tensor) until it says no, or torch that it cannot.
+template <typename Each> static bool all_of(PyObject* tensors, Each each) {
+    try {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i)
+            if (!each(PyList_GET_ITEM(tensors, i))) return false;
+        return true;
+    } catch (...) {
+        return false;
+    }
+}
+
+extern "C" int addresses(PyObject* tensors, int64_t* found) {
+    return all_of(tensors, [&](PyObject* tensor) {
+        *found++ = reinterpret_cast<int64_t>(THPVariable_Unpack(tensor).data_ptr());
+        return true;
+    });
+}
+
+extern "C" int bump_versions(PyObject* tensors) {
+    return all_of(tensors, [](PyObject* tensor) {
+        THPVariable_Unpack(tensor).unsafeGetTensorImpl()->bump_version();
+        return true;
+    });
+}
+
+// Calls each(number) for all that a kernel takes for granted of a tensor, until it says no. The
+// class is first: another object, such as None, is looked into no further.
+template <typename Each> static bool layout(PyObject* tensor, Each each) {
+    if (!each(reinterpret_cast<int64_t>(Py_TYPE(tensor)))) return false;
+    const c10::TensorImpl* impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+    // Which tells layout, lazy negation and conjugation besides.
+    if (!each(static_cast<int64_t>(impl->key_set().raw_repr()))) return false;
+    const c10::Device device = impl->device();
+    const int64_t dtype = static_cast<int64_t>(c10::typeMetaToScalarType(impl->dtype()));
+    if (!each(dtype) || !each(int64_t(device.type())) || !each(device.index())) return false;
+    if (!each(impl->dim())) return false;
+    for (const int64_t size : impl->sizes())
+        if (!each(size)) return false;
+    for (const int64_t stride : impl->strides())
+        if (!each(stride)) return false;
+    return true;
+}
+
+// How many numbers tell the layouts of tensors, the first of which are written where there is room.
+extern "C" int64_t layouts(PyObject* tensors, int64_t* found, int64_t room) {
+    int64_t n = 0;
+    const bool known = all_of(tensors, [&](PyObject* tensor) {
+        return layout(tensor, [&](int64_t number) {
+            if (n < room) found[n] = number;
+            return ++n > 0;
+        });
+    });
+    return known ? n : -1;
+}
+
+extern "C" int laid_out(PyObject* tensors, const int64_t* known) {
+    return all_of(tensors, [&](PyObject* tensor) {
+        return layout(tensor, [&](int64_t number) { return number == *known++; });
+    });
+}
