@@ -15,7 +15,7 @@ An overflowed step is skipped where the gradients are, and the host waits for no
 
 - To step: ``help(ampopt.Optimizer)`` has the control points that every optimizer has, and
   ``TrainStep`` is the loop above as one object. ``unscale_and_step`` of this module is for several
-  optimizers.
+  optimizers; ``averaged`` averages a model over the steps that happened.
 - To scale: ``DynamicLossScale``, ``StaticLossScale``, ``next_scale``; ``GradScaler`` for a loop
   that has a scaler.
 - Your own: ``ElementwiseOptimizer`` from a rule, ``Optimizer`` from a ``step()``, and ``extend``
@@ -24,6 +24,7 @@ An overflowed step is skipped where the gradients are, and the host waits for no
   waits, ``set_backend`` chooses what runs, and ``python -m ampopt.bench`` says how fast.
 """
 
+from ampopt.averaging import SkipAwareAverage, averaged
 from ampopt.backend import get_backend, set_backend
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.errors import NonFiniteGradientError
@@ -82,11 +83,13 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "SkipAwareAverage",
     "SparseAdam",
     "StaticLossScale",
     "StepResult",
     "TrainStep",
     "Unscaled",
+    "averaged",
     "extend",
     "first_nonfinite",
     "get_backend",

@@ -1,0 +1,293 @@
+"""An average is bitwise torch's over the steps that were taken, and nobody looks at the others."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.optimizers import Plain
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ampopt
+from ampopt.testing import as_on_a_device, assert_no_sync
+from ampopt.testing.bits import bits
+
+INF = float("inf")
+
+DECAYS = st.none() | st.sampled_from([0.0, 0.3, 0.5, 0.75, 0.999, 1.0])
+HISTORIES = st.lists(st.booleans(), min_size=1, max_size=5)
+"""Of steps: whether each overflows."""
+
+
+class Net(nn.Module):
+    """Parameters of two shapes, and buffers that every forward pass changes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+        self.to(dtype)
+        with torch.no_grad():
+            for i, p in enumerate(self.parameters()):
+                p.copy_(torch.linspace(-1.0, i, p.numel()).reshape(p.shape))
+
+    def forward(self, x: Any) -> Any:
+        return self.norm(self.layer(x))
+
+
+def torchs(model: nn.Module, decay: float | None) -> AveragedModel:
+    multi_avg_fn = None if decay is None else get_ema_multi_avg_fn(decay)
+    return AveragedModel(model, multi_avg_fn=multi_avg_fn)
+
+
+def gradients(model: nn.Module, step: int, overflows: bool) -> None:
+    dtype = next(model.parameters()).dtype
+    x = torch.linspace(-1.0, 1.0 + step, 12).reshape(4, 3).to(dtype)
+    model.zero_grad()
+    (model(x) * x[:, :2]).sum().backward()
+    if overflows:
+        first = next(model.parameters())
+        assert first.grad is not None
+        first.grad.view(-1)[0] = INF
+
+
+def state(average: AveragedModel) -> Any:
+    return bits(dict(average.state_dict()))
+
+
+def with_control_points(optimizer: Any) -> None:
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+
+
+def with_torchs_scaler(optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def with_our_scaler(optimizer: Any) -> None:
+    scaler = ampopt.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+def agree(average: AveragedModel, theirs: AveragedModel, decay: float | None) -> bool:
+    """Bit for bit; but for the mean, which torch computes otherwise on the CPU than elsewhere."""
+    if decay is not None:
+        return state(average) == state(theirs)
+    torch.testing.assert_close(dict(average.state_dict()), dict(theirs.state_dict()))
+    return True
+
+
+@pytest.mark.usefixtures("backend")
+class TestBesideTorchs:
+    @pytest.mark.parametrize(
+        ("cls", "attempt"),
+        [
+            (ampopt.AdamW, with_control_points),
+            (ampopt.AdamW, with_torchs_scaler),
+            (ampopt.Adafactor, with_our_scaler),
+            (Plain, with_control_points),
+        ],
+    )
+    @given(history=HISTORIES, decay=DECAYS, dtype=st.sampled_from(["float32", "float64"]))
+    def test_it_is_torchs_over_the_steps_that_were_taken(self, cls, attempt, history, decay, dtype):
+        model = Net(getattr(torch, dtype))
+        optimizer = cls(model.parameters(), lr=0.125)
+        average, theirs = ampopt.averaged(model, optimizer, decay), torchs(model, decay)
+        for step, overflows in enumerate(history):
+            gradients(model, step, overflows)
+            before = state(average)
+            attempt(optimizer)
+            average.update_parameters(model)
+            if overflows:
+                assert state(average) == before
+            else:
+                theirs.update_parameters(model)
+        assert agree(average, theirs, decay)
+
+
+@given(history=HISTORIES, decay=DECAYS, dtype=st.sampled_from([torch.float16, torch.bfloat16]))
+def test_numbers_of_half_precision_are_averaged_as_torch_does(history, decay, dtype):
+    model = nn.Linear(3, 2).to(dtype)
+    optimizer = ampopt.SGD(model.parameters(), lr=0.25, master_weights=True)
+    average, theirs = ampopt.averaged(model, optimizer, decay), torchs(model, decay)
+    for step, overflows in enumerate(history):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, INF if overflows else 0.25 + step)
+        result = optimizer.unscale_and_step(grads_scaled_by=1.0)
+        average.update_parameters(model)
+        if not result.skipped:
+            theirs.update_parameters(model)
+    assert agree(average, theirs, decay)
+
+
+@pytest.mark.parametrize("decay", [None, 0.9])
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
+def test_nobody_looks(decay, cls):
+    with as_on_a_device():
+        model = nn.Linear(3, 2)
+        optimizer = cls(model.parameters(), lr=0.125)
+        average = ampopt.averaged(model, optimizer, decay)
+        for overflows in (False, True, False):
+            for p in model.parameters():
+                p.grad = torch.full_like(p, INF if overflows else 1.0)
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+            with assert_no_sync():
+                average.update_parameters(model)
+    assert average.n_averaged.item() == 2
+
+
+def stepped(average: Any, model: nn.Module, optimizer: Any, *grads: float) -> None:
+    for g in grads:
+        for p in model.parameters():
+            p.grad = torch.full_like(p, g)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        average.update_parameters(model)
+
+
+def made(decay: float | None = None) -> tuple[nn.Module, Any, Any]:
+    model = nn.Linear(3, 2)
+    optimizer = ampopt.SGD(model.parameters(), lr=0.5)
+    return model, optimizer, ampopt.averaged(model, optimizer, decay)
+
+
+def test_it_counts_before_any_step_and_twice_where_it_is_told_twice():
+    model, optimizer, average = made()
+    average.update_parameters(model)
+    assert average.n_averaged.item() == 1
+    stepped(average, model, optimizer, 1.0)
+    average.update_parameters(model)
+    assert average.n_averaged.item() == 3
+    stepped(average, model, optimizer, INF)
+    average.update_parameters(model)
+    assert average.n_averaged.item() == 3
+
+
+def test_called_every_second_step_the_last_of_them_decides():
+    model, optimizer, average = made()
+    for grads, counted in (((1.0, INF), 0), ((INF, 1.0), 1), ((1.0, 1.0), 2)):
+        for g in grads:
+            for p in model.parameters():
+                p.grad = torch.full_like(p, g)
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        average.update_parameters(model)
+        assert average.n_averaged.item() == counted
+
+
+def test_a_plain_step_and_a_static_scale_that_lets_overflows_pass_count():
+    model, optimizer, average = made()
+    stepped(average, model, optimizer, INF)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    average.update_parameters(model)
+    assert average.n_averaged.item() == 1
+    scale = ampopt.StaticLossScale(1.0, drop_overflow_update=False)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, INF)
+    optimizer.unscale_and_step(grads_scaled_by=scale)
+    average.update_parameters(model)
+    assert average.n_averaged.item() == 2
+
+
+def test_several_optimizers_have_skipped_if_all_have():
+    model = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    optimizers = [ampopt.SGD(part.parameters(), lr=0.5) for part in model]
+    average = ampopt.averaged(model, optimizers)
+    counted = 0
+    for grads in ((1.0, INF), (INF, 1.0), (INF, INF), (1.0, 1.0)):
+        for part, optimizer, g in zip(model, optimizers, grads, strict=True):
+            for p in part.parameters():
+                p.grad = torch.full_like(p, g)
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        average.update_parameters(model)
+        counted += grads != (INF, INF)
+        assert average.n_averaged.item() == counted
+
+    alone = ampopt.averaged(model, optimizers)  # only one of them steps
+    for part in model:
+        for p in part.parameters():
+            p.grad = torch.full_like(p, INF)
+    optimizers[0].unscale_and_step(grads_scaled_by=1.0)
+    alone.update_parameters(model)
+    assert alone.n_averaged.item() == 0
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_state_dicts_are_torchs_and_load_either_way(decay):
+    model, optimizer, average = made(decay)
+    stepped(average, model, optimizer, 1.0, INF, 2.0)
+    theirs = torchs(model, decay)
+    theirs.load_state_dict(average.state_dict())
+    again = ampopt.averaged(model, optimizer, decay)
+    again.load_state_dict(theirs.state_dict())
+    stepped(average, model, optimizer, 3.0)
+    for other in (theirs, again):
+        other.update_parameters(model)
+        assert agree(average, other, decay)
+
+
+def test_a_copy_follows_the_same_optimizer_and_goes_its_own_way():
+    model, optimizer, average = made(0.5)
+    stepped(average, model, optimizer, 1.0)
+    other = copy.deepcopy(average)
+    before = state(average)
+    stepped(other, model, optimizer, INF)
+    assert state(other) == before
+    stepped(other, model, optimizer, 1.0)
+    assert state(other) != before and state(average) == before
+
+
+def test_it_evaluates_as_a_model_and_has_its_statistics_renewed():
+    model = Net()
+    optimizer = ampopt.SGD(model.parameters(), lr=0.5)
+    average = ampopt.averaged(model, optimizer)
+    gradients(model, 0, overflows=False)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    average.update_parameters(model)
+    torch.optim.swa_utils.update_bn([torch.rand(4, 3)], average)
+    x = torch.rand(4, 3)
+    assert torch.equal(average.eval()(x), average.module(x))
+
+
+def test_under_a_train_step():
+    model = nn.Linear(2, 1)
+    optimizer = ampopt.SGD(model.parameters(), lr=0.5)
+    average = ampopt.averaged(model, optimizer)
+    step = ampopt.TrainStep(model, nn.MSELoss(), optimizer, 1.0, autocast=None)
+    for first in (1.0, INF, 2.0):
+        step(torch.full((2, 2), first), torch.ones(2, 1))
+        average.update_parameters(model)
+    assert average.n_averaged.item() == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        (lambda m, o: (m.parameters(), o), TypeError, "model must be a torch.nn.Module"),
+        (lambda m, o: (m, torch.optim.SGD(m.parameters())), TypeError, "patch_optimizer"),
+        (lambda m, o: (m, torch.amp.GradScaler("cpu")), TypeError, "GradScaler"),
+        (lambda m, o: (m, []), ValueError, "got none"),
+        (lambda m, o: (m, o, 1.5), ValueError, "from 0 to 1"),
+        (lambda m, o: (m, o, float("nan")), ValueError, "from 0 to 1"),
+        (lambda m, o: (m, o, "0.9"), TypeError, "got str"),
+        (lambda m, o: (m, o, True), TypeError, "got bool"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused(arguments, error, match):
+    model = nn.Linear(1, 1)
+    optimizer = ampopt.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(error, match=match):
+        ampopt.averaged(*arguments(model, optimizer))
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_it_is_not_pickled_without_its_optimizer():
+    _, _, average = made()
+    with pytest.raises(TypeError, match="save average.state_dict"):
+        pickle.dumps(average)
