@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.uncompiled import uncompiled
 from ampopt.optimizer import Optimizer
 
 __all__ = ["SparseAdam"]
@@ -33,6 +34,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         for _, param in gradients.present(self.param_groups):
             self._state_of(param)
 
+    @uncompiled  # which takes sparse gradients into no graph
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Perform one step, as torch's ``step`` does.

@@ -147,6 +147,36 @@ def test_a_compiled_step_under_torchs_scaler_gives_the_same(make):
     assert loop.scaler.get_scale() == GROWN
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's
+@pytest.mark.parametrize("form", ["function", "step"])
+@pytest.mark.parametrize("cls", [ampopt.SparseAdam, ampopt.Adafactor, ampopt.AdamW, ampopt.LBFGS])
+def test_a_closure_may_be_given_to_a_compiled_step(cls, form):
+    """Where graphs may end in nested calls, too, as the compiler's own tests have it."""
+
+    def losses(compiled: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Embedding(5, 3, sparse=cls is ampopt.SparseAdam)
+        optimizer = cls(model.parameters(), lr=0.1)
+        step = compiled(optimizer.step) if form == "step" else optimizer.step
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.tensor([1, 2, 2])).square().sum()
+            loss.backward()
+            return loss
+
+        def train() -> torch.Tensor:
+            return step(closure)
+
+        train_one = compiled(train) if form == "function" else train
+        return [train_one().detach() for _ in range(3)] + list(model.parameters())
+
+    expected = losses(lambda function: function)
+    with torch._dynamo.config.patch(nested_graph_breaks=True):  # pyright: ignore
+        actual = losses(lambda function: torch.compile(function, backend="eager"))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_a_new_scale_compiles_nothing_again():
     loop, graphs = Loop(OPTIMIZERS[0]), Graphs()
     step = torch.compile(loop.joined, backend=graphs)
