@@ -1,7 +1,6 @@
 """Optimizers that are a rule: one step is a few launches, and no host waits for any of them."""
 
 import functools
-import inspect
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,8 +23,6 @@ from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.transfers import carried
 
 __all__ = ["ElementwiseOptimizer"]
-
-_HANDS_ON = (["self"], "args", "kwargs")
 
 
 class ElementwiseOptimizer(MasterWeights):
@@ -74,7 +71,7 @@ class ElementwiseOptimizer(MasterWeights):
     sparse_gradients: ClassVar[bool] = False
     """Whether the torch base class takes sparse gradients, in whose case its step is used."""
 
-    _step_supports_amp_scaling = True  # the step below does
+    _step_supports_amp_scaling = torch_scaler.LeftToStep()  # the step below heeds what is left
     _has_own_step: bool = False
     _request: Request | None = None
     _decision: Decision | None = None
@@ -83,13 +80,9 @@ class ElementwiseOptimizer(MasterWeights):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Treat a subclass that overrides ``step`` as one with an ordinary ``step``.
 
-        Only the step below can be told to skip; any other is skipped around. A constructor that
-        hands all on to a class of torch's shows the arguments that it takes.
+        Only the step below can be told to skip; any other is skipped around.
         """
         super().__init_subclass__(**kwargs)
-        theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
-        if theirs is not None and inspect.getfullargspec(cls.__init__)[:3] == _HANDS_ON:
-            cls.__init__ = _showing(cls.__init__, theirs)
         if beneath_hooks(cls.step) is not beneath_hooks(ElementwiseOptimizer.step):
             cls._has_own_step = True
 
@@ -159,7 +152,7 @@ class ElementwiseOptimizer(MasterWeights):
             return decision
         gradients.check(self.param_groups)
         judged = replace(request, max_norm=None)
-        agreement = agreement_on(judged, self.param_groups)
+        agreement = agreement_on(judged, self.param_groups, self.process_group)
         holders, held = self._holders(written=False), self._held_by_devices
         if holders:
             decision = judge_held(holders, judged, agreement, write=False, uploads=held)
@@ -323,20 +316,6 @@ class ElementwiseOptimizer(MasterWeights):
         else:
             self._skipper.step(self, step, decision.skip)
         return decision
-
-
-def _showing(init: Any, theirs: type[torch.optim.Optimizer]) -> Any:
-    """``init`` with the signature that it has with ``theirs`` as the class behind it."""
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-
-    masters = inspect.signature(MasterWeights.__init__).parameters["master_weights"]
-    signature = inspect.signature(theirs.__init__)
-    parameters = [*signature.parameters.values(), masters]
-    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return __init__
 
 
 _STEP = ElementwiseOptimizer.step

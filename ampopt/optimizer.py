@@ -21,6 +21,8 @@ from ampopt_kernels.step import Decision, Request
 
 __all__ = ["Optimizer", "check_max_norm", "successor_of"]
 
+_HANDS_ON = (["self"], "args", "kwargs")
+
 _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
 
 
@@ -89,23 +91,52 @@ class Optimizer(OrdinarySteps):
 
             ``"step"``: the step skips by itself: a control point hands it the flag as
             :attr:`found_inf`. For a step that is a kernel of your own.
+        process_group: the ranks that decide together, a ``torch.distributed.ProcessGroup``: one
+            flag and one norm for all of them, by an all-reduce in each control point that judges or
+            clips, which every one of them has to call, with gradients or without. For a model whose
+            parts are ordinary tensors, as stages of a pipeline, experts and shards are: each rank's
+            count towards the norm, unless ``replicated=True`` in a param group says that all ranks
+            hold its parameters alike. ``None`` needs nothing more for DDP without closures, for
+            ``DTensor`` parameters (the ranks of their meshes) and for FSDP1 (the default group).
+            Set it, or give it to the constructor. Copies have it too; pickling is refused.
     """
 
     _needs_closure = False
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = torch_scaler.LeftToStep()
     """Read by ``torch.amp.GradScaler``, which then leaves its flag to ``step``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make an ordinary ``step`` heed what ``torch.amp.GradScaler`` leaves on the optimizer.
 
         An author whose step reads ``self.grad_scale`` and ``self.found_inf`` itself says so by
-        ``_step_supports_amp_scaling = True`` in the class.
+        ``_step_supports_amp_scaling = True`` in the class. A constructor that hands all on to a
+        class of torch's shows the arguments that it takes.
         """
         super().__init_subclass__(**kwargs)
+        theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
+        if theirs is not None and inspect.getfullargspec(cls.__init__)[:3] == _HANDS_ON:
+            cls.__init__ = _showing(cls, theirs)
         closure = inspect.signature(cls.step).parameters.get("closure")
         if closure is not None:
             cls._needs_closure = closure.default is inspect.Parameter.empty
         torch_scaler.heed_in(cls, Optimizer)
+
+    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
+        """Make the optimizer.
+
+        Args:
+            *args: what the base classes take: ``params`` and ``defaults``, or as torch's optimizer.
+            process_group: the ranks that decide together; see the class.
+            **kwargs: what the base classes take.
+
+        Raises:
+            TypeError: ``process_group`` is something else.
+            ValueError: it does not contain this rank.
+        """
+        ranks.check_process_group(process_group)
+        super().__init__(*args, **kwargs)
+        if process_group is not None:
+            self.process_group = process_group
 
     def _patch_step_function(self) -> None:
         """Put hooks around the step of the class, as torch does.
@@ -259,7 +290,9 @@ class Optimizer(OrdinarySteps):
         if closure is None:
             return self._step_once(scale, grads_scaled_by, max_norm, write)
 
-        def evaluate(given: Any) -> tuple[Any, Any, Any]:
+        judges = grads_scaled_by is not None or max_norm is not None
+
+        def evaluate(given: Any) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
             scale = self._as_scale(given)
             loss = closure(given)
             if self._pending is not None:
@@ -268,16 +301,25 @@ class Optimizer(OrdinarySteps):
                     "unscale; a closure that unscales belongs to step_after_unscale(closure, "
                     "current_grad_scale=scale)"
                 )
-            if given is None and max_norm is None:
-                return loss, None, None
+            if not judges:
+                return loss, lambda: (None, None)
             check_loss(loss)
-            request = Request(**request_fields(scale), max_norm=max_norm, write=write)
-            decision = self._judge(request)
-            found_inf = 0.0 if decision is None else decision.found_inf
-            return loss, found_inf, successor_of(scale, decision, given)
+
+            def verdict() -> tuple[Any, Any]:
+                request = Request(**request_fields(scale), max_norm=max_norm, write=write)
+                decision = self._judge(request)
+                found_inf = 0.0 if decision is None else decision.found_inf
+                return found_inf, successor_of(scale, decision, given)
+
+            return loss, verdict
 
         return self._step_replayed(
-            closure, evaluate, grads_scaled_by, max_replays=max_replays, preserve_rng=preserve_rng
+            closure,
+            evaluate,
+            grads_scaled_by,
+            agreement=self._agreement() if judges else None,
+            max_replays=max_replays,
+            preserve_rng=preserve_rng,
         )
 
     @uncompiled
@@ -319,10 +361,16 @@ class Optimizer(OrdinarySteps):
                 "step_after_unscale(closure) needs current_grad_scale, the scale to begin with: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        self._as_scale(current_grad_scale)
+        scale = self._as_scale(current_grad_scale)
+        agreement = None if scale is None else self._agreement()
 
-        def evaluate(given: Any) -> tuple[Any, Any, Any]:
-            returned = closure(given)
+        def evaluate(given: Any) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+            try:
+                returned = closure(given)
+            except Exception:
+                if agreement is not None and self._pending is None:
+                    agreement.abstain(self._home)  # from the unscale of the others
+                raise
             if not isinstance(returned, tuple) or len(returned) != 3:
                 raise TypeError(
                     "the closure of step_after_unscale must return (loss, found_inf, scale), got "
@@ -336,12 +384,13 @@ class Optimizer(OrdinarySteps):
                 )
             self._pending = None
             check_verdict(*returned)
-            return returned
+            return returned[0], lambda: returned[1:]
 
         return self._step_replayed(
             closure,
             evaluate,
             current_grad_scale,
+            agreement=agreement,
             max_replays=max_replays,
             preserve_rng=preserve_rng,
         )
@@ -400,16 +449,16 @@ class Optimizer(OrdinarySteps):
     def _step_replayed(
         self,
         closure: Callable[[Any], Any],
-        evaluate: Callable[[Any], tuple[Any, Any, Any]],
+        evaluate: Callable[[Any], tuple[Any, Callable[[], tuple[Any, Any]]]],
         given: Any,
         *,
+        agreement: ranks.Agreement | None,
         max_replays: int,
         preserve_rng: bool,
     ) -> StepResult:
         check_closure(closure)
         if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
             raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
-        agreement = ranks.agreement(self.param_groups)
         replay = Replay(
             torch.enable_grad()(evaluate),
             given,
@@ -419,9 +468,7 @@ class Optimizer(OrdinarySteps):
             offenders=lambda: gradients.offenders(
                 self.param_groups, self._left_scaled_by(), self._holder
             ),
-            on_every_rank=bool
-            if agreement is None
-            else functools.partial(agreement.all, device=self._home),
+            meet=None if agreement is None else functools.partial(agreement.closures, self._home),
         )
         with self._restored_on_failure(replay):
             loss = step_with(self.step, replay)
@@ -429,6 +476,10 @@ class Optimizer(OrdinarySteps):
         self._mark_stepped(replay.scale, replay.successor)
         found_inf = self._no_overflow() + float(replay.overflowed)
         return StepResult(loss, as_flag(found_inf), replay.successor)
+
+    def _agreement(self) -> ranks.Agreement | None:
+        """The ranks that decide with this one; ``None`` if it decides alone."""
+        return ranks.agreement(self.param_groups, self.process_group)
 
     @contextmanager
     def _restored_on_failure(self, replay: Replay):
@@ -441,6 +492,23 @@ class Optimizer(OrdinarySteps):
                 snapshot.restore()
             replay.restore_rng()
             raise
+
+
+def _showing(cls: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:
+    """The constructor of ``cls`` with the signature that it has with ``theirs`` behind it."""
+    init: Any = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    signature = inspect.signature(theirs.__init__)
+    ours = [base.__init__ for base in cls.__mro__ if issubclass(base, Optimizer)]
+    added = [p for init in ours for p in inspect.signature(init).parameters.values()]
+    keywords = {p.name: p for p in added if p.kind is p.KEYWORD_ONLY}
+    parameters = [*signature.parameters.values(), *keywords.values()]
+    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return __init__
 
 
 def successor_of(scale: Any, decision: Decision | None, given: Any) -> Any:

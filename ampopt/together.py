@@ -18,7 +18,11 @@ __all__ = ["unscale_and_step"]
 
 @uncompiled
 def unscale_and_step(
-    optimizers: Iterable[Optimizer], grads_scaled_by: Any = None, *, max_norm: float | None = None
+    optimizers: Iterable[Optimizer],
+    grads_scaled_by: Any = None,
+    *,
+    max_norm: float | None = None,
+    process_group: Any = None,
 ) -> StepResult:
     """Unscale the gradients of several optimizers and step all of them, or skip all.
 
@@ -46,6 +50,8 @@ def unscale_and_step(
             gradients.
         max_norm: clip all unscaled gradients by their common 2-norm; each optimizer's
             ``grad_norm`` then is that norm.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`. ``None`` for
+            that of the optimizers.
 
     Returns:
         ``StepResult(None, found_inf, scale)``; ``found_inf`` is where the scale is.
@@ -54,15 +60,16 @@ def unscale_and_step(
         RuntimeError: an unscale is pending on one of them; one has stepped with the scale before;
             gradients that one of them cannot take.
         TypeError: one is not an ampopt optimizer, needs a closure, or has control points of its
-            own; not a scale.
+            own; not a scale; no process group.
         ValueError: no optimizers, or one of them twice, or a parameter in two of them; an argument
-            is out of range.
+            is out of range; they have different process groups, or one without this rank.
 
     Nothing has changed when one of these is raised. What a step or its hooks raise themselves
     leaves the optimizers before it stepped.
     """
     optimizers = _checked(optimizers)
     check_max_norm(max_norm)
+    process_group = _agreed(optimizers) if process_group is None else process_group
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     device = device_of(groups) or torch.device("cpu")
     uploads = optimizers[0]._held_by_devices
@@ -77,7 +84,7 @@ def unscale_and_step(
     for optimizer in optimizers:
         optimizer._refuse_gradients()
     request = Request(**request_fields(scale), max_norm=max_norm)
-    decision = judge(groups, request, uploads=uploads)
+    decision = judge(groups, request, uploads=uploads, process_group=process_group)
     successor = successor_of(scale, decision, grads_scaled_by)
     step = Request(check=False) if decision is None else _step_after(request, decision)
     for optimizer in optimizers:
@@ -128,6 +135,18 @@ def _checked(optimizers: Any) -> list[Optimizer]:
         optimizer._refuse_pending("unscale_and_step")
     _refuse_shared(optimizers)
     return optimizers
+
+
+def _agreed(optimizers: list[Optimizer]) -> Any:
+    """The process group that some of them have."""
+    given = [optimizer.process_group for optimizer in optimizers]
+    groups = list(dict.fromkeys(group for group in given if group is not None))
+    if len(groups) > 1:
+        raise ValueError(
+            f"optimizers have {len(groups)} process groups, and all decide together: give "
+            "process_group, the ranks of all of them"
+        )
+    return groups[0] if groups else None
 
 
 def _refuse_shared(optimizers: list[Optimizer]) -> None:

@@ -165,6 +165,6 @@ def rows(
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
             values = values_of(param)
         dense = staged.dense(values, values, written=written)
-        counted = agreement is None or agreement.counts(param)
+        counted = agreement is None or agreement.counts(param, index)
         result.append(Row(grad=dense, group=index, counted=counted))
     return result

@@ -23,7 +23,8 @@ class Guards:
     """What a plan takes for granted.
 
     That is the very parameters, each in its group, and states; where all of them are in memory and
-    how parameters and gradients are laid out in it; which parameters have gradients; the flags.
+    how parameters and gradients are laid out in it; which parameters have gradients; the flags;
+    what the user says of ranks.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Guards:
         self._params = list(chain.from_iterable(group["params"] for group in groups))
         kept = set(present)
         self._absent = [p for p in self._params if p not in kept]
+        self._told = ranks.told(groups, optimizer.process_group)
         self._state = optimizer.state
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
@@ -76,6 +78,7 @@ class Guards:
             and addresses(self._here(self._held)) == self._addresses
             and self._params_laid_out.fit(self._here(self._params))
             and [optimizer.rule.flag_values(g) for g in optimizer.param_groups] == self._flags
+            and ranks.told(optimizer.param_groups, optimizer.process_group) == self._told
             and all(param.grad is None for param in self._absent)
         ):
             return None

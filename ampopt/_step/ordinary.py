@@ -172,7 +172,7 @@ class OrdinarySteps(Bookkeeping):
         if write:
             self._refuse_float16()  # before masters are made
         holders = self._holders(written=write)
-        agreement = agreement_on(request, self.param_groups)
+        agreement = agreement_on(request, self.param_groups, self.process_group)
         if not holders:
             decision = decided_elsewhere(request, agreement, self._home)
             self._note_norm(request, decision)

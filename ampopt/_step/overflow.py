@@ -29,6 +29,7 @@ def judge(
     *,
     write: bool = False,
     uploads: dict[torch.device, Uploads] | None = None,
+    process_group: Any = None,
 ) -> Decision | None:
     """Judge all gradients under one decision. Does not synchronize.
 
@@ -37,6 +38,7 @@ def judge(
         request: what is asked; nothing is stepped.
         write: unscale the gradients in place.
         uploads: what the devices hold of earlier calls.
+        process_group: of the ranks that decide together; see :func:`ampopt._step.ranks.agreement`.
 
     Returns:
         The decision; ``None`` if there are no gradients.
@@ -46,7 +48,7 @@ def judge(
         TypeError: likewise.
     """
     gradients.check(param_groups)
-    agreement = agreement_on(request, param_groups)
+    agreement = agreement_on(request, param_groups, process_group)
     present = gradients.present(param_groups)
     if not present:
         return decided_elsewhere(request, agreement, device_of(param_groups))
@@ -54,10 +56,12 @@ def judge(
     return judge_held(present, request, agreement, write=write, uploads=uploads)
 
 
-def agreement_on(request: Request, param_groups: list[dict[str, Any]]) -> ranks.Agreement | None:
+def agreement_on(
+    request: Request, param_groups: list[dict[str, Any]], process_group: Any
+) -> ranks.Agreement | None:
     """The ranks that decide together, if ``request`` has anything for them to decide."""
     asks = request.check or request.max_norm is not None
-    return ranks.agreement(param_groups) if asks else None
+    return ranks.agreement(param_groups, process_group) if asks else None
 
 
 def decided_elsewhere(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.overflow import device_of
+from ampopt._step.ranks import REPLICATED, Carried
 from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.uncompiled import uncompiled
 from ampopt.loss_scale.given import as_loss_scale
@@ -29,6 +30,7 @@ class Pending:
 class Bookkeeping(torch.optim.Optimizer):
     """Which calls may follow, and torch's own methods, which end what is pending or refuse it."""
 
+    process_group: Any = None
     _pending: Pending | None = None
 
     @property
@@ -48,7 +50,11 @@ class Bookkeeping(torch.optim.Optimizer):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state, as torch's. A pending unscale is a ``RuntimeError``: it cannot be saved."""
         self._refuse_pending("state_dict")
-        return super().state_dict(*args, **kwargs)
+        state_dict = super().state_dict(*args, **kwargs)
+        if REPLICATED not in self.defaults:
+            for group in state_dict.get("param_groups", ()):  # a wrapper may have others
+                group.pop(REPLICATED, None)  # which those who load it know
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load a state, as torch does, but bitwise. A pending unscale is a ``RuntimeError``.
@@ -57,13 +63,27 @@ class Bookkeeping(torch.optim.Optimizer):
         to that of its parameter, so that saving and loading changes no later step.
         """
         self._refuse_pending("load_state_dict")
+        known = [group.get(REPLICATED) for group in self.param_groups]
         with loaded_uncast(self):
             super().load_state_dict(state_dict, *args, **kwargs)
+        for group, replicated in zip(self.param_groups, known, strict=True):
+            if replicated is not None:
+                group.setdefault(REPLICATED, replicated)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
         self._refuse_pending("copying or pickling")
-        return super().__getstate__()
+        copied = super().__getstate__()
+        if vars(self).get("process_group") is not None:
+            copied["process_group"] = Carried(self.process_group)
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support loading, copying and pickling."""
+        carried = state.get("process_group")
+        if isinstance(carried, Carried):
+            state = {**state, "process_group": carried.process_group}
+        super().__setstate__(state)
 
     def _optimizer_step_code(self) -> None:
         # torch calls this after every step(), whichever class defines it.

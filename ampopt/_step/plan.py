@@ -46,7 +46,7 @@ class Plan:
         groups, rule = optimizer.param_groups, optimizer.rule
         check_plannable(optimizer)
         self._staged = gradients.Staged()
-        self.agreement = ranks.agreement(groups)
+        self.agreement = ranks.agreement(groups, optimizer.process_group)
         self._flags = flags = [rule.flag_values(group) for group in groups]
         present = [
             (group, p)
@@ -76,7 +76,7 @@ class Plan:
             s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]
         ]
         grads = [row.grad for row in rows]
-        spread = self.agreement is not None
+        spread = any(ranks.is_spread(p) for group in groups for p in group["params"])
         self._guards = Guards(optimizer, flags, self._present, masters, held, grads, spread=spread)
         self.writes_gradients = all(
             row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _address_of_grad(p)
@@ -107,7 +107,7 @@ class Plan:
             ),
             flags=flags,
             group=group,
-            counted=agreement is None or agreement.counts(param),
+            counted=agreement is None or agreement.counts(param, group),
         )
 
     def renew(self, optimizer: "ElementwiseOptimizer") -> bool:

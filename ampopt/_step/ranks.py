@@ -1,17 +1,38 @@
 """Parameters that are spread over ranks: what is here of each, and one decision for all ranks."""
 
+import math
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from ampopt.backend import backend_for
+from ampopt_kernels.devices import captures
 from ampopt_kernels.step import Partials
 from ampopt_kernels.tensors import widest
 
-__all__ = ["Agreement", "Vote", "agreement", "is_spread", "local", "settle", "spread_like"]
+__all__ = [
+    "REPLICATED",
+    "Agreement",
+    "Carried",
+    "Vote",
+    "agreement",
+    "check_process_group",
+    "is_fsdp1",
+    "is_spread",
+    "local",
+    "settle",
+    "spread_like",
+    "told",
+]
+
+REPLICATED = "replicated"
+"""The option of a param group that says that all ranks hold its parameters alike."""
 
 
 # --- what is here ---------------------------------------------------------------------------------
@@ -73,29 +94,44 @@ def spread_like(part: Tensor, like: Any) -> Any:
 class Agreement:
     """The ranks that decide together, and which of them counts what towards their norm."""
 
-    def __init__(self, groups: Sequence[Any], first: int) -> None:
+    def __init__(
+        self, param_groups: Sequence[dict[str, Any]], groups: Sequence[Any], mesh: Any, told: bool
+    ) -> None:
         """Begin.
 
         Args:
+            param_groups: whose parameters they decide about.
             groups: process groups that reach every rank between them, one after another: one,
                 wherever torch has one.
-            first: the global rank that counts what all of them hold alike.
+            mesh: that all spread parameters are on; ``None`` if there is no such.
+            told: whether the user has named these ranks, or FSDP1 has, so that what is not spread
+                is a part of the model, unless its param group says otherwise.
         """
         self._groups = groups
-        self._first = first
-        self._is_first = torch.distributed.get_rank() == first
+        self._told = told
+        self._replicated = [_is_replicated(group) for group in param_groups]
+        every = torch.distributed.get_process_group_ranks(groups[0]) if told else _ranks_of(mesh)
+        self._is_first = torch.distributed.get_rank() == min(every)
+        self._first_of_mesh = None if mesh is None else min(_ranks_of(mesh))
+        self._size = math.prod(torch.distributed.get_world_size(group) for group in groups)
+        self._params = _digest(
+            param
+            for group, replicated in zip(param_groups, self._replicated, strict=True)
+            for param in group["params"]
+            if replicated or (is_spread(param) and not told)
+        )
 
-    def counts(self, tensor: Any) -> bool:
-        """Whether what this rank has of ``tensor`` counts towards the norm.
+    def counts(self, tensor: Any, group: int) -> bool:
+        """Whether what this rank has of ``tensor``, of that group, counts towards the norm.
 
         Of what several ranks hold alike, one copy does: of a parameter that is not spread, or is
         on some dimensions of the mesh only, too.
         """
         if not is_spread(tensor):
-            return self._is_first
+            return self._is_first or (self._told and not self._replicated[group])
         mesh = tensor.device_mesh
         here = mesh.get_coordinate()
-        if here is None or self._first not in _ranks_of(mesh):
+        if here is None or self._first_of_mesh not in (None, *_ranks_of(mesh)):
             return False
         copies = zip(here, tensor.placements, strict=True)
         return not any(place and placement.is_replicate() for place, placement in copies)
@@ -113,10 +149,14 @@ class Agreement:
 
         Returns:
             It, as one part; and how many ranks have gradients, of one element.
+
+        Raises:
+            RuntimeError: see :meth:`_add_up`.
         """
+        clips = found.squares is not None
+        said = torch.zeros(_WORDS, dtype=widest(device), device=device)
+        overflows, squares, ranks, *_ = said.split(1)
         flags = found.flags_on(device)
-        numbers = torch.zeros(3, dtype=widest(device), device=device)
-        overflows, squares, ranks = numbers.split(1)
         if flags.numel():
             overflows.copy_(flags.amax())
         if flag is not None:
@@ -125,22 +165,74 @@ class Agreement:
             squares.copy_(found.squares.sum())
         if present:
             ranks.fill_(1.0)
-        for group in self._groups:
-            torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.SUM, group)
+        self._add_up(said, (clips, False, self._params))
         one = overflows.clamp(max=1.0).to(torch.float32)
-        return Partials(one, None if found.squares is None else squares), ranks
+        return Partials(one, squares if clips else None), ranks
 
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """``flag``, more than 0 for overflow, of all ranks: by one all-reduce on the device."""
         given = torch.as_tensor(flag, device=device)
         return self.reduce(Partials([], None), given, device, present=True)[0].flags_on(device)
 
-    def all(self, true: bool, device: torch.device) -> bool:
-        """Whether something is true on every rank. Synchronizes."""
-        doubts = torch.full((1,), float(not true), device=device)
+    def abstain(self, device: torch.device) -> None:
+        """Have the others judge their gradients, when this rank cannot; without a norm."""
+        self.reduce(Partials([], None), None, device, present=False)
+
+    def closures(self, device: torch.device, *, finite: bool, raised: bool) -> tuple[bool, bool]:
+        """What has come of the closure. Synchronizes.
+
+        Args:
+            device: where decisions are made.
+            finite: whether its loss is, on this rank.
+            raised: whether it has, on this rank.
+
+        Returns:
+            Whether its loss is finite on every rank; whether it has raised on any.
+
+        Raises:
+            RuntimeError: see :meth:`_add_up`.
+        """
+        said = torch.zeros(_WORDS, dtype=widest(device), device=device)
+        said[0], said[1] = float(not finite), float(raised)
+        self._add_up(said, (False, True, self._params))
+        doubts, raises, *_ = said.tolist()
+        return not doubts, raises > 0
+
+    def _add_up(self, said: Tensor, asked: tuple[bool, bool, int]) -> None:
+        """Add up what all ranks say, and refuse to go on where they are not asked for the same.
+
+        Raises:
+            RuntimeError: they are not, or have different parameters. Where the host would have to
+                wait to see that, only the first time that this rank is ``asked`` for this.
+        """
+        for place, word in enumerate(asked, start=-len(asked)):
+            if word:
+                said[place] = word
         for group in self._groups:
-            torch.distributed.all_reduce(doubts, torch.distributed.ReduceOp.SUM, group)
-        return not doubts.item()
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.SUM, group)
+        known = _KNOWN.setdefault(self._groups[0], set())
+        if backend_for(said.device).host_sees or not (asked in known or captures(said.device)):
+            known.add(asked)
+            words = said[-len(asked) :].tolist()
+            for word, total, what in zip(asked, words, _APART, strict=True):
+                if total != word * self._size:
+                    raise RuntimeError(f"{what}; nothing has been stepped")
+
+
+_WORDS = 6
+"""What is said: three numbers to add up, and three that have to be alike, by ``_APART``."""
+
+_APART = (
+    "max_norm is given on some ranks only: give it on all that decide together, or on none",
+    "some ranks step with a closure and others without, which cannot decide together: let all of "
+    "them do the same",
+    "ranks have different parameters, where all of them hold the same ones, in parts or in copies: "
+    "make the optimizer of the same parameters, in the same order, on every rank, or leave "
+    "replicated=True out of a param group whose parameters differ from rank to rank",
+)
+
+_KNOWN: WeakKeyDictionary[Any, set[tuple[bool, bool, int]]] = WeakKeyDictionary()
+"""What the ranks of a process group have been asked for alike."""
 
 
 @dataclass
@@ -163,24 +255,125 @@ class Vote:
         return agreed
 
 
-def agreement(param_groups: Sequence[dict[str, Any]]) -> Agreement | None:
+def agreement(
+    param_groups: Sequence[dict[str, Any]], process_group: Any = None
+) -> Agreement | None:
     """The ranks that decide together about these parameters; ``None`` if this one does alone.
 
-    Those are the ranks of the meshes that the parameters are on, whether they have gradients or
-    not, as a rank that has none would leave the others waiting. May create a process group, for
-    which all ranks have to come by.
+    Those are the ranks of ``process_group``; without one, those of the default group if FSDP1 has
+    flattened the parameters, or else of the meshes that they are on. All of them take part, with
+    gradients or without, as a rank that does not would leave the others waiting. May create a
+    process group, for which all ranks have to come by.
 
     Raises:
         RuntimeError: the meshes do not show which ranks those are.
+        TypeError: ``process_group`` is none, or ``replicated`` of a param group is no ``bool``.
+        ValueError: ``process_group`` lacks this rank, or one of a mesh.
     """
-    if "torch.distributed.tensor" not in sys.modules:
+    if process_group is not None:
+        check_process_group(process_group)
+    elif is_fsdp1(param_groups):
+        process_group = torch.distributed.group.WORLD
+    if process_group is None and "torch.distributed.tensor" not in sys.modules:
         return None
     spread: list[Any] = [p for group in param_groups for p in group["params"] if is_spread(p)]
     meshes = list(dict.fromkeys(param.device_mesh for param in spread))
+    if process_group is not None:
+        every = set(torch.distributed.get_process_group_ranks(process_group))
+        for mesh in meshes:
+            if lacks := sorted(set(_ranks_of(mesh)) - every):
+                raise ValueError(
+                    f"process_group lacks the ranks {lacks} of {mesh}, which have parts of the "
+                    "same parameters: give a group that has them"
+                )
+        return Agreement(param_groups, [process_group], _covering(meshes), told=True)
     if not meshes:
         return None
     mesh = _covering(meshes)
-    return Agreement(_groups_of(mesh), min(_ranks_of(mesh)))
+    if mesh is None:
+        raise RuntimeError(
+            f"the parameters are on meshes of which none covers the others: {meshes}. Make them of "
+            "one mesh, by its dimensions, as in mesh['dp'] and mesh['tp'], or give the optimizer "
+            "the process_group of all their ranks"
+        )
+    return Agreement(param_groups, _groups_of(mesh), mesh, told=False)
+
+
+def check_process_group(given: Any) -> None:
+    """Refuse what is no process group of this rank.
+
+    Raises:
+        TypeError: it is no process group.
+        ValueError: it does not have this rank.
+    """
+    if given is None:
+        return
+    distributed: Any = torch.distributed
+    outside = distributed.is_available() and given == distributed.GroupMember.NON_GROUP_MEMBER
+    if not outside and not (
+        distributed.is_available() and isinstance(given, distributed.ProcessGroup)
+    ):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup, such as "
+            f"torch.distributed.group.WORLD, or None, got {type(given).__name__}"
+        )
+    if outside or distributed.get_rank(given) < 0:
+        raise ValueError(
+            f"process_group does not contain this rank, {distributed.get_rank()}: give each rank "
+            "the group that it is in, of the ranks that share the model with it"
+        )
+
+
+def is_fsdp1(param_groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether FSDP1 has flattened parameters into one, of which each rank has a part."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    return any(
+        getattr(param, "_fsdp_flattened", False)
+        for group in param_groups
+        for param in group["params"]
+    )
+
+
+def told(param_groups: Sequence[dict[str, Any]], process_group: Any) -> tuple[Any, list[Any]]:
+    """What users say of ranks, to see whether it has changed."""
+    return process_group, [group.get(REPLICATED) for group in param_groups]
+
+
+class Carried:
+    """A process group in what is copied, where it stays the same one, or pickled, where not."""
+
+    def __init__(self, process_group: Any) -> None:
+        """Hold on to it."""
+        self.process_group = process_group
+
+    def __deepcopy__(self, memo: Any) -> "Carried":
+        """Processes are not copied."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Refuse.
+
+        Raises:
+            TypeError: no other process could make anything of it.
+        """
+        raise TypeError(
+            "an optimizer with a process_group cannot be pickled, as a group is of this process: "
+            "save its state_dict(), or set process_group to None first"
+        )
+
+
+def _is_replicated(group: dict[str, Any]) -> bool:
+    given = group.get(REPLICATED, False)
+    if not isinstance(given, bool):
+        raise TypeError(f"replicated of a param group must be True or False, got {given!r}")
+    return given
+
+
+def _digest(params: Iterable[Any]) -> int:
+    """A number of what all ranks should have alike, small enough to be added up."""
+    alike = [(tuple(p.shape), str(p.dtype), is_spread(p) and str(p.placements)) for p in params]
+    return zlib.crc32(repr(alike).encode()) % 2**12 if alike else 0
 
 
 def _ranks_of(mesh: Any) -> list[int]:
@@ -188,7 +381,9 @@ def _ranks_of(mesh: Any) -> list[int]:
 
 
 def _covering(meshes: list[Any]) -> Any:
-    """The smallest mesh known that has all ranks of ``meshes``."""
+    """The smallest mesh known that has all ranks of ``meshes``; ``None`` if there is none."""
+    if not meshes:
+        return None
     largest = max(meshes, key=lambda mesh: mesh.size())
     every = set(_ranks_of(largest))
     if all(every.issuperset(_ranks_of(mesh)) for mesh in meshes):
@@ -197,10 +392,7 @@ def _covering(meshes: list[Any]) -> Any:
     names = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
     if all(root == roots[0] for root in roots) and names <= set(roots[0].mesh_dim_names or ()):
         return roots[0][tuple(name for name in roots[0].mesh_dim_names if name in names)]
-    raise RuntimeError(
-        f"the parameters are on meshes of which none covers the others: {meshes}. Make them of one "
-        "mesh, by its dimensions, as in mesh['dp'] and mesh['tp']"
-    )
+    return None
 
 
 def _groups_of(mesh: Any) -> list[Any]:

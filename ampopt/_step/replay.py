@@ -23,7 +23,8 @@ class Replay:
     Each call is one evaluation that the inner algorithm asked for::
 
         for _ in range(1 + max_replays):
-            loss, found_inf, successor = evaluate(scale)
+            loss, verdict = evaluate(scale)
+            found_inf, successor = verdict()
             if not found_inf: return loss
             scale = successor
         raise NonFiniteGradientError
@@ -39,27 +40,28 @@ class Replay:
 
     def __init__(
         self,
-        evaluate: Callable[[Any], tuple[Any, Any, Any]],
+        evaluate: Callable[[Any], tuple[Any, Callable[[], tuple[Any, Any]]]],
         scale: Any,
         *,
         max_replays: int,
         preserve_rng: bool,
         devices: Iterable[torch.device],
         offenders: Callable[[], Iterable[str]],
-        on_every_rank: Callable[[bool], bool] = bool,
+        meet: Callable[..., tuple[bool, bool]] | None = None,
     ) -> None:
         """Prepare the evaluations of one step.
 
         Args:
-            evaluate: ``evaluate(scale) -> (loss, found_inf, successor)``; judges the gradients and
-                leaves them ready for the step.
+            evaluate: ``evaluate(scale) -> (loss, verdict)``; ``verdict() -> (found_inf,
+                successor)`` judges the gradients and leaves them ready for the step.
             scale: to begin with; ``None`` for no scaling, when nothing is checked.
             max_replays: of one evaluation.
             preserve_rng: give every replay the random state of the first attempt. See also
                 :meth:`restore_rng`.
             devices: whose random state that is, besides the CPU's.
             offenders: names of the parameters whose gradients are not finite now.
-            on_every_rank: whether what is true here is true on all ranks that evaluate together.
+            meet: ``meet(finite=, raised=)``, of this rank: whether it is finite on all of those
+                that evaluate together, and whether any has raised. ``None`` if it is alone.
         """
         self._evaluate = evaluate
         self.scale = self.successor = scale
@@ -67,7 +69,7 @@ class Replay:
         self._max_replays = max_replays
         self._devices = [d for d in devices if d.type in ACCELERATORS]
         self._offenders = offenders
-        self._on_every_rank = on_every_rank
+        self._meet = meet
         self._rng_before = self._rng_state() if preserve_rng else None
 
     def __call__(self) -> Any:
@@ -75,17 +77,18 @@ class Replay:
 
         Raises:
             NonFiniteGradientError: no replay can help, or none is left.
+            RuntimeError: the closure has raised on another rank.
         """
         state = None if self._rng_before is None else self._rng_state()
         for attempt in range(1 + self._max_replays):
             if attempt and state is not None:
                 self._set_rng_state(state)
             look_anew()
-            loss, found_inf, self.successor = self._evaluate(self.scale)
+            loss, finite, everywhere, verdict = self._evaluated()
+            found_inf, self.successor = verdict()
             if self.scale is None:
                 return loss
-            finite = _finite(loss)
-            if not self._on_every_rank(finite):
+            if not everywhere:
                 whose = "the loss of another rank is not finite"
                 whose = whose if finite else f"the loss is {_shown(loss)}"
                 raise self._error("loss", f"{whose}, which no scale can mend")
@@ -99,6 +102,25 @@ class Replay:
             "replays",
             f"gradients still overflow after {self._max_replays} replays (max_replays)",
         )
+
+    def _evaluated(self) -> tuple[Any, bool, bool, Callable[[], tuple[Any, Any]]]:
+        """Loss, whether it is finite here and on all ranks, and what gives the verdict."""
+        try:
+            loss, verdict = self._evaluate(self.scale)
+        except Exception:
+            if self._meet is not None:
+                self._meet(finite=True, raised=True)
+            raise
+        finite = self.scale is None or _finite(loss)
+        if self._meet is None:
+            return loss, finite, finite, verdict
+        everywhere, raised = self._meet(finite=finite, raised=False)
+        if raised:
+            raise RuntimeError(
+                "the closure has raised on another rank, which says why; parameters and state are "
+                "as before the call"
+            )
+        return loss, finite, everywhere, verdict
 
     def restore_rng(self) -> None:
         """Put the random state back that the step began with, if it was to be preserved."""

@@ -20,7 +20,7 @@ from ampopt_kernels.step import Decision, Request
 if TYPE_CHECKING:
     from ampopt.optimizer import Optimizer
 
-__all__ = ["Left", "heed_in", "take"]
+__all__ = ["Left", "LeftToStep", "heed_in", "take"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,18 @@ class Left:
         """Leave it for the scaler to delete, the flag being ours, which step hooks can read."""
         optimizer.grad_scale = self.grad_scale
         optimizer.found_inf = self.found_inf if decision is None else decision.found_inf
+
+
+class LeftToStep:
+    """Whether a scaler is to leave its flag to the step: not if FSDP1 has flattened parameters.
+
+    There each rank would be left what it has found alone, and go on with another scale. Where the
+    scaler unscales, torch's ``ShardedGradScaler`` asks all ranks.
+    """
+
+    def __get__(self, optimizer: Any, cls: type) -> bool:
+        """It, for an optimizer; true for a class."""
+        return optimizer is None or not ranks.is_fsdp1(optimizer.param_groups)
 
 
 def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Left | None:
@@ -84,7 +96,7 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"with a smaller scale; or {name}.unscale_and_step(closure, grads_scaled_by=scale), "
             "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
         )
-    agreement = ranks.agreement(optimizer.param_groups)
+    agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
     if agreement is not None and left.grad_scale is None:
         # Nothing will be judged again, and the scaler may have asked this rank alone.
         return replace(left, found_inf=agreement.flag(left.found_inf, optimizer._home))

@@ -31,6 +31,7 @@ class Record:
         optimizer: as it was given first.
         groups: its param groups, by which a wrapper around it is known.
         scale: the scale that its gradients carry, on its device.
+        process_group: of the ranks that decide together about it.
         stage: as torch counts them.
         found_inf: more than 0 for overflow; ``None`` until its gradients are judged.
         successor: of ``scale``; ``scale`` itself if there were no gradients.
@@ -43,6 +44,7 @@ class Record:
     optimizer: Any
     groups: list[dict[str, Any]]
     scale: LossScale
+    process_group: Any = None
     stage: OptState = OptState.READY
     found_inf: Tensor | None = None
     successor: LossScale | None = None
@@ -98,7 +100,9 @@ def judge_gradients(
     fields, scale = request_fields(record.scale), record.scale
     if times is not None:
         fields = {"scale": scale.value * times}
-    decision = judge(optimizer.param_groups, Request(**fields), write=write)
+    decision = judge(
+        optimizer.param_groups, Request(**fields), write=write, process_group=record.process_group
+    )
     if decision is None:
         record.learn(None, scale)
     elif times is None:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ampopt._step import gradients
 from ampopt._step.overflow import device_of
+from ampopt._step.ranks import Carried, check_process_group
 from ampopt.grad_scaler import other_optimizers as others
 from ampopt.grad_scaler import state as schedules
 from ampopt.grad_scaler.closures import evaluation, refused, split
@@ -72,6 +73,7 @@ class GradScaler(ScheduledScaler):
         enabled: bool = True,
         *,
         loss_scale: LossScale | None = None,
+        process_group: Any = None,
     ) -> None:
         """Make a scaler.
 
@@ -84,11 +86,16 @@ class GradScaler(ScheduledScaler):
             growth_interval: likewise.
             enabled: ``False`` makes ``step`` call ``optimizer.step()``, and the rest do nothing.
             loss_scale: a scale of any schedule to begin with, in place of these four.
+            process_group: the ranks that decide together about each optimizer, of any class; see
+                :class:`ampopt.Optimizer`, of which one with a group of its own keeps to that, and
+                any other gets this one. Also an attribute.
 
         Raises:
             TypeError: an argument is of the wrong type.
-            ValueError: an argument is out of range, or given besides ``loss_scale``.
+            ValueError: an argument is out of range, or given besides ``loss_scale``, or
+                ``process_group`` does not contain this rank.
         """
+        check_process_group(process_group)
         schedule = (init_scale, growth_factor, backoff_factor, growth_interval)
         if enabled and loss_scale is None:
             loss_scale = DynamicLossScale(
@@ -108,6 +115,7 @@ class GradScaler(ScheduledScaler):
                 f"{type(loss_scale).__name__}"
             )
         super().__init__(device, enabled=enabled)
+        self.process_group = process_group
         self._records: list[Record] = []
         self._stepped: list[Record] = []
         self._replicas: dict[torch.device, LossScale] = {}
@@ -354,7 +362,17 @@ class GradScaler(ScheduledScaler):
             raise RuntimeError(
                 "a GradScaler can be copied or pickled between iterations only: call update() first"
             )
-        return {**self.__dict__, "_stepped": [], "_replicas": {}}
+        state = {**self.__dict__, "_stepped": [], "_replicas": {}}
+        if self.process_group is not None:
+            state["process_group"] = Carried(self.process_group)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support copying and pickling."""
+        carried = state.get("process_group")
+        if isinstance(carried, Carried):
+            state = {**state, "process_group": carried.process_group}
+        super().__setstate__(state)
 
     # --- the parts ---------------------------------------------------------------------------
 
@@ -382,7 +400,11 @@ class GradScaler(ScheduledScaler):
             if device not in self._replicas:
                 self._replicas[device] = schedules.on(device, scale)
             scale = self._replicas[device]
-        self._records.append(Record(optimizer, optimizer.param_groups, scale))
+        group = self.process_group
+        inner = getattr(getattr(optimizer, "unscale", None), "__self__", optimizer)
+        if group is not None and isinstance(inner, Optimizer) and inner.process_group is None:
+            inner.process_group = group
+        self._records.append(Record(optimizer, optimizer.param_groups, scale, group))
         return self._records[-1]
 
     def _refuse_shared(self, record: Record, optimizer: Any) -> None:

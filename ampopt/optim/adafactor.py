@@ -20,6 +20,7 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
     Args:
         params, lr, beta2_decay, eps, d, weight_decay, maximize: as in ``torch.optim.Adafactor``.
         foreach: taken, and changes nothing.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: the step count and every norm stay on the parameter's device, where torch
     waits for each of them. Arithmetic on float16 and bfloat16 parameters is float32. A parameter

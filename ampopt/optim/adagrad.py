@@ -28,6 +28,7 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
         differentiable: take torch's own step.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: the step count moves to the parameter's device at the first step. Arithmetic
     on float16 and bfloat16 parameters is float32, rounded once at the end.
@@ -52,6 +53,7 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
             differentiable: bool = False,
             fused: bool | None = None,
             master_weights: bool = False,
+            process_group: Any = None,
         ) -> None:
             """Make the optimizer; see the class."""
 

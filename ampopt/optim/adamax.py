@@ -1,6 +1,6 @@
 """Adamax."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Adamax(ElementwiseOptimizer, torch.optim.Adamax):
         differentiable: take torch's own step.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: the step count is a 0-d tensor on the parameter's device, whatever
     ``capturable`` says, which does not refuse parameters on a CPU. Arithmetic on float16 and
@@ -47,5 +48,6 @@ class Adamax(ElementwiseOptimizer, torch.optim.Adamax):
             differentiable: bool = False,
             capturable: bool = False,
             master_weights: bool = False,
+            process_group: Any = None,
         ) -> None:
             """Make the optimizer; see the class."""

@@ -21,6 +21,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     Args:
         params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size,
             line_search_fn: as in ``torch.optim.LBFGS``.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: it can be copied and pickled.
     """

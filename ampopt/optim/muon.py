@@ -18,6 +18,7 @@ class Muon(Optimizer, torch.optim.Muon):
     Args:
         params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn:
             as in ``torch.optim.Muon``.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
     """
 
     _transacts = True

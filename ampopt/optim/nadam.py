@@ -1,6 +1,6 @@
 """NAdam."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class NAdam(ElementwiseOptimizer, torch.optim.NAdam):
         differentiable: take torch's own step.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: the step count and ``mu_product`` are 0-d tensors on the parameter's device,
     whatever ``capturable`` says, which does not refuse parameters on a CPU. Arithmetic on float16
@@ -50,5 +51,6 @@ class NAdam(ElementwiseOptimizer, torch.optim.NAdam):
             capturable: bool = False,
             differentiable: bool = False,
             master_weights: bool = False,
+            process_group: Any = None,
         ) -> None:
             """Make the optimizer; see the class."""

@@ -26,6 +26,7 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         differentiable: take torch's own step.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: with dampening, ``optimizer.state`` has ``steps_taken`` beside
     ``momentum_buffer``, to tell the first step from later ones where the host may not look.
@@ -53,6 +54,7 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
             differentiable: bool = False,
             fused: bool | None = None,
             master_weights: bool = False,
+            process_group: Any = None,
         ) -> None:
             """Make the optimizer; see the class."""
 

@@ -21,6 +21,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
 
     Args:
         params, lr, betas, eps, maximize: as in ``torch.optim.SparseAdam``.
+        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: the step count is a float32 0-d tensor on the parameter's device, and bias
     corrections are made there. An accelerator still makes the host wait where a gradient is

@@ -1,0 +1,287 @@
+"""Ranks that hold parts of a model as ordinary tensors, and say so by ``process_group``."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from support.optimizers import Plain
+from torch.nn import Parameter
+
+import ampopt
+
+START = (torch.tensor([1.0, -2.0, 0.5]), torch.tensor([4.0, 0.25]))
+STEPS = ((None, 2.0), ("nan", 1.0), (None, 4.0))
+FORMS = ("own", "split", "several", "scaler", "scaler, unscaled", "scaler's group", "others'")
+
+
+def world() -> Any:
+    return torch.distributed.group.WORLD
+
+
+def gradient(part: int, bad: Any, factor: float) -> torch.Tensor:
+    grad = factor * START[part].flip(0)
+    if bad and part == 1:
+        grad[0] = float(bad)
+    return grad
+
+
+def trained(form: str, name: str, group: Any, parts: tuple[int, ...]) -> dict[str, Any]:
+    """What three steps make of these parts of the model, the second of which overflows."""
+    params = [Parameter(START[part].clone()) for part in parts]
+    cls: Any = {"Plain": Plain}.get(name) or getattr(ampopt, name)
+    if form == "others'":
+        cls = getattr(torch.optim, name)
+    optimizer = cls(params, lr=0.25)
+    if form not in ("scaler's group", "others'"):
+        optimizer.process_group = group
+    scaler = ampopt.GradScaler("cpu", init_scale=4.0, process_group=group)
+    scaler.scale(torch.ones(()))
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
+    told: dict[str, Any] = {"scales": [], "norms": []}
+    for bad, factor in STEPS:
+        for param, part in zip(params, parts, strict=True):
+            param.grad = gradient(part, bad, 4.0 * factor)
+        if form == "own":
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0).scale
+        elif form == "split":
+            scale = optimizer.unscale(grads_scaled_by=scale).scale
+            optimizer.step_after_unscale()
+        elif form == "several":
+            scale = ampopt.unscale_and_step([optimizer], scale, max_norm=1.0).scale
+        else:
+            if form == "scaler, unscaled":
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer, **({"max_norm": 1.0} if form == "scaler" else {}))
+            scaler.update()
+        told["scales"] += [scale.item(), scaler.get_scale()]  # of which one stays
+        if getattr(optimizer, "grad_norm", None) is not None:
+            told["norms"].append(repr(optimizer.grad_norm.item()))
+    told["params"] = {part: p.tolist() for part, p in zip(parts, params, strict=True)}
+    return told
+
+
+def trained_by_parts(form: str, name: str) -> Any:
+    return trained(form, name, world(), (torch.distributed.get_rank(),))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Plain"])
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_are_judged_as_one_model(two_ranks, form, name):
+    if form == "others'" and name == "Plain":
+        name = "Adagrad"
+    whole = trained(form, name, None, (0, 1))
+    first, second = two_ranks.run(trained_by_parts, form, name)
+    assert first.pop("params") | second.pop("params") == whole.pop("params")
+    assert first == second == whole
+
+
+def replicated() -> list[float]:
+    """Norms under what the user says of two ranks with a gradient of norm 1 each."""
+    p = Parameter(torch.ones(1))
+    optimizer: Any = ampopt.SGD([p], lr=0.5)
+    norms = []
+    for group, alike in ((None, False), (world(), False), (world(), True), (None, True)):
+        optimizer.process_group = group
+        optimizer.param_groups[0]["replicated"] = alike
+        p.grad = torch.ones(1)
+        optimizer.unscale_and_step(max_norm=10.0)
+        norms.append(round(float(optimizer.grad_norm) ** 2, 6))
+    return norms
+
+
+def test_what_the_user_says_of_ranks_counts_from_the_next_step_on(two_ranks):
+    assert two_ranks.run(replicated) == [[1.0, 2.0, 1.0, 1.0]] * 2
+
+
+def refused(what: str) -> str:
+    """The message that a rank gets."""
+    rank = torch.distributed.get_rank()
+    p = Parameter(torch.ones(2 + (what == "parameters" and rank)))
+    group = [{"params": [p], "replicated": what == "parameters"}]
+    optimizer = ampopt.SGD(group, lr=0.5, process_group=world())
+    p.grad = torch.ones_like(p)
+    before = p.tolist()
+    closure = (lambda scale: 1.0) if what == "closure" and rank else None
+
+    try:
+        if what == "raises":
+            optimizer.unscale_and_step(raising, 2.0)
+        elif what == "raises, unscaled":
+            optimizer.step_after_unscale(raising_unscaled(optimizer), 2.0)
+        else:
+            clip = 1.0 if what == "max_norm" and rank else None
+            optimizer.unscale_and_step(closure, 2.0, max_norm=clip)
+    except (RuntimeError, ZeroDivisionError) as error:
+        assert p.tolist() == before
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def raising(scale: Any) -> float:
+    return 1.0 / torch.distributed.get_rank()
+
+
+def raising_unscaled(optimizer: Any) -> Any:
+    def closure(scale: Any) -> Any:
+        return raising(scale), *optimizer.unscale(scale)
+
+    return closure
+
+
+@pytest.mark.parametrize("what", ["max_norm", "parameters", "closure"])
+def test_ranks_that_do_not_agree_are_told_so_on_each_of_them(two_ranks, what):
+    texts = two_ranks.run(refused, what, timeout=10)
+    expected = {"max_norm": "max_norm is given on some ranks only"}
+    expected |= {"parameters": "have different parameters", "closure": "step with a closure and"}
+    assert all(text.startswith("RuntimeError") and expected[what] in text for text in texts)
+
+
+@pytest.mark.parametrize("what", ["raises", "raises, unscaled"])
+def test_a_closure_that_raises_on_one_rank_ends_all(two_ranks, what):
+    first, second = two_ranks.run(refused, what, timeout=10)
+    assert first.startswith("ZeroDivisionError")
+    assert "the closure has raised on another rank" in second
+
+
+def outside() -> str:
+    group = torch.distributed.new_group([0])
+    try:
+        ampopt.AdamW([Parameter(torch.ones(2))], process_group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_without_this_rank_is_refused(two_ranks):
+    first, second = two_ranks.run(outside)
+    assert not first
+    assert "does not contain this rank, 1" in second
+    with pytest.raises(TypeError, match="process_group must be a torch.distributed.ProcessGroup"):
+        ampopt.LBFGS([Parameter(torch.ones(2))], process_group="world")  # pyright: ignore
+
+
+def copies() -> list[Any]:
+    p = Parameter(torch.ones(2))
+    optimizers = ampopt.AdamW([p], process_group=world()), Plain([p], lr=0.5)
+    scaler = ampopt.GradScaler("cpu", process_group=world())
+    optimizers[1].process_group = world()
+    told: list[Any] = [copy.deepcopy(o).process_group is world() for o in (*optimizers, scaler)]
+    for one in (*optimizers, scaler):
+        try:
+            pickle.dumps(one)
+        except TypeError as error:
+            told.append("cannot be pickled" in str(error))
+    (group,) = optimizers[0].param_groups
+    group["replicated"] = True
+    saved = optimizers[0].state_dict()
+    optimizers[0].load_state_dict(torch.optim.AdamW([p]).state_dict())
+    (group,) = optimizers[0].param_groups
+    return [*told, "replicated" not in saved["param_groups"][0], group["replicated"]]
+
+
+def test_copies_are_of_the_same_group_and_checkpoints_of_none(two_ranks):
+    assert two_ranks.run(copies) == [[True] * 8] * 2
+
+
+def with_data_parallel(nan_on: int) -> Any:
+    """A step with a closure whose loss is not finite on one of two ranks that hold all alike."""
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    group = {"params": list(model.parameters()), "replicated": True}
+    optimizer: Any = ampopt.SGD([group], lr=0.5, process_group=world())
+    rank = torch.distributed.get_rank()
+
+    def closure(scale: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        ampopt.scale_outputs(loss, scale).backward()
+        return loss * (float("nan") if rank == nan_on else 1.0)
+
+    try:
+        optimizer.unscale_and_step(closure, 4.0, max_norm=100.0)
+    except ampopt.NonFiniteGradientError as error:
+        return error.reason
+    return round(float(optimizer.grad_norm), 5)
+
+
+def test_closures_under_ddp(two_ranks):
+    assert two_ranks.run(with_data_parallel, 1) == ["loss"] * 2
+    first, second = two_ranks.run(with_data_parallel, 2)
+    assert first == second == round(3**0.5, 5)
+
+
+def flattened(whose: str, name: str, form: str, orig: bool) -> list[Any]:
+    """Losses, scales and parameters of a model under FSDP1, whose gradients overflow once."""
+    import warnings
+
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(
+            torch.nn.Sequential(*layers), device_id=torch.device("cpu"), use_orig_params=orig
+        )
+    cls = getattr(torch.optim if whose == "torch" else ampopt, name)
+    optimizer, rank = cls(model.parameters(), lr=0.25), torch.distributed.get_rank()
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
+    told = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 3), 1.0 + rank + step)).square().mean()
+        if form == "own":
+            ampopt.scale_outputs(loss, scale).backward()
+        else:
+            scaler.scale(loss).backward()
+        present: list[Any] = [
+            p for p in model.parameters() if p.grad is not None and p.grad.numel()
+        ]
+        if step == 1 and rank == 1:
+            present[-1].grad.view(-1)[-1] = float("inf")  # in the part of this rank alone
+        if form == "own":
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale).scale
+        else:
+            if form == "unscaled":
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        told += [loss.item(), scale.item() if form == "own" else scaler.get_scale()]
+    return [told, [p.tolist() for p in model.parameters()]]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("orig", [False, True])
+def test_fsdp1_ends_where_torchs_optimizer_ends(two_ranks, name, orig):
+    expected = two_ranks.run(flattened, "torch", name, "scaled", orig)
+    for form in ("scaled", "unscaled", "own"):
+        results = two_ranks.run(flattened, "ampopt", name, form, orig)
+        for (told, params), (their_told, theirs) in zip(results, expected, strict=True):
+            assert told[1::2] == their_told[1::2] == [4.0, 2.0, 2.0]
+            assert told[::2] == pytest.approx(their_told[::2], rel=1e-5)
+            for a, b in zip(params, theirs, strict=True):
+                torch.testing.assert_close(torch.tensor(a), torch.tensor(b))
+
+
+def test_optimizers_of_several_groups_need_one_that_decides(two_ranks):
+    assert all("2 process groups" in text for text in two_ranks.run(several_groups))
+
+
+def several_groups() -> str:
+    pair = torch.distributed.new_group([0, 1])
+    optimizers = [
+        ampopt.SGD([Parameter(torch.ones(1))], lr=0.5, process_group=group)
+        for group in (world(), pair)
+    ]
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    assert float(ampopt.unscale_and_step(optimizers, 2.0, process_group=pair).found_inf) == 0
+    try:
+        ampopt.unscale_and_step(optimizers, 2.0)
+    except ValueError as error:
+        return str(error)
+    return ""
