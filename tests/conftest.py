@@ -22,10 +22,12 @@ import pytest
 import torch
 from support.gpus import skip_without_gpu
 from support.local_ranks import Ranks
+from support.quick_interpreter import remember_builtins
 from support.requirements import skip_unless_it_runs
 
 import ampopt
 from ampopt import backend as backends
+from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 
 # Times vary with the machine, so no example has a deadline.
 hypothesis.settings.register_profile("default", deadline=None, max_examples=12, print_blob=True)
@@ -33,6 +35,8 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 
 
+if HAS_TRITON and INTERPRETED:
+    remember_builtins()
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # each of them has a core
 
