@@ -241,7 +241,7 @@ def compile_task(task: Task) -> Report:
     import triton
     from triton.compiler import ASTSource
 
-    from ampopt_kernels.triton.backend import THREADS, options
+    from ampopt_kernels.triton.launch import THREADS, options
 
     launch = launches(task.case)[task.index]
     names = (launch.name, launch.variant(task.case), task.case.dtype, task.target)

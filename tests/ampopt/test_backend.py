@@ -362,7 +362,7 @@ def test_a_learning_rate_that_changes_every_step_recompiles_no_kernel(monkeypatc
             for name, value in arguments.items()
         }
         launches.append((kernel.fn.__name__, str(kinds)))
-        triton_backend._launch(device, kernel, programs, arguments)
+        triton_backend.launch(device, kernel, programs, arguments)
 
     monkeypatch.setattr(backends, "_triton_backend", lambda: triton_backend.Triton(record))
     ampopt.set_backend("triton")
@@ -383,7 +383,7 @@ def test_optimizers_read_nothing_that_another_one_has_sent(monkeypatch, scale):
     def record(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         read[-1] |= {id(t) for t in arguments.values() if isinstance(t, torch.Tensor)}
         kept.extend(arguments.values())  # so that no one else has its identity
-        triton_backend._launch(device, kernel, programs, arguments)
+        triton_backend.launch(device, kernel, programs, arguments)
 
     kept: list[Any] = []
     monkeypatch.setattr(backends, "_triton_backend", lambda: triton_backend.Triton(record))

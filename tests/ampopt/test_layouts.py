@@ -253,7 +253,7 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     def last(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         if "first" in arguments:
             arguments = {**arguments, "first": arguments["first"] + programs - 1}
-        backend._launch(device, kernel, 1, arguments)
+        backend.launch(device, kernel, 1, arguments)
 
     row = Row(
         grad=tensor("grad"),

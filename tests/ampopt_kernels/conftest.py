@@ -17,10 +17,11 @@ def small_chunks():
         patch.setattr(bundles, "SMALL", CHUNK)
         if HAS_TRITON:
             from ampopt_kernels.triton import backend as triton_backend
+            from ampopt_kernels.triton import table
 
             patch.setattr(
                 triton_backend, "AHEAD", triton_backend.AHEAD * BLOCK // triton_backend.BLOCK
             )
             patch.setattr(triton_backend, "BLOCK", BLOCK)
-            patch.setattr(triton_backend, "CHUNK", CHUNK)
+            patch.setattr(table, "CHUNK", CHUNK)
         yield

@@ -114,7 +114,7 @@ def test_a_device_that_is_not_the_current_one_is_asked_whether_it_captures(kind,
 @each_accelerator
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_a_launch_is_on_the_device_of_its_tensors(kind, current):
-    from ampopt_kernels.triton.backend import _on
+    from ampopt_kernels.triton.launch import _on
 
     with _on(torch.device(kind, 1)):
         assert current == [1]

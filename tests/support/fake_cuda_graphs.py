@@ -104,10 +104,10 @@ class _Tape(TorchDispatchMode):
         return result
 
     def launch(self, device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        from ampopt_kernels.triton.backend import _launch
+        from ampopt_kernels.triton.launch import launch
 
         def again() -> None:
-            _launch(device, kernel, programs, arguments)
+            launch(device, kernel, programs, arguments)
 
         self._played.append(again)
         self._launching = True

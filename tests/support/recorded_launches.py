@@ -14,7 +14,8 @@ from triton.runtime import driver
 
 from ampopt_kernels import rules
 from ampopt_kernels.step import Request, Row, Work, run
-from ampopt_kernels.triton.backend import Triton, _launch
+from ampopt_kernels.triton.backend import Triton
+from ampopt_kernels.triton.launch import launch
 
 launches, hooked = [], []
 
@@ -69,12 +70,12 @@ def main() -> None:
     knobs.runtime.launch_enter_hook.add(lambda metadata: hooked.append(metadata.get()["name"]))
     expected = []
 
-    def launch(device, kernel, programs, arguments):
+    def record(device, kernel, programs, arguments):
         given = [arguments[p.name] for p in kernel.params if not p.is_constexpr]
         expected.append([a.data_ptr() if isinstance(a, torch.Tensor) else a for a in given])
-        _launch(device, kernel, programs, arguments)
+        launch(device, kernel, programs, arguments)
 
-    backend = Triton(launch)
+    backend = Triton(record)
 
     def row(n):
         return Row(grad=torch.ones(n), param=torch.ones(n), flags=(False,) * len(rules.sgd.flags))

@@ -91,7 +91,7 @@ def compile_for(target: str, rule: Rule, flags: tuple[bool, ...], n_hyper: int, 
     """
     import triton
 
-    from ampopt_kernels.triton.backend import options
+    from ampopt_kernels.triton.launch import options
 
     gpu = gpu_target(target)
 

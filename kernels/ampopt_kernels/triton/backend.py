@@ -1,45 +1,24 @@
-"""The triton backend: three multi-tensor launches over a table of addresses.
+"""The triton backend: three multi-tensor launches over a table of addresses."""
 
-The table has one int64 row for each parameter::
-
-    grad | param | states ... copy | scalar states ... | counted | group | numel
-
-with 0 for what a row has not, and for ``counted`` where it does not count towards the norm. A
-launch takes those of its programs' (row, chunk) pairs that share dtypes, flags and alignment, so
-the number of launches does not depend on the number of tensors or groups.
-"""
-
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.native import want_object_loops
-from ampopt_kernels.devices import ACCELERATORS, current
 from ampopt_kernels.language import INTERPRETED, tl
-from ampopt_kernels.rule import Rule, keep
-from ampopt_kernels.step import Backend, Decision, Partials, Request, Row, Work
+from ampopt_kernels.rule import keep
+from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
-from ampopt_kernels.triton.launch import launch
+from ampopt_kernels.triton.launch import THREADS, Launcher, launch
+from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
 
-__all__ = ["BLOCK", "CHUNK", "THREADS", "Launcher", "Triton", "options"]
+__all__ = ["BLOCK", "Triton"]
 
-CHUNK = 1 << 12
-"""Elements for each program at least: enough to hide the loads of the table behind the data's."""
-PROGRAMS = 1 << 13
-"""Programs of a pass at most, but for a chunk begun in each tensor; then chunks are larger.
-
-A device runs one or two thousand at a time, and those of the last round leave part of it idle: one
-round and a tenth take nearly as long as two. Fewer programs leave control fewer parts to reduce.
-"""
-THREADS = 1 << 7
-"""Threads of each program, in however many warps that is."""
 BLOCK = 1 << 10
 """Elements at a time: eight for each thread, so that two-byte ones are read 16 bytes at a time.
 
@@ -56,9 +35,6 @@ PARTS = 1 << 10
 ROWS = 1 << 7
 """Rows that control advances at a time."""
 
-Launcher = Callable[[torch.device, Any, int, dict[str, Any]], None]
-"""``launcher(device, kernel, programs, arguments)``; arguments by name, compile-time ones too."""
-
 
 class Triton(Backend):
     """Triton kernels; on CPU tensors, Triton's interpreter."""
@@ -71,14 +47,14 @@ class Triton(Backend):
         Args:
             launcher: called for each launch in place of launching it, to see what would run.
         """
-        self._launch = _launch if launcher is None else launcher
+        self._launch = launch if launcher is None else launcher
         self._compiles = launcher is None
         if launcher is None and not INTERPRETED:
             want_object_loops()  # so that a step asks for hundreds of addresses at once
 
     def prepare(self, work: Work) -> None:
         """See :meth:`Backend.prepare`. Compiles update, by launches of no program."""
-        table = _Table.of(work)
+        table = Table.of(work)
         if self._compiles and not table.prepared:
             numbers = _h_table(work)  # in the place of factors too, which are of its dtype
             for _, arguments in _updates(work, numbers, numbers):
@@ -87,7 +63,7 @@ class Triton(Backend):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a chunk."""
-        table = _Table.of(work)
+        table = Table.of(work)
         flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
         norm = request.max_norm is not None
         squares = torch.empty(
@@ -112,7 +88,7 @@ class Triton(Backend):
                 "BLOCK": BLOCK,
                 "AHEAD": AHEAD * THREADS // (group.like.grad.element_size() * BLOCK),
             }
-            self._launch(work.device, detect_kernel, group.stop - group.start, arguments)
+            self._launch(work.device, detect_kernel, group.programs, arguments)
         return Partials(flags, squares if norm else None)
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
@@ -147,7 +123,7 @@ class Triton(Backend):
 
     def send_hyper(self, work: Work) -> None:
         """Send the hyperparameters of ``work`` to where a captured step reads them, if changed."""
-        _hyper_table(work)
+        hyper_table(work)
 
     def _launch_control(
         self,
@@ -164,8 +140,8 @@ class Triton(Backend):
 
         flags = None if partials is None else partials.flags_on(work.device)
         squares = None if partials is None else partials.squares
-        table = None if h is None else _Table.of(work)
-        hyper = None if h is None else _hyper_table(work)
+        table = None if h is None else Table.of(work)
+        hyper = None if h is None else hyper_table(work)
         # By each optimizer, in the order of its own steps: a tensor for all of them would be read
         # on streams that do not wait for the one that it was sent on.
         constants = None
@@ -206,7 +182,7 @@ class Triton(Backend):
             "ADVANCE": h is not None,
             "SCALARS": keep if rule is None else rule.scalars,
             "N_HYPER": 0 if hyper is None else hyper.shape[1],
-            "N_STATES": _state_columns(rule),
+            "N_STATES": state_columns(rule),
             "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
             "STORED": _DTYPES[work.scalar_dtype],
             "COLUMNS": 5 if table is None else table.columns,
@@ -218,12 +194,12 @@ class Triton(Backend):
 
 def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
     """The programs and arguments of each launch of the update kernel."""
-    rule, table = work.rule, _Table.of(work)
+    rule, table = work.rule, Table.of(work)
     assert rule is not None
     for group in table.launches:
         row = group.like
         yield (
-            group.stop - group.start,
+            group.programs,
             {
                 "table": table.rows,
                 "blocks": table.blocks,
@@ -236,7 +212,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "DTYPES": tuple(_DTYPES[t.dtype] for t in row.tensors),
                 "COPIED": row.copy is not None,
                 "COMPUTE": _DTYPES[row.compute_dtype],
-                "ALIGNS": _aligns(row, group.align),
+                "ALIGNS": group.aligns,
                 "N_H": h.shape[1],
                 "COLUMNS": table.columns,
                 "BLOCK": BLOCK,
@@ -250,176 +226,9 @@ def _h_table(work: Work) -> Tensor:
     return torch.empty((len(work.rows), width), dtype=torch.float64, device=work.device)
 
 
-def _hyper_table(work: Work) -> Tensor:
-    """Float64, (groups, hyperparameters). A device tensor among them is copied on the device."""
-    numbers, on_device = [], []
-    for group, values in enumerate(work.hyper):
-        for i, value in enumerate(values):
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                value = value.item()  # no device to wait for
-            if isinstance(value, Tensor):
-                on_device.append((group, i, value))
-                value = 0.0
-            numbers.append(float(value))
-    table = work.uploads.get("hyper", numbers, torch.float64, work.device, in_place=True)
-    table = table.view(len(work.hyper), -1)
-    for group, i, value in on_device:
-        table[group, i].copy_(value.detach().reshape(()), non_blocking=True)
-    return table
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Programs ``start`` to ``stop`` of the block table, all of the kind of the row ``like``."""
-
-    start: int
-    stop: int
-    like: Row
-    align: int
-
-
-def _aligns(row: Row, align: int) -> tuple[int, ...]:
-    """What to say of the addresses of ``row``, which ``align`` divides: no more than is of use.
-
-    A thread reads as many elements of each tensor as make 16 bytes of the widest. Reading 16 bytes
-    of a narrower one takes another arrangement of threads, and shared memory and barriers between.
-    """
-    sizes = [t.element_size() for t in row.tensors]
-    return tuple(min(align, 16 // max(sizes) * size) for size in sizes)
-
-
-def _state_columns(rule: Rule | None) -> int:
-    """Columns for states, and for the copy that comes right behind those that a row has."""
-    return 0 if rule is None else len(rule.state) + 1
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The table of addresses on the device, what it was made from, and the launches over it."""
-
-    rows: Tensor
-    numbers: list[int]
-    columns: int
-    blocks: Tensor
-    n_blocks: int
-    chunk: int
-    launches: list[_Group]
-    aligned: list[bool]
-    stamp: int
-    prepared: bool = False
-
-    @staticmethod
-    def of(work: Work) -> "_Table":
-        """The table of ``work``, sent to the device where an address or a size changed."""
-        table = work.table if isinstance(work.table, _Table) else None
-        if table is not None and table.stamp != work.stamp:
-            table = table._with_gradients_of(work)
-        work.table = _Table._made(work) if table is None else table
-        return work.table
-
-    def _with_gradients_of(self, work: Work) -> "_Table | None":
-        """This table with other gradients; ``None`` if they are not aligned as the old ones."""
-        addresses = [row.grad.data_ptr() for row in work.rows]
-        if any(a % 16 for a, aligned in zip(addresses, self.aligned, strict=True) if aligned):
-            return None
-        numbers = self.numbers.copy()
-        numbers[:: self.columns] = addresses
-        rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
-        return replace(self, rows=rows, numbers=numbers, stamp=work.stamp)
-
-    @staticmethod
-    def _made(work: Work) -> "_Table":
-        n_states = _state_columns(work.rule)
-        n_scalars = 0 if work.rule is None else len(work.rule.scalar_state)
-        rows: list[int] = []
-        kinds: dict[Any, list[int]] = {}
-        for index, row in enumerate(work.rows):
-            addresses = [t.data_ptr() for t in row.tensors]
-            addresses += [0] * (2 + n_states - len(addresses))
-            scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
-            scalars += [0] * (n_scalars - len(scalars))
-            rows += [*addresses, *scalars, int(row.counted), row.group, row.grad.numel()]
-            kinds.setdefault((row.kind, row.aligned), []).append(index)
-        chunk = _chunk(sum(row.grad.numel() for row in work.rows))
-        blocks: list[int] = []
-        launches: list[_Group] = []
-        for (_, aligned), members in kinds.items():
-            start = len(blocks) // 2
-            for index in members:
-                for place in range(-(-work.rows[index].grad.numel() // chunk)):
-                    blocks += (index, place)
-            stop = len(blocks) // 2
-            if stop > start:
-                align = 16 if aligned else 1
-                launches.append(_Group(start, stop, work.rows[members[0]], align))
-        get = work.uploads.get
-        return _Table(
-            rows=get(_name("rows", work), rows, torch.int64, work.device),
-            numbers=rows,
-            columns=5 + n_states + n_scalars,
-            blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
-            n_blocks=len(blocks) // 2,
-            chunk=chunk,
-            launches=launches,
-            aligned=[row.aligned for row in work.rows],
-            stamp=work.stamp,
-        )
-
-
-def _chunk(elements: int) -> int:
-    """How many of so many elements each program takes. The same however they are divided."""
-    chunk = CHUNK
-    while chunk * PROGRAMS < elements:
-        chunk *= 2
-    return chunk
-
-
-def _name(what: str, work: Work) -> str:
-    return f"{what} of {'gradients' if work.rule is None else 'parameters'}"
-
-
 _DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-
-
-def options(warp_size: int) -> dict[str, Any]:
-    """How every kernel is compiled where a warp has so many threads: AMD has some of 64.
-
-    A product is rounded before it is added to something, as a gradient is that was unscaled by
-    itself. Fused, stepping in one call would round otherwise than in two. Triton's own default is
-    about to change.
-    """
-    return {"num_warps": THREADS // warp_size, "enable_fp_fusion": False}
-
-
-def _launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-    with _on(device):
-        if INTERPRETED:
-            if programs:  # the interpreter compiles nothing
-                kernel[(programs,)](**arguments)
-        else:
-            launch(device, kernel, programs, arguments, _options_on(device))
-
-
-@functools.cache
-def _options_on(device: torch.device) -> dict[str, Any]:
-    """:func:`options` for ``device``, the current one."""
-    from triton.runtime import driver
-
-    target: Any = driver.active.get_current_target()
-    return options(target.warp_size)
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Launch on ``device``, which Triton takes from the current one."""
-    if device.type in ACCELERATORS:
-        return current(device)
-    if INTERPRETED:
-        import numpy
-
-        return numpy.errstate(all="ignore")  # which warns of overflow where devices do not
-    return contextlib.nullcontext()

@@ -5,18 +5,77 @@ compiled for, and asks the driver where each tensor is: of a step of small tenso
 longest part. A compiled kernel knows all that, and takes addresses as numbers.
 """
 
+import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["launch"]
+from ampopt_kernels.devices import ACCELERATORS, current
+from ampopt_kernels.language import INTERPRETED
+
+__all__ = ["THREADS", "Launcher", "launch", "launch_compiled", "options"]
+
+THREADS = 1 << 7
+"""Threads of each program, in however many warps that is."""
+
+Launcher = Callable[[torch.device, Any, int, dict[str, Any]], None]
+"""``launcher(device, kernel, programs, arguments)``; arguments by name, compile-time ones too."""
+
+
+def options(warp_size: int) -> dict[str, Any]:
+    """How every kernel is compiled where a warp has so many threads: AMD has some of 64.
+
+    A product is rounded before it is added to something, as a gradient is that was unscaled by
+    itself. Fused, stepping in one call would round otherwise than in two. Triton's own default is
+    about to change.
+    """
+    return {"num_warps": THREADS // warp_size, "enable_fp_fusion": False}
+
+
+def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    """Launch ``kernel`` on ``device``, or run it in Triton's interpreter.
+
+    Args:
+        device: where.
+        kernel: of ``language.kernel``, so that neither values nor alignment ask for another binary.
+        programs: how many; with 0 it is compiled.
+        arguments: by name, compile-time ones too.
+    """
+    with _on(device):
+        if INTERPRETED:
+            if programs:  # the interpreter compiles nothing
+                kernel[(programs,)](**arguments)
+        else:
+            launch_compiled(device, kernel, programs, arguments, _options_on(device))
+
+
+@functools.cache
+def _options_on(device: torch.device) -> dict[str, Any]:
+    """:func:`options` for ``device``, the current one."""
+    from triton.runtime import driver
+
+    target: Any = driver.active.get_current_target()
+    return options(target.warp_size)
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Launch on ``device``, which Triton takes from the current one."""
+    if device.type in ACCELERATORS:
+        return current(device)
+    if INTERPRETED:
+        import numpy
+
+        return numpy.errstate(all="ignore")  # which warns of overflow where devices do not
+    return contextlib.nullcontext()
+
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(
+def launch_compiled(
     device: torch.device,
     kernel: Any,
     programs: int,

@@ -9,6 +9,7 @@ from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
 from ampopt_kernels import rules
 from ampopt_kernels.step import Request, Row, Work, run
 from ampopt_kernels.triton import backend as triton_backend
+from ampopt_kernels.triton import table
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
@@ -79,7 +80,7 @@ def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
     work = Work(CPU, [Row(grad=grad) for grad in grads])
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_backend, "CHUNK", 1 << 12)
+        patch.setattr(table, "CHUNK", 1 << 12)
         patch.setattr(triton_backend, "BLOCK", 1 << 10)
         patch.setattr(triton_backend, "AHEAD", 1 << 6)
         Triton(lambda device, *launch: recorded.append(launch)).detect(work, Request())
@@ -87,8 +88,8 @@ def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
     chunk = arguments["chunk"]
     assert programs == sum(-(-n // chunk) for n in sizes)
     assert chunk % (arguments["BLOCK"] * arguments["AHEAD"]) == 0
-    assert programs <= triton_backend.PROGRAMS + len(sizes)
-    assert chunk == 1 << 12 or programs > triton_backend.PROGRAMS // 2
+    assert programs <= table.PROGRAMS + len(sizes)
+    assert chunk == 1 << 12 or programs > table.PROGRAMS // 2
 
 
 def test_no_detect_where_nothing_is_judged():
@@ -106,7 +107,7 @@ def test_an_update_that_cannot_be_compiled_fails_before_anything_is_launched(mon
             raise RuntimeError("the compiler failed")
         others.append(kernel)
 
-    monkeypatch.setattr(triton_backend, "_launch", launch)
+    monkeypatch.setattr(triton_backend, "launch", launch)
     work = WorkPlan((row(),), rules.sgd, (HYPER,)).build().work
     with pytest.raises(RuntimeError, match="the compiler failed"):
         run(lambda _: Triton(), [work], Request())
@@ -121,7 +122,7 @@ def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
             kind = arguments["DTYPES"], arguments["h_table"].dtype, arguments["factors"].dtype
             updates.append((programs, kind))
 
-    monkeypatch.setattr(triton_backend, "_launch", launch)
+    monkeypatch.setattr(triton_backend, "launch", launch)
     backend = Triton()
     work = WorkPlan((row(), row(dtype=torch.float64)), rules.sgd, (HYPER,)).build().work
     for _ in range(2):

@@ -1,0 +1,164 @@
+"""What the kernels read: a table of addresses, the programs over it, and the hyperparameters.
+
+The table has one int64 row for each parameter::
+
+    grad | param | states ... copy | scalar states ... | counted | group | numel
+
+with 0 for what a row has not, and for ``counted`` where it does not count towards the norm. A
+launch takes those of its programs' (row, chunk) pairs that share dtypes, flags and alignment, so
+the number of launches does not depend on the number of tensors or groups.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.step import Row, Work
+
+__all__ = ["CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
+
+CHUNK = 1 << 12
+"""Elements for each program at least: enough to hide the loads of the table behind the data's."""
+PROGRAMS = 1 << 13
+"""Programs of a pass at most, but for a chunk begun in each tensor; then chunks are larger.
+
+A device runs one or two thousand at a time, and those of the last round leave part of it idle: one
+round and a tenth take nearly as long as two. Fewer programs leave control fewer parts to reduce.
+"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Programs ``start`` to ``stop`` of the block table, all of the kind of the row ``like``."""
+
+    start: int
+    stop: int
+    like: Row
+    align: int
+
+    @property
+    def programs(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
+
+    @property
+    def aligns(self) -> tuple[int, ...]:
+        """What to say of the addresses of each tensor, which ``align`` divides: no more than helps.
+
+        A thread reads as many elements of each tensor as make 16 bytes of the widest. Reading 16
+        bytes of a narrower one takes another arrangement of threads, and shared memory and barriers
+        between.
+        """
+        sizes = [t.element_size() for t in self.like.tensors]
+        return tuple(min(self.align, 16 // max(sizes) * size) for size in sizes)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The table of addresses on the device, what it was made from, and the launches over it."""
+
+    rows: Tensor
+    numbers: list[int]
+    columns: int
+    blocks: Tensor
+    n_blocks: int
+    chunk: int
+    launches: list[Launch]
+    aligned: list[bool]
+    stamp: int
+    prepared: bool = False
+
+    @staticmethod
+    def of(work: Work) -> "Table":
+        """The table of ``work``, sent to the device where an address or a size changed."""
+        table = work.table if isinstance(work.table, Table) else None
+        if table is not None and table.stamp != work.stamp:
+            table = table._with_gradients_of(work)
+        work.table = Table._made(work) if table is None else table
+        return work.table
+
+    def _with_gradients_of(self, work: Work) -> "Table | None":
+        """This table with other gradients; ``None`` if they are not aligned as the old ones."""
+        addresses = [row.grad.data_ptr() for row in work.rows]
+        if any(a % 16 for a, aligned in zip(addresses, self.aligned, strict=True) if aligned):
+            return None
+        numbers = self.numbers.copy()
+        numbers[:: self.columns] = addresses
+        rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
+        return replace(self, rows=rows, numbers=numbers, stamp=work.stamp)
+
+    @staticmethod
+    def _made(work: Work) -> "Table":
+        n_states = state_columns(work.rule)
+        n_scalars = 0 if work.rule is None else len(work.rule.scalar_state)
+        rows: list[int] = []
+        kinds: dict[Any, list[int]] = {}
+        for index, row in enumerate(work.rows):
+            addresses = [t.data_ptr() for t in row.tensors]
+            addresses += [0] * (2 + n_states - len(addresses))
+            scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
+            scalars += [0] * (n_scalars - len(scalars))
+            rows += [*addresses, *scalars, int(row.counted), row.group, row.grad.numel()]
+            kinds.setdefault((row.kind, row.aligned), []).append(index)
+        chunk = _chunk(sum(row.grad.numel() for row in work.rows))
+        blocks: list[int] = []
+        launches: list[Launch] = []
+        for (_, aligned), members in kinds.items():
+            start = len(blocks) // 2
+            for index in members:
+                for place in range(-(-work.rows[index].grad.numel() // chunk)):
+                    blocks += (index, place)
+            stop = len(blocks) // 2
+            if stop > start:
+                align = 16 if aligned else 1
+                launches.append(Launch(start, stop, work.rows[members[0]], align))
+        get = work.uploads.get
+        return Table(
+            rows=get(_name("rows", work), rows, torch.int64, work.device),
+            numbers=rows,
+            columns=5 + n_states + n_scalars,
+            blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
+            n_blocks=len(blocks) // 2,
+            chunk=chunk,
+            launches=launches,
+            aligned=[row.aligned for row in work.rows],
+            stamp=work.stamp,
+        )
+
+
+def state_columns(rule: Rule | None) -> int:
+    """Columns for states, and for the copy that comes right behind those that a row has."""
+    return 0 if rule is None else len(rule.state) + 1
+
+
+def hyper_table(work: Work) -> Tensor:
+    """Float64, (groups, hyperparameters). A device tensor among them is copied on the device."""
+    numbers, on_device = [], []
+    for group, values in enumerate(work.hyper):
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor) and value.device.type == "cpu":
+                value = value.item()  # no device to wait for
+            if isinstance(value, Tensor):
+                on_device.append((group, i, value))
+                value = 0.0
+            numbers.append(float(value))
+    table = work.uploads.get("hyper", numbers, torch.float64, work.device, in_place=True)
+    table = table.view(len(work.hyper), -1)
+    for group, i, value in on_device:
+        table[group, i].copy_(value.detach().reshape(()), non_blocking=True)
+    return table
+
+
+def _chunk(elements: int) -> int:
+    """How many of so many elements each program takes. The same however they are divided."""
+    chunk = CHUNK
+    while chunk * PROGRAMS < elements:
+        chunk *= 2
+    return chunk
+
+
+def _name(what: str, work: Work) -> str:
+    return f"{what} of {'gradients' if work.rule is None else 'parameters'}"
