@@ -24,6 +24,8 @@ An overflowed step is skipped where the gradients are, and the host waits for no
   waits, ``set_backend`` chooses what runs, and ``python -m ampopt.bench`` says how fast.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ampopt.averaging import SkipAwareAverage, averaged
 from ampopt.backend import get_backend, set_backend
 from ampopt.elementwise import ElementwiseOptimizer
@@ -57,6 +59,11 @@ from ampopt.scheduler_gate import lr_scheduler_gate
 from ampopt.third_party import extend, patch_optimizer
 from ampopt.together import unscale_and_step
 from ampopt.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from ampopt.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer as _Zero
+
+    ZeroRedundancyOptimizer = _Zero
 
 __version__ = "0.1.0"
 
@@ -103,6 +110,21 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    """``ZeroRedundancyOptimizer``, once it is asked for: the module behind it takes seconds."""
+    if name == "ZeroRedundancyOptimizer":
+        from ampopt.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def __dir__() -> list[str]:
     """What is public: without it, every file of the package would be shown too."""
-    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+    return sorted(
+        [
+            *__all__,
+            "ZeroRedundancyOptimizer",
+            *(name for name in globals() if name.startswith("__")),
+        ]
+    )

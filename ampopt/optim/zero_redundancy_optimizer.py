@@ -1,0 +1,74 @@
+"""ZeRO: each rank keeps the state of some parameters, and steps those."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed.optim
+
+from ampopt._step.ranks import REPLICATED, check_process_group
+from ampopt.optimizer import Optimizer
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+
+class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyOptimizer):
+    """``torch.distributed.optim.ZeroRedundancyOptimizer`` with mixed-precision control points.
+
+    Constructor, defaults and results are torch's. All ranks of ``process_group`` decide together
+    about all gradients, which each of them has, as ``DistributedDataParallel`` leaves them; so each
+    has to call every control point. Gradients are unscaled in place. The host waits for the flag,
+    unless the optimizer in it skips by itself, as ampopt's do and torch's with ``fused=True``.
+
+    Example:
+        >>> optimizer = ampopt.ZeroRedundancyOptimizer(
+        ...     model.parameters(), optimizer_class=ampopt.AdamW, lr=1e-3
+        ... )
+        >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
+
+    Args:
+        params, optimizer_class, process_group, parameters_as_bucket_view, defaults: as in torch's.
+        overlap_with_ddp: must be ``False``: such a step is taken within the backward pass, before
+            all gradients are there to be judged.
+
+    Raises:
+        ValueError: ``overlap_with_ddp`` is true; ``process_group`` does not contain this rank.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        process_group: Any = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        **defaults: Any,
+    ) -> None:
+        """Make the optimizer; see the class."""
+        if overlap_with_ddp:
+            raise ValueError(
+                "overlap_with_ddp=True steps within the backward pass, before all gradients are "
+                "there to be judged: leave it out"
+            )
+        check_process_group(process_group)
+        torch.distributed.optim.ZeroRedundancyOptimizer.__init__(
+            self, params, optimizer_class, process_group, parameters_as_bucket_view, **defaults
+        )
+        skips = getattr(self.optim, "_step_supports_amp_scaling", False)
+        self.skip_by = "step" if skips else "host"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch does; all ranks have its gradients."""
+        param_group.setdefault(REPLICATED, True)
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step those parameters that are this rank's, and hand them round, as torch does."""
+        flag = self.found_inf
+        if flag is None:
+            return super().step(closure, **kwargs)
+        # As a scaler would: the optimizer in it skips by itself.
+        self.optim.grad_scale, self.optim.found_inf = None, flag  # type: ignore[attr-defined]
+        try:
+            return super().step(closure, **kwargs)
+        finally:
+            del self.optim.grad_scale, self.optim.found_inf  # type: ignore[attr-defined]

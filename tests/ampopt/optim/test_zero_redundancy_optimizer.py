@@ -1,0 +1,103 @@
+"""ZeRO with control points: two ranks end where one process ends that keeps all of the state."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import ampopt
+
+
+def model_of(spread: bool) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    return torch.nn.parallel.DistributedDataParallel(model) if spread else model
+
+
+def trained(form: str, optimizer: Any, model: Any, rank: int | None) -> list[Any]:
+    """Parameters, norm and scale after four steps, in the second of which rank 1 overflows."""
+    scaler = ampopt.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 3), 1.0 + step)).square().mean()
+        ampopt.scale_outputs(loss, scaler._scale if "scaler" in form else scale).backward()
+        if step == 1 and rank in (None, 1):
+            next(model.parameters()).grad.view(-1)[0] = float("nan")
+        if form == "own":
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=0.5).scale
+        elif form == "split":
+            scale = optimizer.unscale(grads_scaled_by=scale).scale
+            optimizer.step_after_unscale()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    norm = None if form != "own" else round(float(optimizer.grad_norm), 6)
+    scale = scaler.get_scale() if form == "scaler" else scale.item()
+    return [[p.tolist() for p in model.parameters()], norm, scale]
+
+
+def options(name: str) -> tuple[Any, dict[str, Any]]:
+    classes = {"ampopt": ampopt.AdamW, "fused": torch.optim.AdamW, "torch": torch.optim.AdamW}
+    return classes[name], {"lr": 0.25, **({"fused": True} if name == "fused" else {})}
+
+
+def trained_by_ranks(form: str, name: str, bucketed: bool) -> Any:
+    model = model_of(True)
+    cls, defaults = options(name)
+    optimizer = ampopt.ZeroRedundancyOptimizer(
+        model.parameters(), cls, parameters_as_bucket_view=bucketed, **defaults
+    )
+    assert sum(len(group["params"]) for group in optimizer.optim.param_groups) < 4
+    return trained(form, optimizer, model, torch.distributed.get_rank())
+
+
+@pytest.mark.parametrize("name", ["ampopt", "fused", "torch"])
+@pytest.mark.parametrize("form", ["own", "split", "scaler"])
+def test_ranks_end_where_one_process_does(two_ranks, form, name):
+    model = model_of(False)
+    alone = ampopt.AdamW(model.parameters(), lr=0.25)
+    params, norm, scale = trained(form, alone, model, None)
+    first, second = two_ranks.run(trained_by_ranks, form, name, form == "split")
+    assert first == second
+    assert first[1:] == [norm, scale] and scale == 2.0
+    for mine, theirs in zip(first[0], params, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
+
+
+def saved_and_loaded() -> bool:
+    """Whether a run that was saved and loaded goes on as one that was not."""
+    rank, runs = torch.distributed.get_rank(), []
+    for interrupted in (False, True):
+        model = model_of(True)
+        made = [
+            ampopt.ZeroRedundancyOptimizer(model.parameters(), ampopt.AdamW, lr=0.25)
+            for _ in range(2)
+        ]
+        trained("own", made[0], model, rank)
+        if interrupted:
+            made[0].consolidate_state_dict()
+            saved: list[Any] = [made[0].state_dict() if rank == 0 else None]
+            torch.distributed.broadcast_object_list(saved)
+            made[1].load_state_dict(saved[0])
+        runs.append(trained("own", made[interrupted], model, rank))
+    return runs[0] == runs[1]
+
+
+def test_a_saved_state_goes_on(two_ranks):
+    assert two_ranks.run(saved_and_loaded) == [True, True]
+
+
+def overlapping() -> str:
+    try:
+        ampopt.ZeroRedundancyOptimizer(
+            model_of(True).parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.5
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_step_within_backward_is_refused(two_ranks):
+    assert all("overlap_with_ddp=True steps" in text for text in two_ranks.run(overlapping))
