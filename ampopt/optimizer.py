@@ -15,6 +15,7 @@ from ampopt._step.pending import Pending
 from ampopt._step.replay import Replay, check_closure, check_loss, check_verdict, step_with
 from ampopt._step.step_hooks import has_step
 from ampopt._step.uncompiled import uncompiled
+from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.given import request_fields
 from ampopt.results import StepResult, Unscaled, as_flag
 from ampopt_kernels.step import Decision, Request
@@ -517,7 +518,11 @@ def successor_of(scale: Any, decision: Decision | None, given: Any) -> Any:
         return None
     if decision is None:  # no gradients: the scale has nothing to learn
         return given if hasattr(given, "_generation") else scale.value.clone()
-    return scale._successor(decision.scale, decision.counters)
+    successor = scale._successor(decision.scale, decision.counters)
+    seen = decision.factors  # by the host, for which the scale is at hand too
+    if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(successor, LossScale):
+        successor._warn_if_collapsed()
+    return successor
 
 
 def check_max_norm(max_norm: Any) -> None:

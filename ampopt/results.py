@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ampopt.loss_scale.base import LossScale
+
 __all__ = ["StepResult", "Unscaled", "as_flag", "is_flag"]
 
 
@@ -39,7 +41,10 @@ class StepResult(NamedTuple):
     def skipped(self) -> bool:
         """Whether the update was left out. Synchronizes: the host waits for the device."""
         # A static scale may have been told to apply an overflowed update all the same.
-        return getattr(self.scale, "drop_overflow_update", True) and bool(self.found_inf > 0)
+        skipped = getattr(self.scale, "drop_overflow_update", True) and bool(self.found_inf > 0)
+        if skipped and isinstance(self.scale, LossScale):
+            self.scale._warn_if_collapsed()  # the host has waited anyway
+        return skipped
 
 
 def as_flag(found_inf: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class LossScale(ABC):
     provide what is abstract here and set ``_value``; this is what optimizers use:
 
     * :attr:`value`, :meth:`next`, :attr:`drop_overflow_update`;
+    * ``_warn_if_collapsed()``, where the host has the number anyway;
     * ``_place(device)``: put the scale on ``device``, or raise if it lives on another;
     * ``_policy``: the schedule's ``PolicyConstants``, for the device to compute the successor; or
       ``None`` where the successor is the scale itself. With ``_policy``:
@@ -127,6 +128,9 @@ class LossScale(ABC):
     def item(self) -> float:
         """The scale as a Python number. Synchronizes: the host waits for the device."""
         return self._value.item()
+
+    def _warn_if_collapsed(self) -> None:  # noqa: B027  # most cannot
+        """Warn, once, of a scale that has fallen to where it is of no use. Synchronizes."""
 
     def __float__(self) -> float:
         """As :meth:`item`; synchronizes."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.base import Device, LossScale, check_entries, check_flag, host_may_read
+from ampopt.loss_scale.collapse import Collapse
 from ampopt.loss_scale.numbers import check_count, check_scale_number
 from ampopt.loss_scale.presets import PRESETS
 from ampopt.loss_scale.schedule import Schedule
@@ -42,6 +43,13 @@ class DynamicLossScale(LossScale):
     Differs from torch: the scale has a floor, by default ``2**-126``, below which its reciprocal
     would overflow float32. GradScaler goes on to 0, and stays there.
 
+    A floor does not make such a scale useful: a run that overflows again and again trains nothing,
+    and once the overflows end, float16 gradients are 0 for a long time, for a scale that was halved
+    45 times takes 45 times ``growth_interval`` steps to come back. So a scale that has fallen to
+    its floor, or below ``2**-24``, warns, once with all its successors, when the host has the
+    number anyway: on the CPU at the step, elsewhere at :meth:`item`, :meth:`state_dict`, or
+    :attr:`ampopt.StepResult.skipped`. Nothing waits to find out.
+
     Who leaves ``torch.amp.GradScaler`` in the middle of a run goes on where it stopped with
     ``scale.load_state_dict(scaler.state_dict())``.
 
@@ -54,6 +62,7 @@ class DynamicLossScale(LossScale):
     """
 
     _schedule: Schedule
+    _collapse: Collapse
 
     def __init__(
         self,
@@ -103,6 +112,7 @@ class DynamicLossScale(LossScale):
             max_scale=max_scale,
             growth_offsets=growth_offsets,
         )
+        self._collapse = Collapse()
         value, counters = self._tensors(self._schedule.init_scale, 0, self._schedule.hysteresis)
         self._set(value, counters, placed=False)
         if device is not None:
@@ -176,13 +186,23 @@ class DynamicLossScale(LossScale):
         )
         return self._successor(value.to(torch.float32), torch.stack(counters).to(torch.int32))
 
+    def item(self) -> float:
+        """The scale as a Python number; see :meth:`LossScale.item`. Synchronizes."""
+        value = super().item()
+        self._collapse.say_once(value, self._schedule.init_scale, self._schedule.min_scale)
+        return value
+
+    def _warn_if_collapsed(self) -> None:
+        """Warn, once, of a scale that has fallen to its floor or below ``2**-24``. Synchronizes."""
+        self.item()
+
     def state_dict(self) -> dict[str, Any]:
         """All there is to save, as plain Python objects. Synchronizes."""
         assert self._counters is not None
         growth, budget = self._counters.tolist()
         return {
             "type": type(self).__name__,
-            "scale": self._value.item(),
+            "scale": self.item(),
             "growth": growth,
             "budget": budget,
             **self._settings(),
@@ -224,7 +244,7 @@ class DynamicLossScale(LossScale):
 
     def _successor(self, value: Tensor, counters: Tensor) -> "DynamicLossScale":
         new = type(self).__new__(type(self))
-        new._schedule = self._schedule
+        new._schedule, new._collapse = self._schedule, self._collapse
         new._set(value, counters, self._placed)
         return new
 

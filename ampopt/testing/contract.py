@@ -15,6 +15,8 @@ __all__ = ["OptimizerContract"]
 
 # Who claims float16 parameters is told what their states lose by the optimizer, in a training.
 @pytest.mark.filterwarnings("ignore:.* in float16, as torch's:UserWarning")
+# Overflows are drawn in any number.
+@pytest.mark.filterwarnings("ignore:the loss scale has fallen:UserWarning")
 class OptimizerContract(Skipping, Scaling, Storage, Calls, Closures, Sequences, Compilation):
     """Every invariant that loss scaling needs of an optimizer, as tests of pytest's.
 
