@@ -25,6 +25,7 @@ PRINTED = {
     "Keeping a scaler": ["True", "False True"],
     "From torch.amp": ["True True"],
     "From apex": ["65536.0"],
+    "Many ranks": ["DTensor 65536.0"],
     "Closures and replay": ["loss ['weight', 'bias']"],
     "Loss scales": ["262144.0"],
     "An optimizer of somebody else's": ["True"],
