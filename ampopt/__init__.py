@@ -121,10 +121,5 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """What is public: without it, every file of the package would be shown too."""
-    return sorted(
-        [
-            *__all__,
-            "ZeroRedundancyOptimizer",
-            *(name for name in globals() if name.startswith("__")),
-        ]
-    )
+    special = (name for name in globals() if name.startswith("__"))
+    return sorted([*__all__, "ZeroRedundancyOptimizer", *special])
