@@ -20,6 +20,8 @@ An overflowed step is skipped where the gradients are, and the host waits for no
   that has a scaler.
 - Your own: ``ElementwiseOptimizer`` from a rule, ``Optimizer`` from a ``step()``, and ``extend``
   and ``patch_optimizer`` for the optimizers of others. ``ampopt.testing`` tests them.
+- On many ranks: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``, which is
+  loaded when it is asked for, and so not listed here: the module behind it takes seconds.
 - To look: ``first_nonfinite`` names the module that overflows, ``profile`` says where the host
   waits, ``set_backend`` chooses what runs, and ``python -m ampopt.bench`` says how fast.
 """
@@ -111,7 +113,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``ZeroRedundancyOptimizer``, once it is asked for: the module behind it takes seconds."""
+    """``ZeroRedundancyOptimizer``, once somebody asks for it."""
     if name == "ZeroRedundancyOptimizer":
         from ampopt.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -121,5 +123,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """What is public: without it, every file of the package would be shown too."""
-    special = (name for name in globals() if name.startswith("__"))
-    return sorted([*__all__, "ZeroRedundancyOptimizer", *special])
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
