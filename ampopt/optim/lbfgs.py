@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from ampopt._step.step_hooks import beneath_hooks
+from ampopt._step.uncompiled import uncompiled
 from ampopt.optimizer import Optimizer
 
 __all__ = ["LBFGS"]
@@ -25,6 +27,9 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
 
     Differs from torch: it can be copied and pickled.
     """
+
+    # As torch leaves it, too: where it is compiled, a line search rounds otherwise.
+    step = uncompiled(beneath_hooks(torch.optim.LBFGS.step))
 
     # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
     _shared_state = frozenset({"d", "old_dirs", "old_stps", "ro", "al"})

@@ -15,6 +15,9 @@ OPTIMIZERS = [
     lambda params: Plain(params),
 ]
 STEPS = 5
+without_the_compilers_warning = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)
 GROWN = 16.0
 """The scale behind so many steps."""
 
@@ -147,7 +150,7 @@ def test_a_compiled_step_under_torchs_scaler_gives_the_same(make):
     assert loop.scaler.get_scale() == GROWN
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler's
+@without_the_compilers_warning
 @pytest.mark.parametrize("form", ["function", "step"])
 @pytest.mark.parametrize("cls", [ampopt.SparseAdam, ampopt.Adafactor, ampopt.AdamW, ampopt.LBFGS])
 def test_a_closure_may_be_given_to_a_compiled_step(cls, form):
@@ -174,6 +177,32 @@ def test_a_closure_may_be_given_to_a_compiled_step(cls, form):
     expected = losses(lambda function: function)
     with torch._dynamo.config.patch(nested_graph_breaks=True):  # pyright: ignore
         actual = losses(lambda function: torch.compile(function, backend="eager"))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@without_the_compilers_warning
+def test_a_line_search_rounds_as_where_nothing_is_compiled():
+    """Torch leaves the step of its LBFGS to Python, too."""
+
+    def trained(cls: Any, compiled: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 10)
+        batch = torch.randn(4, 5)
+        optimizer = cls(model.parameters(), lr=0.1, max_iter=5, line_search_fn="strong_wolfe")
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(batch).square().sum()
+            loss.backward()
+            return loss
+
+        step = compiled(optimizer.step)
+        for _ in range(6):
+            step(closure)
+        return list(model.parameters())
+
+    expected = trained(torch.optim.LBFGS, lambda step: step)
+    actual = trained(ampopt.LBFGS, lambda step: torch.compile(step, backend="eager"))
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
