@@ -18,6 +18,8 @@ An overflowed step is skipped where the gradients are, and the host waits for no
   optimizers; ``averaged`` averages a model over the steps that happened.
 - To scale: ``DynamicLossScale``, ``StaticLossScale``, ``next_scale``; ``GradScaler`` for a loop
   that has a scaler.
+- To choose dtypes: ``Precision``, ``autocast`` with operators of your choice, ``cast`` with
+  ``NORMS`` kept in float32, and ``run_in``.
 - Your own: ``ElementwiseOptimizer`` from a rule, ``Optimizer`` from a ``step()``, and ``extend``
   and ``patch_optimizer`` for the optimizers of others. ``ampopt.testing`` tests them.
 - On many ranks: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``, which is
@@ -55,6 +57,9 @@ from ampopt.optim.rprop import Rprop
 from ampopt.optim.sgd import SGD
 from ampopt.optim.sparse_adam import SparseAdam
 from ampopt.optimizer import Optimizer
+from ampopt.precision.autocast import autocast
+from ampopt.precision.cast import NORMS, cast, run_in
+from ampopt.precision.levels import Precision
 from ampopt.profiling import profile
 from ampopt.results import StepResult, Unscaled
 from ampopt.scheduler_gate import lr_scheduler_gate
@@ -86,9 +91,11 @@ __all__ = [
     "LossScale",
     "Muon",
     "NAdam",
+    "NORMS",
     "NonFiniteGradientError",
     "NonFiniteOutput",
     "Optimizer",
+    "Precision",
     "RAdam",
     "RMSprop",
     "Rprop",
@@ -98,7 +105,9 @@ __all__ = [
     "StepResult",
     "TrainStep",
     "Unscaled",
+    "autocast",
     "averaged",
+    "cast",
     "extend",
     "first_nonfinite",
     "get_backend",
@@ -106,6 +115,7 @@ __all__ = [
     "next_scale",
     "patch_optimizer",
     "profile",
+    "run_in",
     "scale_outputs",
     "set_backend",
     "unscale_and_step",

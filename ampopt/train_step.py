@@ -1,6 +1,5 @@
 """A whole training step as one call: forward, backward, accumulation, clipping and the step."""
 
-import contextlib
 import copy
 import functools
 import numbers
@@ -19,12 +18,13 @@ from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.nonfinite import is_looking
 from ampopt.optimizer import Optimizer, check_max_norm
+from ampopt.precision.levels import Precision
 from ampopt.results import StepResult
 from ampopt_kernels.transfers import carried
 
 __all__ = ["TrainStep"]
 
-_DTYPES = (torch.float16, torch.bfloat16, None)
+_NOT_GIVEN: Any = object()
 
 
 class TrainStep:
@@ -34,7 +34,7 @@ class TrainStep:
 
         optimizer.zero_grad()
         for inputs, *targets in micro-batches of the batch:
-            with torch.autocast(device, autocast):
+            with torch.autocast(device, autocast):  # or precision.autocast(device)
                 loss = loss_fn(model(inputs), *targets) / micro_batches
             scale_outputs(loss, scale).backward()
         result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
@@ -81,9 +81,10 @@ class TrainStep:
         model: Callable[..., Any],
         loss_fn: Callable[..., Tensor],
         optimizer: Optimizer,
-        scale: LossScale | float | None,
+        scale: LossScale | float | None = _NOT_GIVEN,
         *,
-        autocast: torch.dtype | None = torch.float16,
+        precision: Precision | None = None,
+        autocast: torch.dtype | None = _NOT_GIVEN,
         micro_batches: int = 1,
         max_norm: float | None = None,
         max_replays: int | None = None,
@@ -97,9 +98,12 @@ class TrainStep:
             loss_fn: ``loss_fn(outputs, *targets)``, a mean over the batch: a tensor of one element.
             optimizer: an :class:`ampopt.Optimizer`, of the model's parameters.
             scale: a loss scale to begin with, ``None`` for no scaling and no check, or a number,
-                which stands for :class:`ampopt.StaticLossScale`.
-            autocast: the dtype of ``torch.autocast``, ``torch.float16`` or ``torch.bfloat16``;
-                ``None`` for none of it.
+                which stands for :class:`ampopt.StaticLossScale`. Left out, it is
+                ``precision.loss_scale()``.
+            precision: a level; ``precision.prepare(model)`` is for the caller to call, and the
+                optimizer is made with ``**precision.optimizer_options``.
+            autocast: without ``precision``, the dtype of ``torch.autocast``, ``torch.float16``,
+                if left out, or ``torch.bfloat16``; ``None`` for none of it.
             micro_batches: how many parts a batch is run in, one after another.
             max_norm: see :meth:`ampopt.Optimizer.unscale_and_step`.
             max_replays: run an overflowed batch again, so often at most; ``None`` to skip instead.
@@ -122,10 +126,13 @@ class TrainStep:
                 f"{type(optimizer).__module__}.{type(optimizer).__name__}: import it from ampopt, "
                 "or call ampopt.patch_optimizer(optimizer)"
             )
-        if autocast not in _DTYPES:
-            raise ValueError(
-                f"autocast must be torch.float16, torch.bfloat16 or None, got {autocast!r}"
-            )
+        if precision is None:
+            precision = _of_autocast(autocast)
+        elif autocast is not _NOT_GIVEN:
+            raise ValueError("precision says what autocast does: leave autocast= out")
+        else:
+            _check_masters(precision, optimizer)
+            scale = precision.loss_scale() if scale is _NOT_GIVEN else scale
         check_count("micro_batches", micro_batches)
         check_max_norm(max_norm)
         if max_replays is not None:
@@ -146,7 +153,7 @@ class TrainStep:
             cuda_graphs.check_capturable(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._loss_fn, self._scale = loss_fn, _as_scale(scale)
-        self._dtype, self._micro_batches, self._max_norm = autocast, micro_batches, max_norm
+        self._precision, self._micro_batches, self._max_norm = precision, micro_batches, max_norm
         self._max_replays, self._preserve_rng = max_replays, preserve_rng
         self._cuda_graph = cuda_graph
         self._captured: cuda_graphs.Captured | None = None
@@ -242,18 +249,13 @@ class TrainStep:
         clear()
         losses = []
         for inputs, *targets in self._parts(batch):
-            with self._autocast():
+            with self._precision.autocast(self.optimizer._home.type):
                 loss = self._loss_fn(_outputs(self.model, inputs), *targets)
                 _check_loss(loss)
                 loss = loss / self._micro_batches if self._micro_batches > 1 else loss
             scale_outputs(loss, scale).backward()
             losses.append(loss.detach())
         return functools.reduce(torch.add, losses)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.optimizer._home.type, self._dtype)
 
     def _parts(self, batch: Any) -> Iterator[Any]:
         n = self._micro_batches
@@ -291,7 +293,28 @@ class TrainStep:
         return self._captured
 
 
+def _of_autocast(dtype: Any) -> Precision:
+    if dtype not in (torch.float16, torch.bfloat16, None, _NOT_GIVEN):
+        raise ValueError(f"autocast must be torch.float16, torch.bfloat16 or None, got {dtype!r}")
+    dtype = torch.float16 if dtype is _NOT_GIVEN else dtype
+    return Precision(compute_dtype=dtype or torch.float32)
+
+
+def _check_masters(precision: Any, optimizer: Optimizer) -> None:
+    if not isinstance(precision, Precision):
+        raise TypeError(f"precision must be an ampopt.Precision, got {type(precision).__name__}")
+    if precision.master_weights and not all(
+        group.get("master_weights") for group in optimizer.param_groups
+    ):
+        raise ValueError(
+            f"precision asks for master weights, and {type(optimizer).__name__} was made without: "
+            "give it **precision.optimizer_options"
+        )
+
+
 def _as_scale(scale: Any) -> LossScale | None:
+    if scale is _NOT_GIVEN:
+        raise TypeError("TrainStep needs a loss scale, None for none of it, or precision=")
     if scale is None or isinstance(scale, LossScale):
         return scale
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):

@@ -17,6 +17,11 @@ PRINTED = {
         "master weights: True, after ten steps: 0.98828125",
     ],
     "Clipping with master weights": ["{torch.float32}"],
+    "Choosing dtypes": ["torch.float16 torch.float32"],
+    "Operators, models and modules": [
+        "torch.float32 torch.bfloat16",
+        "torch.float32 torch.bfloat16",
+    ],
     "A step as one call": [
         "SGD: 1 step. In the last one:",
         "  2 parameters (weight, bias): by the rule, on the eager backend, compiled once that pays",

@@ -1,0 +1,1 @@
+"""What runs in which dtype: what torch lacks of it, as three small pieces."""

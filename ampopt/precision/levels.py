@@ -1,0 +1,133 @@
+"""Precision: one value for what other systems spread over levels, lists and updaters."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.dynamic import DynamicLossScale
+from ampopt.loss_scale.static import StaticLossScale
+from ampopt.precision.autocast import autocast
+from ampopt.precision.cast import FLOATS, NORMS, cast
+from ampopt.precision.presets import LEVELS
+
+__all__ = ["Precision"]
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What parameters, computations and results are in, and how losses are scaled.
+
+    Four lines use all of it::
+
+        p = ampopt.Precision.like("O2")
+        p.prepare(model)
+        optimizer = ampopt.AdamW(model.parameters(), lr=1e-3, **p.optimizer_options)
+        step = ampopt.TrainStep(model, loss_fn, optimizer, precision=p)
+
+    and a loop of one's own has ``with p.autocast("cuda")`` around model and loss, and begins with
+    ``scale = p.loss_scale()``.
+
+    Attributes:
+        param_dtype: of parameters and inputs, as :func:`ampopt.cast` has it.
+        compute_dtype: of autocast. Autocast is off where it is ``param_dtype`` and no operators are
+            listed.
+        output_dtype: of what the model returns; ``None`` for what comes out.
+        keep: what stays in float32, as :func:`ampopt.cast` has it.
+        allow: operators that autocast runs in ``compute_dtype`` besides torch's.
+        deny: operators that autocast runs in float32 besides torch's.
+        master_weights: whether the optimizer keeps float32 masters.
+        scaling: of the loss: ``None``, a number, a name of
+            :meth:`ampopt.DynamicLossScale.like`, or a function that makes a scale.
+
+    Raises:
+        TypeError: a value is of the wrong type.
+        ValueError: a value is not allowed, or two of them do not go together.
+
+    Nothing here synchronizes.
+    """
+
+    param_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype | None = None
+    keep: tuple[Any, ...] = NORMS
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    master_weights: bool = False
+    scaling: float | str | Callable[[], LossScale] | None = None
+
+    def __post_init__(self) -> None:
+        """Check the values, and make tuples of lists."""
+        for name in ("keep", "allow", "deny"):
+            value = getattr(self, name)
+            if isinstance(value, (str, type, nn.Module)):
+                raise TypeError(f"{name} must be a tuple, got {value!r}: write ({value!r},)")
+            object.__setattr__(self, name, tuple(value))
+        for name in ("param_dtype", "compute_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value not in FLOATS and not (name == "output_dtype" and value is None):
+                raise ValueError(f"{name} must be a floating-point dtype, got {value!r}")
+        wide = self.compute_dtype.itemsize > 2  # so it is none of autocast's
+        if wide and (self.allow or self.deny or self.compute_dtype != self.param_dtype):
+            raise ValueError(
+                "compute_dtype must be torch.float16 or torch.bfloat16, or param_dtype with "
+                f"neither allow nor deny, got {self.compute_dtype}"
+            )
+        if self.master_weights and self.param_dtype.itemsize > 2:
+            raise ValueError(f"{self.param_dtype} parameters need no master_weights: leave it out")
+        autocast("cpu", torch.bfloat16, self.allow, self.deny, enabled=False)  # checks the names
+        if not callable(self.scaling):
+            self.loss_scale()
+
+    @classmethod
+    def like(cls, name: str, /, **overrides: Any) -> "Precision":
+        """The level that another system calls so.
+
+        Args:
+            name: ``"O0"`` to ``"O3"`` as apex has them, ``"torch"``, ``"paddle-O1"``,
+                ``"paddle-O2"``, ``"fleet"``, ``"mindspore-O0"``, ``"mindspore-O2"``,
+                ``"mindspore-O3"`` or ``"nnabla-half"``. ``ampopt.precision.presets`` says where
+                each was read, and what is left out.
+            overrides: fields that are to be others, such as ``compute_dtype=torch.bfloat16``.
+
+        Raises:
+            TypeError: an override is not a field.
+            ValueError: no system calls a level so; or as the class raises.
+        """
+        if name not in LEVELS:
+            raise ValueError(f"no level is called {name!r}: choose one of {sorted(LEVELS)}")
+        return cls(**{**LEVELS[name], **overrides})
+
+    def prepare(self, model: _M) -> _M:
+        """Cast the model in place, as :func:`ampopt.cast` does, and return it."""
+        return cast(model, self.param_dtype, self.keep, self.output_dtype)
+
+    def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        """The context in which to call the model and the loss function."""
+        if self.allow or self.deny:
+            return autocast(device_type, self.compute_dtype, self.allow, self.deny)
+        if self.compute_dtype == self.param_dtype:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, self.compute_dtype)
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """Keyword arguments for the optimizer: ``AdamW(params, **precision.optimizer_options)``."""
+        return {"master_weights": True} if self.master_weights else {}
+
+    def loss_scale(self) -> LossScale | None:
+        """A new scale to begin with; ``None`` for no scaling."""
+        if isinstance(self.scaling, str):
+            return DynamicLossScale.like(self.scaling)
+        if not callable(self.scaling):
+            return None if self.scaling is None else StaticLossScale(self.scaling)
+        scale = self.scaling()
+        if not isinstance(scale, LossScale):
+            raise TypeError(f"scaling returned no LossScale, but {type(scale).__name__}")
+        return scale

@@ -1,0 +1,74 @@
+"""The precisions of other systems, as data for ``Precision.like``.
+
+Operators go by torch's names; what torch's autocast runs in float32 on a GPU is listed all the
+same, as its list for CPUs is shorter. Where each was read, and what it leaves out:
+
+- ``O0``, ``O2``, ``O3``: apex ``apex/amp/frontend.py`` (removed from apex in 2025). With the scale
+  of 1 that O0 and O3 have, apex applies an overflow, and this skips it.
+- ``O1``: besides, the lists in ``apex/amp/lists``. It bans ``binary_cross_entropy``, as torch's
+  autocast does on a GPU, and promotes operands of different dtypes where torch's operators do.
+- ``torch``: pytorch ``torch/amp/autocast_mode.py`` and ``torch/amp/grad_scaler.py``.
+- ``paddle-O1``: Paddle ``python/paddle/amp/auto_cast.py`` and ``amp_lists.py``. Left out: pooling,
+  embedding and scatter, which compute nothing.
+- ``paddle-O2``: ``decorate(level="O2")`` there. Left out: interpolation runs in float32.
+- ``fleet``: Paddle ``paddle/fluid/framework/distributed_strategy.proto``, ``AMPConfig``, with the
+  lists of ``paddle-O1``. ``custom_white_list`` is ``allow=`` here, ``custom_black_list`` ``deny=``,
+  and ``custom_black_varnames`` :func:`ampopt.run_in`.
+- ``mindspore-O0``, ``mindspore-O2``, ``mindspore-O3``: MindSpore
+  ``python/mindspore/train/amp.py``. It keeps float32 parameters in the cells and casts them where
+  used; here the optimizer keeps them. With a scale of 1, as above.
+- ``nnabla-half``: NNabla ``type_config="half"``, with the schedule of
+  ``python/src/nnabla/experimental/mixed_precision_training.py``. That retries an overflowed update
+  on new data, up to 100 times; this skips it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["LEVELS"]
+
+_APEX_FLOAT32 = tuple(
+    "acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cosine_similarity "
+    "cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss "
+    "interpolate kl_div l1_loss layer_norm local_response_norm log log10 log2 log_softmax "
+    "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss "
+    "multilabel_soft_margin_loss nll_loss norm normalize poisson_nll_loss pow prod reciprocal "
+    "renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus std sum tan "
+    "triplet_margin_loss var".split()
+)
+_PADDLE_FLOAT32 = tuple(
+    "acos asin atanh binary_cross_entropy_with_logits cosh cosine_similarity cross_entropy "
+    "cumprod cumsum dist erfinv exp expm1 group_norm huber_loss interpolate layer_norm log log10 "
+    "log2 log_softmax mean nll_loss norm pow prod reciprocal renorm rsqrt sinh softmax softmin "
+    "softplus square sum tan tanhshrink triplet_margin_loss".split()
+)
+_NNABLA_FLOAT32 = ("cross_entropy", "mean", "softmax", "sum")
+
+_FLOAT32: dict[str, Any] = {"keep": (), "scaling": 1.0}
+_LISTS: dict[str, Any] = {"compute_dtype": torch.float16, "keep": ()}
+_HALF: dict[str, Any] = {
+    "param_dtype": torch.float16,
+    "compute_dtype": torch.float16,
+    "output_dtype": torch.float32,
+    "keep": (),
+    "scaling": 1.0,
+}
+_MASTERS: dict[str, Any] = {**_HALF, "keep": (_BatchNorm,), "master_weights": True}
+
+LEVELS: dict[str, Mapping[str, Any]] = {
+    "O0": _FLOAT32,
+    "O1": {**_LISTS, "deny": _APEX_FLOAT32, "scaling": "apex"},
+    "O2": {**_MASTERS, "scaling": "apex"},
+    "O3": _HALF,
+    "torch": {**_LISTS, "scaling": "torch"},
+    "paddle-O1": {**_LISTS, "deny": _PADDLE_FLOAT32, "scaling": "paddle"},
+    "paddle-O2": {**_MASTERS, "scaling": "paddle"},
+    "fleet": {**_LISTS, "deny": _PADDLE_FLOAT32, "scaling": "paddle-fleet"},
+    "mindspore-O0": _FLOAT32,
+    "mindspore-O2": {**_MASTERS, "scaling": "mindspore"},
+    "mindspore-O3": {**_HALF, "master_weights": True},
+    "nnabla-half": {**_LISTS, "deny": _NNABLA_FLOAT32, "scaling": "nnabla"},
+}

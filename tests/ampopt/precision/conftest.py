@@ -1,0 +1,13 @@
+"""What tests of compiled functions begin with."""
+
+import pytest
+import torch
+from support.requirements import skip_unless_it_runs
+
+
+@pytest.fixture
+def fresh_dynamo(request):
+    """Nothing is compiled yet, whatever ran before."""
+    if "inductor" in request.node.name:
+        skip_unless_it_runs("compiled")
+    torch._dynamo.reset()

@@ -1,0 +1,274 @@
+"""``ampopt.autocast``: which dtype an operator runs in, by name, wherever it is called from."""
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import ampopt
+
+LOW, FULL = torch.bfloat16, torch.float32
+X = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
+
+SOFTMAXES = (
+    lambda x: torch.softmax(x, -1),
+    lambda x: F.softmax(x, -1),
+    lambda x: x.softmax(-1),
+    lambda x: torch.nn.Softmax(-1)(x),
+)
+MATMULS = (lambda x: x @ x.T, lambda x: torch.matmul(x, x.T), lambda x: x.matmul(x.T))
+
+
+def autocast(**lists: Any) -> ampopt.autocast:
+    return ampopt.autocast("cpu", LOW, **lists)
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize("dtype", [LOW, FULL])
+def test_softmax_means_every_softmax(softmax, dtype):
+    with autocast(allow=["softmax"]):
+        assert softmax(X.to(dtype)).dtype == LOW
+    with autocast(deny=["softmax"]):
+        assert softmax(X.to(dtype)).dtype == FULL
+
+
+@pytest.mark.parametrize("matmul", MATMULS)
+def test_matmul_is_the_operator_too(matmul):
+    with autocast(deny=["matmul"]):
+        assert matmul(X.to(LOW)).dtype == FULL
+        assert torch.equal(matmul(X), X @ X.T)
+    with autocast():
+        assert matmul(X).dtype == LOW
+
+
+def test_operators_with_the_tensor_on_the_right():
+    with autocast(allow=["sub", "pow", "add"]):
+        assert [(1 - X).dtype, (2**X).dtype, (1 + X).dtype, (X - 1).dtype] == [LOW] * 4
+
+
+@pytest.mark.parametrize("together", [list, tuple])
+def test_lists_of_tensors_are_cast(together):
+    with autocast(deny=["cat", "stack"]):
+        assert torch.cat(together([X, X.to(LOW)]), dim=0).dtype == FULL
+        assert torch.stack(tensors=together([X.to(LOW), X.to(LOW)])).dtype == FULL
+
+
+def test_what_is_not_listed_is_torchs():
+    with torch.autocast("cpu", LOW):
+        expected = [F.linear(X, X).dtype, F.gelu(X).dtype, F.mse_loss(X.to(LOW), X).dtype]
+    with autocast(allow=["softmax"], deny=["exp"]):
+        assert [F.linear(X, X).dtype, F.gelu(X).dtype, F.mse_loss(X.to(LOW), X).dtype] == expected
+
+
+@given(dtype=st.sampled_from([torch.float64, torch.int64, torch.bool, torch.complex64]))
+def test_other_dtypes_are_left_alone(dtype):
+    x = torch.ones(3, 3).to(dtype)
+    expected = x.sum().dtype
+    with autocast(allow=["sum"]):
+        assert x.sum().dtype == expected
+    with autocast(deny=["sum"]):
+        assert x.sum().dtype == expected
+
+
+def test_calls_that_write_are_left_alone():
+    out = torch.empty(4, 8)
+    x = X.clone()
+    with autocast(allow=["exp", "relu"]):
+        assert torch.exp(X, out=out) is out and out.dtype == FULL
+        assert F.relu(x, inplace=True) is x
+    assert torch.equal(out, X.exp())
+
+
+@given(data=st.data())
+def test_the_innermost_that_names_an_operator_has_its_say(data):
+    names = ("softmax", "matmul", "exp")
+    depths = data.draw(
+        st.lists(st.dictionaries(st.sampled_from(names), st.booleans()), min_size=1, max_size=3)
+    )
+    expected = {}
+    with torch.autocast("cpu", LOW):
+        contexts = []
+        for low in depths:
+            expected |= low
+            contexts.append(
+                autocast(allow=[n for n in low if low[n]], deny=[n for n in low if not low[n]])
+            )
+            contexts[-1].__enter__()
+        got = {
+            "softmax": X.softmax(-1).dtype,
+            "matmul": (X.to(LOW) @ X.to(LOW).T).dtype,
+            "exp": X.to(LOW).exp().dtype,
+        }
+        for context in reversed(contexts):
+            context.__exit__(None, None, None)
+        assert X.softmax(-1).dtype == FULL
+    for name, low in expected.items():
+        assert got[name] == (LOW if low else FULL), name
+
+
+@pytest.mark.parametrize("off", [torch.autocast, ampopt.autocast])
+def test_switched_off_inside_the_lists_are_off(off):
+    with autocast(allow=["softmax"], deny=["matmul"]):
+        with off("cpu", enabled=False):
+            assert X.softmax(-1).dtype == FULL
+            assert (X.to(LOW) @ X.to(LOW).T).dtype == LOW
+        assert X.softmax(-1).dtype == LOW
+
+
+def test_a_torch_autocast_inside_sets_the_dtype():
+    with autocast(allow=["softmax"]), torch.autocast("cpu", torch.float16):
+        assert X.softmax(-1).dtype == torch.float16
+
+
+def test_off_after_an_exception():
+    with pytest.raises(KeyError), autocast(allow=["softmax"]):
+        raise KeyError
+    assert X.softmax(-1).dtype == FULL and not torch.is_autocast_enabled("cpu")
+
+
+def test_entered_again_also_inside_itself():
+    context = autocast(allow=["softmax"])
+    for _ in range(2):
+        with context, context:
+            assert X.softmax(-1).dtype == LOW
+        assert X.softmax(-1).dtype == FULL and not torch.is_autocast_enabled("cpu")
+
+
+def test_a_decorator_whose_calls_overlap():
+    inside = threading.Barrier(2, timeout=20)
+
+    @autocast(deny=["matmul"])
+    def product(first):
+        inside.wait()
+        if first:
+            inside.wait()  # the other has left by then
+        return (X @ X.T).dtype
+
+    got = []
+
+    def call():
+        got.append(product(True))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    got.append(product(False))
+    inside.wait()
+    thread.join()
+    assert got == [FULL, FULL] and not torch.is_autocast_enabled("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.linspace(-0.5, 0.5, 64).reshape(8, 8))
+
+    def forward(self, x):
+        return F.softmax(self.linear(x), -1).exp() @ x.T
+
+
+def gradients(block, call, x=X):
+    x = x.clone().requires_grad_()
+    with autocast(allow=["softmax"]), autocast(deny=["linear"]):
+        y = call(x)
+    y.float().square().sum().backward(retain_graph=True)
+    y.float().square().sum().backward()  # through what was recomputed, too
+    return [y, x.grad, block.linear.weight.grad]
+
+
+def test_backward_gives_parameters_gradients_of_their_dtype():
+    block = Block()
+    y, x, weight = gradients(block, block)
+    assert (y.dtype, x.dtype, weight.dtype) == (LOW, FULL, FULL)
+
+
+def test_checkpoints_recompute_under_the_lists():
+    block = Block()
+    again = copy.deepcopy(block)
+    expected = gradients(block, block)
+    got = gradients(
+        again,
+        lambda x: checkpoint(again, x, use_reentrant=False, context_fn=ampopt.autocast.context_fn),
+    )
+    assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_is_seen_into(need_weights, training):
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
+    x = X.reshape(2, 2, 8)
+    with torch.set_grad_enabled(training):
+        expected = attention(x, x, x, need_weights=need_weights)[0]
+        names = ["linear", "matmul", "bmm", "baddbmm", "scaled_dot_product_attention"]
+        with autocast(deny=names):
+            got = attention(x, x, x, need_weights=need_weights)[0]
+    assert got.dtype == FULL
+    torch.testing.assert_close(got, expected)
+
+
+def compiled_alike(function, compiler):
+    expected = function(X)
+    got = torch.compile(function, fullgraph=True, backend=compiler)(X)
+    assert [t.dtype for t in got] == [t.dtype for t in expected]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    torch.stack([t.float().sum() for t in got]).sum().backward()
+
+
+def example(x, block=Block(), attention=nn.MultiheadAttention(8, 2)):  # noqa: B008
+    with autocast(allow=["softmax"], deny=["linear"]):
+        first = [block(x), x @ x.T, attention(x, x, x)[0], x.unflatten(-1, (2, 4)) + block(x).sum()]
+        with autocast(allow=["exp"], deny=["softmax"]), torch.autocast("cpu", enabled=True):
+            first += [x.exp(), x.to(LOW).softmax(-1)]
+        with torch.autocast("cpu", enabled=False):
+            return [*first, x.softmax(-1)]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_made_inside_of_a_compiled_function(compiler, fresh_dynamo):
+    compiled_alike(example, compiler)
+
+
+def test_around_a_compiled_function(fresh_dynamo):
+    block = Block()
+    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="eager")
+    assert compiled(X).dtype == block(X).dtype == FULL
+    with autocast(allow=["exp"]):
+        assert compiled(X).dtype == block(X).dtype == LOW
+    with autocast(deny=["matmul"]):
+        assert compiled(X).dtype == block(X).dtype == FULL
+
+
+def test_a_compiled_function_that_it_decorates(fresh_dynamo):
+    function = autocast(deny=["matmul"])(lambda x: x @ x.T)
+    assert torch.compile(function, fullgraph=True, backend="eager")(X).dtype == FULL
+
+
+BAD = [
+    ({"allow": ["sofmax"]}, ValueError, "no operator of torch is called 'sofmax': .*'softmax'"),
+    ({"deny": ["zzzzqq"]}, ValueError, "no operator of torch is called 'zzzzqq': write it as"),
+    ({"deny": ["__get__"]}, ValueError, "'__get__' writes to"),
+    ({"allow": ["exp", "sum"], "deny": ["sum"]}, ValueError, r"\['sum'\] in both allow and deny"),
+    ({"allow": ["add_"]}, ValueError, "'add_' writes to tensors that it is given"),
+    ({"deny": ["batch_norm"]}, ValueError, "'batch_norm' writes to.*ampopt.cast"),
+    ({"allow": "softmax"}, TypeError, "allow must be a list of names"),
+    ({"allow": True}, TypeError, "allow must be a list of names"),
+    ({"deny": [torch.softmax]}, TypeError, "deny takes operators by name"),
+]
+
+
+@pytest.mark.parametrize("lists, error, message", BAD)
+def test_bad_lists_say_what_to_write(lists, error, message):
+    with pytest.raises(error, match=message):
+        autocast(**lists)
+    assert not torch.is_autocast_enabled("cpu")

@@ -1,0 +1,310 @@
+"""``ampopt.cast`` and ``ampopt.run_in``: what is stored, what computes in what, what comes out."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import ampopt
+
+HALVES = (torch.float16, torch.bfloat16)
+LOW, FULL = torch.bfloat16, torch.float32
+
+
+class Net(nn.Module):
+    """With tied weights, buffers, norms, and an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(10, 8)
+            self.batch_norm = nn.BatchNorm1d(8)
+            self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+            self.head = nn.Linear(8, 10, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.linspace(0.0, 1.0, 4)[:, None])
+
+    def forward(self, ids: torch.Tensor, shift: Any = 0.0) -> Any:
+        x = self.embedding(ids) + self.positions + shift
+        x = self.batch_norm(x.transpose(1, 2)).transpose(1, 2)
+        return {"logits": self.head(self.encoder(x)), "ids": ids}
+
+
+IDS = torch.arange(8).reshape(2, 4)
+NORM_NAMES = {"batch_norm", "encoder.norm1", "encoder.norm2"}
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: t.dtype for name, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_norms_stay_in_float32_and_all_else_does_not(dtype):
+    model = Net()
+    parameters, keys = list(model.parameters()), list(model.state_dict())
+    assert ampopt.cast(model, dtype) is model
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == keys
+    assert model.head.weight is model.embedding.weight
+    for name, its in dtypes(model).items():
+        if name.endswith("num_batches_tracked"):
+            assert its == torch.int64
+        else:
+            assert its == (FULL if name.rpartition(".")[0] in NORM_NAMES else dtype), name
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("training", [True, False])
+def test_it_computes_what_float32_does_within_rounding(dtype, training):
+    model = Net().train(training)
+    with torch.set_grad_enabled(training):
+        expected = model(IDS)["logits"]
+        got = ampopt.cast(model, dtype)(IDS)
+    assert got["logits"].dtype == dtype and got["ids"].dtype == torch.int64
+    torch.testing.assert_close(got["logits"].float(), expected, atol=0.1, rtol=0.1)
+
+
+def test_kept_modules_are_fed_float32_and_return_the_models_dtype():
+    model = ampopt.cast(Net(), LOW)
+    seen = []
+    model.encoder.norm1.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    model.encoder.norm1.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    model(IDS)
+    assert seen == [FULL, LOW]
+
+
+def test_inputs_and_keyword_arguments_are_cast_and_outputs_where_asked():
+    model = ampopt.cast(Net(), LOW, outputs=FULL)
+    seen = []
+    model.batch_norm.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    assert model(IDS, shift=torch.ones(8, dtype=torch.float64))["logits"].dtype == FULL
+    assert seen == [LOW]
+    assert ampopt.cast(model, LOW)(IDS)["logits"].dtype == LOW
+
+
+@given(dtypes_=st.lists(st.sampled_from([*HALVES, FULL]), min_size=2, max_size=4))
+def test_casting_again_is_casting_once(dtypes_):
+    once, again = Net(), Net()
+    for dtype in dtypes_:
+        ampopt.cast(again, dtype, outputs=FULL)
+    ampopt.cast(once, dtypes_[-1], outputs=FULL)
+    assert dtypes(once) == dtypes(again)
+    assert again(IDS)["logits"].dtype == FULL
+    for a, b in zip(once.modules(), again.modules(), strict=True):
+        assert len(a._forward_pre_hooks) == len(b._forward_pre_hooks)
+        assert len(a._forward_hooks) == len(b._forward_hooks)
+
+
+def test_twice_to_the_same_dtype_gives_the_same_bits():
+    once = ampopt.cast(Net(), LOW)
+    twice = ampopt.cast(ampopt.cast(Net(), LOW), LOW)
+    assert torch.equal(once(IDS)["logits"], twice(IDS)["logits"])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("change", ["cast", "run_in"])
+def test_copies_and_pickles_are_independent_and_alike(copied, change):
+    model = Net().eval()
+    if change == "cast":
+        ampopt.cast(model, LOW)
+    else:
+        ampopt.run_in(model, LOW)
+    twin = copied(model)
+    expected = model(IDS)["logits"]
+    assert torch.equal(twin(IDS)["logits"], expected)
+    with torch.no_grad():
+        twin.embedding.weight.zero_()
+    assert torch.equal(model(IDS)["logits"], expected)
+    assert not torch.equal(twin(IDS)["logits"], expected)
+    assert ampopt.cast(twin, LOW, outputs=FULL)(IDS)["logits"].dtype == FULL
+
+
+# Dynamo looks at each tensor's gradient, and says so where it compiles the hooks by themselves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("change", [ampopt.cast, ampopt.run_in])
+def test_compiled_with_hooks_and_backward(change, compiler, fresh_dynamo):
+    model = change(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), LOW)
+    x = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
+    expected = copy.deepcopy(model)(x)
+    got = torch.compile(model, fullgraph=True, backend=compiler)(x)
+    assert got.dtype == LOW
+    torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)
+    got.sum().backward()
+    assert model[0].weight.grad.dtype == model[0].weight.dtype
+    assert model[1].running_mean.abs().sum() > 0
+
+
+def test_gradients_that_are_there_are_cast_too():
+    model: Any = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    expected = model.weight.grad.to(LOW)
+    ampopt.cast(model, LOW)
+    assert torch.equal(model.weight.grad, expected)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(model.weight.grad, 2 * expected)
+
+
+def test_names_types_and_modules_to_keep():
+    model = Net()
+    ampopt.cast(model, LOW, keep=["encoder.lin*", nn.BatchNorm1d, model.encoder.norm2])
+    kept = {name.rpartition(".")[0] for name, d in dtypes(model).items() if d == FULL}
+    assert kept == {"encoder.linear1", "encoder.linear2", "batch_norm", "encoder.norm2"}
+    model(IDS)["logits"].sum().backward()
+
+
+def test_what_is_in_a_kept_module_stays_with_it():
+    model = ampopt.cast(Net(), LOW, keep=["encoder", nn.LayerNorm, "batch_norm"])
+    assert {d for n, d in dtypes(model).items() if n.startswith("encoder")} == {FULL}
+    seen = []
+    model.encoder.linear1.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    assert model(IDS)["logits"].dtype == LOW and seen == [FULL]
+
+
+def test_masters_and_a_step_after_it():
+    model = ampopt.cast(Net(), torch.float16, outputs=FULL)
+    optimizer = ampopt.AdamW(model.parameters(), lr=1e-2, master_weights=True)
+    step = ampopt.TrainStep(
+        model,
+        lambda out, ids: nn.functional.cross_entropy(out["logits"].flatten(0, 1), ids.flatten()),
+        optimizer,
+        ampopt.DynamicLossScale(),
+        autocast=None,
+    )
+    losses = [step(IDS, IDS).loss.item() for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_run_in_a_dtype_whatever_is_around():
+    model = ampopt.cast(Net(), LOW)
+    ampopt.run_in(model.head, FULL)
+    seen = []
+    model.head.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    with ampopt.autocast("cpu", torch.float16, allow=["linear"]):
+        assert model(IDS)["logits"].dtype == FULL
+    assert model(IDS)["logits"].dtype == FULL and seen == [FULL, FULL]
+    assert model.head.weight.dtype == LOW and model.head.weight is model.embedding.weight
+
+
+@given(dtype=st.sampled_from([*HALVES, torch.float64]))
+def test_run_in_leaves_parameters_and_gives_them_gradients(dtype):
+    model: Any = Net()
+    before, keys = dtypes(model), list(model.state_dict())
+    ampopt.run_in(ampopt.run_in(model, FULL), dtype)
+    out = model(IDS)["logits"]
+    out.float().square().sum().backward()
+    assert out.dtype == dtype and dtypes(model) == before and list(model.state_dict()) == keys
+    assert all(p.grad is not None and p.grad.dtype == FULL for p in model.parameters())
+    assert model.batch_norm.running_mean.abs().sum() > 0
+    assert torch.equal(
+        model.positions, torch.linspace(0.0, 1.0, 4)[:, None]
+    )  # not rounded on the way
+
+
+def test_run_in_around_kept_modules_in_whichever_order():
+    one, other = Net(), Net()
+    ampopt.cast(one, LOW)
+    ampopt.run_in(one.encoder, FULL)
+    ampopt.run_in(other.encoder, FULL)
+    ampopt.cast(other, LOW)
+    for model in (one, other):
+        ampopt.run_in(model.head, FULL)
+        seen = []
+        inside: list[Any] = [model.encoder.linear1, model.encoder.norm1]
+        for inner in inside:
+            inner.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.dtype))
+        model(IDS)
+        assert seen == [FULL, FULL]
+    assert torch.equal(one(IDS)["logits"], other(IDS)["logits"])
+
+
+def test_run_in_inside_of_run_in_uses_parameters_as_they_are():
+    inner = nn.Linear(8, 8)
+    x = torch.ones(1, 8)
+    model = ampopt.run_in(nn.Sequential(ampopt.run_in(inner, FULL)), LOW)
+    expected = nn.functional.linear(x, inner.weight, inner.bias).to(LOW)
+    assert torch.equal(model(x), expected)
+
+
+def test_run_in_without_parameters():
+    softmax: Any = ampopt.run_in(nn.Softmax(-1), FULL)
+    assert softmax(torch.ones(2, 2, dtype=LOW)).dtype == FULL
+
+
+def on_ranks() -> list[Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.linspace(-1.0, 0.75, p.numel()).reshape(p.shape))
+    ampopt.run_in(model[2], FULL)
+    ampopt.cast(model, LOW, outputs=FULL)
+    x = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
+    expected = model(x).detach()
+    fully_shard(model[1])
+    fully_shard(model)
+    got = model(x)
+    got.square().sum().backward()
+    optimizer: Any = ampopt.AdamW(model.parameters(), master_weights=True)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    return [str(p.dtype) for p in model.parameters()] + [torch.equal(got, expected)]
+
+
+def test_sharded_afterwards(two_ranks):
+    half, full = str(LOW), str(FULL)
+    assert two_ranks.run(on_ranks) == [[half, half, full, full, half, half, True]] * 2
+
+
+def sparse() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.eye(2).to_sparse())
+    return model
+
+
+def tied() -> nn.Module:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    return model
+
+
+def quantized() -> nn.Module:
+    model = nn.Linear(2, 2)
+    values = torch.ones(2).to(torch.float32)
+    model.register_buffer("codes", torch.quantize_per_tensor(values, 0.1, 0, torch.qint8))
+    return model
+
+
+BAD = [
+    (Net, {"keep": ["encodr*"]}, ValueError, r"no module matches 'encodr\*'.*'encoder'"),
+    (Net, {"keep": [nn.Linear(2, 2)]}, ValueError, "no module matches Linear"),
+    (Net, {"keep": [3]}, TypeError, "keep takes types, names and modules, got 3"),
+    (Net, {"dtype": torch.int8}, ValueError, "dtype must be one of .* got torch.int8"),
+    (tied, {"keep": ["a"]}, ValueError, "b.weight is tied to a tensor that keep treats otherwise"),
+    (sparse, {}, ValueError, "mask cannot be cast: torch.sparse_coo"),
+    (quantized, {}, ValueError, "codes cannot be cast: .*torch.qint8"),
+    (lambda: nn.LazyLinear(2), {}, ValueError, "weight cannot be cast: it is not initialized"),
+    (dict, {}, TypeError, "expected a torch.nn.Module, got dict"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("make, options, error, message", BAD)
+def test_what_cannot_be_cast_is_named_and_nothing_changes(make, options, error, message):
+    model = make()
+    with pytest.raises(error, match=message):
+        ampopt.cast(model, **{"dtype": LOW, **options})
+    if isinstance(model, nn.Module) and not isinstance(model, nn.LazyLinear):
+        assert LOW not in dtypes(model).values()
+        assert not any(m._forward_pre_hooks for m in model.modules())
+    if "keep" not in options:
+        with pytest.raises(error, match=message):
+            ampopt.run_in(model, options.get("dtype", LOW))
