@@ -26,6 +26,18 @@ __all__ = [
 ]
 
 
+_ADVICE = {
+    ("forward", True): "What it was given was finite. No loss scale mends that: have it compute in "
+    "float32, or make what it is given smaller.",
+    ("forward", False): "What it was given was not finite already: look at the batch, and at what "
+    "is done between modules.",
+    ("backward", True): "What it was given was finite: a smaller loss scale may mend that.",
+    ("backward", False): "What it was given was not finite already: look at the loss, which may be "
+    "scaled by too much, and at tensors used several times, whose gradients are added up.",
+}
+"""Where to look next, by direction and by whether what the module was given was finite."""
+
+
 @dataclass(frozen=True)
 class NonFiniteOutput:
     """What a module made that is not finite: its output, or backward, a gradient.
@@ -62,23 +74,14 @@ class NonFiniteOutput:
     def __str__(self) -> str:
         """What was found, and where to look next."""
         limit = torch.finfo(self.dtype).max
-        largest = "none" if self.largest is None else f"{self.largest:.4g}"
-        if self.given_finite:
-            advice = (
-                "What it was given was finite. No loss scale mends that: have it compute in "
-                "float32, or make what it is given smaller."
-                if self.direction == "forward"
-                else "What it was given was finite: a smaller loss scale may mend that."
-            )
-        else:
-            advice = "What it was given was not finite already: look at " + (
-                "the batch, and at what is done between modules."
-                if self.direction == "forward"
-                else "the loss, and at tensors used several times, whose gradients are added up."
-            )
+        values = (
+            "without a finite element"
+            if self.largest is None
+            else f"largest finite magnitude {self.largest:.4g} of at most {limit:.4g}"
+        )
         return (
             f"{self.subject} is not finite: {str(self.dtype).removeprefix('torch.')} of shape "
-            f"{self.shape}, largest finite magnitude {largest} of at most {limit:.4g}. {advice}"
+            f"{self.shape}, {values}. {_ADVICE[self.direction, self.given_finite]}"
         )
 
 

@@ -35,6 +35,7 @@ PRINTED = {
     "Loss scales": ["262144.0"],
     "An optimizer of somebody else's": ["True"],
     "Testing your optimizer": ["True"],
+    "Watching for overflow": ["loss 6 2", "the output of '2' (Linear) is not finite: float16", "2"],
     "Attempting to unscale FP16 gradients.": ["0.0"],
     "unscale_() has already been called on this optimizer since the last update().": ["False"],
     "No inf checks were recorded for this optimizer.": ["False True"],
