@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench import contenders, launches, report, rows, workloads
+from ampopt.bench import contenders, first_steps, launches, report, rows, workloads
 from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error(f"--launches: the {backend} backend launches no kernels on {device}")
     if options.clock == "cpu" and (device.type != "cpu" or torch.get_num_threads() != 1):
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
+    if options.first_steps and (device.type != "cpu" or cpp_compiler() is None):
+        parser.error("--first-steps: rules are compiled on a CPU, with a C++ compiler")
     if options.backend is None:
         options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
     before = ampopt.get_backend()
@@ -72,6 +74,15 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     sizes += [workloads.of(elements) for elements in options.elements or ()]
     if options.launches:
         _print_launches(chosen, sizes, dtype, device, speed)
+        return
+    if options.first_steps:
+        found = [
+            first_steps.measure(optimizer, workload, dtype=options.dtype)
+            for workload, optimizer in itertools.product(sizes, chosen)
+        ]
+        print(f"\nmilliseconds for the first {first_steps.STEPS} steps in all, by auto:")
+        print("cold, with nothing compiled before, and warm; best: of for-loop and foreach")
+        print(first_steps.table(found))
         return
     measured: list[rows.Row] = []
     jobs = [(optimizer, workload) for workload in sizes for optimizer in chosen]
@@ -221,6 +232,11 @@ def _parser() -> argparse.ArgumentParser:
         "--launches",
         action="store_true",
         help="show what each launch takes of the host and of the device, nothing else",
+    )
+    parser.add_argument(
+        "--first-steps",
+        action="store_true",
+        help="measure the first steps of auto, some of them not compiled yet, nothing else",
     )
     parser.add_argument(
         "--elements",

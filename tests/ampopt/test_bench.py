@@ -14,7 +14,7 @@ import torch
 
 import ampopt
 from ampopt.bench import __main__ as bench
-from ampopt.bench import contenders, host, launches, measure, memory, rows, workloads
+from ampopt.bench import contenders, first_steps, host, launches, measure, memory, rows, workloads
 from ampopt.bench.count import bytes_by_kernel, bytes_moved
 from ampopt.bench.targets import judge
 from ampopt_kernels.language import HAS_TRITON
@@ -467,3 +467,37 @@ def test_bytes_are_counted_kernel_by_kernel(dtype, master_weights, detect, updat
         "control_kernel": 0,
         "update_kernel": 10 * update,
     }
+
+
+def test_first_steps_are_counted_where_nothing_is_compiled_and_where_all_is(
+    tiny, monkeypatch, capsys
+):
+    """In new processes: one with an empty folder, one that fills it, and one that finds it full."""
+    asked, kept = [], []
+
+    def process(given, cache):
+        asked.append((given["backend"], given.get("steps", first_steps.STEPS)))
+        kept.append(cache)
+        return {"for-loop": 0.002, "foreach": 0.004, "ampopt": 0.006 / len(asked)}
+
+    monkeypatch.setattr(first_steps, "_in_a_process", process)
+    monkeypatch.setattr(bench, "cpp_compiler", lambda: "g++")
+    run("--optimizer", "SGD", "--workload", "small", "--first-steps")
+    assert asked == [("auto", 20), ("compiled", 1), ("auto", 20)]
+    assert len(set(kept)) == 1
+    row = capsys.readouterr().out.splitlines()[-1]
+    assert row.split() == ["SGD", "small", "2.0", "4.0", "6.0", "2.0", "3.00", "1.00"]
+
+
+def test_each_contender_takes_its_first_steps(threads):
+    asked = {"optimizer": "SGD", "shapes": [[2], []], "dtype": "float32", "threads": 1}
+    found = first_steps.times(**asked, backend="eager", steps=2)
+    assert list(found) == ["for-loop", "foreach", "ampopt"]
+    assert all(seconds > 0 for seconds in found.values())
+
+
+def test_first_steps_of_a_machine_that_compiles_nothing_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "cpp_compiler", lambda: None)
+    with pytest.raises(SystemExit):
+        run("--first-steps")
+    assert "C++ compiler" in capsys.readouterr().err
