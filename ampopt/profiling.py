@@ -206,7 +206,7 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
         if not optimizer._needs_torch():
             name = backend_for(optimizer._home).name
             pays = get_backend() == "auto" and name == "compiled"
-            where = "eager backend until its C++ is compiled" if pays else f"{name} backend"
+            where = "eager backend until it is compiled" if pays else f"{name} backend"
             return f"by the rule, on the {where}"
         which = "torch's own step"
     if mode is None:

@@ -24,7 +24,7 @@ PRINTED = {
     ],
     "A step as one call": [
         "SGD: 1 step. In the last one:",
-        "  2 parameters (weight, bias): by the rule, on the eager backend until its C++ is compiled",
+        "  2 parameters (weight, bias): by the rule, on the eager backend until it is compiled",
         "The host looked at no tensor, so on a GPU it would wait for nothing.",
     ],
     "Keeping a scaler": ["True", "False True"],
