@@ -30,6 +30,8 @@ def remember_builtins() -> None:
     def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
         if pkg not in names:  # nothing of it has been replaced yet
             names[pkg] = [name for name, it in inspect.getmembers(pkg) if is_builtin(it)]
+        if names[pkg] and not is_builtin(getattr(pkg, names[pkg][0])):
+            return  # all of them are replaced already: a kernel has called the function
         for name in names[pkg]:
             if is_builtin(member := getattr(pkg, name)):
                 replace(pkg, name, member, builder, scope)
