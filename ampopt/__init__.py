@@ -41,21 +41,23 @@ from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.nonfinite import FirstNonFinite, NonFiniteOutput, first_nonfinite
-from ampopt.optim.adadelta import Adadelta
-from ampopt.optim.adafactor import Adafactor
-from ampopt.optim.adagrad import Adagrad
-from ampopt.optim.adam import Adam
-from ampopt.optim.adamax import Adamax
-from ampopt.optim.adamw import AdamW
-from ampopt.optim.asgd import ASGD
-from ampopt.optim.lbfgs import LBFGS
-from ampopt.optim.muon import Muon
-from ampopt.optim.nadam import NAdam
-from ampopt.optim.radam import RAdam
-from ampopt.optim.rmsprop import RMSprop
-from ampopt.optim.rprop import Rprop
-from ampopt.optim.sgd import SGD
-from ampopt.optim.sparse_adam import SparseAdam
+from ampopt.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
 from ampopt.optimizer import Optimizer
 from ampopt.precision.autocast import autocast
 from ampopt.precision.cast import NORMS, cast, run_in

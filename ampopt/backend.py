@@ -15,7 +15,13 @@ from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.step import Backend
 
-__all__ = ["backend_for", "get_backend", "host_looking_away", "set_backend"]
+__all__ = [
+    "backend_for",
+    "get_backend",
+    "host_looking_away",
+    "host_may_look",
+    "set_backend",
+]
 
 NAMES = ("auto", "triton", "compiled", "eager")
 ENVIRONMENT = "AMPOPT_BACKEND"
@@ -89,6 +95,11 @@ def backend_for(device: torch.device) -> Backend:
     if name == "triton":
         return _triton_backend()
     return _cpu_backend(name) if device.type == "cpu" else Eager()
+
+
+def host_may_look(device: torch.device) -> bool:
+    """Whether the host sees what is on ``device`` at no cost, so that it need not avoid it."""
+    return backend_for(device).host_sees
 
 
 @contextmanager

@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from ampopt._step.by_rule import ByRule
 from ampopt._step.plan import Plan
+from ampopt._step.step_hooks import run_step_hooks
 from ampopt.backend import backend_for
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.results import StepResult
@@ -170,7 +172,7 @@ class Captured:
         return result
 
     def _captured(self, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
-        optimizer, plan = self._optimizer, self._optimizer._plan
+        optimizer, plan = self._optimizer, self._optimizer._ampopt.rule.plan
         self._check(plan)
         assert plan is not None
         inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -186,15 +188,15 @@ class Captured:
             inputs=[x for x in inputs if isinstance(x, Tensor)],
             scale=live,
             result=result,
-            norm=optimizer.grad_norm,
-            decision=optimizer._decision,
+            norm=optimizer._ampopt.grad_norm,
+            decision=optimizer._ampopt.rule.decision,
             plan=plan,
             tensors=self._hyper_tensors(),
             tables=[t for work in plan.works for t in work.uploads.tables()],
         )
 
     def _replayed(self, capture: _Capture, leaves: list[Any], scale: Any) -> StepResult:
-        optimizer = self._optimizer
+        optimizer, ours = self._optimizer, self._optimizer._ampopt
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for buffer, leaf in zip(capture.inputs, given, strict=True):
             buffer.copy_(leaf, non_blocking=True)
@@ -208,12 +210,12 @@ class Captured:
         loss, found_inf, _ = capture.result
         self._latest = _copied(capture.scale)
         if capture.norm is not None:
-            optimizer.grad_norm = capture.norm.clone()
+            ours.grad_norm = capture.norm.clone()
         decision = capture.decision
-        optimizer._decision = decision and replace(
+        ours.rule.decision = decision and replace(
             decision, factors=decision.factors_on_device.clone()
         )
-        optimizer._run_step_hooks()
+        run_step_hooks(optimizer)
         return StepResult(loss.clone(), found_inf.clone(), self._latest)
 
     def _send_hyper(self, plan: Plan) -> None:
@@ -234,7 +236,8 @@ class Captured:
 
     def _holds(self) -> bool:
         """Whether the optimizer still works on what it did in the last step."""
-        plan, capture = self._optimizer._plan, self._capture
+        steps, capture = self._optimizer._ampopt.rule, self._capture
+        plan = steps.plan
         if plan is None or not plan.lasts:  # to be refused when it is captured
             return capture is None
         if capture is not None:
@@ -244,7 +247,7 @@ class Captured:
             if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
                 return False
         with torch.no_grad():  # as in a step: layouts are compared together with torch's modes
-            return plan.renew(self._optimizer)
+            return plan.renew(steps)
 
     def _hyper_tensors(self) -> list[Tensor]:
         optimizer = self._optimizer
@@ -291,7 +294,7 @@ def check_capturable(model: Any, optimizer: Any) -> None:
         )
     if (
         not isinstance(optimizer, ElementwiseOptimizer)
-        or optimizer._has_own_step
+        or not isinstance(optimizer._ampopt, ByRule)
         or optimizer.defaults.get("differentiable")
     ):
         raise TypeError(

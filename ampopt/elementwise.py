@@ -1,31 +1,49 @@
 """Optimizers that are a rule: one step is a few launches, and no host waits for any of them."""
 
-import functools
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, ranks, torch_scaler
-from ampopt._step.ordinary import Attempt
-from ampopt._step.overflow import agreement_on, decided_elsewhere, judge_held
-from ampopt._step.plan import Plan, check_plannable
-from ampopt._step.snapshot import Snapshot
+from ampopt._step import torch_scaler
+from ampopt._step.by_rule import ByRule
+from ampopt._step.masters import has_masters, needs_master
+from ampopt._step.ordinary import Ordinary
+from ampopt._step.replay import evaluated
+from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.state_buffers import shares_storage
-from ampopt._step.step_hooks import beneath_hooks, is_watched
+from ampopt._step.step_hooks import beneath_hooks
+from ampopt._step.stepping import Attached, Stepping
 from ampopt._step.uncompiled import uncompiled
-from ampopt.backend import backend_for
-from ampopt.masters import MasterWeights, has_masters
-from ampopt_kernels.rule import MASTER, Rule, State
-from ampopt_kernels.step import Decision, Request, run
-from ampopt_kernels.tensors import real, widest
-from ampopt_kernels.transfers import carried
+from ampopt.optimizer import Optimizer
+from ampopt_kernels.rule import MASTER, Rule
+from ampopt_kernels.step import Request
 
 __all__ = ["ElementwiseOptimizer"]
 
 
-class ElementwiseOptimizer(MasterWeights):
+def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> Stepping:
+    """How an optimizer steps that has a rule: by it, unless its class has a step around it.
+
+    Args:
+        optimizer: to step.
+        own_step: whether the step of its class is another than that of ``ElementwiseOptimizer``.
+            Only that one can be told to skip; any other is skipped around.
+        facts: see :class:`RuleSteps`.
+    """
+    rule = RuleSteps(optimizer, _torchs_step, **facts)
+    if own_step:
+        return Ordinary(optimizer, rule=rule)
+    return ByRule(optimizer, rule, beneath_hooks(ElementwiseOptimizer.step))
+
+
+def _torchs_step(optimizer: Any) -> Any:
+    """The ``step`` of the class of torch's that ``optimizer`` is of, too."""
+    behind: Any = super(ElementwiseOptimizer, optimizer)
+    return behind.step
+
+
+class ElementwiseOptimizer(Optimizer):
     """An optimizer whose step is a :class:`ampopt_kernels.Rule`.
 
     A subclass names its rule and has a constructor that puts the rule's hyperparameters and flags
@@ -71,20 +89,29 @@ class ElementwiseOptimizer(MasterWeights):
     sparse_gradients: ClassVar[bool] = False
     """Whether the torch base class takes sparse gradients, in whose case its step is used."""
 
+    _ampopt = Attached(_stepping)
     _step_supports_amp_scaling = torch_scaler.LeftToStep()  # the step below heeds what is left
-    _has_own_step: bool = False
-    _request: Request | None = None
-    _decision: Decision | None = None
-    _plan: Plan | None = None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Treat a subclass that overrides ``step`` as one with an ordinary ``step``.
+    def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
+        """Make the optimizer.
 
-        Only the step below can be told to skip; any other is skipped around.
+        Args:
+            *args: what the base classes take: ``params`` and ``defaults``, or as torch's optimizer.
+            master_weights: keep a float32 master of each float16 and bfloat16 parameter; see the
+                class. Also an option of a param group.
+            **kwargs: what the base classes take.
         """
-        super().__init_subclass__(**kwargs)
-        if beneath_hooks(cls.step) is not beneath_hooks(ElementwiseOptimizer.step):
-            cls._has_own_step = True
+        super().__init__(*args, **kwargs)
+        if master_weights:
+            # Of groups that are added later, too.
+            self.defaults = {**self.defaults, "master_weights": True}
+            for group in self.param_groups:
+                group.setdefault("master_weights", True)
+        if self.defaults.get("differentiable") and any(map(has_masters, self.param_groups)):
+            raise ValueError(
+                "master_weights=True does not go with differentiable=True, which takes torch's own "
+                "step: leave one of them out"
+            )
 
     @uncompiled
     @torch.no_grad()
@@ -97,21 +124,54 @@ class ElementwiseOptimizer(MasterWeights):
         Returns:
             What the closure returned, or ``None``.
         """
-        loss = None
+        ours = self._ampopt
         left = torch_scaler.take(self, (closure,), {})
         try:
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            request = self._request or Request(check=False)
+            loss = evaluated(closure)
+            request = ours.asked or Request(check=False)
         finally:
-            self._request = None  # whatever the closure does, it is for this step alone
+            ours.asked = None  # whatever the closure does, it is for this step alone
         if left is not None:
             request = left.request
-        self._step_as(request)
+        decision = ours.rule.step(request)
+        ours.note_norm(request, decision)
         if left is not None:
-            left.put_back(self, self._decision)
+            left.put_back(self, decision)
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch does; ``master_weights`` may be one of its options."""
+        super().add_param_group(param_group)
+        self._ampopt.rule.remember_dtypes()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, as torch does, of this or torch's optimizer. Nothing is cast.
+
+        Whether there are master weights is decided here, not by the checkpoint.
+        """
+        kept = [has_masters(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, masters in zip(self.param_groups, kept, strict=True):
+            group.pop("master_weights", None)
+            if masters:
+                group["master_weights"] = True
+            for param in group["params"]:
+                if param in self.state and not needs_master(group, param):
+                    self.state[param].pop(MASTER, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch's. A parameter that never had a gradient has none."""
+        state_dict = super().state_dict()
+        states = state_dict["state"]
+        for group in state_dict["param_groups"]:
+            if not self.rule.has_state(self.rule.flag_values(group)):
+                continue
+            for key in group["params"]:
+                # A master alone is the parameter, and torch would take it for a state that is all
+                # there.
+                if states.get(key, {}).keys() == {MASTER}:
+                    del states[key]
+        return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle, in which every tensor has memory of its own."""
@@ -124,219 +184,17 @@ class ElementwiseOptimizer(MasterWeights):
                 copied["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
         return copied
 
-    # --- what Optimizer does in two passes and a look, in one and none -------------------------
-
-    def _attempt(self, request: Request) -> Attempt:
-        if self._has_own_step:
-            return super()._attempt(request)
-        self._decision = None
-        if is_watched(self, _STEP):
-            self._request = request
-            try:
-                self.step()
-            finally:
-                self._request = None
-        else:
-            with torch.no_grad():
-                self._step_as(request)
-            self._opt_called = True  # where torch's schedulers look for a step before theirs
-        return Attempt(self._decision)
-
-    @torch.no_grad()
-    def _judge(self, request: Request) -> Decision | None:
-        if self._has_own_step:
-            return super()._judge(request)
-        if self._needs_torch():
-            decision = super()._judge(request)
-            self._request = Request(check=False)
-            return decision
-        gradients.check(self.param_groups)
-        judged = replace(request, max_norm=None)
-        agreement = agreement_on(judged, self.param_groups, self.process_group)
-        holders, held = self._holders(written=False), self._held_by_devices
-        if holders:
-            decision = judge_held(holders, judged, agreement, write=False, uploads=held)
-        else:
-            decision = decided_elsewhere(judged, agreement, self._home)
-        if decision is None:
-            self._note_norm(request, None)
-            return None
-        # The gradients stay scaled; the step that follows unscales and clips as it reads them.
-        self._request = Request(
-            scale=request.scale, check=False, max_norm=request.max_norm, write=request.write
-        )
-        return decision
-
-    def _refuse_gradients(self) -> None:
-        gradients.check(self.param_groups)
-        self._warn_of_float16()
-        if not (self._needs_torch() or self._has_own_step):
-            check_plannable(self)
-        else:
-            self._check_dtypes()
-            self._refuse_float16()
-
-    def _unchanged_until_done(self) -> Snapshot | None:
-        # The step above evaluates a closure before it updates anything.
-        return super()._unchanged_until_done() if self._has_own_step else None
-
-    @property
-    def _skip_flag(self) -> Tensor | None:
-        if self._has_own_step or self._decision is None:
-            return super()._skip_flag
-        return self._decision.skip
-
-    def _left_scaled_by(self) -> Tensor | None:
-        return None if self._request is None else self._request.scale
-
-    def _holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
-        if written:
-            self._needs_torch()  # refuses sparse gradients where the step would
-        return super()._holders(written=written)
-
-    # --- the parts ---------------------------------------------------------------------------
-
-    def _step_as(self, request: Request) -> None:
-        """Step, or skip, with what is in the gradients."""
-        self._refuse_edited()
-        self._decision = None  # torch's own step is not to see that of the last one
-        plan = self._planned()
-        if plan is None:
-            self._decision = self._step_as_torch(request)
-        else:
-            self._decision = self._run(plan, request)
-        self._drop_master_gradients()
-
-    def _planned(self) -> Plan | None:
-        """What this step works on; ``None`` if torch's own step has to do it."""
-        plan = self._plan
-        if plan is not None and plan.renew(self):
-            return plan
-        self._warn_of_float16()
-        if self._needs_torch():
-            return None
-        self._plan = plan = Plan(self)
-        return plan
-
-    def _run(self, plan: Plan, request: Request) -> Decision | None:
-        """One step over all parameters with gradients. ``None`` if no rank has any."""
-        agreement = plan.agreement if request.check or request.max_norm is not None else None
-        if not plan.works:
-            decision = decided_elsewhere(request, agreement, self._home)
-            self._note_norm(request, decision)
-            return decision
-        if agreement is not None:
-            request = replace(request, agree=ranks.Vote(agreement))
-        plan.take_hyper(self)
-        before = request.write and plan.writes_gradients
-        decision = run(backend_for, plan.works, replace(request, write=before))
-        plan.finish()
-        if request.write and not before:
-            self._unscale_used(request)
-        self._note_norm(request, decision)
-        return decision
-
-    def _unscale_used(self, request: Request) -> None:
-        """Unscale the gradients in place, in their own dtype: the step has read them already."""
-        present = gradients.present(self.param_groups)
-        unscale = Request(scale=request.scale, check=False)
-        judge_held(present, unscale, None, write=True, uploads=self._held_by_devices)
-
-    def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
-        """The state of ``param``, made where it is missing, and on the device where it is not."""
-        if not self.rule.has_state(flags):
-            return self.state.get(param, {})  # as in torch's, where there is nothing to keep
-        state = self.state[param]
-        master = state.get(MASTER)
-        like = param if master is None else master
-        for part in self.rule.state_for(flags):
-            value = state.get(part.name)
-            if value is not None and ranks.is_spread(value) != ranks.is_spread(param):
-                raise RuntimeError(
-                    f"{part.name} of {gradients.name_of(self.param_groups, param)} is a "
-                    f"{type(value).__name__}, which the parameter is not: load it with "
-                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which "
-                    "places states as their parameters"
-                )
-            if value is not None and master is not None:
-                # From torch, or from a run without masters: in the parameter's dtype.
-                state[part.name] = value.to(master.dtype)
-            if value is None:
-                mine = torch.empty_like(ranks.local(like), memory_format=torch.preserve_format)
-                real(mine).fill_(self._initial(part, param))
-                state[part.name] = ranks.spread_like(mine, like)
-        scalars = self.rule.scalar_state_for(flags)
-        dtype = _scalar_dtype([state.get(part.name) for part in scalars], param.device)
-        for part in scalars:
-            value = state.get(part.name)
-            if value is None:
-                value = torch.zeros((), dtype=dtype, device=param.device)
-                value.fill_(self._initial(part, param))
-            state[part.name] = _scalar(value, dtype, param.device)
-        return state
-
-    def _initial(self, part: State, param: Tensor) -> Any:
-        """The value of ``part`` before the first step. Reads no device tensor."""
-        if not isinstance(part.init, str):
-            return part.init
-        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        value = group[part.init]
-        return value.detach().reshape(()) if isinstance(value, Tensor) else value
-
-    def _needs_torch(self) -> bool:
-        """Whether this step has to be torch's own: differentiable, or sparse.
-
-        Raises:
-            RuntimeError: gradients are such, and neither the rule nor torch takes them.
-        """
-        if self.defaults.get("differentiable"):
-            return True
-        for index, param in gradients.present(self.param_groups):
-            assert param.grad is not None
-            if param.grad.layout != torch.strided:
-                masters = has_masters(self.param_groups[index])
-                if self.sparse_gradients and not masters:
-                    return True
-                how = " with master_weights=True" * (self.sparse_gradients and masters)
-                raise RuntimeError(
-                    f"{type(self).__name__}{how} does not support sparse gradients, which "
-                    f"{gradients.name_of(self.param_groups, param)} has; make the layer with "
-                    "sparse=False, or choose an optimizer that takes them"
-                )
-        return False
-
-    def _step_as_torch(self, request: Request) -> Decision | None:
-        """Take torch's own step, unless the request says to skip it; see ``skip_by``."""
-        decision = self._unscale_in_place(request)
-        step: Any = super().step
-        # Hooks of torch's class have run around ours.
-        step = functools.partial(beneath_hooks(step.__func__), self)
-        if decision is None:
-            step()
-        else:
-            self._skipper.step(self, step, decision.skip)
-        return decision
-
-
-_STEP = ElementwiseOptimizer.step
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support loading, copying and pickling."""
+        states = state["state"]
+        # A master alone torch would take for a state that is all there.
+        alone = {p: s for p, s in states.items() if isinstance(s, dict) and s.keys() == {MASTER}}
+        for param in alone:
+            del states[param]
+        super().__setstate__(state)
+        self.state.update(alone)
 
 
 def _on_its_own(value: Any) -> Any:
     """``value``; if a tensor that is part of a larger buffer, a copy."""
     return value.detach().clone() if isinstance(value, Tensor) and shares_storage(value) else value
-
-
-def _scalar_dtype(values: list[Any], device: torch.device) -> torch.dtype:
-    """Of the scalar states of a parameter: torch's, float64 where that is the default dtype."""
-    kept = [value.dtype for value in values if isinstance(value, Tensor)]
-    wide = torch.float64 in (kept or [torch.get_default_dtype()])
-    return widest(device) if wide else torch.float32
-
-
-def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar state, from wherever a checkpoint of torch's may keep it."""
-    if not isinstance(value, Tensor):
-        return torch.full((), float(value), dtype=dtype, device=device)
-    if value.device == device and value.dtype == dtype and value.ndim == 0:
-        return value
-    return carried(value.detach().reshape(()), device, dtype)

@@ -3,31 +3,30 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks, torch_scaler
-from ampopt._step.ordinary import OrdinarySteps
-from ampopt._step.pending import Pending
+from ampopt._step.ordinary import Ordinary
 from ampopt._step.replay import Replay, check_closure, check_loss, check_verdict, step_with
-from ampopt._step.step_hooks import has_step
+from ampopt._step.snapshot import loaded_uncast
+from ampopt._step.step_hooks import beneath_hooks, has_step
+from ampopt._step.stepping import Attached, Pending, Stepping, readable
 from ampopt._step.uncompiled import uncompiled
-from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.given import request_fields
+from ampopt.loss_scale.given import request_for, successor_of
 from ampopt.results import StepResult, Unscaled, as_flag
-from ampopt_kernels.step import Decision, Request
+from ampopt_kernels.step import Request
 
-__all__ = ["Optimizer", "check_max_norm", "successor_of"]
+__all__ = ["Optimizer", "check_max_norm", "unscale_and_step"]
 
 _HANDS_ON = (["self"], "args", "kwargs")
 
 _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
 
 
-class Optimizer(OrdinarySteps):
+class Optimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with mixed-precision control points.
 
     Subclass it like torch's and write an ordinary ``step()``: it need not know of scaling. Where
@@ -102,7 +101,9 @@ class Optimizer(OrdinarySteps):
             Set it, or give it to the constructor. Copies have it too; pickling is refused.
     """
 
-    _needs_closure = False
+    skip_by: str = "auto"
+    process_group: Any = None
+    _ampopt = Attached(Ordinary)
     _step_supports_amp_scaling = torch_scaler.LeftToStep()
     """Read by ``torch.amp.GradScaler``, which then leaves its flag to ``step``."""
 
@@ -117,10 +118,11 @@ class Optimizer(OrdinarySteps):
         theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
         if theirs is not None and inspect.getfullargspec(cls.__init__)[:3] == _HANDS_ON:
             cls.__init__ = _showing(cls, theirs)
-        closure = inspect.signature(cls.step).parameters.get("closure")
-        if closure is not None:
-            cls._needs_closure = closure.default is inspect.Parameter.empty
         torch_scaler.heed_in(cls, Optimizer)
+        step = beneath_hooks(cls.step)
+        if "_ampopt" not in vars(cls) and step is not cls._ampopt.step:
+            cls._ampopt = cls._ampopt.of_another_step()
+        cls._ampopt.step = step
 
     def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
         """Make the optimizer.
@@ -150,7 +152,20 @@ class Optimizer(OrdinarySteps):
         if "step" in vars(cls) and not has_step(cls):
             del cls.step
 
-    @property
+    # --- what can be read -----------------------------------------------------------------------
+
+    @readable
+    def pending(self) -> Unscaled | None:
+        """What the last :meth:`unscale` returned, if no step has followed it yet."""
+        pending = self._ampopt.pending
+        return None if pending is None else Unscaled(pending.found_inf, pending.successor)
+
+    @readable
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the gradients that were last clipped; see the class."""
+        return self._ampopt.grad_norm
+
+    @readable
     def found_inf(self) -> Tensor | None:
         """The overflow flag on the device, for kernels and step hooks; more than 0 means to skip.
 
@@ -169,26 +184,69 @@ class Optimizer(OrdinarySteps):
             ...         skipped.add_(optimizer.found_inf > 0)
             >>> optimizer.register_step_post_hook(count)
         """
-        given = vars(self).get("found_inf")
+        ours = self._ampopt
         taken_over = type(self).step_after_unscale is not Optimizer.step_after_unscale
-        if given is None and taken_over and self._pending is not None:
-            return self._pending.found_inf
-        if given is None and self._skip_flag is not None:
-            return self._skip_flag.to(torch.float32)
-        return given
+        if taken_over and ours.pending is not None:
+            return ours.pending.found_inf
+        flag = ours.skip_flag
+        return None if flag is None else flag.to(torch.float32)
 
-    @found_inf.setter
+    # --- what torch's methods do to a pending unscale: they end it or refuse it -------------------
+
+    # They take what the class of an author takes, whose defaults may be others.
+
     @uncompiled
-    def found_inf(self, value: Tensor | None) -> None:
-        vars(self)["found_inf"] = value
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Reset the gradients, as torch does, and forget a pending unscale."""
+        ours = self._ampopt
+        ours.pending = None
+        super().zero_grad(*args, **kwargs)
+        ours.masters.drop_gradients()
 
-    @found_inf.deleter
-    @uncompiled
-    def found_inf(self) -> None:
-        if vars(self).pop("found_inf", _REQUIRED) is _REQUIRED:
-            raise AttributeError("found_inf")
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state, as torch's. A pending unscale is a ``RuntimeError``: it cannot be saved."""
+        self._ampopt.refuse_pending("state_dict")
+        state_dict = super().state_dict(*args, **kwargs)
+        if ranks.REPLICATED not in self.defaults:
+            for group in state_dict.get("param_groups", ()):  # a wrapper may have others
+                group.pop(ranks.REPLICATED, None)  # which those who load it know
+        return state_dict
 
-    # --- control points ---------------------------------------------------------------------
+    def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Load a state, as torch does, but bitwise. A pending unscale is a ``RuntimeError``.
+
+        Differs from torch: a state tensor keeps the dtype it was saved with, where torch casts it
+        to that of its parameter, so that saving and loading changes no later step.
+        """
+        self._ampopt.refuse_pending("load_state_dict")
+        known = [group.get(ranks.REPLICATED) for group in self.param_groups]
+        with loaded_uncast(self):
+            super().load_state_dict(state_dict, *args, **kwargs)
+        for group, replicated in zip(self.param_groups, known, strict=True):
+            if replicated is not None:
+                group.setdefault(ranks.REPLICATED, replicated)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
+        self._ampopt.refuse_pending("copying or pickling")
+        copied = super().__getstate__()
+        if vars(self).get("process_group") is not None:
+            copied["process_group"] = ranks.Carried(self.process_group)
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support loading, copying and pickling."""
+        carried = state.get("process_group")
+        if isinstance(carried, ranks.Carried):
+            state = {**state, "process_group": carried.process_group}
+        super().__setstate__(state)
+
+    def _optimizer_step_code(self) -> None:
+        # torch calls this after every step(), whichever class defines it.
+        super()._optimizer_step_code()
+        self._ampopt.step_is_over()
+
+    # --- control points -------------------------------------------------------------------
 
     @uncompiled
     @torch.no_grad()
@@ -211,17 +269,18 @@ class Optimizer(OrdinarySteps):
             ValueError: a number that cannot be a scale, or a tensor of wrong shape or device.
             TypeError: not a scale.
         """
-        self._refuse_pending("unscale")
-        scale = self._as_scale(grads_scaled_by)
+        ours = self._ampopt
+        ours.refuse_pending("unscale")
+        scale = ours.scale(grads_scaled_by)
         gradients.check(self.param_groups)
         decision = None
         if scale is None:
-            self._holders(written=True)  # masters are to have gradients here too
+            ours.fill_masters()
         else:
-            decision = self._unscale_in_place(Request(**request_fields(scale)))
-        found_inf = self._no_overflow() if decision is None else decision.found_inf
-        successor = successor_of(scale, decision, grads_scaled_by)
-        self._pending = Pending(as_flag(found_inf), grads_scaled_by, successor)
+            decision = ours.unscale(request_for(scale))
+        found_inf = ours.no_overflow() if decision is None else decision.found_inf
+        successor = successor_of(scale, decision)
+        ours.pending = Pending(as_flag(found_inf), scale, successor)
         return Unscaled(found_inf, successor)
 
     @uncompiled
@@ -264,61 +323,11 @@ class Optimizer(OrdinarySteps):
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """
-        return self._unscale_and_step(
+        return unscale_and_step(
+            self,
             closure,
             grads_scaled_by,
             max_norm=max_norm,
-            max_replays=max_replays,
-            preserve_rng=preserve_rng,
-        )
-
-    @uncompiled
-    def _unscale_and_step(
-        self,
-        closure: Callable[[Any], Any] | None,
-        grads_scaled_by: Any,
-        *,
-        max_norm: float | None = None,
-        max_replays: int = 100,
-        preserve_rng: bool = False,
-        write: bool = False,
-    ) -> StepResult:
-        """As :meth:`unscale_and_step`; ``write`` leaves unscaled gradients in ``p.grad``."""
-        self._refuse_pending("unscale_and_step")
-        scale = self._as_scale(grads_scaled_by)
-        check_max_norm(max_norm)
-        write = write and scale is not None
-        if closure is None:
-            return self._step_once(scale, grads_scaled_by, max_norm, write)
-
-        judges = grads_scaled_by is not None or max_norm is not None
-
-        def evaluate(given: Any) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-            scale = self._as_scale(given)
-            loss = closure(given)
-            if self._pending is not None:
-                raise RuntimeError(
-                    "the closure of unscale_and_step must leave the gradients scaled, but called "
-                    "unscale; a closure that unscales belongs to step_after_unscale(closure, "
-                    "current_grad_scale=scale)"
-                )
-            if not judges:
-                return loss, lambda: (None, None)
-            check_loss(loss)
-
-            def verdict() -> tuple[Any, Any]:
-                request = Request(**request_fields(scale), max_norm=max_norm, write=write)
-                decision = self._judge(request)
-                found_inf = 0.0 if decision is None else decision.found_inf
-                return found_inf, successor_of(scale, decision, given)
-
-            return loss, verdict
-
-        return self._step_replayed(
-            closure,
-            evaluate,
-            grads_scaled_by,
-            agreement=self._agreement() if judges else None,
             max_replays=max_replays,
             preserve_rng=preserve_rng,
         )
@@ -355,39 +364,41 @@ class Optimizer(OrdinarySteps):
                 or returns something else.
         """
         if closure is None:
-            return self._step_pending(current_grad_scale)
-        self._refuse_pending("step_after_unscale(closure)")
+            return _step_pending(self, current_grad_scale)
+        ours = self._ampopt
+        ours.refuse_pending("step_after_unscale(closure)")
         if current_grad_scale is _REQUIRED:
             raise TypeError(
                 "step_after_unscale(closure) needs current_grad_scale, the scale to begin with: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        scale = self._as_scale(current_grad_scale)
-        agreement = None if scale is None else self._agreement()
+        scale = ours.scale(current_grad_scale)
+        agreement = None if scale is None else ours.agreement()
 
         def evaluate(given: Any) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
             try:
                 returned = closure(given)
             except Exception:
-                if agreement is not None and self._pending is None:
-                    agreement.abstain(self._home)  # from the unscale of the others
+                if agreement is not None and ours.pending is None:
+                    agreement.abstain(ours.home)  # from the unscale of the others
                 raise
             if not isinstance(returned, tuple) or len(returned) != 3:
                 raise TypeError(
                     "the closure of step_after_unscale must return (loss, found_inf, scale), got "
                     f"{type(returned).__name__}: return (loss, *optimizer.unscale(scale))"
                 )
-            if self._pending is None and given is not None:
+            if ours.pending is None and given is not None:
                 raise RuntimeError(
                     "the closure of step_after_unscale must call unscale(grads_scaled_by=scale) "
                     "after the backward pass; a closure that leaves gradients scaled belongs to "
                     "unscale_and_step"
                 )
-            self._pending = None
+            ours.pending = None
             check_verdict(*returned)
             return returned[0], lambda: returned[1:]
 
-        return self._step_replayed(
+        return _step_replayed(
+            self,
             closure,
             evaluate,
             current_grad_scale,
@@ -402,97 +413,139 @@ class Optimizer(OrdinarySteps):
         Float32 master weights where there are some, else the parameters themselves. After
         :meth:`unscale`, the ``grad`` of each holds its unscaled gradient.
         """
-        for group in self.param_groups:
-            yield from group["params"]
+        yield from self._ampopt.masters.params()
 
-    # --- their parts -------------------------------------------------------------------------
 
-    def _step_once(self, scale: Any, given: Any, max_norm: float | None, write: bool) -> StepResult:
-        if self._needs_closure:
-            raise TypeError(
-                f"{type(self).__name__} needs a closure: unscale_and_step(closure, ...)"
-            )
-        if scale is None and max_norm is None:
-            return StepResult(self.step(), as_flag(self._no_overflow()), None)
-        request = Request(**request_fields(scale), max_norm=max_norm, write=write)
-        decision, returned, _ = self._attempt(request)
-        successor = successor_of(scale, decision, given)
-        self._mark_stepped(given, successor)
-        found_inf = self._no_overflow() if decision is None else decision.found_inf
-        return StepResult(returned, as_flag(found_inf), successor)
+# --- their parts ----------------------------------------------------------------------------------
 
-    def _step_pending(self, current_grad_scale: Any) -> StepResult:
-        pending = self._pending
-        if pending is None:
-            raise RuntimeError(
-                "step_after_unscale: nothing is unscaled. Call unscale(grads_scaled_by=scale) "
-                "first, after the backward pass"
-            )
-        if current_grad_scale is not _REQUIRED:
-            raise TypeError(
-                "step_after_unscale takes current_grad_scale only with a closure: unscale knows "
-                "the scale already"
-            )
-        if self._needs_closure:
-            raise TypeError(
-                f"{type(self).__name__} needs a closure: "
-                "step_after_unscale(closure, current_grad_scale=scale)"
-            )
-        if pending.scale is None:
-            return StepResult(self.step(), pending.found_inf, None)
-        drop = getattr(pending.scale, "drop_overflow_update", True)
-        attempt = self._attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
-        # Stepping or not, unless a step hook has raised. Not every wrapper's step has hooks that
-        # would have done it.
-        self._end_pending()
-        return StepResult(attempt.returned, pending.found_inf, pending.successor)
 
-    def _step_replayed(
-        self,
-        closure: Callable[[Any], Any],
-        evaluate: Callable[[Any], tuple[Any, Callable[[], tuple[Any, Any]]]],
-        given: Any,
-        *,
-        agreement: ranks.Agreement | None,
-        max_replays: int,
-        preserve_rng: bool,
-    ) -> StepResult:
-        check_closure(closure)
-        if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
-            raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
-        replay = Replay(
-            torch.enable_grad()(evaluate),
-            given,
+@uncompiled
+def unscale_and_step(
+    optimizer: Optimizer,
+    closure: Callable[[Any], Any] | None,
+    grads_scaled_by: Any,
+    *,
+    max_norm: float | None = None,
+    max_replays: int = 100,
+    preserve_rng: bool = False,
+    write: bool = False,
+) -> StepResult:
+    """As the method of ``optimizer``; ``write`` leaves unscaled gradients in ``p.grad``."""
+    ours = optimizer._ampopt
+    ours.refuse_pending("unscale_and_step")
+    scale = ours.scale(grads_scaled_by)
+    if max_norm is not None:
+        check_max_norm(max_norm)
+    write = write and scale is not None
+    if closure is not None:
+        judges = scale is not None or max_norm is not None
+        request_under = functools.partial(request_for, max_norm=max_norm, write=write)
+        return _step_replayed(
+            optimizer,
+            closure,
+            functools.partial(_evaluate, ours, closure, request_under if judges else None),
+            grads_scaled_by,
+            agreement=ours.agreement() if judges else None,
             max_replays=max_replays,
             preserve_rng=preserve_rng,
-            devices=dict.fromkeys(p.device for group in self.param_groups for p in group["params"]),
-            offenders=lambda: gradients.offenders(
-                self.param_groups, self._left_scaled_by(), self._holder
-            ),
-            meet=None if agreement is None else functools.partial(agreement.closures, self._home),
         )
-        with self._restored_on_failure(replay):
-            loss = step_with(self.step, replay)
-        self._mark_stepped(given, replay.successor)
-        self._mark_stepped(replay.scale, replay.successor)
-        found_inf = self._no_overflow() + float(replay.overflowed)
-        return StepResult(loss, as_flag(found_inf), replay.successor)
+    if ours.needs_closure:
+        raise TypeError(
+            f"{type(optimizer).__name__} needs a closure: unscale_and_step(closure, ...)"
+        )
+    if scale is None and max_norm is None:
+        return StepResult(optimizer.step(), as_flag(ours.no_overflow()), None)
+    decision, returned, _ = ours.attempt(request_for(scale, max_norm=max_norm, write=write))
+    successor = successor_of(scale, decision)
+    ours.mark_stepped(scale, successor)
+    found_inf = ours.no_overflow() if decision is None else decision.found_inf
+    return StepResult(returned, as_flag(found_inf), successor)
 
-    def _agreement(self) -> ranks.Agreement | None:
-        """The ranks that decide with this one; ``None`` if it decides alone."""
-        return ranks.agreement(self.param_groups, self.process_group)
 
-    @contextmanager
-    def _restored_on_failure(self, replay: Replay):
-        snapshot = self._unchanged_until_done()
-        try:
-            yield
-        except BaseException:
-            self._pending = None
-            if snapshot is not None:
-                snapshot.restore()
-            replay.restore_rng()
-            raise
+def _evaluate(
+    ours: Stepping,
+    closure: Callable[[Any], Any],
+    request_under: Callable[[Any], Request] | None,
+    given: Any,
+) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
+    """One evaluation of a closure for :class:`Replay`, under the scale ``given``."""
+    scale = ours.scale(given)
+    loss = closure(given)
+    if ours.pending is not None:
+        raise RuntimeError(
+            "the closure of unscale_and_step must leave the gradients scaled, but called "
+            "unscale; a closure that unscales belongs to step_after_unscale(closure, "
+            "current_grad_scale=scale)"
+        )
+    if request_under is None:
+        return loss, lambda: (None, None)
+    check_loss(loss)
+
+    def verdict() -> tuple[Any, Any]:
+        decision = ours.judge(request_under(scale))
+        found_inf = 0.0 if decision is None else decision.found_inf
+        return found_inf, successor_of(scale, decision)
+
+    return loss, verdict
+
+
+def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
+    ours = optimizer._ampopt
+    pending = ours.pending
+    if pending is None:
+        raise RuntimeError(
+            "step_after_unscale: nothing is unscaled. Call unscale(grads_scaled_by=scale) "
+            "first, after the backward pass"
+        )
+    if current_grad_scale is not _REQUIRED:
+        raise TypeError(
+            "step_after_unscale takes current_grad_scale only with a closure: unscale knows "
+            "the scale already"
+        )
+    if ours.needs_closure:
+        raise TypeError(
+            f"{type(optimizer).__name__} needs a closure: "
+            "step_after_unscale(closure, current_grad_scale=scale)"
+        )
+    if pending.scale is None:
+        return StepResult(optimizer.step(), pending.found_inf, None)
+    drop = pending.scale.drop_overflow_update
+    attempt = ours.attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
+    # Stepping or not, unless a step hook has raised. Not every wrapper's step has hooks that
+    # would have done it.
+    ours.end_pending()
+    return StepResult(attempt.returned, pending.found_inf, pending.successor)
+
+
+def _step_replayed(
+    optimizer: Optimizer,
+    closure: Callable[[Any], Any],
+    evaluate: Callable[[Any], tuple[Any, Callable[[], tuple[Any, Any]]]],
+    given: Any,
+    *,
+    agreement: ranks.Agreement | None,
+    max_replays: int,
+    preserve_rng: bool,
+) -> StepResult:
+    check_closure(closure)
+    if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
+        raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
+    ours, groups = optimizer._ampopt, optimizer.param_groups
+    replay = Replay(
+        torch.enable_grad()(evaluate),
+        given,
+        max_replays=max_replays,
+        preserve_rng=preserve_rng,
+        devices=dict.fromkeys(p.device for group in groups for p in group["params"]),
+        offenders=ours.offenders,
+        meet=None if agreement is None else functools.partial(agreement.closures, ours.home),
+    )
+    with ours.restored_on_failure(replay.restore_rng):
+        loss = step_with(optimizer.step, replay)
+    ours.mark_given(given, replay.successor)
+    ours.mark_given(replay.scale, replay.successor)
+    found_inf = ours.no_overflow() + float(replay.overflowed)
+    return StepResult(loss, as_flag(found_inf), replay.successor)
 
 
 def _showing(cls: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:
@@ -510,19 +563,6 @@ def _showing(cls: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:
     parameters = [*signature.parameters.values(), *keywords.values()]
     __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return __init__
-
-
-def successor_of(scale: Any, decision: Decision | None, given: Any) -> Any:
-    """The scale to use next."""
-    if scale is None:
-        return None
-    if decision is None:  # no gradients: the scale has nothing to learn
-        return given if hasattr(given, "_generation") else scale.value.clone()
-    successor = scale._successor(decision.scale, decision.counters)
-    seen = decision.factors  # by the host, for which the scale is at hand too
-    if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(successor, LossScale):
-        successor._warn_if_collapsed()
-    return successor
 
 
 def check_max_norm(max_norm: Any) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor
 import ampopt_kernels
 from ampopt import _synchronization
 from ampopt._step import gradients
+from ampopt._step.by_rule import ByRule
 from ampopt._step.transaction import Mode, Skipper
 from ampopt.backend import backend_for, get_backend
-from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optimizer import Optimizer
 
 __all__ = ["Look", "Profile", "profile"]
@@ -202,25 +202,26 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
 def _path(optimizer: Optimizer, mode: Mode | None) -> str:
     """How the step just attempted treated the parameters that have gradients."""
     which = "an ordinary step"
-    if isinstance(optimizer, ElementwiseOptimizer) and not optimizer._has_own_step:
-        if not optimizer._needs_torch():
-            name = backend_for(optimizer._home).name
+    ours = optimizer._ampopt
+    if isinstance(ours, ByRule):
+        if not ours.rule.need_torch():
+            name = backend_for(ours.home).name
             pays = get_backend() == "auto" and name == "compiled"
             where = "eager backend until it is compiled" if pays else f"{name} backend"
             return f"by the rule, on the {where}"
         which = "torch's own step"
     if mode is None:
-        by_itself = optimizer._judged is not None and optimizer.skip_by == "step"
+        by_itself = ours.skip_flag is not None and ours.skip_by == "step"
         return f"{which}, {'which skips by itself' if by_itself else 'unchecked'}"
     if mode == "transaction":
         return f"{which}, as a transaction: taken, and undone on the device if it overflowed"
     looked = f"{which}, after the host looked at the overflow flag"
-    skipper = optimizer._skipper
+    skipper = ours.skipper
     if skipper.reason is not None:
         return f"{looked}, as the step {skipper.reason}"
     if mode == "probation":
         return f"{looked}, to find out whether later ones can be transactions"
-    if optimizer.skip_by == "host":
+    if ours.skip_by == "host":
         return f"{looked}, as skip_by='host' says"
     return f"{looked}, which costs nothing on the CPU; on a GPU, a transaction where it can be"
 

@@ -13,30 +13,21 @@ from typing import Any, cast
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ampopt import optim
+from ampopt._step.stepping import Stepping
+from ampopt._step.transaction import SKIP_BY
 from ampopt.optimizer import Optimizer
 
 __all__ = ["extend", "patch_optimizer"]
 
-_COOPERATIVE = frozenset(
-    {
-        "state_dict",
-        "load_state_dict",
-        "zero_grad",
-        "_optimizer_step_code",
-        "_patch_step_function",
-    }
-)
+_NAME = "_ampopt"
+"""The attribute that an optimizer is to have of us."""
+
+_COOPERATIVE = frozenset({"state_dict", "load_state_dict", "zero_grad"})
 """Methods of ours that call theirs."""
 
 _TORCHS = torch.optim.Optimizer.__mro__
-_BASES = [base for base in Optimizer.__mro__ if base not in _TORCHS]
-_OURS = {
-    name
-    for base in _BASES
-    for name in vars(base)
-    if not (name.startswith("__") or name in _COOPERATIVE or name == "_step_supports_amp_scaling")
-}
-_PRIVATE = {"_stepped_with", "_uploads"}.union(n for n in _OURS if n.startswith("_"))
+_OURS = {name for name in vars(Optimizer) if not name.startswith("_")} - _COOPERATIVE
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -62,7 +53,8 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
     takes no closure, a control point evaluates the closure before it steps.
 
     What their class defines is left as it is, control points included: an author's ``unscale``,
-    ``unscale_and_step``, ``step_after_unscale`` or ``grad_norm`` wins over ours.
+    ``unscale_and_step``, ``step_after_unscale`` or ``grad_norm`` wins over ours, and so does an
+    attribute that an instance has under such a name, as ``pending``.
 
     The same class is returned for the same ``cls``; subclass it, rather than writing to it, to set
     ``skip_by``. It can be pickled, and so can its instances, wherever ``cls`` can. For a class of
@@ -75,8 +67,9 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
         The class.
 
     Raises:
-        TypeError: ``cls`` is something else, or uses a private name that ``ampopt.Optimizer`` has
-            another use for. Where an instance does, its constructor raises.
+        TypeError: ``cls`` is something else, or uses the name ``_ampopt``, the one that
+            ``ampopt.Optimizer`` has another use for. Where an instance does, its constructor
+            raises.
     """
     if isinstance(cls, torch.optim.Optimizer):
         raise TypeError(
@@ -118,20 +111,20 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
         )
     if isinstance(optimizer, Optimizer):
         return optimizer
-    theirs = type(optimizer).step
-    cls = extend(type(optimizer))
-    _refuse(cls, _private_of(optimizer))
+    was, step = type(optimizer), type(optimizer).step
+    cls = extend(was)
+    _refuse_private(cls, optimizer)
     optimizer.__class__ = cls
-    _complete(optimizer)
+    _complete(optimizer, was)
     given: Any = vars(optimizer).get("step")
-    if hasattr(given, "_wrapped_by_lr_sched") and given.__wrapped__ is theirs:
+    if hasattr(given, "_wrapped_by_lr_sched") and given.__wrapped__ is step:
         del optimizer.step  # a scheduler's wrapper around the step of the class that it was
         _Tracker(optimizer)
     elif given is not None:
         # Somebody's own, which may end in the step of the class that it was: that one heeds neither
         # a scaler nor a control point.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        optimizer._has_own_step = True  # type: ignore[attr-defined]
+        optimizer._ampopt = cls._ampopt.of_another_step().new(optimizer)  # type: ignore[attr-defined]
     return cast("Optimizer", optimizer)
 
 
@@ -144,9 +137,7 @@ class _Tracker(LRScheduler):
 
 def _twin(cls: type) -> type | None:
     """Ampopt's own class for one of torch's."""
-    import ampopt
-
-    twin = getattr(ampopt, cls.__name__, None)
+    twin = getattr(optim, cls.__name__, None)
     return twin if isinstance(twin, type) and cls in twin.__bases__ else None
 
 
@@ -155,16 +146,15 @@ def _extended(cls: type) -> type:
         if vars(known).get("_extends") is cls:
             return known
     theirs = {name for base in cls.__mro__ if base not in _TORCHS for name in vars(base)}
-    _refuse(cls, _PRIVATE & theirs)
+    if _NAME in theirs:
+        raise _taken(cls)
     kept = {name: inspect.getattr_static(cls, name) for name in theirs & _OURS}
-    if "grad_norm" in kept:
-        kept["grad_norm"] = _Theirs(kept["grad_norm"])
 
     @functools.wraps(cls.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         cls.__init__(self, *args, **kwargs)
-        _refuse(cls, _private_of(self))
-        _complete(self)
+        _refuse_private(cls, self)
+        _complete(self, cls)
 
     namespace = {
         "__doc__": cls.__doc__,
@@ -177,20 +167,6 @@ def _extended(cls: type) -> type:
     return _meta(type(cls))(cls.__name__, (cls, Optimizer), namespace)
 
 
-class _Theirs:
-    """What their class has under a name that ours writes on the instance: the write is dropped."""
-
-    def __init__(self, theirs: Any) -> None:
-        self._theirs = theirs
-
-    def __get__(self, optimizer: Any, cls: type) -> Any:
-        bind = getattr(self._theirs, "__get__", None)
-        return self._theirs if bind is None else bind(optimizer, cls)
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        pass
-
-
 @functools.cache
 def _meta(of_theirs: type) -> type:
     """A metaclass whose classes are pickled by what they extend: no module has their names.
@@ -201,7 +177,7 @@ def _meta(of_theirs: type) -> type:
 
     def mro(cls: Any) -> list[type]:
         extends = vars(cls).get("_extends")
-        return type.mro(cls) if extends is None else [cls, *_BASES, *extends.__mro__]
+        return type.mro(cls) if extends is None else [cls, Optimizer, *extends.__mro__]
 
     meta = type(of_theirs.__name__, (of_theirs,), {"mro": mro})
     copyreg.pickle(meta, _reduced)
@@ -214,27 +190,25 @@ def _reduced(cls: Any) -> Any:
     return cls.__qualname__ if extends is None else (extend, (extends,))
 
 
-def _private_of(optimizer: Any) -> set[str]:
-    attributes = vars(optimizer)
-    return {
-        name
-        for name in _PRIVATE.intersection(attributes)
-        # A step that was taken already may have set what is so from the beginning.
-        if attributes[name] is not getattr(Optimizer, name, optimizer)
-    }
+def _refuse_private(cls: type, optimizer: Any) -> None:
+    """Refuse an instance that has the one name which we need."""
+    if not isinstance(vars(optimizer).get(_NAME), (Stepping, type(None))):
+        raise _taken(cls)
 
 
-def _refuse(cls: type, names: set[str]) -> None:
-    if names:
-        raise TypeError(
-            f"{cls.__name__} cannot be extended: it has its own {', '.join(sorted(names))}, which "
-            "ampopt.Optimizer has another use for; rename it in a subclass, or step this "
-            "optimizer with ampopt.GradScaler, which takes any"
-        )
+def _taken(cls: type) -> TypeError:
+    return TypeError(
+        f"{cls.__name__} cannot be extended: it has its own {_NAME}, which "
+        "ampopt.Optimizer has another use for; rename it in a subclass, or step this "
+        "optimizer with ampopt.GradScaler, which takes any"
+    )
 
 
-def _complete(optimizer: Any) -> None:
+def _complete(optimizer: Any, cls: type) -> None:
     """What a wrapper that does not call torch's constructor leaves out."""
     for name in _HOOKS:
         vars(optimizer).setdefault(name, OrderedDict())
+    theirs = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
+    if theirs not in SKIP_BY:
+        optimizer._ampopt.ignore_skip_by()  # they have another use for the name
     optimizer._patch_step_function()  # around the step of a class that made no instance yet

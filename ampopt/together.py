@@ -8,8 +8,8 @@ import torch
 from ampopt._step import gradients
 from ampopt._step.overflow import device_of, judge
 from ampopt._step.uncompiled import uncompiled
-from ampopt.loss_scale.given import as_loss_scale, request_fields
-from ampopt.optimizer import Optimizer, check_max_norm, successor_of
+from ampopt.loss_scale.given import as_loss_scale, request_for, successor_of
+from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult, as_flag
 from ampopt_kernels.step import Decision, Request
 
@@ -72,25 +72,26 @@ def unscale_and_step(
     process_group = _agreed(optimizers) if process_group is None else process_group
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     device = device_of(groups) or torch.device("cpu")
-    uploads = optimizers[0]._held_by_devices
+    uploads = optimizers[0]._ampopt.uploads
     scale = as_loss_scale(grads_scaled_by, device, uploads)
     for optimizer in optimizers:
-        optimizer._refuse_stepped(grads_scaled_by)
+        optimizer._ampopt.refuse_stepped(scale)
     if scale is None and max_norm is None:
         for optimizer in optimizers:
             optimizer.step()
         return StepResult(None, as_flag(torch.zeros((), device=device)), None)
 
     for optimizer in optimizers:
-        optimizer._refuse_gradients()
-    request = Request(**request_fields(scale), max_norm=max_norm)
+        optimizer._ampopt.check_gradients()
+    request = request_for(scale, max_norm=max_norm)
     decision = judge(groups, request, uploads=uploads, process_group=process_group)
-    successor = successor_of(scale, decision, grads_scaled_by)
+    successor = successor_of(scale, decision)
     step = Request(check=False) if decision is None else _step_after(request, decision)
     for optimizer in optimizers:
-        optimizer._attempt(step)
-        optimizer._mark_stepped(grads_scaled_by, successor)
-        optimizer._note_norm(request, decision)
+        ours = optimizer._ampopt
+        ours.attempt(step)
+        ours.mark_stepped(scale, successor)
+        ours.note_norm(request, decision)
     found_inf = torch.zeros((), device=device) if decision is None else decision.found_inf
     return StepResult(None, as_flag(found_inf), successor)
 
@@ -127,12 +128,12 @@ def _checked(optimizers: Any) -> list[Optimizer]:
                 f"{name} has an unscale_and_step of its own, which cannot be told what was found "
                 "elsewhere: step it by itself, and combine scales with ampopt.next_scale"
             )
-        if optimizer._needs_closure:
+        if optimizer._ampopt.needs_closure:
             raise TypeError(
                 f"{name} needs a closure, which several optimizers cannot share: call its own "
                 "unscale_and_step(closure, grads_scaled_by=scale)"
             )
-        optimizer._refuse_pending("unscale_and_step")
+        optimizer._ampopt.refuse_pending("unscale_and_step")
     _refuse_shared(optimizers)
     return optimizers
 

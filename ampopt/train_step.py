@@ -144,7 +144,7 @@ class TrainStep:
                 )
         elif preserve_rng:
             raise ValueError("preserve_rng is for replays: give max_replays too, 100 for instance")
-        elif optimizer._needs_closure:
+        elif optimizer._ampopt.needs_closure:
             raise TypeError(
                 f"{type(optimizer).__name__} evaluates the loss itself: give max_replays, 100 for "
                 "instance, which hands it the evaluation as a closure"
@@ -182,7 +182,7 @@ class TrainStep:
             TypeError: ``loss_fn`` did not return a tensor of one element.
             ValueError: the batch cannot be divided into micro-batches of equal size.
         """
-        device = self.optimizer._home
+        device = self.optimizer._ampopt.home
         batch = pytree.tree_map_only(Tensor, lambda t: carried(t, device), (inputs, *targets))
         self._check_divisible(batch)
         steps = self._capturing_on(device)
@@ -249,7 +249,7 @@ class TrainStep:
         clear()
         losses = []
         for inputs, *targets in self._parts(batch):
-            with self._precision.autocast(self.optimizer._home.type):
+            with self._precision.autocast(self.optimizer._ampopt.home.type):
                 loss = self._loss_fn(_outputs(self.model, inputs), *targets)
                 _check_loss(loss)
                 loss = loss / self._micro_batches if self._micro_batches > 1 else loss

@@ -10,7 +10,7 @@ from ampopt._step import ranks
 from ampopt_kernels.step import Row
 from ampopt_kernels.tensors import dense_like, real
 
-__all__ = ["UNDERFLOWING", "Staged", "check", "offenders", "present", "values_of"]
+__all__ = ["UNDERFLOWING", "Staged", "check", "offenders", "present", "values_of", "with_groups"]
 
 _DTYPES = frozenset(
     {
@@ -33,6 +33,18 @@ def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
     return [
         (index, param)
         for index, group in enumerate(param_groups)
+        for param in group["params"]
+        if param.grad is not None
+    ]
+
+
+def with_groups(
+    param_groups: Iterable[dict[str, Any]],
+) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
+    """``(group, parameter, gradient)`` for every parameter that has one."""
+    return [
+        (group, param, param.grad)
+        for group in param_groups
         for param in group["params"]
         if param.grad is not None
     ]

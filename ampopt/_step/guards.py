@@ -14,7 +14,7 @@ from ampopt._step import ranks
 from ampopt_kernels.cpu.objects import Contents, Layouts, addresses
 
 if TYPE_CHECKING:
-    from ampopt.elementwise import ElementwiseOptimizer
+    from ampopt._step.rule_steps import RuleSteps
 
 __all__ = ["Guards"]
 
@@ -29,7 +29,7 @@ class Guards:
 
     def __init__(
         self,
-        optimizer: "ElementwiseOptimizer",
+        steps: "RuleSteps",
         flags: list[tuple[bool, ...]],
         present: list[Tensor],
         masters: list[tuple[int, Tensor]],
@@ -41,7 +41,7 @@ class Guards:
         """Take them down.
 
         Args:
-            optimizer: whose step it is.
+            steps: whose plan it is.
             flags: of the rule, for each group.
             present: the parameters that have gradients.
             masters: those of ``present`` whose place is said, which hold their gradients.
@@ -50,6 +50,7 @@ class Guards:
             spread: whether some of the tensors are spread over ranks: of such a one, the part that
                 is here counts.
         """
+        optimizer = steps.optimizer
         groups = optimizer.param_groups
         self._flags, self._present, self._masters, self._spread = flags, present, masters, spread
         self._params = list(chain.from_iterable(group["params"] for group in groups))
@@ -67,8 +68,9 @@ class Guards:
         self._params_laid_out = Layouts(self._here(self._params))
         self._grads_laid_out = Layouts(grads)
 
-    def gradients(self, optimizer: "ElementwiseOptimizer") -> list[Tensor] | None:
+    def gradients(self, steps: "RuleSteps") -> list[Tensor] | None:
         """The gradients of this step as kernels see them; ``None`` if anything else has changed."""
+        optimizer = steps.optimizer
         members = [group["params"] for group in optimizer.param_groups]
         if not (
             len(members) == len(self._members)
@@ -86,7 +88,7 @@ class Guards:
             for param in self._present:
                 ranks.settle(param)
         grads = list(map(_grad_of, self._present))
-        if optimizer._on_masters:
+        if steps.masters.unscaled:
             for place, master in self._masters:
                 if grads[place] is not None:
                     grads[place] = master.grad

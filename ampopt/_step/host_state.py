@@ -24,27 +24,9 @@ from ampopt_kernels.devices import captures
 
 __all__ = ["HostState"]
 
-_ATTEMPT = frozenset(
-    {
-        "grad_norm",
-        "grad_scale",
-        "found_inf",
-        "step",  # as patched by torch's schedulers
-        "_decision",
-        "_dtypes",
-        "_is_over",
-        "_on_masters",
-        "_opt_called",
-        "_pending",
-        "_plan",
-        "_request",
-        "_skipper",
-        "_stepped_with",
-        "_uploads",
-        "_warned_of_float16",
-    }
-)
-"""Attributes of an optimizer that belong to the attempt at a step, or are caches."""
+_ATTEMPT = frozenset({"_ampopt", "_opt_called", "found_inf", "grad_scale", "step"})
+"""Attributes of an optimizer that belong to the attempt at a step: ours, what torch's schedulers
+and scaler put there, and ``step`` as schedulers patch it."""
 
 _PLAIN = (
     bool,

@@ -13,6 +13,7 @@ from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from ampopt._step import gradients, ranks
 from ampopt._step.guards import Guards
+from ampopt._step.overflow import works_of
 from ampopt._step.state_buffers import lay_end_to_end
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.cpu.objects import bump_versions
@@ -20,7 +21,7 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 
 if TYPE_CHECKING:
-    from ampopt.elementwise import ElementwiseOptimizer
+    from ampopt._step.rule_steps import RuleSteps
 
 __all__ = ["Plan", "check_plannable"]
 
@@ -37,38 +38,39 @@ class Plan:
         agreement: of the ranks that decide together.
     """
 
-    def __init__(self, optimizer: "ElementwiseOptimizer") -> None:
+    def __init__(self, steps: "RuleSteps") -> None:
         """Make state where it is missing, and the rows.
 
         Raises:
             RuntimeError: see :func:`ampopt._step.gradients.check`; nothing has changed then.
         """
+        optimizer, keeper = steps.optimizer, steps.masters
         groups, rule = optimizer.param_groups, optimizer.rule
-        check_plannable(optimizer)
+        check_plannable(steps)
         self._staged = gradients.Staged()
         self.agreement = ranks.agreement(groups, optimizer.process_group)
         self._flags = flags = [rule.flag_values(group) for group in groups]
         present = [
             (group, p)
             for group, p in gradients.present(groups)
-            if optimizer._holder(groups[group], p).grad is not None
+            if keeper.holder(groups[group], p).grad is not None
         ]
         self._present = [p for _, p in present]
         masters = [
             (place, master)
             for place, (group, p) in enumerate(present)
-            if (master := optimizer._master_of(groups[group], p)) is not None
+            if (master := keeper.of(groups[group], p)) is not None
         ]
-        states = [optimizer._state_of(p, flags[group]) for group, p in present]
+        states = [steps.state_of(p, flags[group]) for group, p in present]
         if _widen_scalars(rule, states):
             rule = rule.with_float64_scalars
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
         rows = [
-            self._row(optimizer, group, param, state)
+            self._row(steps, group, param, state)
             for (group, param), state in zip(present, states, strict=True)
         ]
-        self.works: list[Work] = optimizer._works(rows, rule=rule)
+        self.works: list[Work] = works_of(rows, steps.uploads, rule=rule)
         order = {id(row): place for place, row in enumerate(rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         parts = [(*rule.state_for(own), *rule.scalar_state_for(own)) for own in flags]
@@ -77,20 +79,19 @@ class Plan:
         ]
         grads = [row.grad for row in rows]
         spread = any(ranks.is_spread(p) for group in groups for p in group["params"])
-        self._guards = Guards(optimizer, flags, self._present, masters, held, grads, spread=spread)
+        self._guards = Guards(steps, flags, self._present, masters, held, grads, spread=spread)
         self.writes_gradients = all(
             row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _address_of_grad(p)
             for row, p in zip(rows, self._present, strict=True)
         )
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._present)
 
-    def _row(
-        self, optimizer: "ElementwiseOptimizer", group: int, param: Tensor, state: dict
-    ) -> Row:
+    def _row(self, steps: "RuleSteps", group: int, param: Tensor, state: dict) -> Row:
+        optimizer, masters = steps.optimizer, steps.masters
         rule, flags, staged = optimizer.rule, self._flags[group], self._staged
         local, agreement = ranks.local, self.agreement
-        master = optimizer._master_of(optimizer.param_groups[group], param)
-        holder = optimizer._holder(optimizer.param_groups[group], param)
+        master = masters.of(optimizer.param_groups[group], param)
+        holder = masters.holder(optimizer.param_groups[group], param)
         p = gradients.real(local(param.detach() if master is None else master))
         copy = None if master is None else staged.dense(local(param.detach()), p, written=True)
         return Row(
@@ -110,16 +111,16 @@ class Plan:
             counted=agreement is None or agreement.counts(param, group),
         )
 
-    def renew(self, optimizer: "ElementwiseOptimizer") -> bool:
+    def renew(self, steps: "RuleSteps") -> bool:
         """Take up the gradients of this step; ``False`` if anything but them has changed."""
-        grads = self._guards.gradients(optimizer) if self.lasts else None
+        grads = self._guards.gradients(steps) if self.lasts else None
         if grads is None:
             return False
         for work, places in zip(self.works, self._places, strict=True):
             work.take(grads if len(places) == len(grads) else [grads[i] for i in places])
         return True
 
-    def take_hyper(self, optimizer: "ElementwiseOptimizer") -> None:
+    def take_hyper(self, optimizer: Any) -> None:
         """Take up the hyperparameters of this step."""
         hyper = [optimizer.rule.hyper_values(group) for group in optimizer.param_groups]
         for work in self.works:
@@ -137,7 +138,7 @@ class Plan:
             work.release()
 
 
-def check_plannable(optimizer: "ElementwiseOptimizer") -> None:
+def check_plannable(steps: "RuleSteps") -> None:
     """Refuse what no plan can be made for, before anything has changed.
 
     Raises:
@@ -146,9 +147,10 @@ def check_plannable(optimizer: "ElementwiseOptimizer") -> None:
             word.
         TypeError: see :func:`ampopt._step.gradients.check`.
     """
+    optimizer = steps.optimizer
     groups, rule = optimizer.param_groups, optimizer.rule
     gradients.check(groups)
-    optimizer._check_dtypes()
+    steps.check_dtypes()
     for group in groups:
         flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
         try_out(rule, flags, n_hyper, type(optimizer).__name__)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.given import drops
 from ampopt.loss_scale.numbers import check_scale_number
 from ampopt.nonfinite import found_now, look_anew
 from ampopt_kernels.devices import ACCELERATORS
 
-__all__ = ["Replay", "check_closure", "check_loss", "check_verdict", "step_with"]
+__all__ = ["Replay", "check_closure", "check_loss", "check_verdict", "evaluated", "step_with"]
 
 
 class Replay:
@@ -93,7 +94,7 @@ class Replay:
                 whose = whose if finite else f"the loss is {_shown(loss)}"
                 raise self._error("loss", f"{whose}, which no scale can mend")
             self.overflowed = bool(found_inf > 0)
-            if not self.overflowed or not getattr(self.scale, "drop_overflow_update", True):
+            if not self.overflowed or not drops(self.scale):
                 return loss
             if self.successor is self.scale:
                 raise self._error("replays", f"{self.scale!r} has no smaller scale to replay with")
@@ -149,6 +150,14 @@ class Replay:
         torch.set_rng_state(state[0])
         for device, device_state in zip(self._devices, state[1:], strict=True):
             torch.get_device_module(device).set_rng_state(device_state, device)
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What ``closure`` returns, called as torch's optimizers do; ``None`` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def step_with(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["beneath_hooks", "has_own_step", "has_step", "hooked", "is_replaced", "is_watched"]
+__all__ = [
+    "beneath_hooks",
+    "has_own_step",
+    "has_step",
+    "hooked",
+    "is_replaced",
+    "is_watched",
+    "note_step",
+    "run_step_hooks",
+]
 
 hooked = torch.optim.Optimizer.profile_hook_step
 """Put that wrapper around a function."""
@@ -66,6 +75,21 @@ def is_watched(optimizer: torch.optim.Optimizer, step: Any) -> bool:
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-        or is_replaced(optimizer)
+        or ("step" in vars(optimizer) and is_replaced(optimizer))
         or beneath_hooks(type(optimizer).step) is not step
     )
+
+
+def note_step(optimizer: Any) -> None:
+    """Say that there was a step, where torch's schedulers look for one before theirs."""
+    optimizer._opt_called = True
+
+
+def run_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """What an attempt that does not step still does: hooks run, and schedulers see a step."""
+    _no_step(optimizer)
+    note_step(optimizer)
+
+
+# A step hook may hand the step other arguments.
+_no_step = hooked(lambda self, *args, **kwargs: None)

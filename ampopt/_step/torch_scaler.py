@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.step_hooks import beneath_hooks, has_own_step, has_step
+from ampopt._step.uncompiled import uncompiled
 from ampopt_kernels.step import Decision, Request
 
 if TYPE_CHECKING:
+    from ampopt._step.stepping import Attempt
     from ampopt.optimizer import Optimizer
 
 __all__ = ["Left", "LeftToStep", "heed_in", "take"]
@@ -80,7 +82,7 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if "found_inf" not in attributes or "grad_scale" not in attributes:
         return None
     left = Left(attributes.pop("grad_scale"), attributes.pop("found_inf"))
-    if optimizer._pending is not None:
+    if optimizer._ampopt.pending is not None:
         raise RuntimeError(
             f"unscale() of this {type(optimizer).__name__} was called, and its gradients are "
             "unscaled once more by the scaler that steps it now. Call step_after_unscale() in "
@@ -99,7 +101,7 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
     agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
     if agreement is not None and left.grad_scale is None:
         # Nothing will be judged again, and the scaler may have asked this rank alone.
-        return replace(left, found_inf=agreement.flag(left.found_inf, optimizer._home))
+        return replace(left, found_inf=agreement.flag(left.found_inf, optimizer._ampopt.home))
     return left
 
 
@@ -127,9 +129,10 @@ def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
         left = take(self, args, kwargs)
         if left is None:
             returned = step(self, *args, **kwargs)
-            self._end_pending()  # where torch puts no hooks around the step that would
+            _end_pending(self)  # where torch puts no hooks around the step that would
             return returned
-        attempt = self._skip_or(functools.partial(step, self, *args, **kwargs), left.request)
+        call = functools.partial(step, self, *args, **kwargs)
+        attempt = _around(self, call, left.request)
         left.put_back(self, attempt.decision)
         return attempt.returned
 
@@ -137,3 +140,13 @@ def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
     vars(heeding).pop("hooked", None)
     heeding._heeds_scaler = heeding  # type: ignore[attr-defined]
     return heeding
+
+
+@uncompiled
+def _end_pending(optimizer: "Optimizer") -> None:
+    optimizer._ampopt.end_pending()
+
+
+@uncompiled
+def _around(optimizer: "Optimizer", step: Callable[[], Any], request: Request) -> "Attempt":
+    return optimizer._ampopt.around(step, request)

@@ -19,11 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt._step import ranks
 from ampopt._step.host_state import HostState
+from ampopt.backend import host_may_look
 from ampopt_kernels.transfers import carried
 
-__all__ = ["Mode", "Skipper", "Writes"]
+__all__ = ["Mode", "SKIP_BY", "Skipper", "Writes", "skipper_of"]
 
 Mode = Literal["host", "probation", "transaction"]
+
+SKIP_BY = ("auto", "host", "transaction", "step")
+"""What :attr:`ampopt.Optimizer.skip_by` may be."""
 
 _IN_HOST_MEMORY = "tensors in the host's memory"
 _GROWTHS = 32
@@ -202,6 +206,25 @@ class Skipper:
             type(optimizer).__name__,
             reason,
         )
+
+
+def skipper_of(skip_by: str, device: torch.device, *, transacts: bool = False) -> Skipper:
+    """How to skip a step that cannot be told to; see :attr:`ampopt.Optimizer.skip_by`.
+
+    Args:
+        skip_by: what that says.
+        device: where decisions are made.
+        transacts: whether the step is known to allow transactions.
+    """
+    if skip_by not in SKIP_BY:
+        raise ValueError(
+            f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {skip_by!r}"
+        )
+    if skip_by in ("host", "transaction"):
+        return Skipper(skip_by, settled=True)  # type: ignore[arg-type]
+    if host_may_look(device):
+        return Skipper("host", settled=True)
+    return Skipper("transaction" if transacts else "probation")
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
             if param.grad is None:
                 continue
             state = optimizer.state[param]
-            master = optimizer._master_of(group, param)
+            master = optimizer._ampopt.masters.of(group, param)
             stored, copies = (param, []) if master is None else (master, [param])
             changed = _nbytes([stored, *(state[name] for name in names)])
             detect += _nbytes([param.grad])

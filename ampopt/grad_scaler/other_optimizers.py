@@ -15,9 +15,9 @@ from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients
 from ampopt._step.overflow import judge
+from ampopt._step.step_hooks import note_step
 from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.given import request_fields
-from ampopt.optimizer import successor_of
+from ampopt.loss_scale.given import request_for, successor_of
 from ampopt_kernels.step import Request
 
 __all__ = ["Record", "judge_gradients", "step", "unscale", "wants_scaler", "warn_of_scaler"]
@@ -97,16 +97,15 @@ def judge_gradients(
         write: unscale them in place.
         times: a factor that they carry besides the scale.
     """
-    fields, scale = request_fields(record.scale), record.scale
-    if times is not None:
-        fields = {"scale": scale.value * times}
+    scale = record.scale
+    request = request_for(scale) if times is None else Request(scale=scale.value * times)
     decision = judge(
-        optimizer.param_groups, Request(**fields), write=write, process_group=record.process_group
+        optimizer.param_groups, request, write=write, process_group=record.process_group
     )
     if decision is None:
         record.learn(None, scale)
     elif times is None:
-        record.learn(decision.found_inf, successor_of(scale, decision, scale))
+        record.learn(decision.found_inf, successor_of(scale, decision))
     else:
         record.learn(decision.found_inf, scale.next(decision.found_inf))
 
@@ -118,7 +117,7 @@ def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     if record.stage is OptState.READY:
         unscale(record, optimizer)
     if record.found_inf is None or record.skipped:
-        optimizer._opt_called = True  # where torch's schedulers look for a step before theirs
+        note_step(optimizer)
         return None
     return optimizer.step(*args, **kwargs)
 
@@ -130,7 +129,7 @@ def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -
         judge_gradients(record, optimizer, times=theirs)
         scale = record.scale.value if theirs is None else record.scale.value * theirs
     if record.found_inf is None:
-        optimizer._opt_called = True
+        note_step(optimizer)
         return None
     found_inf = record.found_inf
     if not record.scale.drop_overflow_update:

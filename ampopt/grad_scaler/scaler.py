@@ -21,8 +21,7 @@ from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.outputs import scale_outputs
-from ampopt.masters import MasterWeights
-from ampopt.optimizer import Optimizer
+from ampopt.optimizer import Optimizer, unscale_and_step
 from ampopt.results import StepResult
 
 __all__ = ["GradScaler"]
@@ -186,7 +185,7 @@ class GradScaler(ScheduledScaler):
             record.learn(*optimizer.unscale(grads_scaled_by=record.scale))
             record.owned = True
             record.holder = getattr(optimizer.unscale, "__self__", optimizer)
-            record.pending = getattr(record.holder, "_pending", None)
+            record.pending = _pending(record.holder)
         else:
             others.unscale(record, optimizer)
         record.wrote, record.stage = True, OptState.UNSCALED
@@ -301,8 +300,8 @@ class GradScaler(ScheduledScaler):
                 if scale._settings() != self._loss_scale._settings():  # changed since
                     scale = schedules.changed(scale, **self._loss_scale._settings())
         for record in self._records:
-            if record.pending is not None and record.pending is record.holder._pending:
-                record.holder._pending = None
+            if record.pending is not None and record.pending is _pending(record.holder):
+                record.holder._ampopt.pending = None
         self._stepped = self._last_steps()  # an iteration may have none
         self._records = []
         self._replicas = {}
@@ -388,9 +387,8 @@ class GradScaler(ScheduledScaler):
             )
         for record in self._records:
             if record.of(optimizer):
-                dropped = record.pending is not None and (
-                    record.pending is not record.holder._pending
-                )
+                pending = record.pending
+                dropped = pending is not None and pending is not _pending(record.holder)
                 if record.stage is not OptState.UNSCALED or not dropped:
                     return record
                 self._records.remove(record)  # by zero_grad() or a plain step()
@@ -436,10 +434,15 @@ def _has_control_points(optimizer: Any) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in _CONTROL_POINTS)
 
 
+def _pending(optimizer: Any) -> Any:
+    """The mark of an unscale that no step has followed yet, if ``optimizer`` is ours."""
+    return optimizer._ampopt.pending if isinstance(optimizer, Optimizer) else None
+
+
 def _step_after_unscale(optimizer: Any, **keywords: Any) -> StepResult:
     """That of ``optimizer``, after which ``p.grad`` holds what it stepped with."""
-    is_ours = isinstance(optimizer, MasterWeights)
-    grads, unscaled = optimizer._unscaled_on_masters() if is_ours else ([], [])
+    is_ours = isinstance(optimizer, Optimizer)
+    grads, unscaled = optimizer._ampopt.masters.unscaled_gradients() if is_ours else ([], [])
     result = optimizer.step_after_unscale(**keywords)
     if grads:
         with torch.no_grad():
@@ -451,5 +454,5 @@ def _unscaling_step(optimizer: Any) -> Callable[..., StepResult]:
     """``unscale_and_step`` of ``optimizer``; if it is ours, one that leaves gradients unscaled."""
     step = optimizer.unscale_and_step
     if getattr(step, "__func__", None) is Optimizer.unscale_and_step:
-        return functools.partial(optimizer._unscale_and_step, write=True)
+        return functools.partial(unscale_and_step, step.__self__, write=True)
     return step

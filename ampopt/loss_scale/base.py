@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ampopt.loss_scale.scaler_entries import entries_of_scaler
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.transfers import carried
 
-__all__ = ["Device", "LossScale", "check_entries", "check_flag", "host_may_read"]
+__all__ = ["AnyScale", "Device", "LossScale", "check_entries", "check_flag", "host_may_read"]
 
 Device = torch.device | str | int
 
@@ -23,7 +23,45 @@ class _Generation:
     __slots__ = ("__weakref__",)
 
 
-class LossScale(ABC):
+class AnyScale(ABC):
+    """What optimizers ask of the scale of their gradients, whatever the caller gave.
+
+    * :attr:`value` and :attr:`drop_overflow_update`;
+    * ``_policy``: the schedule's ``PolicyConstants``, for the device to compute the successor; or
+      ``None`` where nothing is to be computed;
+    * ``_counters``, with ``_policy``: int32 of shape (2,): finite steps counted towards the next
+      growth, and overflows left before the scale is lowered;
+    * ``_successor(value, counters)``: what the caller goes on with, from what the device computed;
+    * ``_unstepped()``: what the caller goes on with where there were no gradients to learn from;
+    * ``_generation``: an opaque, weakly referenceable object that stands for this value, with which
+      an optimizer may step once; ``None`` if it may again.
+    """
+
+    _policy: PolicyConstants | None = None
+    _drop: bool = True
+
+    _value: Tensor
+    _counters: Tensor | None = None
+    _generation: _Generation | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """The scale: of one element and floating point."""
+        return self._value
+
+    @property
+    def drop_overflow_update(self) -> bool:
+        """Whether an update whose gradients overflowed is left out."""
+        return self._drop
+
+    @abstractmethod
+    def _successor(self, value: Tensor, counters: Tensor) -> Any: ...
+
+    @abstractmethod
+    def _unstepped(self) -> Any: ...
+
+
+class LossScale(AnyScale):
     """What gradients are multiplied by: a float32 number on the device.
 
     Stepping never changes a scale. It is passed in, and its successor is returned::
@@ -37,32 +75,17 @@ class LossScale(ABC):
     Only being placed on its device, once, and :meth:`load_state_dict` change a scale.
 
     The final classes are :class:`StaticLossScale` and :class:`DynamicLossScale`. A subclass must
-    provide what is abstract here and set ``_value``; this is what optimizers use:
-
-    * :attr:`value`, :meth:`next`, :attr:`drop_overflow_update`;
-    * ``_warn_if_collapsed()``, where the host has the number anyway;
-    * ``_place(device)``: put the scale on ``device``, or raise if it lives on another;
-    * ``_policy``: the schedule's ``PolicyConstants``, for the device to compute the successor; or
-      ``None`` where the successor is the scale itself. With ``_policy``:
-      ``_counters``, int32 of shape (2,): finite steps counted towards the next growth, and
-      overflows left before the scale is lowered; and ``_successor(value, counters)``, a new scale
-      like this one with these tensors. Without: ``None``, and ``self``;
-    * ``_generation``: an opaque, weakly referenceable object that stands for this value of the
-      scale. Successors, copies and unpickled scales have new ones, and loading makes one. An
-      optimizer remembers those it has stepped with, unless ``_reusable`` is true.
+    provide what is abstract here, set ``_value``, and be what :class:`AnyScale` says; where
+    ``_policy`` is ``None``, a scale is its own successor, to step with again. Successors, copies
+    and unpickled scales have a ``_generation`` of their own, and loading makes a new one.
+    ``_warn_if_collapsed()`` is called where the host has the number anyway.
     """
 
-    _reusable: ClassVar[bool] = False
-    """Whether an optimizer may step with the same value twice."""
-
-    _value: Tensor
-    _counters: Tensor | None = None
     _placed: bool = False
-    _generation: _Generation
 
     def _set(self, value: Tensor, counters: Tensor | None, placed: bool) -> None:
         self._value, self._counters, self._placed = value, counters, placed
-        self._generation = _Generation()
+        self._generation = None if counters is None else _Generation()
 
     @property
     def value(self) -> Tensor:
@@ -77,11 +100,6 @@ class LossScale(ABC):
     def device(self) -> torch.device | None:
         """Where the scale lives; ``None`` while nothing has decided that."""
         return self._value.device if self._placed else None
-
-    @property
-    def drop_overflow_update(self) -> bool:
-        """Whether an update whose gradients overflowed is left out."""
-        return True
 
     @abstractmethod
     def next(self, found_inf: Any) -> "LossScale":
@@ -129,7 +147,7 @@ class LossScale(ABC):
         """The scale as a Python number. Synchronizes: the host waits for the device."""
         return self._value.item()
 
-    def _warn_if_collapsed(self) -> None:  # noqa: B027  # most cannot
+    def _warn_if_collapsed(self) -> None:  # most cannot
         """Warn, once, of a scale that has fallen to where it is of no use. Synchronizes."""
 
     def __float__(self) -> float:
@@ -155,12 +173,11 @@ class LossScale(ABC):
                 "where it is first used."
             )
 
-    @property
-    def _policy(self) -> PolicyConstants | None:
-        return None
-
     @abstractmethod
     def _successor(self, value: Tensor, counters: Tensor) -> "LossScale": ...
+
+    def _unstepped(self) -> "LossScale":
+        return self
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:

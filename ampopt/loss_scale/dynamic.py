@@ -12,7 +12,6 @@ from ampopt.loss_scale.numbers import check_count, check_scale_number
 from ampopt.loss_scale.presets import PRESETS
 from ampopt.loss_scale.schedule import Schedule
 from ampopt_kernels import torch_language
-from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.policy import next_scale as _policy_next_scale
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.transfers import carried
@@ -113,6 +112,7 @@ class DynamicLossScale(LossScale):
             growth_offsets=growth_offsets,
         )
         self._collapse = Collapse()
+        self._policy = self._schedule.policy
         value, counters = self._tensors(self._schedule.init_scale, 0, self._schedule.hysteresis)
         self._set(value, counters, placed=False)
         if device is not None:
@@ -235,16 +235,13 @@ class DynamicLossScale(LossScale):
 
         tensors = self._tensors(scale, growth, budget)
         value, counters = (carried(t, self._value.device) for t in tensors)
-        self._schedule = schedule
+        self._schedule, self._policy = schedule, schedule.policy
         self._set(value, counters, self._placed)
-
-    @property
-    def _policy(self) -> PolicyConstants:
-        return self._schedule.policy
 
     def _successor(self, value: Tensor, counters: Tensor) -> "DynamicLossScale":
         new = type(self).__new__(type(self))
         new._schedule, new._collapse = self._schedule, self._collapse
+        new._policy = self._policy
         new._set(value, counters, self._placed)
         return new
 

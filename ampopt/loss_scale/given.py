@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.loss_scale.mistakes import check_scale_tensor, no_scale
 from ampopt.loss_scale.numbers import check_scale_number
 from ampopt_kernels.policy import PolicyConstants
+from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["BareScale", "as_loss_scale", "request_fields"]
+__all__ = ["BareScale", "as_loss_scale", "drops", "request_for", "successor_of"]
 
 _HALVED_AFTER_OVERFLOW = PolicyConstants(
     growth_factor=1.0,
@@ -27,28 +28,26 @@ _HALVED_AFTER_OVERFLOW = PolicyConstants(
 )
 
 
-class BareScale:
-    """A number or a tensor given as a scale. It has no history: its successor is a tensor.
+class BareScale(AnyScale):
+    """A number or a tensor given as a scale. It has no history: its successor is a tensor."""
 
-    Has the attributes of a :class:`LossScale` that an optimizer reads.
-    """
-
-    drop_overflow_update = True
     _policy = _HALVED_AFTER_OVERFLOW
-    _reusable = True
 
     def __init__(self, value: Tensor, held: Uploads) -> None:
         """Wrap a floating tensor of one element."""
-        self.value = value
+        self._value = value
         self._counters = held.get("counters of a bare scale", [0, 0], torch.int32, value.device)
 
     def _successor(self, value: Tensor, counters: Tensor) -> Tensor:
         return value
 
+    def _unstepped(self) -> Tensor:
+        return self._value.clone()
+
 
 def as_loss_scale(
     given: Any, device: torch.device, uploads: dict[torch.device, Uploads]
-) -> "LossScale | BareScale | None":
+) -> AnyScale | None:
     """The scale that ``given`` stands for, on ``device``.
 
     Args:
@@ -64,7 +63,8 @@ def as_loss_scale(
     if given is None:
         return None
     if isinstance(given, LossScale):
-        given._place(device)
+        if not given._placed or given._value.device != device:
+            given._place(device)
         return given
     if isinstance(given, Tensor):
         check_scale_tensor("grads_scaled_by", given)
@@ -87,11 +87,33 @@ def as_loss_scale(
     return BareScale(value, held)
 
 
-def request_fields(scale: "LossScale | BareScale | None") -> dict[str, Any]:
-    """The fields of a kernel ``Request`` that say how the gradients are scaled and judged."""
+def request_for(scale: AnyScale | None, **asked: Any) -> Request:
+    """What to ask of a step whose gradients carry ``scale``; ``asked`` are further fields."""
     if scale is None:
-        return {"check": False}
-    fields: dict[str, Any] = {"scale": scale.value, "drop": scale.drop_overflow_update}
-    if scale._counters is not None:
-        fields.update(policy=scale._policy, counters=scale._counters)
-    return fields
+        return Request(check=False, **asked)
+    return Request(
+        scale=scale._value,
+        drop=scale.drop_overflow_update,
+        policy=scale._policy,
+        counters=scale._counters,
+        **asked,
+    )
+
+
+def successor_of(scale: AnyScale | None, decision: Decision | None) -> Any:
+    """The scale to use next, as the caller gets it; ``decision`` is ``None`` without gradients."""
+    if scale is None:
+        return None
+    if decision is None:
+        return scale._unstepped()
+    decided: Any = decision  # it has a successor where the scale has a policy
+    successor = scale._successor(decided.scale, decided.counters)
+    seen = decision.factors  # by the host, for which the scale is at hand too
+    if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(successor, LossScale):
+        successor._warn_if_collapsed()
+    return successor
+
+
+def drops(given: Any) -> bool:
+    """Whether an overflowed update is left out under what a caller gave as a scale."""
+    return not isinstance(given, LossScale) or given.drop_overflow_update

@@ -21,8 +21,6 @@ class StaticLossScale(LossScale):
         True
     """
 
-    _reusable = True
-
     def __init__(
         self, value: float, drop_overflow_update: bool = True, *, device: Device | None = None
     ) -> None:
@@ -46,11 +44,6 @@ class StaticLossScale(LossScale):
         value = torch.full((), number, dtype=torch.float32, device=device)
         self._number, self._drop = number, drop
         self._set(value, None, placed)
-
-    @property
-    def drop_overflow_update(self) -> bool:
-        """Whether an update whose gradients overflowed is left out."""
-        return self._drop
 
     def next(self, found_inf: Any) -> "StaticLossScale":
         """This scale, whatever ``found_inf`` says; see :meth:`LossScale.next`."""

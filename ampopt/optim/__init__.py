@@ -1,1 +1,35 @@
-"""The optimizers of ``torch.optim``, one a file; import them from ``ampopt``."""
+"""The optimizers of ``torch.optim``, one a file; ``ampopt`` has them too."""
+
+from ampopt.optim.adadelta import Adadelta
+from ampopt.optim.adafactor import Adafactor
+from ampopt.optim.adagrad import Adagrad
+from ampopt.optim.adam import Adam
+from ampopt.optim.adamax import Adamax
+from ampopt.optim.adamw import AdamW
+from ampopt.optim.asgd import ASGD
+from ampopt.optim.lbfgs import LBFGS
+from ampopt.optim.muon import Muon
+from ampopt.optim.nadam import NAdam
+from ampopt.optim.radam import RAdam
+from ampopt.optim.rmsprop import RMSprop
+from ampopt.optim.rprop import Rprop
+from ampopt.optim.sgd import SGD
+from ampopt.optim.sparse_adam import SparseAdam
+
+__all__ = [
+    "ASGD",
+    "LBFGS",
+    "SGD",
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SparseAdam",
+]

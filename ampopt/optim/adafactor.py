@@ -6,10 +6,28 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.ordinary import Ordinary
+from ampopt._step.replay import evaluated
+from ampopt._step.stepping import Attached
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.transfers import carried
 
 __all__ = ["Adafactor"]
+
+
+def _state_of(optimizer: Any, param: Tensor) -> dict[str, Any]:
+    state, shape = optimizer.state[param], list(param.shape)
+    if "step" not in state:
+        if param.ndim > 1:
+            state["row_var"] = param.new_zeros([*shape[:-1], 1])
+            state["col_var"] = param.new_zeros([*shape[:-2], 1, shape[-1]])
+        else:
+            state["variance"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    step = state.get("step", 0.0)
+    if not isinstance(step, Tensor):  # new, or from an old checkpoint
+        step = torch.full((), step, device=param.device)
+    state["step"] = carried(step, param.device, torch.float32)
+    return state
 
 
 class Adafactor(Optimizer, torch.optim.Adafactor):
@@ -28,11 +46,7 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
     of each parameter's dtype, where torch takes the first one's for all of a group.
     """
 
-    _transacts = True
-
-    def _make_state(self) -> None:
-        for _, param in gradients.present(self.param_groups):
-            self._state_of(param)
+    _ampopt = Attached(Ordinary, make_state=_state_of)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -47,16 +61,8 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
         Raises:
             RuntimeError: a parameter is complex or a gradient sparse; nothing has changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        present = [
-            (group, param, param.grad)
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
+        loss = evaluated(closure)
+        present = gradients.with_groups(self.param_groups)
         for _, param, grad in present:
             if param.is_complex():
                 raise RuntimeError("Adafactor does not support complex parameters")
@@ -64,22 +70,8 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
                 raise RuntimeError("Adafactor does not support sparse gradients")
         for group, param, grad in present:
             if param.numel():
-                _step(param, grad, self._state_of(param), group)
+                _step(param, grad, _state_of(self, param), group)
         return loss
-
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
-        state, shape = self.state[param], list(param.shape)
-        if "step" not in state:
-            if param.ndim > 1:
-                state["row_var"] = param.new_zeros([*shape[:-1], 1])
-                state["col_var"] = param.new_zeros([*shape[:-2], 1, shape[-1]])
-            else:
-                state["variance"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        step = state.get("step", 0.0)
-        if not isinstance(step, Tensor):  # new, or from an old checkpoint
-            step = torch.full((), step, device=param.device)
-        state["step"] = carried(step, param.device, torch.float32)
-        return state
 
 
 def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ampopt._step import gradients
+from ampopt._step.masters import needs_master
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.masters import needs_master
 from ampopt_kernels import rules
-from ampopt_kernels.step import Decision, Request
 
 __all__ = ["Adagrad"]
 
@@ -36,6 +34,8 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
 
     rule = rules.adagrad
     sparse_gradients = True
+    # Torch 2.11's makes no state for a group that is added later, and misses it.
+    _ampopt = ElementwiseOptimizer._ampopt.knowing(torch_needs_state=True)
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
 
@@ -69,10 +69,3 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
                         # torch has made it in the parameter's dtype, rounding its initial value.
                         state = self.state[param]
                         state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
-
-    def _step_as_torch(self, request: Request) -> Decision | None:
-        # Torch 2.11's makes no state for a group that is added later, and misses it.
-        for group, param in gradients.present(self.param_groups):
-            if not self.state.get(param):
-                self._state_of(param, self.rule.flag_values(self.param_groups[group]))
-        return super()._step_as_torch(request)

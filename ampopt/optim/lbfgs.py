@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 
+from ampopt._step.ordinary import Ordinary
 from ampopt._step.step_hooks import beneath_hooks
+from ampopt._step.stepping import Attached
 from ampopt._step.uncompiled import uncompiled
 from ampopt.optimizer import Optimizer
 
@@ -32,7 +34,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     step = uncompiled(beneath_hooks(torch.optim.LBFGS.step))
 
     # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
-    _shared_state = frozenset({"d", "old_dirs", "old_stps", "ro", "al"})
+    _ampopt = Attached(Ordinary, never_written=frozenset({"d", "old_dirs", "old_stps", "ro", "al"}))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""

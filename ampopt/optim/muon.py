@@ -1,11 +1,19 @@
 """Muon."""
 
 import torch
+from torch import Tensor
 
-from ampopt._step import gradients
+from ampopt._step.ordinary import Ordinary
+from ampopt._step.stepping import Attached
 from ampopt.optimizer import Optimizer
 
 __all__ = ["Muon"]
+
+
+def _make_state(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    state = optimizer.state[param]
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
 class Muon(Optimizer, torch.optim.Muon):
@@ -21,12 +29,4 @@ class Muon(Optimizer, torch.optim.Muon):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
     """
 
-    _transacts = True
-
-    def _make_state(self) -> None:
-        for _, param in gradients.present(self.param_groups):
-            state = self.state[param]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(
-                    param, memory_format=torch.preserve_format
-                )
+    _ampopt = Attached(Ordinary, make_state=_make_state)

@@ -13,6 +13,14 @@ from ampopt_kernels import rules
 __all__ = ["SGD"]
 
 
+(_COUNT,) = (part.name for part in rules.sgd.scalar_state)
+
+
+def _complete_state(state: dict[str, Any]) -> None:
+    if state.get("momentum_buffer") is not None:
+        state.setdefault(_COUNT, 1.0)  # from a checkpoint, where a buffer is of a step
+
+
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` with mixed-precision control points.
 
@@ -36,6 +44,7 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """
 
     rule = rules.sgd
+    _ampopt = ElementwiseOptimizer._ampopt.knowing(complete_state=_complete_state)
     sparse_gradients = True
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
@@ -58,12 +67,6 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         ) -> None:
             """Make the optimizer; see the class."""
 
-    def _state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
-        state = self.state.get(param, {})
-        if state.get("momentum_buffer") is not None and self.rule.scalar_state_for(flags):
-            state.setdefault(_COUNT, 1.0)  # from a checkpoint, where a buffer is of a step
-        return super()._state_of(param, flags)
-
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. Synchronizes if there is dampening."""
         state_dict = super().state_dict()
@@ -77,6 +80,3 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
                 if not state:
                     del states[key]
         return state_dict
-
-
-(_COUNT,) = (part.name for part in rules.sgd.scalar_state)

@@ -7,10 +7,24 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.ordinary import Ordinary
+from ampopt._step.replay import evaluated
+from ampopt._step.stepping import Attached
 from ampopt._step.uncompiled import uncompiled
 from ampopt.optimizer import Optimizer
 
 __all__ = ["SparseAdam"]
+
+
+def _state_of(optimizer: Any, param: Tensor) -> dict[str, Any]:
+    state = optimizer.state[param]
+    step = state.get("step", 0)
+    if not isinstance(step, Tensor):  # new, or from a checkpoint
+        state["step"] = torch.full((), step, dtype=torch.float32, device=param.device)
+    for name in ("exp_avg", "exp_avg_sq"):
+        if name not in state:
+            state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    return state
 
 
 class SparseAdam(Optimizer, torch.optim.SparseAdam):
@@ -29,11 +43,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     bfloat16 parameters is float32.
     """
 
-    _transacts = True
-
-    def _make_state(self) -> None:
-        for _, param in gradients.present(self.param_groups):
-            self._state_of(param)
+    _ampopt = Attached(Ordinary, make_state=_state_of)
 
     @uncompiled  # which takes sparse gradients into no graph
     @torch.no_grad()
@@ -49,22 +59,14 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         Raises:
             RuntimeError: a gradient is dense; nothing has changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        present = [
-            (group, param, param.grad)
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
+        loss = evaluated(closure)
+        present = gradients.with_groups(self.param_groups)
         if not all(grad.is_sparse for _, _, grad in present):
             raise RuntimeError(
                 "SparseAdam does not support dense gradients, please consider Adam instead"
             )
         for group, param, grad in present:
-            _step(param, -grad if group.get("maximize") else grad, self._state_of(param), group)
+            _step(param, -grad if group.get("maximize") else grad, _state_of(self, param), group)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,17 +83,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         super().load_state_dict(state_dict)
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             if "step" in self.state.get(param, {}):
-                self._state_of(param)
-
-    def _state_of(self, param: Tensor) -> dict[str, Any]:
-        state = self.state[param]
-        step = state.get("step", 0)
-        if not isinstance(step, Tensor):  # new, or from a checkpoint
-            state["step"] = torch.full((), step, dtype=torch.float32, device=param.device)
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name not in state:
-                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        return state
+                _state_of(self, param)
 
 
 def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from ampopt._step import ordinary, overflow
 from ampopt_kernels.eager import Eager
 
 
@@ -18,5 +17,4 @@ def param() -> Parameter:
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """The host may not look at CPU tensors at no cost; else there would be no transactions."""
-    for module in (ordinary, overflow):
-        monkeypatch.setattr(module, "backend_for", lambda _: Eager(reads_cpu=False))
+    monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager(reads_cpu=False))

@@ -261,7 +261,7 @@ def loaded(how: Callable[[Any], dict[str, Any]]) -> Callable[[OptionSet, Any], A
 
 
 def extras(optimizer: Any) -> dict[str, Any]:
-    return {"master_weights": True} if getattr(optimizer, "_master_weights", False) else {}
+    return {"master_weights": True} if optimizer.defaults.get("master_weights") else {}
 
 
 TRANSPORTS: dict[str, Callable[[OptionSet, Any], Any]] = {

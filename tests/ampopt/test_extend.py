@@ -557,24 +557,60 @@ def test_a_norm_to_clip_to_leaves_their_grad_norm_alone():
     assert optimizer.grad_norm() == "theirs"
 
 
-def test_private_names_that_would_break_ours_are_named():
+def test_the_one_name_that_is_ours_is_refused():
     class OnClass(Sign):
-        def _attempt(self) -> None: ...
+        def _ampopt(self) -> None: ...
 
     class OnInstance(Sign):
         def __init__(self, params: Any) -> None:
             super().__init__(params)
-            self._judge = 3
+            self._ampopt = 3
 
-    says = "cannot be extended: it has its own {}, which ampopt.Optimizer has another use for"
-    with pytest.raises(TypeError, match="OnClass " + says.format("_attempt")):
+    says = "cannot be extended: it has its own _ampopt, which ampopt.Optimizer has another use for"
+    with pytest.raises(TypeError, match="OnClass " + says):
         extend(OnClass)
-    with pytest.raises(TypeError, match="OnInstance " + says.format("_judge")):
+    with pytest.raises(TypeError, match="OnInstance " + says):
         extend(OnInstance)(some_params())
     optimizer = OnInstance(some_params())
-    with pytest.raises(TypeError, match="OnInstance " + says.format("_judge")):
+    with pytest.raises(TypeError, match="OnInstance " + says):
         patch_optimizer(optimizer)
     assert type(optimizer) is OnInstance
+
+
+PUBLIC = ("pending", "grad_norm", "found_inf", "skip_by", "master_params")
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("on_class", [False, True])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_theirs_has_under_a_public_name_of_ours_stays_theirs(name, on_class, patched):
+    class Theirs(Sign):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            if not on_class:
+                setattr(self, name, ["theirs"])
+            getattr(self, name).append(0)
+
+        def update(self) -> None:
+            getattr(self, name).append(len(getattr(self, name)) - 1)
+            super().update()
+
+    if on_class:
+        setattr(Theirs, name, ["theirs"])
+    optimizer = patch_optimizer(Theirs(some_params())) if patched else extend(Theirs)(some_params())
+    taken = 0
+    for value, max_norm in ((1.0, None), (float("inf"), 1.0), (2.0, 1.0)):
+        set_gradients(optimizer, value, 1.0)
+        skipped = optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=max_norm).skipped
+        assert skipped is (value == float("inf"))
+        taken += not skipped
+        assert getattr(optimizer, name) == ["theirs", *range(1 + taken)]
+    set_gradients(optimizer, 1.0, 1.0)
+    optimizer.unscale(grads_scaled_by=2.0)
+    with pytest.raises(RuntimeError, match="an unscale is pending"):
+        optimizer.unscale(grads_scaled_by=2.0)
+    assert not optimizer.step_after_unscale().skipped
+    assert getattr(optimizer, name) == ["theirs", *range(2 + taken)]
 
 
 def test_what_torchs_constructor_would_have_made_is_made():

@@ -10,6 +10,8 @@ from support.training_loops import INF, both_ways, overflow, scaler_for
 from torch.nn import Parameter
 
 import ampopt
+from ampopt._step.by_rule import ByRule
+from ampopt._step.ordinary import Ordinary
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -83,8 +85,9 @@ def test_a_subclass_without_a_step_of_its_own_is_still_told_to_skip():
         pass
 
     assert Renamed._step_supports_amp_scaling
-    assert not Renamed._has_own_step
-    assert Derived._has_own_step
+    params = [Parameter(torch.ones(3))]
+    assert isinstance(Renamed(params)._ampopt, ByRule)
+    assert isinstance(Derived(params)._ampopt, Ordinary)
 
 
 @pytest.mark.parametrize("made_before", [False, True])

@@ -6,7 +6,7 @@ from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import ordinary, overflow
+from ampopt import backend
 from ampopt_kernels.eager import Eager
 
 
@@ -15,8 +15,8 @@ def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    for module in (ordinary, overflow):  # as on a device, where there are transactions
-        module.backend_for = lambda _: Eager(reads_cpu=False)  # type: ignore[assignment]
+    chosen = backend._cpu_backend  # as on a device, where there are transactions
+    backend._cpu_backend = lambda _: Eager(reads_cpu=False)  # type: ignore[assignment]
     mesh = init_device_mesh("cpu", (2,))
     p = Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
     if foreach:
@@ -30,8 +30,7 @@ def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
         optimizer.unscale_and_step(grads_scaled_by=2.0)
         tensors = [p, *(t for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))]
         seen.append([getattr(t.detach(), "full_tensor", t.detach)().clone() for t in tensors])
-    for module in (ordinary, overflow):
-        module.backend_for = ampopt.backend.backend_for  # type: ignore[assignment]
+    backend._cpu_backend = chosen
     return seen
 
 

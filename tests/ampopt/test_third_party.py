@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import ordinary, overflow
 from ampopt.testing.bits import bits
 from ampopt_kernels.eager import Eager
 
@@ -95,7 +94,7 @@ CANNOT = {
 WORK = sorted(EVERY.keys() - CANNOT.keys() - CLOSURES.keys())
 
 
-NO_STATE = ("_judged", "_is_over", "_pending", "_opt_called", "_skipper", "_uploads", "skip_by")
+NO_STATE = ("_ampopt", "_opt_called", "skip_by")
 """Attributes that say how a step is attempted."""
 
 
@@ -158,8 +157,7 @@ def steps(optimizer: Any, numbers: Iterable[int]) -> None:
 def skip_by(request, monkeypatch):
     """The host sees the flag; it does not, and ``skip_by`` is "auto", or says "transaction"."""
     if request.param != "host":
-        for module in (ordinary, overflow):
-            monkeypatch.setattr(module, "backend_for", lambda _: Eager(reads_cpu=False))
+        monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager(reads_cpu=False))
     return "transaction" if request.param == "transaction" else "auto"
 
 
@@ -224,7 +222,7 @@ def test_only_a_step_that_keeps_all_in_tensors_is_undone_on_the_device(name, ski
     for step in range(8):
         give(optimizer, step)
         optimizer.unscale_and_step(grads_scaled_by=1.0)
-    skipper = optimizer._skipper
+    skipper = optimizer._ampopt.skipper
     assert skipper.mode == ("host" if changed else "transaction")
     assert (skipper.reason is None) is (not changed)
 

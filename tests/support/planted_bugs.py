@@ -9,6 +9,7 @@ Every one is a bug that a library had, or that is easily made. ``BUGS`` says whi
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +223,7 @@ class NoHooks(OwnHooks):
     def step_after_unscale(self, closure=None, *args, **keywords):
         pending = self.pending
         if closure is None and pending is not None and pending.found_inf > 0:
-            self._end_pending()
+            self._ampopt.end_pending()
             return ampopt.StepResult(None, *pending)
         return super().step_after_unscale(closure, *args, **keywords)
 
@@ -241,7 +242,7 @@ class GrowsOnNothing(OwnHooks):
         found_inf, scale = super().unscale(grads_scaled_by)
         if scale is grads_scaled_by and isinstance(scale, ampopt.DynamicLossScale):
             scale = scale.next(0.0)
-            self._pending = self._pending.__class__(found_inf, grads_scaled_by, scale)
+            self._ampopt.pending = replace(self._ampopt.pending, successor=scale)
         return ampopt.Unscaled(found_inf, scale)
 
 
@@ -272,9 +273,9 @@ class EpsilonFirst(OwnHooks):
 )
 class Twice(Plain):
     def step_after_unscale(self, closure=None, *args, **keywords):
-        pending = self._pending
+        pending = self._ampopt.pending
         if closure is None and pending is not None and pending.scale is not None:
-            scale = float(pending.scale)
+            scale = float(pending.scale.value)
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
@@ -450,7 +451,7 @@ class KeepsPending(Plain):
 @planted("lets gradients be unscaled twice", "calls_out_of_order_are_refused")
 class UnscalesAgain(Plain):
     def unscale(self, grads_scaled_by=None):
-        self._pending = None
+        self._ampopt.pending = None
         return super().unscale(grads_scaled_by)
 
 

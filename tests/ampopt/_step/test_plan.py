@@ -32,13 +32,13 @@ def test_a_plan_outlasts_ordinary_steps(implementation):
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     optimizer = ampopt.AdamW(model.parameters())
     scale = trained(model, optimizer, ampopt.DynamicLossScale())
-    plan = optimizer._plan
+    plan = optimizer._ampopt.rule.plan
     assert plan is not None
     for _ in range(3):
         scale = trained(model, optimizer, scale)
     optimizer.param_groups[0]["lr"] = 0.5
     trained(model, optimizer, scale)
-    assert optimizer._plan is plan
+    assert optimizer._ampopt.rule.plan is plan
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_a_plan_is_made_anew_when_anything_else_changes(implementation, change):
     model = torch.nn.Linear(4, 3)
     optimizer = ampopt.AdamW(model.parameters())
     scale = trained(model, optimizer, ampopt.DynamicLossScale())
-    plan = optimizer._plan
+    plan = optimizer._ampopt.rule.plan
     change(model, optimizer)
     trained(model, optimizer, scale)
-    assert optimizer._plan is not plan
+    assert optimizer._ampopt.rule.plan is not plan
 
 
 def twisted(tensor):
@@ -201,10 +201,12 @@ def test_one_plan_serves_every_backend(order):
             optimizer.zero_grad()
             m(torch.arange(20.0).view(5, 4)).square().mean().backward()
             optimizer.step()
-        assert ours._plan is not None
-        plans.append(ours._plan)
+        assert ours._ampopt.rule.plan is not None
+        plans.append(ours._ampopt.rule.plan)
         if backend != "triton":
-            assert len(pieces_of(ours._plan.works[0]).pieces) == 1, "they are not taken together"
+            assert len(pieces_of(ours._ampopt.rule.plan.works[0]).pieces) == 1, (
+                "they are not taken together"
+            )
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
     assert all(plan is plans[0] for plan in plans)
 

@@ -89,7 +89,7 @@ def test_a_step_that_raises_on_finite_gradients_raises():
         set_gradients(params, (1.0, 1.0))
         if lr:
             optimizer.unscale_and_step(grads_scaled_by=1.0)
-    assert optimizer._skipper.mode == "transaction"
+    assert optimizer._ampopt.skipper.mode == "transaction"
     with pytest.raises(KeyError, match="no step"):
         optimizer.unscale_and_step(grads_scaled_by=1.0)
     set_gradients(params, (INF, 1.0))
@@ -130,7 +130,7 @@ def test_what_step_hooks_do_is_theirs_and_not_undone(skip_by, scheduled):
     assert optimizer.calls == ["before", "after"] * len(history)
     assert optimizer.param_groups[0]["before"] == len(history)
     assert float(optimizer.state[params[0]]["hook"]) == len(history)
-    assert optimizer._skipper.mode == ("host" if skip_by == "host" else "transaction")
+    assert optimizer._ampopt.skipper.mode == ("host" if skip_by == "host" else "transaction")
 
 
 @pytest.mark.parametrize("bad", [False, True])
@@ -169,7 +169,7 @@ def test_a_step_that_somebody_put_on_the_instance_is_taken_and_undone():
         optimizer.unscale(grads_scaled_by=1.0)
         assert optimizer.step_after_unscale().skipped is (x == INF)
         assert (bits(params) == before) is (x == INF)
-    assert optimizer._skipper.mode == "transaction"
+    assert optimizer._ampopt.skipper.mode == "transaction"
 
 
 # --- the parts -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
 from ampopt import StepResult, Unscaled
-from ampopt.loss_scale.given import as_loss_scale, request_fields
+from ampopt.loss_scale.given import as_loss_scale, request_for
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -76,7 +76,9 @@ def test_a_number_given_again_is_not_sent_again(param):
     uploads: dict = {}
 
     def sent(number: float) -> Tensor:
-        return request_fields(as_loss_scale(number, param.device, uploads))["scale"]
+        scale = request_for(as_loss_scale(number, param.device, uploads)).scale
+        assert scale is not None
+        return scale
 
     first = sent(2.0)
     with Writes() as writes:

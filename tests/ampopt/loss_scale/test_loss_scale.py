@@ -267,8 +267,8 @@ class TestValueSemantics:
         assert scale._generation is generation
 
     def test_only_a_static_scale_may_be_used_again(self):
-        assert StaticLossScale(1.0)._reusable
-        assert not DynamicLossScale()._reusable
+        assert StaticLossScale(1.0)._generation is None
+        assert DynamicLossScale()._generation is not None
 
     def test_protocol_of_a_dynamic_scale(self):
         scale = DynamicLossScale(growth_interval=3, growth_offsets=(2, 1), hysteresis=2)

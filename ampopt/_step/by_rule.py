@@ -1,0 +1,95 @@
+"""How a step that is a rule is taken: unscaled, judged, clipped and skipped as it runs."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import gradients
+from ampopt._step.overflow import agreement_on, decided_elsewhere, judge_held
+from ampopt._step.rule_steps import RuleSteps
+from ampopt._step.step_hooks import is_watched, note_step
+from ampopt._step.stepping import Attempt, Stepping
+from ampopt._step.transaction import Skipper
+from ampopt_kernels.step import Decision, Request
+
+__all__ = ["ByRule"]
+
+
+class ByRule(Stepping):
+    """Does in one pass, and without a look, what :class:`Ordinary` does in two."""
+
+    rule: RuleSteps
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: RuleSteps, step: Any) -> None:
+        """Begin.
+
+        Args:
+            optimizer: to step.
+            rule: its steps.
+            step: the ``step`` of its class, which takes :attr:`asked` to ``rule``.
+        """
+        super().__init__(optimizer, rule)
+        self._step = step
+
+    @property
+    def skipper(self) -> Skipper:
+        """How torch's own step is skipped, where that is to be taken."""
+        return self.rule.skipper
+
+    def attempt(self, request: Request) -> Attempt:
+        """See :class:`Stepping`."""
+        optimizer = self.optimizer
+        if is_watched(optimizer, self._step):
+            self.rule.decision = None
+            self.asked = request
+            try:
+                optimizer.step()
+            finally:
+                self.asked = None
+        else:
+            with torch.no_grad():
+                self.note_norm(request, self.rule.step(request))
+            note_step(optimizer)
+        return Attempt(self.rule.decision)
+
+    @torch.no_grad()
+    def judge(self, request: Request) -> Decision | None:
+        """See :class:`Stepping`. Gradients stay scaled, but for torch's own step."""
+        if self.rule.need_torch():
+            gradients.check(self.optimizer.param_groups)
+            decision = self.unscale(request)
+            self.asked = Request(check=False)
+            return decision
+        optimizer = self.optimizer
+        gradients.check(optimizer.param_groups)
+        judged = replace(request, max_norm=None)
+        agreement = agreement_on(judged, optimizer.param_groups, optimizer.process_group)
+        holders = self.masters.holders(written=False)
+        if holders:
+            decision = judge_held(holders, judged, agreement, write=False, uploads=self.uploads)
+        else:
+            decision = decided_elsewhere(judged, agreement, self.home)
+        if decision is None:
+            self.note_norm(request, None)
+            return None
+        # The step that follows unscales and clips as it reads the gradients.
+        self.asked = Request(
+            scale=request.scale, check=False, max_norm=request.max_norm, write=request.write
+        )
+        return decision
+
+    def check_gradients(self) -> None:
+        """See :class:`Stepping`."""
+        self.rule.check_gradients()
+
+    def snapshot(self) -> None:
+        """Nothing: the step evaluates a closure before it updates anything."""
+        return None
+
+    @property
+    def skip_flag(self) -> Tensor | None:
+        """See :class:`Stepping`."""
+        decision = self.rule.decision
+        return None if decision is None else decision.skip

@@ -1,0 +1,227 @@
+"""Float32 master weights of half-precision parameters, and the gradients on them."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampopt._step import gradients
+from ampopt._step.overflow import agreement_on, decided_elsewhere, device_of, judge_held
+from ampopt._step.ranks import settle
+from ampopt_kernels.rule import MASTER
+from ampopt_kernels.step import Decision, Request
+from ampopt_kernels.triton.uploads import Uploads
+
+__all__ = ["Masters", "has_masters", "needs_master"]
+
+
+class _Unscaled(NamedTuple):
+    """The gradient of a parameter, as it was when its master got it unscaled."""
+
+    param: Tensor
+    grad: Tensor
+    version: int | None  # None where it is the master's too, so that edits reach that
+
+
+class Masters:
+    """The masters of one optimizer, which are in its state; see ``ElementwiseOptimizer``.
+
+    Attributes:
+        unscaled: where the gradients come from that masters have now; empty between a step and the
+            next unscale.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, kept: bool = True) -> None:
+        """Begin.
+
+        Args:
+            optimizer: whose they are, which is not kept alive.
+            kept: ``False`` where ``optimizer`` knows no masters, whatever its param groups say.
+        """
+        self._optimizer = weakref.ref(optimizer)
+        self._kept = kept
+        self.unscaled: tuple[_Unscaled, ...] = ()
+
+    # --- which parameter has one ----------------------------------------------------------------
+
+    def of(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
+        """The master of ``param``, made where it is missing; ``None`` if it needs none."""
+        if not (self._kept and needs_master(group, param)):
+            return None
+        state = self._state[param]
+        if state.get(MASTER) is None:
+            state[MASTER] = param.detach().to(torch.float32)
+        return state[MASTER]
+
+    def params(self) -> Iterator[Tensor]:
+        """The master of each parameter that is trained and needs one; else the parameter."""
+        for group in self._groups:
+            if not self._kept:
+                yield from group["params"]
+                continue
+            for param in group["params"]:
+                frozen = not param.requires_grad and MASTER not in self._state.get(param, {})
+                master = None if frozen else self.of(group, param)
+                yield param if master is None else master
+
+    # --- whose gradients steps read -------------------------------------------------------------
+
+    def holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
+        """Whose ``grad`` to step with: after :meth:`holders`, the master's, if there is one."""
+        if not self.unscaled:
+            return param
+        return param if (master := self.of(group, param)) is None else master
+
+    def holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
+        """``(group, tensor)`` for each tensor whose ``grad`` is read, or unscaled in place.
+
+        Where it is ``written``, that of a parameter with a master is copied to the master.
+        """
+        groups = self._groups
+        holders = gradients.present(groups)
+        if not (written and self._kept):
+            return holders
+        result, unscaled = [], []
+        for index, param in holders:
+            master = self.of(groups[index], param)
+            if master is not None:
+                settle(param)
+                grad = param.grad
+                assert grad is not None
+                master.grad = grad.to(master.dtype)
+                shared = master.grad is grad
+                unscaled.append(_Unscaled(param, grad, None if shared else grad._version))
+            result.append((index, param if master is None else master))
+        self.unscaled = tuple(unscaled)
+        return result
+
+    @torch.no_grad()
+    def unscale(self, request: Request, uploads: dict[torch.device, Uploads]) -> Decision | None:
+        """Unscale, judge and clip the gradients, in place or on their masters.
+
+        Args:
+            request: what is asked; nothing is stepped.
+            uploads: what devices hold of earlier calls.
+
+        Returns:
+            The decision; ``None`` if there are no gradients.
+        """
+        optimizer: Any = self._optimizer()
+        write = request.scale is not None
+        if write:
+            self.check_float16()  # before masters are made
+        holders = self.holders(written=write)
+        agreement = agreement_on(request, optimizer.param_groups, optimizer.process_group)
+        if not holders:
+            return decided_elsewhere(request, agreement, device_of(optimizer.param_groups))
+        decision = judge_held(holders, request, agreement, write=write, uploads=uploads)
+        if request.max_norm is not None:
+            _multiply([gradients.values_of(held) for _, held in holders], decision.clip)
+        return decision
+
+    def drop_gradients(self) -> None:
+        """Forget what :meth:`holders` has put on the masters."""
+        if self.unscaled:
+            self.unscaled = ()
+            for param in self._with_masters():
+                self._state[param][MASTER].grad = None
+
+    def unscaled_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Gradients of parameters, and those that ``unscale`` left on their masters."""
+        masters = [(grad, self._state[p][MASTER].grad) for p, grad, _ in self.unscaled]
+        both = [(grad, unscaled) for grad, unscaled in masters if unscaled is not None]
+        return [grad for grad, _ in both], [unscaled for _, unscaled in both]
+
+    @contextmanager
+    def restored_on_failure(self) -> Iterator[None]:
+        """Masters that are made within go if it fails; gradients on them, that no step took, do."""
+        known = set(self._with_masters())
+        try:
+            yield
+        except BaseException:
+            for param in set(self._with_masters()) - known:  # a closure that unscales makes them
+                master = self._state[param].pop(MASTER)
+                master.grad = None
+                if not self._state[param]:
+                    del self._state[param]
+            raise
+        finally:
+            self.drop_gradients()
+
+    # --- what is refused --------------------------------------------------------------------------
+
+    def check_float16(self) -> None:
+        """Refuse gradients that would be unscaled in float16, for want of a master.
+
+        Raises:
+            RuntimeError: unscaled values would underflow to zero.
+        """
+        groups = self._groups
+        for index, param in gradients.present(groups):
+            assert param.grad is not None
+            in_place = not (self._kept and needs_master(groups[index], param))
+            if in_place and param.grad.dtype in gradients.UNDERFLOWING:
+                raise RuntimeError(
+                    f"the gradient of {gradients.name_of(groups, param)} is "
+                    f"{str(param.grad.dtype).removeprefix('torch.')}, where unscaled values would "
+                    "underflow to zero; keep the parameters in float32 and run the model under "
+                    "torch.autocast, or use a rule-based optimizer with unscale_and_step(), which "
+                    "unscales in float32, or with master_weights=True, which keeps float32 copies "
+                    "to unscale"
+                )
+
+    def check_unedited(self) -> None:
+        """Refuse gradients that were changed where no step looks, once they are on the masters.
+
+        Raises:
+            RuntimeError: a parameter has another gradient than ``unscale`` read, or one that was
+                written to since.
+        """
+        for param, grad, version in self.unscaled:
+            if param.grad is None:  # it is left out
+                continue
+            if param.grad is not grad or (version is not None and grad._version != version):
+                raise RuntimeError(
+                    f"the gradient of {gradients.name_of(self._groups, param)} was changed "
+                    "after unscale(), which put the unscaled gradients on the float32 masters, "
+                    "where the step finds them: clip or edit those of optimizer.master_params(), "
+                    "as in torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm), or "
+                    "let unscale_and_step(max_norm=...) clip. zero_grad() discards the unscale"
+                )
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        optimizer: Any = self._optimizer()
+        return optimizer.param_groups
+
+    @property
+    def _state(self) -> Any:
+        optimizer: Any = self._optimizer()
+        return optimizer.state
+
+    def _with_masters(self) -> Iterator[Tensor]:
+        if self._kept:
+            for group in filter(has_masters, self._groups):
+                yield from (p for p in group["params"] if MASTER in self._state.get(p, {}))
+
+
+def has_masters(group: dict[str, Any]) -> bool:
+    """Whether parameters of ``group`` have masters, if they are of a dtype that needs them."""
+    return group.get("master_weights", False)
+
+
+def needs_master(group: dict[str, Any], param: Tensor) -> bool:
+    """Whether ``param`` of ``group`` has a float32 master."""
+    return has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
+
+
+def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
+    """Each in place, in its own dtype; all of one device and dtype in one call."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    for kind, those in alike.items():
+        torch._foreach_mul_(those, factor.to(*kind))  # pyright: ignore[reportPrivateImportUsage]

@@ -1,0 +1,284 @@
+"""One step of a rule: planned once, run in a few launches, and torch's own where no rule can."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ampopt._step import gradients, ranks
+from ampopt._step.masters import Masters, has_masters, needs_master
+from ampopt._step.overflow import decided_elsewhere, device_of, judge_held
+from ampopt._step.plan import Plan, check_plannable
+from ampopt._step.step_hooks import beneath_hooks
+from ampopt._step.transaction import Skipper, skipper_of
+from ampopt.backend import backend_for
+from ampopt_kernels.rule import MASTER, State
+from ampopt_kernels.step import Decision, Request, run
+from ampopt_kernels.tensors import real, widest
+from ampopt_kernels.transfers import carried
+from ampopt_kernels.triton.uploads import Uploads
+
+__all__ = ["RuleSteps"]
+
+
+class RuleSteps:
+    """The steps of one :class:`ampopt.ElementwiseOptimizer`.
+
+    Attributes:
+        masters: of its parameters.
+        uploads: what devices hold of earlier steps.
+        plan: what the last step worked on; ``None`` before the first.
+        decision: of the last step; ``None`` if it had no gradients, and while torch's step runs.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        torchs_step: Callable[[Any], Any],
+        *,
+        complete_state: Callable[[dict[str, Any]], None] | None = None,
+        torch_needs_state: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            optimizer: to step, which is not kept alive.
+            torchs_step: gives the method ``step`` of its class of torch's.
+            complete_state: adds the scalar states that a checkpoint of torch's lacks to the state
+                of a parameter, if the flags ask for any.
+            torch_needs_state: whether torch's step has to find the state of each parameter.
+        """
+        self._optimizer = weakref.ref(optimizer)
+        self._torchs_step = torchs_step
+        self._complete_state, self._torch_needs_state = complete_state, torch_needs_state
+        self.masters = Masters(optimizer)
+        self.uploads: dict[torch.device, Uploads] = {}
+        self.plan: Plan | None = None
+        self.decision: Decision | None = None
+        self._skipper: Skipper | None = None
+        self._dtypes = WeakIdKeyDictionary()  # weak, for an identity is used again
+        self._warned_of_float16 = False
+
+    @property
+    def optimizer(self) -> Any:
+        """Whose steps these are."""
+        return self._optimizer()
+
+    @property
+    def skipper(self) -> Skipper:
+        """How torch's own step is skipped; chosen before the first."""
+        if self._skipper is None:
+            optimizer = self.optimizer
+            home = device_of(optimizer.param_groups) or torch.device("cpu")
+            self._skipper = skipper_of(optimizer.skip_by, home)
+        return self._skipper
+
+    def step(self, request: Request) -> Decision | None:
+        """Step, or skip, with what is in the gradients. ``None`` if no rank has any."""
+        on_masters = bool(self.masters.unscaled)
+        if on_masters:
+            self.masters.check_unedited()
+        self.decision = None  # torch's own step is not to see that of the last one
+        plan = self.plan
+        if plan is None or not plan.renew(self):
+            plan = self._planned()
+        self.decision = self._step_as_torch(request) if plan is None else self._run(plan, request)
+        if on_masters:
+            self.masters.drop_gradients()
+        return self.decision
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that no step can take, before anything changes."""
+        groups = self.optimizer.param_groups
+        gradients.check(groups)
+        self._warn_of_float16()
+        if self.need_torch():
+            self.check_dtypes()
+            self.masters.check_float16()
+        else:
+            check_plannable(self)
+
+    def need_torch(self) -> bool:
+        """Whether this step has to be torch's own: differentiable, or sparse.
+
+        Raises:
+            RuntimeError: gradients are such, and neither the rule nor torch takes them.
+        """
+        optimizer = self.optimizer
+        if optimizer.defaults.get("differentiable"):
+            return True
+        for index, param in gradients.present(optimizer.param_groups):
+            assert param.grad is not None
+            if param.grad.layout != torch.strided:
+                masters = has_masters(optimizer.param_groups[index])
+                if optimizer.sparse_gradients and not masters:
+                    return True
+                how = " with master_weights=True" * (optimizer.sparse_gradients and masters)
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}{how} does not support sparse gradients, which "
+                    f"{gradients.name_of(optimizer.param_groups, param)} has; make the layer with "
+                    "sparse=False, or choose an optimizer that takes them"
+                )
+        return False
+
+    def remember_dtypes(self) -> None:
+        """Remember the dtype of each parameter, to notice a model that is cast later."""
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                self._dtypes.setdefault(param, param.dtype)
+
+    def check_dtypes(self) -> None:
+        """Refuse parameters that were cast since the optimizer was made."""
+        self.remember_dtypes()
+        groups = self.optimizer.param_groups
+        for group in groups:
+            for param in group["params"]:
+                made_with = self._dtypes[param]
+                if param.dtype != made_with:
+                    raise RuntimeError(
+                        f"{gradients.name_of(groups, param)} was {made_with} when the "
+                        f"optimizer was made and is {param.dtype} now: cast the model first and "
+                        "make the optimizer then (with master_weights=True it keeps float32 "
+                        "masters of half-precision parameters)"
+                    )
+
+    # --- by the rule ------------------------------------------------------------------------------
+
+    def _planned(self) -> Plan | None:
+        """What this step and the next work on; ``None`` if torch's own step has to do this one."""
+        self._warn_of_float16()
+        if self.need_torch():
+            return None
+        self.plan = Plan(self)
+        return self.plan
+
+    def _run(self, plan: Plan, request: Request) -> Decision | None:
+        """One step over all parameters with gradients."""
+        agreement = plan.agreement if request.check or request.max_norm is not None else None
+        if not plan.works:
+            return decided_elsewhere(request, agreement, device_of(self.optimizer.param_groups))
+        if agreement is not None:
+            request = replace(request, agree=ranks.Vote(agreement))
+        plan.take_hyper(self.optimizer)
+        before = request.write and plan.writes_gradients
+        asked = request if before is request.write else replace(request, write=before)
+        decision = run(backend_for, plan.works, asked)
+        plan.finish()
+        if request.write and not before:
+            self._unscale_used(request)
+        return decision
+
+    def _unscale_used(self, request: Request) -> None:
+        """Unscale the gradients in place, in their own dtype: the step has read them already."""
+        present = gradients.present(self.optimizer.param_groups)
+        unscale = Request(scale=request.scale, check=False)
+        judge_held(present, unscale, None, write=True, uploads=self.uploads)
+
+    def state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
+        """The state of ``param``, made where it is missing, and on the device where it is not."""
+        optimizer, rule = self.optimizer, self.optimizer.rule
+        if not rule.has_state(flags):
+            return optimizer.state.get(param, {})  # as in torch's, where there is nothing to keep
+        state = optimizer.state[param]
+        master = state.get(MASTER)
+        like = param if master is None else master
+        scalars = rule.scalar_state_for(flags)
+        if scalars and self._complete_state is not None:
+            self._complete_state(state)
+        for part in rule.state_for(flags):
+            value = state.get(part.name)
+            if value is not None and ranks.is_spread(value) != ranks.is_spread(param):
+                raise RuntimeError(
+                    f"{part.name} of {gradients.name_of(optimizer.param_groups, param)} is a "
+                    f"{type(value).__name__}, which the parameter is not: load it with "
+                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which "
+                    "places states as their parameters"
+                )
+            if value is not None and master is not None:
+                # From torch, or from a run without masters: in the parameter's dtype.
+                state[part.name] = value.to(master.dtype)
+            if value is None:
+                mine = torch.empty_like(ranks.local(like), memory_format=torch.preserve_format)
+                real(mine).fill_(self._initial(part, param))
+                state[part.name] = ranks.spread_like(mine, like)
+        dtype = _scalar_dtype([state.get(part.name) for part in scalars], param.device)
+        for part in scalars:
+            value = state.get(part.name)
+            if value is None:
+                value = torch.zeros((), dtype=dtype, device=param.device)
+                value.fill_(self._initial(part, param))
+            state[part.name] = _scalar(value, dtype, param.device)
+        return state
+
+    def _initial(self, part: State, param: Tensor) -> Any:
+        """The value of ``part`` before the first step. Reads no device tensor."""
+        if not isinstance(part.init, str):
+            return part.init
+        groups = self.optimizer.param_groups
+        group = next(g for g in groups if any(p is param for p in g["params"]))
+        value = group[part.init]
+        return value.detach().reshape(()) if isinstance(value, Tensor) else value
+
+    # --- as torch does ----------------------------------------------------------------------------
+
+    def _step_as_torch(self, request: Request) -> Decision | None:
+        """Take torch's own step, unless the request says to skip it; see ``skip_by``."""
+        optimizer = self.optimizer
+        if self._torch_needs_state:
+            for group, param in gradients.present(optimizer.param_groups):
+                if not optimizer.state.get(param):
+                    flags = optimizer.rule.flag_values(optimizer.param_groups[group])
+                    self.state_of(param, flags)
+        decision = self.masters.unscale(request, self.uploads)
+        # Hooks of torch's class have run around ours.
+        step = beneath_hooks(self._torchs_step(optimizer).__func__)
+        if decision is None:
+            step(optimizer)
+        else:
+            call = functools.partial(step, optimizer)
+            self.skipper.step(optimizer, call, decision.skip)
+        return decision
+
+    def _warn_of_float16(self) -> None:
+        """Warn once of a state that is to be kept in float16."""
+        if self._warned_of_float16:
+            return
+        optimizer = self.optimizer
+        for index, param in gradients.present(optimizer.param_groups):
+            group = optimizer.param_groups[index]
+            if param.dtype != torch.float16 or needs_master(group, param):
+                continue
+            if states := optimizer.rule.state_for(optimizer.rule.flag_values(group)):
+                self._warned_of_float16 = True
+                warnings.warn(
+                    f"{type(optimizer).__name__} keeps {', '.join(part.name for part in states)} "
+                    f"of {gradients.name_of(optimizer.param_groups, param)} in float16, as torch's "
+                    "optimizers do: small values become zero there, such as squares of gradients "
+                    "below 2**-12, and steps then are much too long. Pass master_weights=True, or "
+                    "keep the parameters in float32 and run the model under torch.autocast",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                return
+
+
+def _scalar_dtype(values: list[Any], device: torch.device) -> torch.dtype:
+    """Of the scalar states of a parameter: torch's, float64 where that is the default dtype."""
+    kept = [value.dtype for value in values if isinstance(value, Tensor)]
+    wide = torch.float64 in (kept or [torch.get_default_dtype()])
+    return widest(device) if wide else torch.float32
+
+
+def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scalar state, from wherever a checkpoint of torch's may keep it."""
+    if not isinstance(value, Tensor):
+        return torch.full((), float(value), dtype=dtype, device=device)
+    if value.device == device and value.dtype == dtype and value.ndim == 0:
+        return value
+    return carried(value.detach().reshape(()), device, dtype)

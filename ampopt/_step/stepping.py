@@ -1,0 +1,317 @@
+"""How an optimizer steps, and what it remembers between calls: one object, its ``_ampopt``."""
+
+import inspect
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from ampopt._step import gradients, ranks
+from ampopt._step.masters import Masters
+from ampopt._step.overflow import device_of
+from ampopt._step.rule_steps import RuleSteps
+from ampopt._step.snapshot import Snapshot
+from ampopt.loss_scale.base import AnyScale, LossScale
+from ampopt.loss_scale.given import as_loss_scale
+from ampopt_kernels.step import Decision, Request
+from ampopt_kernels.triton.uploads import Uploads
+
+__all__ = ["Attached", "Attempt", "Pending", "Stepping", "readable"]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An unscale that no step has followed yet.
+
+    Attributes:
+        found_inf: what it found.
+        scale: that it was given.
+        successor: of it.
+    """
+
+    found_inf: Tensor
+    scale: AnyScale | None
+    successor: Any
+
+
+class Attempt(NamedTuple):
+    """A step that was taken or skipped.
+
+    Attributes:
+        decision: ``None`` if there were no gradients.
+        returned: by the step; ``None`` if it was not called.
+        called: whether it was.
+    """
+
+    decision: Decision | None
+    returned: Any = None
+    called: bool = True
+
+
+class Stepping(ABC):
+    """How one optimizer steps, and what it remembers from one call to the next.
+
+    Control points ask; :class:`~ampopt._step.ordinary.Ordinary` answers for a ``step()`` that knows
+    nothing of scaling, and :class:`~ampopt._step.by_rule.ByRule` for one that is a rule.
+
+    Attributes:
+        rule: that ``ElementwiseOptimizer.step`` runs; ``None`` for other optimizers.
+        masters: float32 masters of half-precision parameters.
+        needs_closure: whether ``step`` cannot be called without one.
+        pending: an unscale that no step has followed yet.
+        grad_norm: of the last step that was to clip; see :attr:`ampopt.Optimizer.grad_norm`.
+        uploads: what devices hold of earlier calls.
+        asked: what the next call of ``optimizer.step`` is to do. The one value that cannot be an
+            argument: between a control point and our step there may be hooks, a wrapper that
+            somebody has put on the instance, or a closure. ``None`` outside of a control point.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: RuleSteps | None) -> None:
+        """Begin, with nothing pending.
+
+        Args:
+            optimizer: to step, which is not kept alive.
+            rule: see above.
+        """
+        self._optimizer = weakref.ref(optimizer)
+        self.rule = rule
+        self.masters = Masters(optimizer, kept=False) if rule is None else rule.masters
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+        self.pending: Pending | None = None
+        self.grad_norm: Tensor | None = None
+        self.uploads: dict[torch.device, Uploads] = {} if rule is None else rule.uploads
+        self.asked: Request | None = None
+        self._fixed_skip_by: str | None = None
+        self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def optimizer(self) -> Any:
+        """Whose stepping this is."""
+        return self._optimizer()
+
+    @property
+    def skip_by(self) -> str:
+        """How an ordinary step is skipped."""
+        return self._fixed_skip_by or self.optimizer.skip_by
+
+    def ignore_skip_by(self) -> None:
+        """What the optimizer has under that name is not meant for us."""
+        self._fixed_skip_by = "auto"
+
+    def __reduce__(self) -> Any:
+        """A copy of an optimizer, however it is made, begins anew; see :class:`Attached`."""
+        self.refuse_pending("copying or pickling")
+        return type(None), ()
+
+    # --- how a step is taken ------------------------------------------------------------------
+
+    @abstractmethod
+    def attempt(self, request: Request) -> Attempt:
+        """Step as ``request`` says, or skip. Step hooks run in any case."""
+
+    @abstractmethod
+    def judge(self, request: Request) -> Decision | None:
+        """Judge what a closure left in the gradients, and prepare the step that called it."""
+
+    @abstractmethod
+    def check_gradients(self) -> None:
+        """Refuse gradients that cannot be unscaled and stepped with, before anything changes."""
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot | None:
+        """What to restore if ``step(closure)`` fails half way; ``None`` if nothing changes then."""
+
+    @property
+    @abstractmethod
+    def skip_flag(self) -> Tensor | None:
+        """In a step post-hook: more than 0 if its step was skipped; ``None`` if certainly not."""
+
+    def step_is_over(self) -> None:
+        """``optimizer.step`` was called, whoever did, and its post-hooks are about to run."""
+        self.end_pending()
+
+    # --- gradients ------------------------------------------------------------------------------
+
+    def unscale(self, request: Request) -> Decision | None:
+        """Unscale, judge and clip the gradients, in place or on their masters.
+
+        Returns:
+            The decision; ``None`` if there are no gradients.
+        """
+        if self.rule is not None and request.scale is not None:
+            self.rule.need_torch()  # refuses sparse gradients where the step would
+        decision = self.masters.unscale(request, self.uploads)
+        self.note_norm(request, decision)
+        return decision
+
+    def fill_masters(self) -> None:
+        """Put gradients that carry no scale on their masters, as :meth:`unscale` does others."""
+        if self.rule is not None:
+            self.rule.need_torch()
+        self.masters.holders(written=True)
+
+    def offenders(self) -> Iterator[str]:
+        """Names of the parameters whose gradients are not finite. Synchronizes."""
+        scale = None if self.asked is None else self.asked.scale
+        return gradients.offenders(self.optimizer.param_groups, scale, self.masters.holder)
+
+    def note_norm(self, request: Request, decision: Decision | None) -> None:
+        """Set :attr:`grad_norm` if ``request`` asks for it; without gradients it is 0."""
+        if request.max_norm is not None:
+            self.grad_norm = self.no_overflow() if decision is None else decision.norm
+
+    @contextmanager
+    def restored_on_failure(self, restore_rng: Callable[[], None]) -> Iterator[None]:
+        """What ``step(closure)`` does within is undone if it fails."""
+        snapshot = self.snapshot()
+        with self.masters.restored_on_failure():
+            try:
+                yield
+            except BaseException:
+                self.pending = None
+                if snapshot is not None:
+                    snapshot.restore()
+                restore_rng()
+                raise
+
+    # --- where decisions are made -----------------------------------------------------------------
+
+    @property
+    def home(self) -> torch.device:
+        """Where decisions are made."""
+        return device_of(self.optimizer.param_groups) or torch.device("cpu")
+
+    def agreement(self) -> ranks.Agreement | None:
+        """The ranks that decide with this one; ``None`` if it decides alone."""
+        optimizer = self.optimizer
+        return ranks.agreement(optimizer.param_groups, optimizer.process_group)
+
+    def no_overflow(self) -> Tensor:
+        """A flag that says so."""
+        return torch.zeros((), dtype=torch.float32, device=self.home)
+
+    # --- scales, and what may follow what ---------------------------------------------------------
+
+    def scale(self, given: Any) -> AnyScale | None:
+        """The scale that a caller gave.
+
+        Raises:
+            RuntimeError: it was stepped with already.
+            TypeError: see :func:`ampopt.loss_scale.given.as_loss_scale`, as for ``ValueError``.
+        """
+        scale = as_loss_scale(given, self.home, self.uploads)
+        self.refuse_stepped(scale)
+        return scale
+
+    def refuse_stepped(self, scale: AnyScale | None) -> None:
+        """Refuse a scale that was stepped with already, of a kind that moves on."""
+        if scale is not None and scale._generation in self._stepped_with:
+            raise RuntimeError(
+                f"this {type(scale).__name__} was stepped with already: every control point "
+                "returns the scale to use next, so rebind it, as in `_, _, scale = "
+                "optimizer.unscale_and_step(grads_scaled_by=scale)`"
+            )
+
+    def mark_given(self, given: Any, successor: Any) -> None:
+        """As :meth:`mark_stepped`, of what a caller gave, who may have given a bare number."""
+        if isinstance(given, LossScale):
+            self.mark_stepped(given, successor)
+
+    def mark_stepped(self, scale: AnyScale | None, successor: Any) -> None:
+        """Remember that ``scale`` was stepped with; it was not if it is its own successor."""
+        if scale is not None and scale._generation is not None and successor is not scale:
+            self._stepped_with.add(scale._generation)
+
+    def end_pending(self) -> None:
+        """What was unscaled is stepped with."""
+        if self.pending is not None:
+            self.mark_stepped(self.pending.scale, self.pending.successor)
+            self.pending = None
+
+    def refuse_pending(self, call: str) -> None:
+        """Refuse ``call`` between an unscale and its step."""
+        if self.pending is not None:
+            raise RuntimeError(
+                f"{call}: an unscale is pending. Call step_after_unscale() first (if a scaler has "
+                "unscaled, scaler.step(optimizer)), or zero_grad() to discard it"
+            )
+
+
+_T = TypeVar("_T")
+
+
+class Attached:
+    """``_ampopt``, the one name that an optimizer has for us: its :class:`Stepping`.
+
+    Made at its first use, for optimizers come about in other ways than by our constructor:
+    unpickled, patched, or as wrappers that take over the attributes of another.
+
+    Attributes:
+        step: of the class that this is of, without hooks.
+    """
+
+    def __init__(self, make: Callable[..., Stepping], **facts: Any) -> None:
+        """Say how a class steps.
+
+        Args:
+            make: ``make(optimizer, **facts)``.
+            facts: what is known of the step of the class; see ``make``.
+        """
+        self._make, self._facts = make, facts
+        self.step: Any = None
+
+    def of_another_step(self) -> "Attached":
+        """The same for a class that derives from the one this is of, and has another step."""
+        return self.knowing(own_step=True)
+
+    def knowing(self, **facts: Any) -> "Attached":
+        """The same for a class of whose step more is known."""
+        return Attached(self._make, **{**self._facts, **facts})
+
+    def new(self, optimizer: Any) -> Stepping:
+        """A stepping for ``optimizer``, which remembers nothing."""
+        return self._make(optimizer, **self._facts)
+
+    def __get__(self, optimizer: Any, cls: Any) -> Any:
+        """The stepping of ``optimizer``."""
+        if optimizer is None:
+            return self
+        stepping = vars(optimizer).get("_ampopt")
+        if stepping is None or stepping._optimizer() is not optimizer:
+            stepping = vars(optimizer)["_ampopt"] = self.new(optimizer)
+        return stepping
+
+    def __set__(self, optimizer: Any, stepping: Stepping) -> None:
+        """Have ``optimizer`` step otherwise than its class."""
+        vars(optimizer)["_ampopt"] = stepping
+
+
+class readable(Generic[_T]):
+    """A property that gives way to an attribute of its name, on the instance or in a class behind.
+
+    So that an optimizer of someone else's that uses the name for itself keeps it.
+    """
+
+    def __init__(self, read: Callable[[Any], _T]) -> None:
+        """Read by ``read(optimizer)``."""
+        self._read = read
+        self.__doc__ = read.__doc__
+
+    @overload
+    def __get__(self, optimizer: None, cls: Any) -> "readable[_T]": ...
+    @overload
+    def __get__(self, optimizer: object, cls: Any) -> _T: ...
+
+    def __get__(self, optimizer: Any, cls: Any) -> Any:
+        """What is read."""
+        return self if optimizer is None else self._read(optimizer)
+
+    if TYPE_CHECKING:  # or it would hide what stands on an instance
+
+        def __set__(self, optimizer: Any, value: _T) -> None: ...
