@@ -30,6 +30,7 @@ PRINTED = {
     "Keeping a scaler": ["True", "False True"],
     "From torch.amp": ["True True"],
     "From apex": ["65536.0"],
+    "From Paddle Fleet": ["32768.0 torch.float32"],
     "Many ranks": ["DTensor 65536.0"],
     "Closures and replay": ["loss ['weight', 'bias']"],
     "Loss scales": ["262144.0"],

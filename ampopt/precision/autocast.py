@@ -79,10 +79,9 @@ class autocast(contextlib.ContextDecorator):
                 given.
         """
         for name, given in (("allow", allow), ("deny", deny)):
-            if isinstance(given, str) or not isinstance(given, Collection):
+            listed = isinstance(given, Collection) and not isinstance(given, str)
+            if not (listed and all(isinstance(one, str) for one in given)):
                 raise TypeError(f"{name} must be a list of names of operators, got {given!r}")
-            if not all(isinstance(one, str) for one in given):
-                raise TypeError(f"{name} takes operators by name, such as 'softmax', got {given!r}")
         allow, deny = tuple(allow), tuple(deny)
         _check_names(allow, deny)
         self._arguments = (device_type, dtype, allow, deny, enabled, cache_enabled)

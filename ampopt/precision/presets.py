@@ -30,21 +30,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 __all__ = ["LEVELS"]
 
-_APEX_FLOAT32 = tuple(
-    "acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cosine_similarity "
-    "cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss "
-    "interpolate kl_div l1_loss layer_norm local_response_norm log log10 log2 log_softmax "
+_BOTH_FLOAT32 = tuple(
+    "acos asin binary_cross_entropy_with_logits cosh cosine_similarity cross_entropy cumprod "
+    "cumsum dist erfinv exp expm1 group_norm interpolate layer_norm log log10 log2 "
+    "log_softmax nll_loss norm pow prod reciprocal renorm rsqrt sinh softmax softmin softplus "
+    "sum tan triplet_margin_loss".split()
+)
+_APEX_FLOAT32 = _BOTH_FLOAT32 + tuple(
+    "cosine_embedding_loss hinge_embedding_loss kl_div l1_loss local_response_norm "
     "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss "
-    "multilabel_soft_margin_loss nll_loss norm normalize poisson_nll_loss pow prod reciprocal "
-    "renorm rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus std sum tan "
-    "triplet_margin_loss var".split()
+    "multilabel_soft_margin_loss normalize poisson_nll_loss smooth_l1_loss soft_margin_loss "
+    "std var".split()
 )
-_PADDLE_FLOAT32 = tuple(
-    "acos asin atanh binary_cross_entropy_with_logits cosh cosine_similarity cross_entropy "
-    "cumprod cumsum dist erfinv exp expm1 group_norm huber_loss interpolate layer_norm log log10 "
-    "log2 log_softmax mean nll_loss norm pow prod reciprocal renorm rsqrt sinh softmax softmin "
-    "softplus square sum tan tanhshrink triplet_margin_loss".split()
-)
+_PADDLE_FLOAT32 = _BOTH_FLOAT32 + tuple("atanh huber_loss mean square tanhshrink".split())
 _NNABLA_FLOAT32 = ("cross_entropy", "mean", "softmax", "sum")
 
 _FLOAT32: dict[str, Any] = {"keep": (), "scaling": 1.0}

@@ -263,7 +263,7 @@ BAD = [
     ({"deny": ["batch_norm"]}, ValueError, "'batch_norm' writes to.*ampopt.cast"),
     ({"allow": "softmax"}, TypeError, "allow must be a list of names"),
     ({"allow": True}, TypeError, "allow must be a list of names"),
-    ({"deny": [torch.softmax]}, TypeError, "deny takes operators by name"),
+    ({"deny": [torch.softmax]}, TypeError, "deny must be a list of names"),
 ]
 
 
