@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -107,6 +108,7 @@ class Library:
                 stdin=given,
                 stdout=subprocess.DEVNULL,
                 stderr=self._said,
+                start_new_session=True,  # so that all that it starts can be ended with it
             )
         atexit.register(self._give_up)
 
@@ -128,9 +130,18 @@ class Library:
         """At the end of a program that did not wait; its forks leave the compiler alone."""
         assert self._process is not None
         if self._started_by == os.getpid():
-            self._process.terminate()
+            if self._process.poll() is None:
+                _end(self._process)
             self._process.wait()
             self._made.unlink(missing_ok=True)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a compiler, and what does its work: a process of its own, which would go on."""
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.terminate()
 
 
 @functools.cache
