@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ampopt._step import ranks
 from ampopt.optimizer import Optimizer
-from ampopt_kernels.tensors import arithmetic, real
+from ampopt_kernels.tensors import arithmetic, real, widest
 from ampopt_kernels.transfers import carried
 
 __all__ = ["SkipAwareAverage", "averaged"]
@@ -95,7 +95,8 @@ class SkipAwareAverage(AveragedModel):
         count = self.n_averaged
         taken = ~self._last_steps.were_skipped(count.device)
         is_first = count == 0
-        weight = 1 / (count + 1) if self.decay is None else 1 - self.decay
+        wide = widest(count.device)  # torch rounds this to float32, even for float64 parameters
+        weight = 1 / (count + 1).to(wide) if self.decay is None else 1 - self.decay
         pairs = zip(self.module.parameters(), model.parameters(), strict=True)
         for average, value in map(_alike, pairs):
             new = torch.where(_on(average, is_first), value, _lerp(average, value, weight))

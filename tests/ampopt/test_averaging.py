@@ -97,6 +97,7 @@ class TestBesideTorchs:
             (Plain, with_control_points),
         ],
     )
+    @example(history=[False, False, True, False], decay=None, dtype="float64")
     @given(history=HISTORIES, decay=DECAYS, dtype=st.sampled_from(["float32", "float64"]))
     def test_it_is_torchs_over_the_steps_that_were_taken(self, cls, attempt, history, decay, dtype):
         model = Net(getattr(torch, dtype))
