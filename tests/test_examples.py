@@ -116,6 +116,27 @@ def test_closure_replay(tmp_path):
     assert float(accuracy16) >= float(accuracy32) - 1 > 95
 
 
+def test_train_sharded(tmp_path):
+    picture = tmp_path / "picture.png"
+    done = run("train_sharded.py", "--steps", "8", "--output", str(picture), cwd=tmp_path)
+    *_, two, one, resumed, on_four, where, verdict = output(done).splitlines()
+    for line, name, steps in (
+        (two, "2 ranks", 8),
+        (one, "1 process", 8),
+        (resumed, "resumed on 1", 4),
+        (on_four, "resumed on 4", 4),
+    ):
+        assert line.startswith(name)
+        taken, skipped, alike, loss, apart = line.removeprefix(name).split()
+        assert (int(taken), alike) == (steps, "yes")
+        # From 2**30, and once more for the gradient that was spoiled; the scale is saved, too.
+        assert (int(skipped) > 5) == (steps == 8)
+        assert 3 < float(loss) < 4.5 and percentages(apart)[0] < 2
+    assert where == f"picture: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
+    assert verdict == "every run came to the same losses, and its ranks skipped alike"
+    assert "UserWarning" not in done.stderr and "step/s" in done.stderr
+
+
 def test_two_optimizers(tmp_path):
     done = run("two_optimizers.py", "--epochs", "12", cwd=tmp_path)
     happened, *drawing, real, drawn = output(done).splitlines()

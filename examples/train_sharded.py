@@ -1,0 +1,232 @@
+"""A small transformer in float16 under FSDP2, on two ranks that skip together.
+
+It learns to write the help texts of CPython, letter by letter. Weights are sharded over the ranks
+and gathered in float16, gradients are summed in float32, and the loss scale begins too high. Once,
+the gradient of one rank alone is spoiled. All ranks skip all the same, and no scale parts.
+
+The same is then done by one process; and from what two ranks saved half way, one process and four
+go on. A table and a picture compare their losses.
+
+    python examples/train_sharded.py
+    torchrun --nproc-per-node 2 examples/train_sharded.py
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+
+import ampopt
+
+BATCH, LENGTH, WIDTH = 16, 48, 48
+TEXT = torch.tensor(list("\n".join(topics.values()).encode("ascii", "replace")))
+LETTERS = 128
+
+
+class Writer(nn.Module):
+    """Tells the next letter from those before it."""
+
+    def __init__(self) -> None:
+        """Make the layers, with the same weights every time."""
+        torch.manual_seed(0)
+        super().__init__()
+        self.letters = nn.Embedding(LETTERS, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, 0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, LETTERS)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Float32 logits of the letter that follows each of ``text``."""
+        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        hidden = self.letters(text) + self.places(torch.arange(LENGTH))
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=later)
+        return self.head(hidden).float()
+
+
+def sharded() -> Writer:
+    """The model, spread over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    precision: Any = MixedPrecisionPolicy(torch.float16, torch.float32)
+    model = Writer()
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=precision)
+    return model
+
+
+def batch_of(number: int) -> tuple[Tensor, Tensor]:
+    """This rank's share of a batch: letters, and those that follow them."""
+    draw = torch.Generator().manual_seed(number)
+    begin = torch.randint(len(TEXT) - LENGTH, (BATCH,), generator=draw)
+    begin = begin.chunk(dist.get_world_size())[dist.get_rank()]
+    text = torch.stack([TEXT[i : i + LENGTH + 1] for i in begin.tolist()])
+    return text[:, :-1], text[:, 1:]
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, scale: Any) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": states, "scale": scale.state_dict()}
+
+
+def train(begin: int, end: int, spoiled: int, checkpoint: str) -> list[dict[str, Any]]:
+    """Take the steps from ``begin`` to ``end``; what each attempt came to.
+
+    A batch whose step was skipped is tried again, so that every run sees the same ones.
+    """
+    model = sharded()
+    optimizer = ampopt.AdamW(model.parameters(), lr=3e-3)
+    scale: Any = ampopt.DynamicLossScale(init_scale=2.0**30, growth_interval=50)
+    if begin:
+        state = state_of(model, optimizer, scale)
+        state_dict_loader.load(state, checkpoint_id=checkpoint)
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **parts)
+        scale.load_state_dict(state["scale"])
+    attempts: list[dict[str, Any]] = []
+    shown = tqdm(total=end - begin, unit="step", disable=dist.get_rank() != 0)
+    taken = begin
+    while taken < end:
+        text, following = batch_of(taken)
+        optimizer.zero_grad()
+        logits = model(text).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, following.flatten())
+        ampopt.scale_outputs(loss, scale).backward()
+        if taken == spoiled:
+            spoiled = -1  # once
+            if dist.get_rank() == dist.get_world_size() - 1:
+                grad: Any = model.head.weight.grad
+                grad.to_local().view(-1)[-1] = float("inf")  # in the part of this rank alone
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
+        skipped = bool(found_inf)
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        attempts.append(
+            {"step": taken, "loss": mean.item(), "skipped": skipped, "scale": scale.item()}
+        )
+        taken += not skipped
+        shown.update(not skipped)
+        shown.set_postfix(loss=f"{mean.item():.3f}", scale=f"{scale.item():g}")
+        if taken == end // 2 and not skipped and not begin and dist.get_world_size() == 2:
+            state_dict_saver.save(state_of(model, optimizer, scale), checkpoint_id=checkpoint)
+    return attempts
+
+
+def on(ranks: int, *arguments: Any) -> None:
+    """Run this file on so many ranks of this machine."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_TORCHRUN)}
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, "--nproc-per-node", str(ranks), __file__, *map(str, arguments)]
+    subprocess.run(command, env=environment, check=True)
+
+
+_OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_", "TORCHELASTIC")
+
+
+def run(begin: int, steps: int, folder: str) -> None:
+    """One run on the ranks that there are: every rank writes down what it saw."""
+    dist.init_process_group("gloo")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    attempts = train(begin, steps, steps // 4, f"{folder}/checkpoint")
+    Path(folder, f"{begin}-{ranks}-{rank}.json").write_text(json.dumps(attempts))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare(steps: int, folder: str, picture: Path) -> bool:
+    """Show what the runs came to; whether they came to the same."""
+    half, fine = steps // 2, True
+    runs = {(0, 2): "2 ranks", (0, 1): "1 process"}
+    runs |= {(half, 1): "resumed on 1", (half, 4): "resumed on 4"}
+    losses: dict[tuple[int, int], dict[int, float]] = {}
+    print(f"{'':14}{'steps':>6}{'skipped':>9}{'ranks alike':>13}{'last loss':>11}{'apart':>8}")
+    for key, name in runs.items():
+        begin, ranks = key
+        files = [Path(folder, f"{begin}-{ranks}-{rank}.json") for rank in range(ranks)]
+        first, *others = (json.loads(file.read_text()) for file in files)
+        losses[key] = {a["step"]: a["loss"] for a in first if not a["skipped"]}
+        reference = losses[0, 2]
+        apart = max(abs(loss / reference[step] - 1) for step, loss in losses[key].items())
+        alike = all(other == first for other in others)
+        skipped = sum(a["skipped"] for a in first)
+        last = losses[key][steps - 1]
+        fine = fine and alike and apart < 0.02
+        print(
+            f"{name:14}{steps - begin:6}{skipped:9}{'yes' if alike else 'no':>13}"
+            f"{last:11.4f}{apart:8.2%}"
+        )
+    _draw({runs[key]: curve for key, curve in losses.items()}, picture)
+    print(f"picture: {picture}")
+    return fine
+
+
+def _draw(curves: dict[str, dict[int, float]], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    styles: Iterator[Any] = iter(("-", "--", ":", "-."))
+    for name, curve in curves.items():
+        axes.plot(list(curve), list(curve.values()), next(styles), label=name, linewidth=2)
+    axes.set(xlabel="steps taken", ylabel="loss", title="float16 under FSDP2: the same losses")
+    axes.legend()
+    figure.savefig(picture, dpi=100)
+
+
+def main() -> int:
+    """Train on two ranks, then on others, and compare."""
+    explained, *_ = (__doc__ or "").split("\n\n")
+    parser = argparse.ArgumentParser(description=explained)
+    parser.add_argument("--steps", type=int, default=60, help="to take (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("train_sharded.png"), help="picture")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--begin", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.steps < 4 or options.steps % 2:
+        parser.error(f"argument --steps: must be even, 4 or more, got {options.steps}")
+    given = ("--steps", options.steps)
+    if options.folder:
+        run(options.begin, options.steps, options.folder)
+        return 0
+    if "RANK" not in os.environ:
+        on(2, *given, "--output", options.output)
+        return 0
+    if os.environ["WORLD_SIZE"] != "2":
+        parser.error("two ranks are to begin: torchrun --nproc-per-node 2")
+    folder = os.path.join(tempfile.gettempdir(), f"train_sharded-{os.environ['MASTER_PORT']}")
+    Path(folder).mkdir(exist_ok=True)
+    run(0, options.steps, folder)
+    if os.environ["RANK"] != "0":
+        return 0
+    for begin, ranks in ((0, 1), (options.steps // 2, 1), (options.steps // 2, 4)):
+        on(ranks, *given, "--folder", folder, "--begin", begin)
+    fine = compare(options.steps, folder, options.output)
+    shutil.rmtree(folder)
+    print("every run came to the same losses, and its ranks skipped alike" if fine else "PARTED")
+    return not fine
+
+
+if __name__ == "__main__":
+    sys.exit(main())
