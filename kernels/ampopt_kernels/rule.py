@@ -32,12 +32,17 @@ class State:
         init: its value before the first step: a number, or the name of the param-group entry that
             holds it. An entry is read when the state is made, which a skipped step may do; a rule
             that wants the entry's value at the first step taken knows that step by its count.
-        when: the flag under which it exists; ``None`` for always.
+        when: the flag under which it exists, or several, under all of which; ``None`` for always.
     """
 
     name: str
     init: float | str = 0.0
-    when: str | None = None
+    when: str | tuple[str, ...] | None = None
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The flags under all of which it exists."""
+        return (self.when,) if isinstance(self.when, str) else self.when or ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +115,7 @@ class Rule:
                 why = "is where masters are kept" if name == MASTER else "is declared twice"
                 raise ValueError(f"State {name!r} {why}: give each state a name of its own")
         for part in (*self.state, *self.scalar_state):
-            if part.when is not None and part.when not in self.flags:
+            if not set(part.needs) <= set(self.flags):
                 raise ValueError(
                     f"State {part.name!r} exists when {part.when!r}, which is not among the "
                     f"rule's flags {self.flags}: add it to flags"
@@ -149,7 +154,7 @@ class Rule:
         return bool(self.state_for(flags) or self.scalar_state_for(flags))
 
     def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
-        return part.when is None or flags[self.flags.index(part.when)]
+        return all(flags[self.flags.index(name)] for name in part.needs)
 
     def _entry(self, group: Mapping[str, Any], name: str) -> Any:
         try:

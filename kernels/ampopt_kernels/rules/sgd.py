@@ -50,6 +50,6 @@ sgd = Rule(
     flags=("momentum", "nesterov", "weight_decay", "maximize", "dampening"),
     # Whatever is added to -0.0 stays as it is, so that the first buffer is the gradient to the bit.
     state=(State("momentum_buffer", init=-0.0, when="momentum"),),
-    # Only dampening has to tell the first step from later ones.
-    scalar_state=(State("steps_taken", when="dampening"),),
+    # Only dampening, of momentum, has to tell the first step from later ones.
+    scalar_state=(State("steps_taken", when=("momentum", "dampening")),),
 )

@@ -490,8 +490,8 @@ class TestState:
         scale.load_state_dict(DynamicLossScale(init_scale=4.0, growth_interval=7).state_dict())
         assert scale.value.device.type == counters(scale).device.type == "meta"
         assert scale.value is not value
-        assert scale._policy.first_growth == 7
-        assert successor._policy.first_growth == 2000
+        assert scale._schedule.first_growth == 7
+        assert successor._schedule.first_growth == 2000
         fresh = DynamicLossScale()
         fresh.load_state_dict(DynamicLossScale(init_scale=4.0).state_dict())
         assert fresh.device is None and fresh.item() == 4.0
