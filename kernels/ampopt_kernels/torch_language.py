@@ -43,9 +43,13 @@ def _unary(on_tensor: Callable[..., Any], on_number: Callable[..., Any]) -> Call
     return function
 
 
+_ROOTS_BY_FLOAT64 = frozenset({"cpu"})
+"""Types of devices where torch's square root of float32, Intel's, misses once in 150 times."""
+
+
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number, which on the CPU torch, by Intel's MKL, misses once in 150 times."""
-    if x.dtype == float32 and x.device.type == "cpu":
+    """The nearest number."""
+    if x.dtype == float32 and x.device.type in _ROOTS_BY_FLOAT64:
         return x.double().sqrt_().float()
     return torch.sqrt(x)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.fresh_states import is_fresh
 from support.gpus import ON_A_GPU
 from support.optimizers import SOME_RULES, Plain, Signed
 from support.strategies import (
@@ -76,8 +77,10 @@ def states(optimizer: Any) -> list[Any]:
     return [
         None
         if not state
-        or not any(
-            any(value.data) for name, value in state.items() if name not in ("master_param", "sum")
+        or all(
+            is_fresh(name, value)
+            for name, value in state.items()
+            if name not in ("master_param", "sum")
         )
         else {name: value for name, value in state.items() if name != "master_param"}
         for state in state_of(optimizer)

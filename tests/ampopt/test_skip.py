@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.fresh_states import is_fresh
 from support.gpus import ON_A_GPU
 from support.optimizers import ORDINARY
 from support.strategies import (
@@ -86,17 +87,6 @@ def test_nothing_changes_when_any_gradient_has_a_non_finite_element(case, drawn,
 def assert_fresh(state: dict[str, Any]) -> None:
     for name, value in state.items():
         assert is_fresh(name, value), (name, value.shown)
-
-
-def is_fresh(name: str, value: Any) -> bool:
-    """Whether the bits of a state tensor are zeros, which each of our optimizers starts from.
-
-    A buffer of SGD's starts from -0.0, to which a first gradient is added as it is.
-    """
-    zero = torch.zeros((), dtype=value.dtype)
-    start = bits(-zero if name == "momentum_buffer" else zero).data
-    parts = len(value.data) // len(start)
-    return value.data in (bytes(len(value.data)), start * parts)
 
 
 @fewer(0.4)

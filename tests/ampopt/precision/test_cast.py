@@ -131,6 +131,7 @@ def test_copies_and_pickles_are_independent_and_alike(copied, change):
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
 @pytest.mark.parametrize("change", [ampopt.cast, ampopt.run_in])
 def test_compiled_with_hooks_and_backward(change, compiler, fresh_dynamo):
+    torch.manual_seed(0)
     model = change(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), LOW)
     x = torch.linspace(-1.0, 1.0, 32).reshape(4, 8)
     expected = copy.deepcopy(model)(x)
