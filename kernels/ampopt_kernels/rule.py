@@ -167,8 +167,14 @@ class Rule:
 
     @functools.cached_property
     def torch_update(self) -> Any:
-        """``update`` on torch tensors."""
+        """``update`` on torch tensors, with blocks of float32."""
         return torch_language.dividing(torch_language.bind(self.update))
+
+    @functools.cached_property
+    def torch_update64(self) -> Any:
+        """``update`` on torch tensors, with blocks of float64."""
+        in_float64 = torch_language.in_float64
+        return torch_language.dividing(torch_language.bind(self.update, in_float64))
 
     @functools.cached_property
     def torch_scalars(self) -> Any:

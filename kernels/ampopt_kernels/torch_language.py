@@ -6,6 +6,7 @@ few places (the loss-scale schedule on the CPU) where a tensor would only cost t
 """
 
 import ctypes
+import functools
 import math
 import types
 from collections.abc import Callable
@@ -68,13 +69,16 @@ ceil = _unary(torch.ceil, math.ceil)
 sigmoid = _unary(torch.sigmoid, lambda x: 1 / (1 + math.exp(-x)))
 
 
-def where(condition: Any, a: Any, b: Any) -> Any:
-    """``a`` where ``condition`` holds, else ``b``; no value of the other one reaches the result."""
+def where(condition: Any, a: Any, b: Any, number: torch.dtype = float32) -> Any:
+    """``a`` where ``condition`` holds, else ``b``; no value of the other one reaches the result.
+
+    Two numbers are of the dtype ``number``, as which a rule's blocks are computed in.
+    """
     tensor = next((x for x in (a, b) if isinstance(x, torch.Tensor)), None)
     if isinstance(condition, torch.Tensor):
         if tensor is None:  # which torch gives its default dtype
-            a = torch.full((), a, dtype=float32, device=condition.device)
-            b = torch.full((), b, dtype=float32, device=condition.device)
+            a = torch.full((), a, dtype=number, device=condition.device)
+            b = torch.full((), b, dtype=number, device=condition.device)
         return torch.where(condition, a, b)
     chosen = a if condition else b
     return chosen if tensor is None else _scalar(chosen, tensor)
@@ -136,6 +140,18 @@ def __getattr__(name: str) -> Any:
     )
 
 
+class _InFloat64:
+    """The language for blocks and scalars of float64."""
+
+    where = staticmethod(functools.partial(where, number=float64))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_this_module, name)
+
+
+in_float64 = _InFloat64()
+
+
 _NOT_LANGUAGE = {
     "HELPERS",
     "bind",
@@ -143,6 +159,8 @@ _NOT_LANGUAGE = {
     "copied",
     "ctypes",
     "dividing",
+    "functools",
+    "in_float64",
     "jit",
     "math",
     "types",

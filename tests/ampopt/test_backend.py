@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from support.optimizers import Signed
 from torch.nn import Parameter
 
 import ampopt
@@ -394,3 +395,13 @@ def test_optimizers_read_nothing_that_another_one_has_sent(monkeypatch, scale):
         optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
     given = set() if isinstance(scale, float) else {id(scale.value), id(scale._counters)}
     assert read[0] & read[1] == given
+
+
+@pytest.mark.parametrize(
+    "backend", ["eager", "eager on a device", "compiled", "triton"], indirect=True
+)
+def test_numbers_that_a_rule_chooses_between_are_as_wide_as_its_parameter(backend):
+    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    param.grad = torch.ones_like(param)
+    Signed([param], lr=0.1).step()
+    assert param.data.tolist() == [-0.1] * 3

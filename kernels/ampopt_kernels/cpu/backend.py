@@ -178,6 +178,7 @@ def updated(
 ) -> tuple[Tensor, ...]:
     """What the rule makes of parameter, states and, if there is one more tensor, copy."""
     n = len(rule.state_for(flags))
-    param, state = rule.torch_update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags)
+    update = rule.torch_update64 if grad.dtype == torch.float64 else rule.torch_update
+    param, state = update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags)
     copies = len(stored) - 1 - n
     return (param, *state, *[param] * copies)

@@ -101,8 +101,8 @@ def source_of(
     Raises:
         Exception: of whatever kind, where the rule does what the language has not.
     """
-    program = _Program()
     compute = arithmetic(*dtypes[:2])
+    program = _Program(compute)
     for i, dtype in enumerate(dtypes):
         pointer = f"{_STORED[dtype]}*"
         program.before.append(f"{pointer} __restrict t{i} = static_cast<{pointer}>(tensors[{i}]);")
@@ -132,11 +132,13 @@ class _Program:
     """Statements, in the order in which they were asked for.
 
     Attributes:
+        compute: the dtype of values.
         before: what is computed once.
         each: what is computed for each element.
         exact: see :class:`Source`.
     """
 
+    compute: torch.dtype
     before: list[str] = field(default_factory=list)
     each: list[str] = field(default_factory=list)
     exact: bool = True
@@ -280,7 +282,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
         raise TypeError("a rule selects by what is no comparison; say tl.where(x != 0, a, b)")
     program, values = condition.program, [x.dtype for x in (a, b) if _varies(x)]
     varies = condition.varies or bool(values)
-    number = torch.float32 if varies else torch.float64
+    number = program.compute if varies else torch.float64
     dtype = arithmetic(*values) if values else number
     return program.new(dtype, f"{condition.name} ? {_cast(a, dtype)} : {_cast(b, dtype)}", varies)
 
