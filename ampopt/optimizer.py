@@ -49,7 +49,8 @@ class Optimizer(torch.optim.Optimizer):
     optimizer, which unscales, judges unscaled gradients too, and skips where either overflowed; in
     either case ``p.grad`` holds unscaled gradients afterwards, as after a step of torch's. After
     ``scaler.unscale_(optimizer)`` nothing is judged again, as in torch: a gradient made NaN since
-    then is applied.
+    then is applied, and so is one that overflowed by being unscaled there, under a scale below 1; a
+    parameter of two optimizers is unscaled there for each. :class:`ampopt.GradScaler` catches both.
     It leaves it on the very object that it is given. As with torch's fused optimizers, give it the
     optimizer inside a wrapper that hands on what attributes it has not itself, or use
     :class:`ampopt.GradScaler`.
