@@ -13,12 +13,12 @@ from ampopt_kernels import rules
 __all__ = ["SGD"]
 
 
-(_COUNT,) = (part.name for part in rules.sgd.scalar_state)
+(_STEPPED,) = (part.name for part in rules.sgd.scalar_state)
 
 
 def _complete_state(state: dict[str, Any]) -> None:
     if state.get("momentum_buffer") is not None:
-        state.setdefault(_COUNT, 1.0)  # from a checkpoint, where a buffer is of a step
+        state.setdefault(_STEPPED, 1.0)  # from a checkpoint, where a buffer is of a step
 
 
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
@@ -36,7 +36,7 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
-    Differs from torch: with dampening, ``optimizer.state`` has ``steps_taken`` beside
+    Differs from torch: with dampening, ``optimizer.state`` has ``stepped`` beside
     ``momentum_buffer``, to tell the first step from later ones where the host may not look.
     ``state_dict()`` is torch's and has it not: it leaves out the buffer of a parameter whose steps
     were all skipped, and synchronizes to find out. Arithmetic on float16 and bfloat16 parameters is
@@ -72,10 +72,10 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         state_dict = super().state_dict()
         states = state_dict["state"]
         for key in chain.from_iterable(group["params"] for group in state_dict["param_groups"]):
-            if _COUNT in states.get(key, {}):
+            if _STEPPED in states.get(key, {}):
                 states[key] = state = states[key].copy()
-                taken = state.pop(_COUNT)
-                if not (taken.is_meta or taken > 0):
+                stepped = state.pop(_STEPPED)
+                if not (stepped.is_meta or stepped > 0):
                     state.pop("momentum_buffer", None)
                 if not state:
                     del states[key]

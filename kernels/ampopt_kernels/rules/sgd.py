@@ -8,12 +8,12 @@ __all__ = ["sgd"]
 
 @jit
 def _scalars(s, h):
-    (taken,) = s
+    (stepped,) = s
     lr, momentum, dampening, weight_decay = h
     # The first step sets the buffer to the gradient, undampened; torch knows it by the missing
-    # buffer, a kernel that may be skipped knows it by the count of steps taken.
-    undampened = tl.where(taken > 0, 1 - dampening, 1.0)
-    return (taken + 1,), (lr, momentum, undampened, weight_decay)
+    # buffer, a kernel that may be skipped by this number: 0 before the first step, 1 after it.
+    undampened = tl.where(stepped > 0, 1 - dampening, 1.0)
+    return (tl.where(stepped > 0, stepped, 1.0),), (lr, momentum, undampened, weight_decay)
 
 
 @jit
@@ -51,5 +51,5 @@ sgd = Rule(
     # Whatever is added to -0.0 stays as it is, so that the first buffer is the gradient to the bit.
     state=(State("momentum_buffer", init=-0.0, when="momentum"),),
     # Only dampening, of momentum, has to tell the first step from later ones.
-    scalar_state=(State("steps_taken", when=("momentum", "dampening")),),
+    scalar_state=(State("stepped", when=("momentum", "dampening")),),
 )
