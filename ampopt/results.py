@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ampopt.loss_scale.base import LossScale
+from ampopt.loss_scale.base import LossScale, drops
 
 __all__ = ["StepResult", "Unscaled", "as_flag", "is_flag"]
 
@@ -41,7 +41,7 @@ class StepResult(NamedTuple):
     def skipped(self) -> bool:
         """Whether the update was left out. Synchronizes: the host waits for the device."""
         # A static scale may have been told to apply an overflowed update all the same.
-        skipped = getattr(self.scale, "drop_overflow_update", True) and bool(self.found_inf > 0)
+        skipped = drops(self.scale) and bool(self.found_inf > 0)
         if skipped and isinstance(self.scale, LossScale):
             self.scale._warn_if_collapsed()  # the host has waited anyway
         return skipped

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.overflow import agreement_on, decided_elsewhere, judge_held
+from ampopt._step.overflow import agreement_on, judge_held
 from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.step_hooks import is_watched, note_step
 from ampopt._step.stepping import Attempt, Stepping
@@ -67,10 +67,8 @@ class ByRule(Stepping):
         judged = replace(request, max_norm=None)
         agreement = agreement_on(judged, optimizer.param_groups, optimizer.process_group)
         holders = self.masters.holders(written=False)
-        if holders:
-            decision = judge_held(holders, judged, agreement, write=False, uploads=self.uploads)
-        else:
-            decision = decided_elsewhere(judged, agreement, self.home)
+        uploads = self.uploads
+        decision = judge_held(holders, judged, agreement, self.home, write=False, uploads=uploads)
         if decision is None:
             self.note_norm(request, None)
             return None

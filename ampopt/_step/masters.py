@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.overflow import agreement_on, decided_elsewhere, device_of, judge_held
+from ampopt._step.overflow import agreement_on, device_of, judge_held
 from ampopt._step.ranks import settle
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.step import Decision, Request
@@ -115,10 +115,9 @@ class Masters:
             self.check_float16()  # before masters are made
         holders = self.holders(written=write)
         agreement = agreement_on(request, optimizer.param_groups, optimizer.process_group)
-        if not holders:
-            return decided_elsewhere(request, agreement, device_of(optimizer.param_groups))
-        decision = judge_held(holders, request, agreement, write=write, uploads=uploads)
-        if request.max_norm is not None:
+        home = device_of(optimizer.param_groups)
+        decision = judge_held(holders, request, agreement, home, write=write, uploads=uploads)
+        if decision is not None and request.max_norm is not None:
             _multiply([gradients.values_of(held) for _, held in holders], decision.clip)
         return decision
 

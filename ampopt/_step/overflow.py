@@ -50,10 +50,9 @@ def judge(
     gradients.check(param_groups)
     agreement = agreement_on(request, param_groups, process_group)
     present = gradients.present(param_groups)
-    if not present:
-        return decided_elsewhere(request, agreement, device_of(param_groups))
     uploads = {} if uploads is None else uploads
-    return judge_held(present, request, agreement, write=write, uploads=uploads)
+    home = device_of(param_groups)
+    return judge_held(present, request, agreement, home, write=write, uploads=uploads)
 
 
 def agreement_on(
@@ -92,19 +91,23 @@ def judge_held(
     holders: Sequence[tuple[int, Tensor]],
     request: Request,
     agreement: ranks.Agreement | None,
+    home: torch.device | None,
     *,
     write: bool,
     uploads: dict[torch.device, Uploads],
-) -> Decision:
-    """As :func:`judge`, of gradients that were checked: of one tensor at least.
+) -> Decision | None:
+    """As :func:`judge`, of gradients that were checked.
 
     Args:
         holders: ``(group, tensor)``, each with a ``grad``.
         request: as for :func:`judge`.
         agreement: of the ranks that decide together.
+        home: where the decision is made if there are no gradients here.
         write: likewise.
         uploads: likewise.
     """
+    if not holders:
+        return decided_elsewhere(request, agreement, home)
     staged = gradients.Staged()
     works = works_of(gradients.rows(holders, staged, agreement, written=write), uploads)
     vote = None if agreement is None else ranks.Vote(agreement)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ampopt.errors import NonFiniteGradientError
-from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.given import drops
+from ampopt.loss_scale.base import LossScale, drops
 from ampopt.loss_scale.numbers import check_scale_number
 from ampopt.nonfinite import found_now, look_anew
 from ampopt_kernels.devices import ACCELERATORS

@@ -178,7 +178,7 @@ class RuleSteps:
         """Unscale the gradients in place, in their own dtype: the step has read them already."""
         present = gradients.present(self.optimizer.param_groups)
         unscale = Request(scale=request.scale, check=False)
-        judge_held(present, unscale, None, write=True, uploads=self.uploads)
+        judge_held(present, unscale, None, None, write=True, uploads=self.uploads)
 
     def state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""

@@ -12,7 +12,15 @@ from ampopt.loss_scale.scaler_entries import entries_of_scaler
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.transfers import carried
 
-__all__ = ["AnyScale", "Device", "LossScale", "check_entries", "check_flag", "host_may_read"]
+__all__ = [
+    "AnyScale",
+    "Device",
+    "LossScale",
+    "check_entries",
+    "check_flag",
+    "drops",
+    "host_may_read",
+]
 
 Device = torch.device | str | int
 
@@ -223,6 +231,11 @@ class LossScale(AnyScale):
         """For pickle and copy: the same scale with an identity of its own."""
         self.__init__(**state["settings"])
         self._set(state["value"], state["counters"], state["placed"])
+
+
+def drops(given: Any) -> bool:
+    """Whether an overflowed update is left out under what a caller gave as a scale."""
+    return not isinstance(given, LossScale) or given.drop_overflow_update
 
 
 def check_flag(found_inf: Any) -> float | Tensor:

@@ -13,7 +13,7 @@ from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["BareScale", "as_loss_scale", "drops", "request_for", "successor_of"]
+__all__ = ["BareScale", "as_loss_scale", "request_for", "successor_of"]
 
 _HALVED_AFTER_OVERFLOW = PolicyConstants(
     growth_factor=1.0,
@@ -112,8 +112,3 @@ def successor_of(scale: AnyScale | None, decision: Decision | None) -> Any:
     if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(successor, LossScale):
         successor._warn_if_collapsed()
     return successor
-
-
-def drops(given: Any) -> bool:
-    """Whether an overflowed update is left out under what a caller gave as a scale."""
-    return not isinstance(given, LossScale) or given.drop_overflow_update

@@ -144,7 +144,7 @@ class Eager(Backend):
             for grad, *stored in _chunks(row):
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 param, *state = (t.to(dtype) for t in stored[:n])
-                update = rule.torch_update64 if dtype == torch.float64 else rule.torch_update
+                update = rule.torch_update_in(dtype)
                 param, state = update(param, g, tuple(state), h, row.flags)
                 copy = () if row.copy is None else (param,)
                 for old, new in zip(stored, (param, *state, *copy), strict=True):

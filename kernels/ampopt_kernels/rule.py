@@ -165,14 +165,17 @@ class Rule:
                 f"{sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults"
             ) from None
 
+    def torch_update_in(self, dtype: torch.dtype) -> Any:
+        """``update`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
+        return self._torch_update64 if dtype == torch.float64 else self.torch_update
+
     @functools.cached_property
     def torch_update(self) -> Any:
         """``update`` on torch tensors, with blocks of float32."""
         return torch_language.dividing(torch_language.bind(self.update))
 
     @functools.cached_property
-    def torch_update64(self) -> Any:
-        """``update`` on torch tensors, with blocks of float64."""
+    def _torch_update64(self) -> Any:
         in_float64 = torch_language.in_float64
         return torch_language.dividing(torch_language.bind(self.update, in_float64))
 

@@ -178,7 +178,7 @@ def updated(
 ) -> tuple[Tensor, ...]:
     """What the rule makes of parameter, states and, if there is one more tensor, copy."""
     n = len(rule.state_for(flags))
-    update = rule.torch_update64 if grad.dtype == torch.float64 else rule.torch_update
+    update = rule.torch_update_in(grad.dtype)
     param, state = update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags)
     copies = len(stored) - 1 - n
     return (param, *state, *[param] * copies)
