@@ -25,7 +25,8 @@ An overflowed step is skipped where the gradients are, and the host waits for no
 - On many ranks: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``, which is
   loaded when it is asked for, and so not listed here: the module behind it takes seconds.
 - To look: ``first_nonfinite`` names the module that overflows, ``profile`` says where the host
-  waits, ``set_backend`` chooses what runs, and ``python -m ampopt.bench`` says how fast.
+  waits, ``set_backend`` chooses what runs, ``python -m ampopt`` says what is here, and
+  ``python -m ampopt.bench`` how fast.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -16,10 +16,14 @@ from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.step import Backend
 
 __all__ = [
+    "ENVIRONMENT",
+    "NAMES",
     "backend_for",
+    "chosen_by",
     "get_backend",
     "host_looking_away",
     "host_may_look",
+    "lacking",
     "set_backend",
 ]
 
@@ -67,6 +71,13 @@ def get_backend() -> str:
     return _checked(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
 
 
+def chosen_by() -> str | None:
+    """What chose the backend, ``set_backend`` or the environment variable; ``None`` if nothing."""
+    if _chosen is not None:
+        return "ampopt.set_backend"
+    return ENVIRONMENT if ENVIRONMENT in os.environ else None
+
+
 def backend_for(device: torch.device) -> Backend:
     """The backend that runs tensors on ``device``.
 
@@ -95,6 +106,27 @@ def backend_for(device: torch.device) -> Backend:
     if name == "triton":
         return _triton_backend()
     return _cpu_backend(name) if device.type == "cpu" else Eager()
+
+
+def lacking(name: str) -> str | None:
+    """What the backend ``name`` cannot run here without, in a sentence; ``None`` if it runs."""
+    if name == "triton" and not HAS_TRITON:
+        return (
+            "the triton backend needs Triton, which cannot be imported here; "
+            "install the triton package, or choose 'auto' or 'eager'"
+        )
+    if name == "triton" and not (INTERPRETED or _finds_accelerator()):
+        return (
+            f"the triton backend needs an accelerator ({', '.join(ACCELERATORS)}), and "
+            "torch finds none, or Triton's interpreter, for tests: set TRITON_INTERPRET=1 before "
+            "importing ampopt, or choose 'auto' or 'eager'"
+        )
+    if name == "compiled" and cpp_compiler() is None:
+        return (
+            "the compiled backend needs a C++ compiler, and neither CXX nor g++ nor "
+            "clang++ names one; install one, or choose 'auto' or 'eager'"
+        )
+    return None
 
 
 def host_may_look(device: torch.device) -> bool:
@@ -138,20 +170,7 @@ def _finds_accelerator() -> bool:
 def _checked(name: str, source: str) -> str:
     if name not in NAMES:
         raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(NAMES)}")
-    if name == "triton" and not HAS_TRITON:
-        raise RuntimeError(
-            f"{source}: the triton backend needs Triton, which cannot be imported here; "
-            "install the triton package, or choose 'auto' or 'eager'"
-        )
-    if name == "triton" and not (INTERPRETED or _finds_accelerator()):
-        raise RuntimeError(
-            f"{source}: the triton backend needs an accelerator ({', '.join(ACCELERATORS)}), and "
-            "torch finds none, or Triton's interpreter, for tests: set TRITON_INTERPRET=1 before "
-            "importing ampopt, or choose 'auto' or 'eager'"
-        )
-    if name == "compiled" and cpp_compiler() is None:
-        raise RuntimeError(
-            f"{source}: the compiled backend needs a C++ compiler, and neither CXX nor g++ nor "
-            "clang++ names one; install one, or choose 'auto' or 'eager'"
-        )
+    lacks = lacking(name)
+    if lacks is not None:
+        raise RuntimeError(f"{source}: {lacks}")
     return name

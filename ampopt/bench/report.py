@@ -3,9 +3,7 @@
 import datetime
 import os
 import platform
-import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ import torch
 import ampopt
 from ampopt.bench.rows import Row
 from ampopt.bench.targets import judge
+from ampopt.environment import cpu_model, version_of
 
 __all__ = ["as_json", "costs", "environment", "table"]
 
@@ -21,14 +20,14 @@ def environment(device: torch.device) -> dict[str, Any]:
     """What the figures depend on besides the code."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "ampopt": ampopt.__version__,
         "backend": ampopt.get_backend(),
     }
@@ -36,22 +35,6 @@ def environment(device: torch.device) -> dict[str, Any]:
         found["gpu"] = torch.cuda.get_device_name(device)
         found["cuda"] = torch.version.cuda
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _cpu_model() -> str:
-    if sys.platform == "linux":
-        with open("/proc/cpuinfo") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-__all__ = ["Library", "cpp_compiler"]
+__all__ = ["Library", "cache_folder", "cpp_compiler", "users_cache"]
 
 # Nothing that changes a result: IEEE 754 to the letter, and no fused multiply-add unless asked for.
 _OPTIONS = (
@@ -53,7 +53,7 @@ class Library:
         if compiler is None:
             raise FileNotFoundError("there is no C++ compiler")
         key = repr((source, _OPTIONS, options, _identity(compiler)))
-        self._path = _folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+        self._path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
         self._command = [compiler, *_OPTIONS, "-", *options]
         self._source = source
         self._lock = threading.Lock()
@@ -144,10 +144,15 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
         process.terminate()
 
 
+def users_cache() -> Path:
+    """Where libraries are kept if they can be."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ampopt"
+
+
 @functools.cache
-def _folder() -> Path:
+def cache_folder() -> Path:
     """Where libraries are kept: the user's cache, or, where that cannot be, until the end."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ampopt"
+    folder = users_cache()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,0 +1,159 @@
+"""What ampopt finds on this machine, and what it makes of it, for a person to read."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import ampopt
+from ampopt import backend as backends
+from ampopt_kernels.cpu.build import Library, cache_folder, cpp_compiler, users_cache
+from ampopt_kernels.devices import ACCELERATORS
+from ampopt_kernels.language import HAS_TRITON, INTERPRETED
+
+__all__ = ["cpu_model", "report", "version_of"]
+
+
+def report() -> str:
+    """Versions, the backend of each device and why, the C++ compiler, Triton, and the caches.
+
+    It chooses nothing and changes nothing, but that a function of one line is compiled to see
+    whether the compiler works. What is wrong, as a value of ``AMPOPT_BACKEND`` that names no
+    backend, is in the text in place of what it would have said.
+    """
+    return "\n".join(
+        [
+            f"ampopt {ampopt.__version__} in {Path(ampopt.__file__).parent}",
+            f"python {platform.python_version()} on {platform.system()} {platform.machine()}",
+            f"torch {torch.__version__}",
+            f"triton {_triton()}",
+            "",
+            f"backend: {_chosen()}",
+            *(f"  {device}: {_of_device(device)}" for device in _devices()),
+            *(f"  {name} {_whether_it_runs(name)}" for name in backends.NAMES if name != "auto"),
+            "",
+            f"C++ compiler: {_compiler()}",
+            f"cache of C++: {_cache()}",
+            *([f"cache of Triton: {_triton_cache()}"] if HAS_TRITON else ()),
+        ]
+    )
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package; ``None`` if there is none of that name."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """What the processor calls itself."""
+    if sys.platform == "linux":
+        with open("/proc/cpuinfo") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _triton() -> str:
+    found = version_of("triton") or "not installed"
+    if not HAS_TRITON:
+        return found if found == "not installed" else f"{found}, which cannot be imported"
+    return f"{found}, interpreted (TRITON_INTERPRET=1)" if INTERPRETED else found
+
+
+def _chosen() -> str:
+    try:
+        name = backends.get_backend()
+    except (ValueError, RuntimeError) as error:
+        return f"none, since {error}"
+    if (by := backends.chosen_by()) is not None:
+        return f"{name}, by {by}"
+    return f"{name}, as neither {backends.ENVIRONMENT} nor ampopt.set_backend chooses another"
+
+
+def _devices() -> list[torch.device]:
+    found = [torch.device("cpu")]
+    for kind in ACCELERATORS:
+        module = getattr(torch, kind)
+        if module.is_available():
+            found += [torch.device(kind, index) for index in range(module.device_count())]
+    other = torch.accelerator.current_accelerator(check_available=True)
+    if other is not None and other.type not in ACCELERATORS:
+        found.append(other)
+    return found
+
+
+def _of_device(device: torch.device) -> str:
+    """The backend that runs tensors there and why, and what the device is."""
+    try:
+        name = backends.backend_for(device).name
+        why = _why(name, device) if backends.get_backend() == "auto" else "as chosen"
+    except (ValueError, RuntimeError) as error:
+        name, why = "none", str(error)
+    return f"{name}, {why} ({_described(device)})"
+
+
+def _why(name: str, device: torch.device) -> str:
+    """Why ``auto`` takes that backend."""
+    if name == "compiled":
+        return "once a rule has run for a tenth of a second; eager until then"
+    if name == "triton":
+        return "as Triton compiles for it"
+    if device.type == "cpu":
+        return "as there is no C++ compiler"
+    if device.type in ACCELERATORS:
+        return "as Triton cannot be imported"
+    return "as Triton compiles for " + " and ".join(ACCELERATORS) + " alone"
+
+
+def _described(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
+    if device.type not in ACCELERATORS:
+        return device.type
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _whether_it_runs(name: str) -> str:
+    lacks = backends.lacking(name)
+    return "can run here" if lacks is None else f"cannot run here: {lacks}"
+
+
+def _compiler() -> str:
+    path = cpp_compiler()
+    if path is None:
+        return "none, as neither CXX nor g++ nor clang++ names one"
+    try:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+        # As rules are compiled: with its libraries and headers, for this processor.
+        Library('extern "C" int answer() { return 42; }').load()
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return f"{path}, which does not work: {error}"
+    return f"{path}, which works: {said.stdout.partition(chr(10))[0]}"
+
+
+def _cache() -> str:
+    folder = cache_folder()
+    if folder == users_cache():
+        return _contents(folder)
+    return f"until the program ends, as {users_cache()} cannot be written"
+
+
+def _triton_cache() -> str:
+    from triton import knobs
+
+    return _contents(Path(knobs.cache.dir))
+
+
+def _contents(folder: Path) -> str:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e6
+    return f"{folder}, {len(files)} files, {size:.1f} MB"

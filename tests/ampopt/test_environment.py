@@ -1,0 +1,138 @@
+"""``python -m ampopt``: what a bug report begins with is true, also where much is missing."""
+
+import os
+import platform
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import ampopt
+from ampopt import backend as backends
+from ampopt import environment
+from ampopt_kernels.cpu import build
+
+
+@pytest.fixture(autouse=True)
+def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+    """Nothing is chosen, and the caches are the test's own."""
+    monkeypatch.setattr(backends, "_chosen", None)
+    monkeypatch.delenv("AMPOPT_BACKEND", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for cached in (backends._cpu_backend, build.cache_folder):
+        cached.cache_clear()
+    monkeypatch.setattr(environment, "_triton_cache", lambda: "elsewhere")  # it may be large
+    yield
+    for cached in (backends._cpu_backend, build.cache_folder):
+        cached.cache_clear()
+
+
+def line(beginning: str) -> str:
+    """What the report says behind ``beginning``."""
+    (found,) = [
+        line.strip().removeprefix(beginning)
+        for line in environment.report().splitlines()
+        if line.strip().startswith(beginning)
+    ]
+    return found.strip()
+
+
+def test_the_command_prints_the_report_and_heeds_the_environment(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "ampopt"],
+        env={**os.environ, "AMPOPT_BACKEND": "eager", "TRITON_CACHE_DIR": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"python {platform.python_version()} on {platform.system()}" in done.stdout
+    assert "backend: eager, by AMPOPT_BACKEND\n  cpu: eager, as chosen" in done.stdout
+
+
+def test_versions():
+    assert line("ampopt ").startswith(f"{ampopt.__version__} in ")
+    assert line("torch ") == torch.__version__
+
+
+def test_without_triton(monkeypatch):
+    for module in (backends, environment):
+        monkeypatch.setattr(module, "HAS_TRITON", False)
+    monkeypatch.setattr(environment, "version_of", lambda package: None)
+    assert "\ntriton not installed\n" in environment.report()
+    assert line("triton cannot run here:").startswith("the triton backend needs Triton")
+    assert "cache of Triton" not in environment.report()
+
+
+def test_who_chose_the_backend(monkeypatch):
+    assert line("backend:").startswith("auto, as neither AMPOPT_BACKEND nor ampopt.set_backend")
+    monkeypatch.setenv("AMPOPT_BACKEND", "eager")
+    assert line("backend:") == "eager, by AMPOPT_BACKEND"
+    ampopt.set_backend("auto")
+    assert line("backend:") == "auto, by ampopt.set_backend"
+
+
+def test_a_backend_that_cannot_be_is_said_in_its_place(monkeypatch):
+    monkeypatch.setenv("AMPOPT_BACKEND", "tritn")
+    assert line("backend:").startswith("none, since AMPOPT_BACKEND: unknown backend 'tritn'")
+    assert line("cpu:").startswith("none, AMPOPT_BACKEND: unknown backend 'tritn'")
+
+
+@pytest.mark.skipif(build.cpp_compiler() is None, reason="there is no C++ compiler here")
+def test_a_compiler_that_works():
+    assert line("cpu:").startswith("compiled, once a rule has run for a tenth of a second")
+    assert line("compiled can") == "run here"
+    assert line("C++ compiler:").startswith(f"{build.cpp_compiler()}, which works: ")
+
+
+def test_a_compiler_that_does_not_work(monkeypatch, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho 'error: no headers' >&2; exit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    said = line("C++ compiler:")
+    assert said == f"{compiler}, which does not work: the compiler failed: error: no headers"
+
+
+def test_no_compiler(monkeypatch):
+    for module in (backends, environment):
+        monkeypatch.setattr(module, "cpp_compiler", lambda: None)
+    assert line("cpu:").startswith("eager, as there is no C++ compiler")
+    assert line("compiled cannot run here:").startswith("the compiled backend needs a C++ compiler")
+    assert line("C++ compiler:") == "none, as neither CXX nor g++ nor clang++ names one"
+
+
+def test_the_cache_and_what_is_in_it(monkeypatch, tmp_path):
+    folder = build.cache_folder()
+    (folder / "a.so").write_bytes(b"0" * 200_000)
+    monkeypatch.setattr(environment, "cpp_compiler", lambda: None)  # which would add to it
+    assert line("cache of C++:") == f"{folder}, 1 files, 0.2 MB"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    build.cache_folder.cache_clear()
+    assert line("cache of C++:").startswith("until the program ends, as ")
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "expected"),
+    [(True, "triton, as Triton compiles for it"), (False, "eager, as Triton cannot be imported")],
+)
+def test_a_device(has_triton, expected, monkeypatch):
+    if has_triton and not backends.HAS_TRITON:
+        pytest.skip("Triton cannot be imported here")
+    monkeypatch.setattr(backends, "HAS_TRITON", has_triton)
+    monkeypatch.setattr(environment, "_devices", lambda: [torch.device("cuda", 1)])
+    card = SimpleNamespace(name="a card", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert line("cuda:1:") == f"{expected} (a card, 80 GiB)"
+
+
+@pytest.mark.skipif(build.cpp_compiler() is None, reason="there is no C++ compiler here")
+def test_a_chosen_backend_that_cannot_run_on_a_device():
+    ampopt.set_backend("compiled")
+    assert environment._of_device(torch.device("meta")).startswith(
+        "none, the compiled backend cannot run on meta"
+    )
