@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from ampopt._step import ranks
+from ampopt._step import dtensor
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.tensors import arithmetic, real, widest
 from ampopt_kernels.transfers import carried
@@ -165,7 +165,7 @@ def _check_decay(decay: Any) -> None:
 
 def _alike(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """What memory holds here of an average and of what it is of, real and on one device."""
-    average, value = (real(ranks.local(t.detach())) for t in pair)
+    average, value = (real(dtensor.local(t.detach())) for t in pair)
     return average, carried(value, average.device, average.dtype)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ampopt._step import ranks
+from ampopt._step import dtensor
 from ampopt_kernels.tensors import real
 
 __all__ = [
@@ -305,7 +305,7 @@ def _tensors(structure: Any) -> list[Tensor]:
 @torch.no_grad()
 def _values(tensor: Tensor) -> Tensor:
     """What ``tensor`` holds here, real, and of a dtype that torch can compare."""
-    tensor = ranks.local(tensor.detach())
+    tensor = dtensor.local(tensor.detach())
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     elif tensor.is_nested:

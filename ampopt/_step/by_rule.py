@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.overflow import agreement_on, judge_held
+from ampopt._step.overflow import judge_held
 from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.step_hooks import is_watched, note_step
 from ampopt._step.stepping import Attempt, Stepping
@@ -62,13 +62,16 @@ class ByRule(Stepping):
             decision = self.unscale(request)
             self.asked = Request(check=False)
             return decision
-        optimizer = self.optimizer
-        gradients.check(optimizer.param_groups)
+        gradients.check(self.optimizer.param_groups)
         judged = replace(request, max_norm=None)
-        agreement = agreement_on(judged, optimizer.param_groups, optimizer.process_group)
-        holders = self.masters.holders(written=False)
-        uploads = self.uploads
-        decision = judge_held(holders, judged, agreement, self.home, write=False, uploads=uploads)
+        decision = judge_held(
+            self.masters.holders(written=False),
+            judged,
+            self.agreement(),
+            self.home,
+            write=False,
+            uploads=self.uploads,
+        )
         if decision is None:
             self.note_norm(request, None)
             return None

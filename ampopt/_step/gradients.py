@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import ranks
+from ampopt._step import dtensor, ranks
 from ampopt_kernels.step import Row
 from ampopt_kernels.tensors import dense_like, real
 
@@ -97,7 +97,7 @@ def values_of(param: Tensor) -> Tensor:
     or negative, such as autograd leaves on complex parameters, is carried out. Of a gradient that
     is spread over ranks, these are the values that are here, placed as the parameter is.
     """
-    ranks.settle(param)
+    dtensor.settle(param)
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
@@ -106,7 +106,7 @@ def values_of(param: Tensor) -> Tensor:
         return real(grad._values())
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
-    return real(ranks.local(grad.detach()))
+    return real(dtensor.local(grad).detach())
 
 
 class Staged:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import ranks
+from ampopt._step import dtensor
 from ampopt_kernels.devices import captures
 
 __all__ = ["HostState"]
@@ -137,7 +137,7 @@ class HostState:
         """Remember everything that was added and all that it refers to."""
         while self._unseen:
             value, what = self._unseen.pop()
-            if ranks.is_spread(value):
+            if dtensor.is_spread(value):
                 self._find_spread(value, what)
                 continue
             known = self._find_contents(value, what)
@@ -219,8 +219,8 @@ class HostState:
     def _find_spread(self, tensor: Any, what: str) -> None:
         """Remember the part that is here: what is around it has no memory of its own."""
         part = functools.partial(setattr, tensor, "_local_tensor")
-        self._keep(what, lambda: ranks.local(tensor), part)
-        self._add(ranks.local(tensor), what)
+        self._keep(what, lambda: dtensor.local(tensor), part)
+        self._add(dtensor.local(tensor), what)
 
     def _find_attributes(self, owner: Any, attributes: dict[str, Any], what: str) -> None:
         skip_attempt = isinstance(owner, torch.optim.Optimizer)

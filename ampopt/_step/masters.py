@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.overflow import agreement_on, device_of, judge_held
-from ampopt._step.ranks import settle
+from ampopt._step.dtensor import settle
+from ampopt._step.overflow import device_of, judge_held
+from ampopt._step.ranks import Agreement
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
@@ -99,11 +100,17 @@ class Masters:
         return result
 
     @torch.no_grad()
-    def unscale(self, request: Request, uploads: dict[torch.device, Uploads]) -> Decision | None:
+    def unscale(
+        self,
+        request: Request,
+        agreement: Agreement | None,
+        uploads: dict[torch.device, Uploads],
+    ) -> Decision | None:
         """Unscale, judge and clip the gradients, in place or on their masters.
 
         Args:
             request: what is asked; nothing is stepped.
+            agreement: of the ranks that decide together.
             uploads: what devices hold of earlier calls.
 
         Returns:
@@ -114,7 +121,6 @@ class Masters:
         if write:
             self.check_float16()  # before masters are made
         holders = self.holders(written=write)
-        agreement = agreement_on(request, optimizer.param_groups, optimizer.process_group)
         home = device_of(optimizer.param_groups)
         decision = judge_held(holders, request, agreement, home, write=write, uploads=uploads)
         if decision is not None and request.max_norm is not None:

@@ -14,7 +14,6 @@ from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = [
-    "agreement_on",
     "decided_elsewhere",
     "device_of",
     "judge",
@@ -48,19 +47,11 @@ def judge(
         TypeError: likewise.
     """
     gradients.check(param_groups)
-    agreement = agreement_on(request, param_groups, process_group)
+    agreement = ranks.agreement(param_groups, process_group)
     present = gradients.present(param_groups)
     uploads = {} if uploads is None else uploads
     home = device_of(param_groups)
     return judge_held(present, request, agreement, home, write=write, uploads=uploads)
-
-
-def agreement_on(
-    request: Request, param_groups: list[dict[str, Any]], process_group: Any
-) -> ranks.Agreement | None:
-    """The ranks that decide together, if ``request`` has anything for them to decide."""
-    asks = request.check or request.max_norm is not None
-    return ranks.agreement(param_groups, process_group) if asks else None
 
 
 def decided_elsewhere(
@@ -70,7 +61,7 @@ def decided_elsewhere(
 
     The scale learns nothing if no rank has gradients.
     """
-    if agreement is None or device is None:
+    if agreement is None or device is None or not request.asks:
         return None
     vote = ranks.Vote(agreement, present=False)
     asked = replace(request, write=False, apply=False, agree=vote)
@@ -110,7 +101,7 @@ def judge_held(
         return decided_elsewhere(request, agreement, home)
     staged = gradients.Staged()
     works = works_of(gradients.rows(holders, staged, agreement, written=write), uploads)
-    vote = None if agreement is None else ranks.Vote(agreement)
+    vote = ranks.Vote(agreement) if agreement is not None and request.asks else None
     decision = run(backend_for, works, replace(request, write=write, apply=False, agree=vote))
     staged.store()
     return decision

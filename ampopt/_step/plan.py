@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _device_dtype_check_for_fused
 
-from ampopt._step import gradients, ranks
+from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.guards import Guards
 from ampopt._step.overflow import works_of
 from ampopt._step.state_buffers import lay_end_to_end
@@ -78,7 +78,7 @@ class Plan:
             s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]
         ]
         grads = [row.grad for row in rows]
-        spread = any(ranks.is_spread(p) for group in groups for p in group["params"])
+        spread = any(dtensor.is_spread(p) for group in groups for p in group["params"])
         self._guards = Guards(steps, flags, self._present, masters, held, grads, spread=spread)
         self.writes_gradients = all(
             row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _address_of_grad(p)
@@ -89,7 +89,7 @@ class Plan:
     def _row(self, steps: "RuleSteps", group: int, param: Tensor, state: dict) -> Row:
         optimizer, masters = steps.optimizer, steps.masters
         rule, flags, staged = optimizer.rule, self._flags[group], self._staged
-        local, agreement = ranks.local, self.agreement
+        local, agreement = dtensor.local, self.agreement
         master = masters.of(optimizer.param_groups[group], param)
         holder = masters.holder(optimizer.param_groups[group], param)
         p = gradients.real(local(param.detach() if master is None else master))
@@ -173,7 +173,7 @@ def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
 
 
 def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
-    if torch._debug_has_internal_overlap(ranks.local(param)) == 1:  # pyright: ignore[reportPrivateImportUsage]
+    if torch._debug_has_internal_overlap(dtensor.local(param)) == 1:  # pyright: ignore[reportPrivateImportUsage]
         raise RuntimeError(
             f"{gradients.name_of(groups, param)} is expanded: several of its elements share one "
             "place in memory, and each would be updated; make it of expanded.clone()"
@@ -185,4 +185,4 @@ _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, tor
 
 
 def _address_of_grad(param: Tensor) -> int:
-    return ranks.local(param.grad).data_ptr()
+    return dtensor.local(param.grad).data_ptr()

@@ -1,4 +1,4 @@
-"""Parameters that are spread over ranks: what is here of each, and one decision for all ranks."""
+"""One decision for all ranks that share a model."""
 
 import math
 import sys
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ampopt._step.dtensor import is_spread
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import captures
 from ampopt_kernels.step import Partials
@@ -20,75 +21,16 @@ __all__ = [
     "REPLICATED",
     "Agreement",
     "Carried",
+    "LastAgreement",
     "Vote",
     "agreement",
     "check_process_group",
     "is_fsdp1",
-    "is_spread",
-    "local",
-    "settle",
-    "spread_like",
     "told",
 ]
 
 REPLICATED = "replicated"
 """The option of a param group that says that all ranks hold its parameters alike."""
-
-
-# --- what is here ---------------------------------------------------------------------------------
-
-
-def is_spread(tensor: Any) -> bool:
-    """Whether ``tensor`` is a ``DTensor``, of which this rank has a part or a copy."""
-    # Who has made one has imported this; nobody else should have to wait for that.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local(tensor: Any) -> Tensor:
-    """The part of ``tensor`` that this rank has, in the same memory; an ordinary one itself."""
-    if not is_spread(tensor):
-        return tensor
-    part = tensor._local_tensor
-    return part if type(part) is Tensor else _waited_for(part)
-
-
-def _waited_for(part: Any) -> Tensor:
-    """``part``, if a collective is to bring it, once that has been waited for on the device."""
-    return part.wait() if hasattr(part, "wait") else part
-
-
-def settle(param: Any) -> None:
-    """Place the gradient of ``param`` as ``param`` is: a sum still to be taken is taken.
-
-    That is a collective for each such gradient, so that all ranks have to come by.
-    """
-    grad = param.grad
-    if is_spread(grad) and is_spread(param) and grad.placements != param.placements:
-        param.grad = grad.redistribute(param.device_mesh, param.placements)
-
-
-def spread_like(part: Tensor, like: Any) -> Any:
-    """``part`` as what this rank has of a tensor that is spread as ``like`` is, if it is."""
-    if not is_spread(like):
-        return part
-    # Where the part begins inside a larger buffer, what is made around it would take over that
-    # offset, and could not be copied. So it is made around another, and given the part.
-    from torch.distributed.tensor import DTensor
-
-    whole = DTensor.from_local(
-        torch.empty_like(part),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
-    whole._local_tensor = part
-    return whole
-
-
-# --- one decision ---------------------------------------------------------------------------------
 
 
 class Agreement:
@@ -113,6 +55,7 @@ class Agreement:
         every = torch.distributed.get_process_group_ranks(groups[0]) if told else _ranks_of(mesh)
         self._is_first = torch.distributed.get_rank() == min(every)
         self._first_of_mesh = None if mesh is None else min(_ranks_of(mesh))
+        self._counted: dict[Any, bool] = {}
         self._size = math.prod(torch.distributed.get_world_size(group) for group in groups)
         self._params = _digest(
             param
@@ -129,11 +72,16 @@ class Agreement:
         """
         if not is_spread(tensor):
             return self._is_first or (self._told and not self._replicated[group])
-        mesh = tensor.device_mesh
+        where = tensor.device_mesh, tensor.placements
+        if where not in self._counted:
+            self._counted[where] = self._counts_at(*where)
+        return self._counted[where]
+
+    def _counts_at(self, mesh: Any, placements: Sequence[Any]) -> bool:
         here = mesh.get_coordinate()
         if here is None or self._first_of_mesh not in (None, *_ranks_of(mesh)):
             return False
-        copies = zip(here, tensor.placements, strict=True)
+        copies = zip(here, placements, strict=True)
         return not any(place and placement.is_replicate() for place, placement in copies)
 
     def reduce(
@@ -154,18 +102,18 @@ class Agreement:
             RuntimeError: see :meth:`_add_up`.
         """
         clips = found.squares is not None
-        said = torch.zeros(_WORDS, dtype=widest(device), device=device)
+        asked = clips, False, self._params
+        flags = found.flags
+        seen = isinstance(flags, list) and any(flags)
+        said = _numbers((seen, 0.0, present, *asked), device)
         overflows, squares, ranks, *_ = said.split(1)
-        flags = found.flags_on(device)
-        if flags.numel():
+        if not isinstance(flags, list) and flags.numel():
             overflows.copy_(flags.amax())
         if flag is not None:
             overflows.add_(flag.reshape(1) > 0)
         if found.squares is not None:
             squares.copy_(found.squares.sum())
-        if present:
-            ranks.fill_(1.0)
-        self._add_up(said, (clips, False, self._params))
+        self._add_up(said, asked)
         one = overflows.clamp(max=1.0).to(torch.float32)
         return Partials(one, squares if clips else None), ranks
 
@@ -192,35 +140,43 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`_add_up`.
         """
-        said = torch.zeros(_WORDS, dtype=widest(device), device=device)
-        said[0], said[1] = float(not finite), float(raised)
-        self._add_up(said, (False, True, self._params))
+        asked = False, True, self._params
+        said = _numbers((not finite, raised, False, *asked), device)
+        self._add_up(said, asked)
         doubts, raises, *_ = said.tolist()
         return not doubts, raises > 0
 
     def _add_up(self, said: Tensor, asked: tuple[bool, bool, int]) -> None:
         """Add up what all ranks say, and refuse to go on where they are not asked for the same.
 
+        Args:
+            said: three numbers to add up, and ``asked``.
+            asked: three that have to be alike, by :data:`_APART`.
+
         Raises:
             RuntimeError: they are not, or have different parameters. Where the host would have to
                 wait to see that, only the first time that this rank is ``asked`` for this.
         """
-        for place, word in enumerate(asked, start=-len(asked)):
-            if word:
-                said[place] = word
         for group in self._groups:
             torch.distributed.all_reduce(said, torch.distributed.ReduceOp.SUM, group)
         known = _KNOWN.setdefault(self._groups[0], set())
         if backend_for(said.device).host_sees or not (asked in known or captures(said.device)):
             known.add(asked)
-            words = said[-len(asked) :].tolist()
-            for word, total, what in zip(asked, words, _APART, strict=True):
+            for word, total, what in zip(asked, said.tolist()[-len(asked) :], _APART, strict=True):
                 if total != word * self._size:
                     raise RuntimeError(f"{what}; nothing has been stepped")
 
 
-_WORDS = 6
-"""What is said: three numbers to add up, and three that have to be alike, by ``_APART``."""
+def _numbers(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """As a tensor; no device waits for the host to bring them, nor the host for a device."""
+    if device.type == "cpu":
+        return torch.tensor(numbers, dtype=widest(device), device=device)
+    there = torch.zeros(len(numbers), dtype=widest(device), device=device)
+    for place, number in enumerate(numbers):
+        if number:
+            there[place] = number
+    return there
+
 
 _APART = (
     "max_norm is given on some ranks only: give it on all that decide together, or on none",
@@ -299,6 +255,25 @@ def agreement(
     return Agreement(param_groups, _groups_of(mesh), mesh, told=False)
 
 
+class LastAgreement:
+    """The agreement of one optimizer, made anew once what it is made of has changed."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._of: Any = None
+        self._params: list[Any] = []  # which are alive, so that no other has the identity of one
+        self._agreement: Agreement | None = None
+
+    def now(self, param_groups: Sequence[dict[str, Any]], process_group: Any) -> Agreement | None:
+        """See :func:`agreement`."""
+        members = [list(map(id, group["params"])) for group in param_groups]
+        of = members, told(param_groups, process_group), is_fsdp1(param_groups)
+        if of != self._of:
+            self._agreement = agreement(param_groups, process_group)
+            self._of, self._params = of, [p for group in param_groups for p in group["params"]]
+        return self._agreement
+
+
 def check_process_group(given: Any) -> None:
     """Refuse what is no process group of this rank.
 
@@ -372,7 +347,7 @@ def _is_replicated(group: dict[str, Any]) -> bool:
 
 def _digest(params: Iterable[Any]) -> int:
     """A number of what all ranks should have alike, small enough to be added up."""
-    alike = [(tuple(p.shape), str(p.dtype), is_spread(p) and str(p.placements)) for p in params]
+    alike = [(*p.shape, p.dtype, p.placements if is_spread(p) else ()) for p in params]
     return zlib.crc32(repr(alike).encode()) % 2**12 if alike else 0
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt._step import gradients, ranks
+from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.masters import Masters, has_masters, needs_master
 from ampopt._step.overflow import decided_elsewhere, device_of, judge_held
 from ampopt._step.plan import Plan, check_plannable
@@ -160,10 +160,10 @@ class RuleSteps:
 
     def _run(self, plan: Plan, request: Request) -> Decision | None:
         """One step over all parameters with gradients."""
-        agreement = plan.agreement if request.check or request.max_norm is not None else None
+        agreement = plan.agreement
         if not plan.works:
             return decided_elsewhere(request, agreement, device_of(self.optimizer.param_groups))
-        if agreement is not None:
+        if agreement is not None and request.asks:
             request = replace(request, agree=ranks.Vote(agreement))
         plan.take_hyper(self.optimizer)
         before = request.write and plan.writes_gradients
@@ -193,7 +193,7 @@ class RuleSteps:
             self._complete_state(state)
         for part in rule.state_for(flags):
             value = state.get(part.name)
-            if value is not None and ranks.is_spread(value) != ranks.is_spread(param):
+            if value is not None and dtensor.is_spread(value) != dtensor.is_spread(param):
                 raise RuntimeError(
                     f"{part.name} of {gradients.name_of(optimizer.param_groups, param)} is a "
                     f"{type(value).__name__}, which the parameter is not: load it with "
@@ -204,9 +204,9 @@ class RuleSteps:
                 # From torch, or from a run without masters: in the parameter's dtype.
                 state[part.name] = value.to(master.dtype)
             if value is None:
-                mine = torch.empty_like(ranks.local(like), memory_format=torch.preserve_format)
+                mine = torch.empty_like(dtensor.local(like), memory_format=torch.preserve_format)
                 real(mine).fill_(self._initial(part, param))
-                state[part.name] = ranks.spread_like(mine, like)
+                state[part.name] = dtensor.spread_like(mine, like)
         dtype = _scalar_dtype([state.get(part.name) for part in scalars], param.device)
         for part in scalars:
             value = state.get(part.name)
@@ -235,7 +235,8 @@ class RuleSteps:
                 if not optimizer.state.get(param):
                     flags = optimizer.rule.flag_values(optimizer.param_groups[group])
                     self.state_of(param, flags)
-        decision = self.masters.unscale(request, self.uploads)
+        agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
+        decision = self.masters.unscale(request, agreement, self.uploads)
         # Hooks of torch's class have run around ours.
         step = beneath_hooks(self._torchs_step(optimizer).__func__)
         if decision is None:

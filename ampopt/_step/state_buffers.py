@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.ranks import local, spread_like
+from ampopt._step.dtensor import local, spread_like
 from ampopt_kernels.cpu.bundles import SMALL
 
 __all__ = ["lay_end_to_end", "shares_storage"]

@@ -87,6 +87,7 @@ class Stepping(ABC):
         self.grad_norm: Tensor | None = None
         self.uploads: dict[torch.device, Uploads] = {} if rule is None else rule.uploads
         self.asked: Request | None = None
+        self._agreement = ranks.LastAgreement()
         self._fixed_skip_by: str | None = None
         self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -146,7 +147,7 @@ class Stepping(ABC):
         """
         if self.rule is not None and request.scale is not None:
             self.rule.need_torch()  # refuses sparse gradients where the step would
-        decision = self.masters.unscale(request, self.uploads)
+        decision = self.masters.unscale(request, self.agreement(), self.uploads)
         self.note_norm(request, decision)
         return decision
 
@@ -190,7 +191,7 @@ class Stepping(ABC):
     def agreement(self) -> ranks.Agreement | None:
         """The ranks that decide with this one; ``None`` if it decides alone."""
         optimizer = self.optimizer
-        return ranks.agreement(optimizer.param_groups, optimizer.process_group)
+        return self._agreement.now(optimizer.param_groups, optimizer.process_group)
 
     def no_overflow(self) -> Tensor:
         """A flag that says so."""

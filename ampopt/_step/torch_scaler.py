@@ -98,7 +98,7 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"with a smaller scale; or {name}.unscale_and_step(closure, grads_scaled_by=scale), "
             "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
         )
-    agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
+    agreement = optimizer._ampopt.agreement()
     if agreement is not None and left.grad_scale is None:
         # Nothing will be judged again, and the scaler may have asked this rank alone.
         return replace(left, found_inf=agreement.flag(left.found_inf, optimizer._ampopt.home))

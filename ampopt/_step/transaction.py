@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampopt._step import ranks
+from ampopt._step import dtensor
 from ampopt._step.host_state import HostState
 from ampopt.backend import host_may_look
 from ampopt_kernels.transfers import carried
@@ -56,7 +56,7 @@ class Writes(TorchDispatchMode):
                     given = args[position] if position < len(args) else kwargs.get(argument.name)
                     for tensor in pytree.tree_leaves(given):
                         if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                            self._keep(ranks.local(tensor).untyped_storage()._cdata)
+                            self._keep(dtensor.local(tensor).untyped_storage()._cdata)
         else:  # a higher-order operator does not say what it writes
             for key in self._watched:
                 self._keep(key)

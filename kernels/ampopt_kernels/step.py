@@ -161,6 +161,11 @@ class Request:
     apply: bool = True
     agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
 
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything to find out: an overflow, or a norm."""
+        return self.check or self.max_norm is not None
+
 
 @dataclass(frozen=True)
 class Partials:
@@ -298,7 +303,7 @@ def run(
             work.hand_out()
         if request.apply:
             backend.prepare(work)
-    detects = request.check or request.write or request.max_norm is not None
+    detects = request.asks or request.write
     asked = [_on(work.device, request) for work in (works if detects else works[:1])]
     partials = None
     if detects:

@@ -13,7 +13,7 @@ from support.two_rank_steps import CLASSES, FORMS, ORDERS, SPOILED, outcomes_of_
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import ranks
+from ampopt._step import dtensor, ranks
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_t4_ranks_agree(of_both, name, form, order, bad):
 def test_an_ordinary_tensor_asks_no_one():
     assert ranks.agreement([{"params": [torch.ones(2)]}]) is None
     tensor = torch.ones(2)
-    assert ranks.local(tensor) is tensor
+    assert dtensor.local(tensor) is tensor
 
 
 def stepped_with_sums(name: str, scaled: bool) -> list[Any]:

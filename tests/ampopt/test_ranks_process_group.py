@@ -77,10 +77,10 @@ def test_parts_are_judged_as_one_model(two_ranks, form, name):
     assert first == second == whole
 
 
-def replicated() -> list[float]:
+def replicated(name: str) -> list[float]:
     """Norms under what the user says of two ranks with a gradient of norm 1 each."""
     p = Parameter(torch.ones(1))
-    optimizer: Any = ampopt.SGD([p], lr=0.5)
+    optimizer: Any = {"SGD": ampopt.SGD, "Plain": Plain}[name]([p], lr=0.5)
     norms = []
     for group, alike in ((None, False), (world(), False), (world(), True), (None, True)):
         optimizer.process_group = group
@@ -91,8 +91,29 @@ def replicated() -> list[float]:
     return norms
 
 
-def test_what_the_user_says_of_ranks_counts_from_the_next_step_on(two_ranks):
-    assert two_ranks.run(replicated) == [[1.0, 2.0, 1.0, 1.0]] * 2
+@pytest.mark.parametrize("name", ["SGD", "Plain"])
+def test_what_the_user_says_of_ranks_counts_from_the_next_step_on(two_ranks, name):
+    assert two_ranks.run(replicated, name) == [[1.0, 2.0, 1.0, 1.0]] * 2
+
+
+def grown() -> str:
+    """What is said of parameters that only one rank adds, in its second step."""
+    p, q = (Parameter(torch.ones(1)) for _ in range(2))
+    optimizer: Any = Plain([{"params": [p], "replicated": True}], lr=0.5)
+    optimizer.process_group = world()
+    try:
+        for _ in range(2):
+            p.grad = q.grad = torch.ones(1)
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+            if torch.distributed.get_rank():
+                optimizer.param_groups[0]["params"].append(q)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_parameters_that_one_rank_adds_are_noticed(two_ranks):
+    assert all("have different parameters" in text for text in two_ranks.run(grown, timeout=10))
 
 
 def refused(what: str) -> str:

@@ -15,7 +15,7 @@ from support.requirements import skip_unless_it_runs
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import ranks
+from ampopt._step import dtensor, ranks
 from ampopt.testing.bits import bits
 
 LAYOUTS = ("fsdp", "hsdp", "tp", "2-D")
@@ -110,7 +110,9 @@ def trained(
             for key, mine, theirs in pairs:
                 if bits(whole(mine)) != bits(theirs):
                     wrong.append((number, i, key, whole(mine), theirs))
-                if theirs.shape == alone.shape and ranks.is_spread(mine) != ranks.is_spread(part):
+                if theirs.shape == alone.shape and dtensor.is_spread(mine) != dtensor.is_spread(
+                    part
+                ):
                     wrong.append((number, i, key, type(mine)))
     ampopt.set_backend("auto")
     return told, wrong
@@ -200,6 +202,47 @@ def test_ranks_meet_once_a_step(four_ranks, layout):
     assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0]] * 4
 
 
+def steady(form: str) -> int:
+    """How often it is worked out in four steps which ranks decide together."""
+    made: list[None] = []
+    p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0][:2]))
+    optimizer = ampopt.AdamW([p])
+    with pytest.MonkeyPatch.context() as patch:
+        init = ranks.Agreement.__init__
+        patch.setattr(ranks.Agreement, "__init__", lambda *a, **k: made.append(init(*a, **k)))
+        for _ in range(4):
+            p.grad = placed(torch.ones(4), p.device_mesh, p.placements)
+            if form == "joined":
+                optimizer.unscale_and_step(grads_scaled_by=2.0)
+            else:
+                optimizer.unscale(grads_scaled_by=2.0)
+                optimizer.step_after_unscale()
+    return len(made)
+
+
+def test_which_ranks_decide_is_worked_out_once(two_ranks):
+    assert two_ranks.run(steady, "joined") == [1] * 2
+    assert two_ranks.run(steady, "split") == [2] * 2  # to unscale, and to step
+
+
+def arriving() -> list[bool]:
+    """Whether steps wait for gradients that a collective is yet to bring."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0][:2]))
+    optimizer, right = ampopt.SGD([p], lr=0.25), []
+    for step in range(3):
+        p.grad = placed(torch.ones(4), p.device_mesh, p.placements)
+        p.grad._local_tensor = AsyncCollectiveTensor(p.grad._local_tensor)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        right.append(whole(p).tolist() == [0.75 - 0.25 * step] * 4)
+    return right
+
+
+def test_what_a_collective_is_yet_to_bring_is_waited_for(two_ranks):
+    assert two_ranks.run(arriving) == [[True] * 3] * 2
+
+
 def without_gradients(name: str, max_norm: float | None, form: str) -> list[Any]:
     """Scales, flags and norms of steps for which both ranks, rank 0, and no rank have gradients."""
     from torch.distributed.tensor import DTensor
@@ -212,7 +255,7 @@ def without_gradients(name: str, max_norm: float | None, form: str) -> list[Any]
     for has, value in ((True, 1.0), (rank == 0, 1.0), (False, 1.0), (rank == 0, float("inf"))):
         part = torch.full((2,), value)
         grad = DTensor.from_local(part, p.device_mesh, p.placements) if has else None
-        before = bits(ranks.local(p))
+        before = bits(dtensor.local(p))
         if form == "closure":
 
             def closure(scale, grad=grad):
@@ -229,7 +272,7 @@ def without_gradients(name: str, max_norm: float | None, form: str) -> list[Any]
                 found = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
             scale = found.scale
             told.append(found.found_inf.item())
-        stepped = bits(ranks.local(p)) != before
+        stepped = bits(dtensor.local(p)) != before
         assert stepped == (has and (value == 1.0))
         norm = optimizer.grad_norm
         told += [scale.item(), None if norm is None else (norm.dtype, norm.item())]
