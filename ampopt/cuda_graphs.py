@@ -29,7 +29,7 @@ from ampopt._step.plan import Plan
 from ampopt._step.step_hooks import run_step_hooks
 from ampopt.backend import backend_for
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.results import StepResult
+from ampopt.results import StepResult, as_flag
 
 __all__ = ["Body", "Captured", "CudaGraphs", "Graphs", "check_capturable"]
 
@@ -216,7 +216,8 @@ class Captured:
             decision, factors=decision.factors_on_device.clone()
         )
         run_step_hooks(optimizer)
-        return StepResult(loss.clone(), found_inf.clone(), self._latest)
+        found = () if decision is None else [part.kept() for part in decision.found]
+        return StepResult(loss.clone(), as_flag(found_inf.clone(), found), self._latest)
 
     def _send_hyper(self, plan: Plan) -> None:
         plan.take_hyper(self._optimizer)

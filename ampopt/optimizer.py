@@ -279,9 +279,9 @@ class Optimizer(torch.optim.Optimizer):
             ours.fill_masters()
         else:
             decision = ours.unscale(request_for(scale))
-        found_inf = ours.no_overflow() if decision is None else decision.found_inf
+        found_inf = ours.flag(decision)
         successor = successor_of(scale, decision)
-        ours.pending = Pending(as_flag(found_inf), scale, successor)
+        ours.pending = Pending(found_inf, scale, successor)
         return Unscaled(found_inf, successor)
 
     @uncompiled
@@ -455,12 +455,11 @@ def unscale_and_step(
             f"{type(optimizer).__name__} needs a closure: unscale_and_step(closure, ...)"
         )
     if scale is None and max_norm is None:
-        return StepResult(optimizer.step(), as_flag(ours.no_overflow()), None)
+        return StepResult(optimizer.step(), ours.flag(None), None)
     decision, returned, _ = ours.attempt(request_for(scale, max_norm=max_norm, write=write))
     successor = successor_of(scale, decision)
     ours.mark_stepped(scale, successor)
-    found_inf = ours.no_overflow() if decision is None else decision.found_inf
-    return StepResult(returned, as_flag(found_inf), successor)
+    return StepResult(returned, ours.flag(decision), successor)
 
 
 def _evaluate(

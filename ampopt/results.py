@@ -1,12 +1,14 @@
 """What the control points return."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ampopt.loss_scale.base import LossScale, drops
+from ampopt_kernels.found import Found
 
-__all__ = ["StepResult", "Unscaled", "as_flag", "is_flag"]
+__all__ = ["StepResult", "Unscaled", "as_flag", "is_flag", "overflowed"]
 
 
 class Unscaled(NamedTuple):
@@ -46,13 +48,51 @@ class StepResult(NamedTuple):
             self.scale._warn_if_collapsed()  # the host has waited anyway
         return skipped
 
+    @property
+    def overflowed(self) -> list[str]:
+        """The parameters whose gradients overflowed in this step, by name. Synchronizes.
 
-def as_flag(found_inf: Tensor) -> Tensor:
-    """``found_inf``, marked, for it is easily unpacked where the scale is meant to be."""
-    found_inf._is_overflow_flag = True  # type: ignore[attr-defined]
+        However late it is asked, and whatever was stepped since: the step has noted it on the
+        device. By the names that ``named_parameters()`` gave the optimizer, else by group and
+        position; of several ranks, those whose part here did. Empty if nothing overflowed, where
+        the flag alone is known, as in a step after ``scaler.unscale_`` of torch's scaler, and in a
+        result that was copied or loaded.
+        """
+        return overflowed(self.found_inf)
+
+
+class _Culprits:
+    """What is behind a flag, which it holds on to."""
+
+    __slots__ = ("found",)
+
+    def __init__(self, found: Sequence[Found]) -> None:
+        self.found = found
+
+    def __reduce__(self) -> Any:
+        # A copy or a file has the mark alone, as something that torch loads with weights_only=True.
+        return set, ()
+
+
+def as_flag(found_inf: Tensor, found: Sequence[Found] = ()) -> Tensor:
+    """``found_inf``, marked, for it is easily unpacked where the scale is meant to be.
+
+    Args:
+        found_inf: to mark.
+        found: what it was made of.
+    """
+    found_inf._culprits = _Culprits(found)  # type: ignore[attr-defined]
     return found_inf
 
 
 def is_flag(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a ``found_inf`` that a control point returned."""
-    return getattr(tensor, "_is_overflow_flag", False)
+    return hasattr(tensor, "_culprits")
+
+
+def overflowed(found_inf: Tensor) -> list[str]:
+    """The names of the parameters whose gradients made it; see :attr:`StepResult.overflowed`."""
+    culprits = getattr(found_inf, "_culprits", None)
+    if not isinstance(culprits, _Culprits) or not found_inf > 0:
+        return []
+    return [name for part in culprits.found for name in part.overflowed()]

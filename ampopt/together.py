@@ -92,8 +92,9 @@ def unscale_and_step(
         ours.attempt(step)
         ours.mark_stepped(scale, successor)
         ours.note_norm(request, decision)
-    found_inf = torch.zeros((), device=device) if decision is None else decision.found_inf
-    return StepResult(None, as_flag(found_inf), successor)
+    if decision is None:
+        return StepResult(None, as_flag(torch.zeros((), device=device)), successor)
+    return StepResult(None, as_flag(decision.found_inf, decision.found), successor)
 
 
 def _step_after(request: Request, decision: Decision) -> Request:

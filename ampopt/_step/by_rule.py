@@ -66,6 +66,7 @@ class ByRule(Stepping):
         judged = replace(request, max_norm=None)
         decision = judge_held(
             self.masters.holders(written=False),
+            gradients.owners(self.optimizer.param_groups),
             judged,
             self.agreement(),
             self.home,

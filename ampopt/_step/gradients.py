@@ -7,10 +7,22 @@ import torch
 from torch import Tensor
 
 from ampopt._step import dtensor, ranks
+from ampopt_kernels.found import Owner
 from ampopt_kernels.step import Row
 from ampopt_kernels.tensors import dense_like, real
 
-__all__ = ["UNDERFLOWING", "Staged", "check", "offenders", "present", "values_of", "with_groups"]
+__all__ = [
+    "UNDERFLOWING",
+    "Staged",
+    "check",
+    "name_of",
+    "offenders",
+    "owners",
+    "present",
+    "rows",
+    "values_of",
+    "with_groups",
+]
 
 _DTYPES = frozenset(
     {
@@ -55,9 +67,23 @@ def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:
     for index, group in enumerate(param_groups):
         for position, candidate in enumerate(group["params"]):
             if candidate is param:
-                names = group.get("param_names")
-                return names[position] if names else f"group {index}, parameter {position}"
+                return _name(group.get("param_names"), index, position)
     return "unknown parameter"
+
+
+def owners(param_groups: Iterable[dict[str, Any]]) -> list[Owner]:
+    """Whose each gradient is, in the order of :func:`present`."""
+    return [
+        Owner(_name(names, index, position), id(param))
+        for index, group in enumerate(param_groups)
+        for names in (group.get("param_names"),)
+        for position, param in enumerate(group["params"])
+        if param.grad is not None
+    ]
+
+
+def _name(names: Any, group: int, position: int) -> str:
+    return names[position] if names else f"group {group}, parameter {position}"
 
 
 def check(param_groups: list[dict[str, Any]]) -> None:
@@ -165,12 +191,13 @@ def rows(
     holders: Iterable[tuple[int, Tensor]],
     staged: Staged,
     agreement: ranks.Agreement | None,
+    whose: Iterable[Owner],
     *,
     written: bool,
 ) -> list[Row]:
     """A row for the gradient of each ``(group, tensor)``, read, or ``written`` back unscaled."""
     result = []
-    for index, param in holders:
+    for (index, param), owner in zip(holders, whose, strict=True):
         values = values_of(param)
         if written and _overlaps_itself(values):
             # An expanded gradient has one element in several places: it cannot be written.
@@ -178,5 +205,5 @@ def rows(
             values = values_of(param)
         dense = staged.dense(values, values, written=written)
         counted = agreement is None or agreement.counts(param, index)
-        result.append(Row(grad=dense, group=index, counted=counted))
+        result.append(Row(grad=dense, group=index, counted=counted, owner=owner))
     return result

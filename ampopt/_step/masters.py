@@ -122,7 +122,10 @@ class Masters:
             self.check_float16()  # before masters are made
         holders = self.holders(written=write)
         home = device_of(optimizer.param_groups)
-        decision = judge_held(holders, request, agreement, home, write=write, uploads=uploads)
+        whose = gradients.owners(optimizer.param_groups)
+        decision = judge_held(
+            holders, whose, request, agreement, home, write=write, uploads=uploads
+        )
         if decision is not None and request.max_norm is not None:
             _multiply([gradients.values_of(held) for _, held in holders], decision.clip)
         return decision

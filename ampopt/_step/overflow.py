@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ampopt._step import gradients, ranks
 from ampopt.backend import backend_for
+from ampopt_kernels.found import Owner
 from ampopt_kernels.step import Decision, Request, Row, Work, run
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
@@ -51,7 +52,8 @@ def judge(
     present = gradients.present(param_groups)
     uploads = {} if uploads is None else uploads
     home = device_of(param_groups)
-    return judge_held(present, request, agreement, home, write=write, uploads=uploads)
+    whose = gradients.owners(param_groups)
+    return judge_held(present, whose, request, agreement, home, write=write, uploads=uploads)
 
 
 def decided_elsewhere(
@@ -80,6 +82,7 @@ def decided_elsewhere(
 @torch.no_grad()
 def judge_held(
     holders: Sequence[tuple[int, Tensor]],
+    whose: Sequence[Owner],
     request: Request,
     agreement: ranks.Agreement | None,
     home: torch.device | None,
@@ -91,6 +94,7 @@ def judge_held(
 
     Args:
         holders: ``(group, tensor)``, each with a ``grad``.
+        whose: of the parameters that those are.
         request: as for :func:`judge`.
         agreement: of the ranks that decide together.
         home: where the decision is made if there are no gradients here.
@@ -100,7 +104,7 @@ def judge_held(
     if not holders:
         return decided_elsewhere(request, agreement, home)
     staged = gradients.Staged()
-    works = works_of(gradients.rows(holders, staged, agreement, written=write), uploads)
+    works = works_of(gradients.rows(holders, staged, agreement, whose, written=write), uploads)
     vote = ranks.Vote(agreement) if agreement is not None and request.asks else None
     decision = run(backend_for, works, replace(request, write=write, apply=False, agree=vote))
     staged.store()

@@ -17,6 +17,7 @@ from ampopt._step.overflow import works_of
 from ampopt._step.state_buffers import lay_end_to_end
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.cpu.objects import bump_versions
+from ampopt_kernels.found import Owner
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 
@@ -66,8 +67,9 @@ class Plan:
             rule = rule.with_float64_scalars
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
+        whose = {owner.key: owner for owner in gradients.owners(groups)}
         rows = [
-            self._row(steps, group, param, state)
+            self._row(steps, group, param, state, whose[id(param)])
             for (group, param), state in zip(present, states, strict=True)
         ]
         self.works: list[Work] = works_of(rows, steps.uploads, rule=rule)
@@ -86,7 +88,7 @@ class Plan:
         )
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._present)
 
-    def _row(self, steps: "RuleSteps", group: int, param: Tensor, state: dict) -> Row:
+    def _row(self, steps: "RuleSteps", group: int, param: Tensor, state: dict, owner: Owner) -> Row:
         optimizer, masters = steps.optimizer, steps.masters
         rule, flags, staged = optimizer.rule, self._flags[group], self._staged
         local, agreement = dtensor.local, self.agreement
@@ -109,6 +111,7 @@ class Plan:
             flags=flags,
             group=group,
             counted=agreement is None or agreement.counts(param, group),
+            owner=owner,
         )
 
     def renew(self, steps: "RuleSteps") -> bool:

@@ -18,6 +18,7 @@ from ampopt._step.plan import Plan, check_plannable
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.transaction import Skipper, skipper_of
 from ampopt.backend import backend_for
+from ampopt_kernels.found import NOBODY
 from ampopt_kernels.rule import MASTER, State
 from ampopt_kernels.step import Decision, Request, run
 from ampopt_kernels.tensors import real, widest
@@ -178,7 +179,8 @@ class RuleSteps:
         """Unscale the gradients in place, in their own dtype: the step has read them already."""
         present = gradients.present(self.optimizer.param_groups)
         unscale = Request(scale=request.scale, check=False)
-        judge_held(present, unscale, None, None, write=True, uploads=self.uploads)
+        whose = [NOBODY] * len(present)
+        judge_held(present, whose, unscale, None, None, write=True, uploads=self.uploads)
 
     def state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""

@@ -18,6 +18,7 @@ from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.loss_scale.given import as_loss_scale
+from ampopt.results import as_flag
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
 
@@ -196,6 +197,12 @@ class Stepping(ABC):
     def no_overflow(self) -> Tensor:
         """A flag that says so."""
         return torch.zeros((), dtype=torch.float32, device=self.home)
+
+    def flag(self, decision: Decision | None) -> Tensor:
+        """The flag of ``decision`` as callers get it; ``None`` stands for one without gradients."""
+        if decision is None:
+            return as_flag(self.no_overflow())
+        return as_flag(decision.found_inf, decision.found)
 
     # --- scales, and what may follow what ---------------------------------------------------------
 

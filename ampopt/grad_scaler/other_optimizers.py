@@ -18,6 +18,7 @@ from ampopt._step.overflow import judge
 from ampopt._step.step_hooks import note_step
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.given import request_for, successor_of
+from ampopt.results import as_flag
 from ampopt_kernels.step import Request
 
 __all__ = ["Record", "judge_gradients", "step", "unscale", "wants_scaler", "warn_of_scaler"]
@@ -104,10 +105,12 @@ def judge_gradients(
     )
     if decision is None:
         record.learn(None, scale)
-    elif times is None:
-        record.learn(decision.found_inf, successor_of(scale, decision))
+        return
+    found_inf = as_flag(decision.found_inf, decision.found)
+    if times is None:
+        record.learn(found_inf, successor_of(scale, decision))
     else:
-        record.learn(decision.found_inf, scale.next(decision.found_inf))
+        record.learn(found_inf, scale.next(found_inf))
 
 
 def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

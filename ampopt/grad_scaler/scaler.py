@@ -22,7 +22,7 @@ from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.optimizer import Optimizer, unscale_and_step
-from ampopt.results import StepResult
+from ampopt.results import StepResult, overflowed
 
 __all__ = ["GradScaler"]
 
@@ -333,6 +333,15 @@ class GradScaler(ScheduledScaler):
         device. See :meth:`was_skipped` for one of several optimizers.
         """
         return any(record.skipped for record in self._last_steps())
+
+    @property
+    def overflowed(self) -> list[str]:
+        """The parameters whose gradients overflowed in the last ``step``, by name. Synchronizes.
+
+        Of several in an iteration, those of all; see :attr:`ampopt.StepResult.overflowed`.
+        """
+        flags = [record.found_inf for record in self._last_steps()]
+        return [name for flag in flags if flag is not None for name in overflowed(flag)]
 
     def was_skipped(self, optimizer: Any) -> bool:
         """Whether the last ``step`` of ``optimizer`` was left out. Synchronizes.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import torch_language
+from ampopt_kernels.found import Found
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Row, Work
@@ -49,9 +50,9 @@ class Eager(Backend):
         if request.scale is not None:
             look = _number if self._reads(work.device) else _wide
             inverse = reciprocal(look(request.scale))
-        flags, squares, wide = [], [], widest(work.device)
+        flags, rows, squares, wide = [], [], [], widest(work.device)
         norms = request.max_norm is not None
-        for row in work.rows:
+        for place, row in enumerate(work.rows):
             grad, dtype = row.grad, row.compute_dtype
             if not grad.numel():
                 continue
@@ -66,11 +67,14 @@ class Eager(Backend):
                 low, high = (x.to(dtype) * factor for x in grad.aminmax())
                 norm = torch.linalg.vector_norm(grad, dtype=wide) * inverse if norms else None
             flags.append(~(low.isfinite() & high.isfinite()))
+            rows.append(place)
             if norm is not None and row.counted:
                 squares.append(norm * norm)
+        judged = _stack(flags, torch.float32, work.device)
         return Partials(
-            _stack(flags, torch.float32, work.device),
+            judged,
             _stack(squares, wide, work.device) if norms else None,
+            (Found(judged, rows, work.owners),),
         )
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
@@ -121,6 +125,7 @@ class Eager(Backend):
             norm=norm,
             scale=scale,
             counters=counters,
+            found=() if partials is None else partials.found,
         )
 
     def update(self, work: Work, decision: Decision) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt_kernels.found import NOBODY, Found, Owner
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic, widest
@@ -41,6 +42,7 @@ class Row:
     flags: tuple[bool, ...] = ()
     group: int = 0
     counted: bool = True
+    owner: Owner = NOBODY
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -75,7 +77,8 @@ class Work:
         uploads: what the device already holds of the tables, kept from step to step.
         table: the backend's own form of the rows, once it has made one. It outlasts the
             gradients of one step.
-        grads: of the rows in their order. Those of later steps are in the rows themselves only
+        owners: of the rows in their order.
+        grads: likewise. Those of later steps are in the rows themselves only
             once :meth:`hand_out` was called.
         stamp: changes whenever there are other gradients.
     """
@@ -86,12 +89,14 @@ class Work:
     hyper: Sequence[Sequence[float | Tensor]] = ()
     uploads: Uploads = field(default_factory=Uploads)
     table: Any = None
+    owners: list[Owner] = field(init=False)
     grads: list[Tensor] = field(init=False)
     stamp: int = 0
     _handed_out: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         """Begin with the gradients that the rows were made with."""
+        self.owners = [row.owner for row in self.rows]
         self.grads = [row.grad for row in self.rows]
 
     def take(self, grads: list[Tensor]) -> None:
@@ -178,10 +183,12 @@ class Partials:
             of a backend whose host sees them.
         squares: ``widest``, shape (parts,): sums of squares of unscaled gradients, if asked for;
             0 where a row is not counted.
+        found: whose they are, for each device; nothing where a host has seen that none overflowed.
     """
 
     flags: Tensor | list[bool]
     squares: Tensor | None
+    found: tuple[Found, ...] = ()
 
     def flags_on(self, device: torch.device) -> Tensor:
         """:attr:`flags` as a tensor on ``device``."""
@@ -215,6 +222,7 @@ class Decision:
         scale: the successor of the scale, of its shape and dtype, if it has one.
         counters: int32, shape (2,), with ``scale``.
         h: what ``rule.scalars`` gave for each row, where control has advanced them already.
+        found: see :class:`Partials`.
     """
 
     found_inf: Tensor
@@ -223,6 +231,7 @@ class Decision:
     scale: Tensor | None = None
     counters: Tensor | None = None
     h: Tensor | None = None
+    found: tuple[Found, ...] = ()
 
     @functools.cached_property
     def factors_on_device(self) -> Tensor:
@@ -313,7 +322,8 @@ def run(
         ]
         partials = _joined(found, works[0].device)
         if request.agree is not None:
-            partials = request.agree(partials, asked[0].found_inf, works[0].device)
+            agreed = request.agree(partials, asked[0].found_inf, works[0].device)
+            partials = replace(agreed, found=partials.found)
             asked[0] = replace(asked[0], found_inf=None)
     first, *others = works
     decision = backends[0].control(first, asked[0], partials)
@@ -345,4 +355,5 @@ def _joined(parts: list[Partials], device: torch.device) -> Partials:
         squares = torch.cat(
             [carried(p.squares, device, wide) for p in parts if p.squares is not None]
         )
-    return Partials(torch.cat([p.flags_on(device) for p in parts]), squares)
+    found = tuple(one for p in parts for one in p.found)
+    return Partials(torch.cat([p.flags_on(device) for p in parts]), squares, found)

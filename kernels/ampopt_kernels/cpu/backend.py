@@ -14,6 +14,7 @@ from torch import Tensor
 from ampopt_kernels.cpu.bundles import Piece, pieces_of
 from ampopt_kernels.cpu.native import PART
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
+from ampopt_kernels.found import Found
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Partials, Request, Work
 from ampopt_kernels.tensors import arithmetic, flat
@@ -30,25 +31,32 @@ class Cpu(Eager):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""
-        parts: list[tuple[Tensor, torch.dtype, bool]]
+        parts: list[tuple[Tensor, torch.dtype, bool, Sequence[int]]]
         if work.rule is None:
             parts = [
-                (grad, row.compute_dtype, row.counted)
-                for grad, row in zip(work.grads, work.rows, strict=True)
+                (grad, row.compute_dtype, row.counted, (place,))
+                for place, (grad, row) in enumerate(zip(work.grads, work.rows, strict=True))
             ]
         else:
             parts = [
-                (p.gather(work), p.dtype, p.rows[0].counted) for _, p in pieces_of(work).pieces
+                (p.gather(work), p.dtype, p.rows[0].counted, p.among)
+                for _, p in pieces_of(work).pieces
             ]
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
         parts = [part for part in parts if part[0].numel()]
-        grads = [grad for grad, _, _ in parts]
+        grads = [grad for grad, *_ in parts]
         squares = None if request.max_norm is None else self._sums_of_squares(grads)
         # Where unscaling makes nothing larger.
         finite = 0 <= inverse <= 1 and (
             self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
         )
-        flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype, _ in parts]
+        flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype, *_ in parts]
+        found = ()
+        if any(flags):
+            among = [
+                row for flag, part in zip(flags, parts, strict=True) if flag for row in part[3]
+            ]
+            found = (_found(work, among, inverse),)
         if squares is not None:
             squares = [x if part[2] else 0.0 for x, part in zip(squares, parts, strict=True)]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
@@ -56,7 +64,7 @@ class Cpu(Eager):
         if request.write:
             gathered = [] if work.rule is None else [p.grad for _, p in pieces_of(work).pieces]
             _multiply(work.grads + [grad for grad in gathered if grad is not None], inverse)
-        return Partials(flags, squares)
+        return Partials(flags, squares, found)
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
@@ -160,6 +168,13 @@ def _multiply(grads: list[Tensor], factor: float) -> None:
         # torch would round the factor to a dtype that is narrower.
         if grad.dtype != arithmetic(grad.dtype):
             grad.copy_(grad.to(arithmetic(grad.dtype)) * factor)
+
+
+def _found(work: Work, among: Sequence[int], inverse: float) -> Found:
+    """Which of some rows of ``work`` overflow, one or more of which do."""
+    held = [row for row in among if work.grads[row].numel()]
+    flags = [_overflows(work.grads[r], inverse, work.rows[r].compute_dtype) for r in held]
+    return Found(flags, held, work.owners)
 
 
 def _overflows(grad: Tensor, inverse: float, dtype: torch.dtype) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.native import want_object_loops
+from ampopt_kernels.found import Found
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.rule import keep
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
@@ -89,7 +90,8 @@ class Triton(Backend):
                 "AHEAD": AHEAD * THREADS // (group.like.grad.element_size() * BLOCK),
             }
             self._launch(work.device, detect_kernel, group.programs, arguments)
-        return Partials(flags, squares if norm else None)
+        found = Found(flags, table.row_of_block, work.owners)
+        return Partials(flags, squares if norm else None, (found,))
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`. Advances the scalars in the same launch."""
@@ -107,6 +109,7 @@ class Triton(Backend):
             scale=torch.empty_like(scale) if has_policy and scale is not None else None,
             counters=torch.empty(2, dtype=torch.int32, device=device) if has_policy else None,
             h=_h_table(work) if request.apply else None,
+            found=() if partials is None else partials.found,
         )
         self._launch_control(work, request, partials, decision, decide=True)
         return decision

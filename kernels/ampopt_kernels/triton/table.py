@@ -64,12 +64,17 @@ class Table:
     numbers: list[int]
     columns: int
     blocks: Tensor
-    n_blocks: int
+    row_of_block: list[int]
     chunk: int
     launches: list[Launch]
     aligned: list[bool]
     stamp: int
     prepared: bool = False
+
+    @property
+    def n_blocks(self) -> int:
+        """How many programs all launches have."""
+        return len(self.row_of_block)
 
     @staticmethod
     def of(work: Work) -> "Table":
@@ -121,7 +126,7 @@ class Table:
             numbers=rows,
             columns=5 + n_states + n_scalars,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
-            n_blocks=len(blocks) // 2,
+            row_of_block=blocks[::2],
             chunk=chunk,
             launches=launches,
             aligned=[row.aligned for row in work.rows],
