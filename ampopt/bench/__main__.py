@@ -5,6 +5,7 @@ and ampopt's by ``unscale_and_step`` with a ``DynamicLossScale``, without clippi
 """
 
 import argparse
+import functools
 import itertools
 import json
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench import contenders, first_steps, launches, report, rows, workloads
+from ampopt.bench import contenders, first_steps, launches, on_ranks, report, rows, workloads
 from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
@@ -47,6 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
     if options.first_steps and (device.type != "cpu" or cpp_compiler() is None):
         parser.error("--first-steps: rules are compiled on a CPU, with a C++ compiler")
+    if options.ranks and (device.type != "cpu" or options.clock != "wall"):
+        parser.error("--ranks: they are processes of this machine's CPU, by the wall clock")
+    if options.ranks and (options.profile or options.launches or options.first_steps):
+        parser.error("--ranks: times steps, and shows nothing else of them")
+    if options.ranks and not torch.distributed.is_available():
+        parser.error("--ranks: this build of torch has no torch.distributed")
     if options.backend is None:
         options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
     before = ampopt.get_backend()
@@ -62,16 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(options: argparse.Namespace, device: torch.device) -> None:
     dtype = getattr(torch, options.dtype)
     chosen = options.optimizer or contenders.optimizers()
-    about = {**report.environment(device), "clock": options.clock, "dtype": options.dtype}
+    asked = {"clock": options.clock, "dtype": options.dtype, "ranks": options.ranks}
+    about = {**report.environment(device), **asked}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
     print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
-    sizes = [
-        workloads.make(name, device, _room(device, dtype))
-        for name in options.workload or ([] if options.elements else workloads.WORKLOADS)
-    ]
+    others = options.elements or options.ranks
+    named = options.workload or ([] if others else workloads.WORKLOADS)
+    sizes = [workloads.make(name, device, _room(device, dtype)) for name in named]
     sizes += [workloads.of(elements) for elements in options.elements or ()]
+    sizes = sizes or list(workloads.SHARDED)
     if options.launches:
         _print_launches(chosen, sizes, dtype, device, speed)
         return
@@ -84,6 +92,9 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
         print("cold, with nothing compiled before, and warm; best: of for-loop and foreach")
         print(first_steps.table(found))
         return
+    measure = functools.partial(rows.measure, device=device, clock=options.clock)
+    if options.ranks:
+        measure = functools.partial(on_ranks.measure, ranks=options.ranks)
     measured: list[rows.Row] = []
     jobs = [(optimizer, workload) for workload in sizes for optimizer in chosen]
     left = options.seconds
@@ -94,14 +105,12 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
             continue
         _note(f"{done + 1}/{len(jobs)} {optimizer} {workload.name}")
         try:
-            new = rows.measure(
+            new = measure(
                 optimizer,
                 workload,
                 dtype=dtype,
-                device=device,
                 rounds=options.repeats,
                 seconds=left / (len(jobs) - done),
-                clock=options.clock,
             )
         except Exception as error:  # the rows that there are, are not lost
             new = rows.unmeasured(optimizer, workload, device, error)
@@ -237,6 +246,13 @@ def _parser() -> argparse.ArgumentParser:
         "--first-steps",
         action="store_true",
         help="measure the first steps of auto, some of them not compiled yet, nothing else",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_positive(int),
+        metavar="N",
+        help="shard the tensors over N processes, which decide together; without --workload or "
+        "--elements, 50 matrices, small ones and large ones",
     )
     parser.add_argument(
         "--elements",

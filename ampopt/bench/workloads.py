@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SCALE", "WORKLOADS", "Gradients", "Workload", "make", "of"]
+__all__ = ["SCALE", "WORKLOADS", "SHARDED", "Gradients", "Workload", "make", "of", "squares"]
 
 SCALE = 2.0**16
 """What the gradients carry, which is where torch's scaler and ours start."""
@@ -54,6 +54,11 @@ def of(elements: int) -> Workload:
     return Workload(f"{elements} elements", ((max(1, elements // 16),),) * 16)
 
 
+def squares(width: int) -> Workload:
+    """50 square matrices, of a model that is sharded."""
+    return Workload(f"50 x {width}^2", ((width, width),) * 50)
+
+
 def _large(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
     """A few tensors whose states no cache can hold: 16 Mi elements in 8; 1e9 in 16 on a GPU."""
     elements, tensors = (16 << 20, 8) if on_cpu else (10**9, 16)
@@ -84,6 +89,9 @@ def _mix(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
         blocks = max(1, min(blocks, (room - vocabulary * width) // each))
     return ((vocabulary, width), *block * blocks, (width,), (width,))
 
+
+SHARDED = (squares(64), squares(512))
+"""What ranks step by parts, unless asked for another."""
 
 WORKLOADS = {"large": _large, "small": _small, "mix": _mix}
 

@@ -14,7 +14,17 @@ import torch
 
 import ampopt
 from ampopt.bench import __main__ as bench
-from ampopt.bench import contenders, first_steps, host, launches, measure, memory, rows, workloads
+from ampopt.bench import (
+    contenders,
+    first_steps,
+    host,
+    launches,
+    measure,
+    memory,
+    on_ranks,
+    rows,
+    workloads,
+)
 from ampopt.bench.count import bytes_by_kernel, bytes_moved
 from ampopt.bench.targets import judge
 from ampopt_kernels.language import HAS_TRITON
@@ -210,6 +220,9 @@ def test_the_processors_time_is_less_than_what_passes():
         (["--device", "meta"], "choose cpu or cuda"),
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--launches"], "the eager backend launches no kernels on cpu"),
+        (["--ranks", "0"], "more than 0"),
+        (["--ranks", "2", "--profile"], "--ranks: times steps"),
+        (["--ranks", "2", "--threads", "1", "--clock", "cpu"], "--ranks: they are processes"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(threads, arguments, message, capsys):
@@ -388,6 +401,8 @@ def row_with(workload, seconds, device="cpu", clip=False, optimizer="AdamW", **o
         (row_with("small", 0.5, foreach=4.0, fused=1.0), [True]),
         (row_with("small", 0.51, foreach=4.0, fused=1.0), [False]),
         (row_with("mix", 1.06, fused=1.0), [False]),
+        (row_with("50 x 64^2", 0.61, fused=1.0), [False]),
+        (row_with("50 x 512^2", 1.0, fused=1.0), [True]),
         (row_with("mix", 3.0, foreach=4.0), []),
         (row_with("large", 1.1, "cuda", fused=1.33), [True, True, True]),
         (row_with("large", 1.2, "cuda", fused=1.33), [False, False, True]),
@@ -501,3 +516,46 @@ def test_first_steps_of_a_machine_that_compiles_nothing_are_refused(monkeypatch,
     with pytest.raises(SystemExit):
         run("--first-steps")
     assert "C++ compiler" in capsys.readouterr().err
+
+
+def test_ranks_step_sharded_matrices_unless_asked_for_others(tiny, monkeypatch, capsys):
+    asked, times = [], measure.Times(1e-3, 1e-3, 1e-3, 1e-3, 3, 1e-3).as_dict()
+
+    def process(given):
+        asked.append((given["ranks"], given["shapes"][0], given["backend"]))
+        seen = {"times": {"foreach": times, "ampopt": times}, "missing": {"fused": "not here"}}
+        return [seen, seen]
+
+    monkeypatch.setattr(on_ranks, "_on_ranks", process)
+    run("--optimizer", "SGD", "--ranks", "2")
+    run("--optimizer", "SGD", "--ranks", "3", "--elements", "32")
+    assert asked == [(2, (64, 64), "eager"), (2, (512, 512), "eager"), (3, (2,), "eager")]
+    printed = capsys.readouterr().out
+    assert printed.count("ranks 2") == printed.count("ranks 3") == 1
+    assert printed.count("SGD        50 x 64^2") == 2
+    assert printed.count("SGD, fused: not here") == 2
+
+
+def timed_on_ranks(optimizer):
+    try:
+        return on_ranks._times(
+            optimizer=optimizer,
+            shapes=[[4, 3], [1]],  # of which one rank has nothing
+            dtype="float32",
+            rounds=2,
+            seconds=60.0,
+            backend="eager",
+            threads=1,
+        )
+    finally:
+        ampopt.set_backend("auto")
+
+
+def test_ranks_take_as_many_rounds_of_the_same_steps(two_ranks):
+    for found in two_ranks.run(timed_on_ranks, "RMSprop"):
+        assert len(found) == 2
+        for seen in found:
+            assert {name: t["rounds"] for name, t in seen["times"].items()} == dict(
+                foreach=2, ampopt=2
+            )
+            assert seen["missing"] == {"fused": "torch has no fused RMSprop"}
