@@ -1,0 +1,168 @@
+"""What the guides have of other systems' checkpoints: a run goes on from one as it would there."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.readme import run
+from support.schedules_of_others import FLOAT32_MAX, SYSTEMS, DeepSpeed, histories
+
+from ampopt import AdamW
+
+
+class ConsecutiveDeepSpeed(DeepSpeed):
+    consecutive_hysteresis = True
+
+
+def deepspeed_without_zero(system):
+    return {
+        "cur_scale": system.scale,
+        "cur_iter": system.cur_iter,
+        "last_overflow_iter": system.last_overflow_iter,
+        "scale_window": system.scale_window,
+        "cur_hysteresis": system.cur_hysteresis,
+    }
+
+
+def deepspeed_under_zero(system):
+    return SimpleNamespace(
+        **deepspeed_without_zero(system),
+        min_scale=1,
+        delayed_shift=system.delayed_shift,
+        consecutive_hysteresis=system.consecutive_hysteresis,
+    )
+
+
+def megatron(system):
+    return {
+        "scale": torch.tensor([system.scale]),
+        "growth_tracker": system._growth_tracker,
+        "hysteresis_tracker": system._hysteresis_tracker,
+    }
+
+
+GUIDES = {
+    "deepspeed without ZeRO": (
+        "From DeepSpeed",
+        DeepSpeed,
+        lambda scale_of, system: scale_of(deepspeed_without_zero(system)),
+    ),
+    "deepspeed": (
+        "From DeepSpeed",
+        DeepSpeed,
+        lambda scale_of, system: scale_of(deepspeed_under_zero(system)),
+    ),
+    "deepspeed, consecutive": (
+        "From DeepSpeed",
+        ConsecutiveDeepSpeed,
+        lambda scale_of, system: scale_of(deepspeed_under_zero(system)),
+    ),
+    "megatron": (
+        "From Megatron",
+        SYSTEMS["megatron"],
+        lambda scale_of, system: scale_of(
+            megatron(system), float(system.growth_interval), system.hysteresis
+        ),
+    ),
+    "keras": (
+        "From Keras",
+        SYSTEMS["keras"],
+        lambda scale_of, system: scale_of(
+            system.scale, system.step_counter, system.dynamic_growth_steps
+        ),
+    ),
+    "jmp": (
+        "From JAX: jmp, flax, optax",
+        SYSTEMS["jmp"],
+        lambda scale_of, system: scale_of(
+            "jmp", system.scale, system.counter, growth_interval=system.period
+        ),
+    ),
+    "flax": (
+        "From JAX: jmp, flax, optax",
+        SYSTEMS["flax"],
+        lambda scale_of, system: scale_of(
+            "flax", system.scale, system.fin_steps, growth_interval=system.growth_interval
+        ),
+    ),
+}
+"""The guide, the system, and how the guide's ``scale_of`` is told what the system saved."""
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    """What each guide's block defines; it is run once."""
+    kept = {}
+
+    def of(heading):
+        if heading not in kept:
+            kept[heading] = run(heading, tmp_path_factory.mktemp("guide"))
+        return kept[heading]
+
+    return of
+
+
+@pytest.mark.parametrize("case", GUIDES)
+@given(window=st.integers(1, 6), hysteresis=st.integers(1, 3), before=histories, after=histories)
+@example(window=2, hysteresis=2, before=[True] * 5, after=[False] * 3 + [True] * 4)
+@example(window=3, hysteresis=2, before=[True] + [False] * 9, after=[False] * 3 + [True] * 2)
+def test_a_scale_goes_on_as_it_would_there(case, names, window, hysteresis, before, after):
+    heading, make, adopted = GUIDES[case]
+    if case == "deepspeed without ZeRO":
+        hysteresis = 2  # which is not saved
+    system = make(2.0**16, window, hysteresis)
+    for overflow in before:
+        system.update(overflow)
+    scale = adopted(names(heading)["scale_of"], system)
+    for overflow in after:
+        scale = scale.next(overflow)
+        system.update(overflow)
+        if system.scale > FLOAT32_MAX:
+            return
+        assert scale.item() == system.scale
+
+
+@pytest.mark.parametrize("step_in", ["state", "param_groups"])
+def test_megatrons_masters_and_states_go_on_as_they_would_there(step_in, names):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 3), (3,), (5,)]
+    gradients = [
+        [torch.randn(shape, generator=generator).half() for shape in shapes] for _ in range(8)
+    ]
+    model = [torch.nn.Parameter(torch.randn(shape, generator=generator).half()) for shape in shapes]
+    masters = [p.detach().float().requires_grad_() for p in model]
+    theirs = torch.optim.AdamW(
+        [{"params": masters[:1], "lr": 0.1}, {"params": masters[1:], "lr": 0.01}]
+    )
+
+    def step_there(now):
+        for p, master, gradient in zip(model, masters, now, strict=True):
+            master.grad = gradient.float()
+        theirs.step()
+        for p, master in zip(model, masters, strict=True):
+            p.data.copy_(master)
+
+    for now in gradients[:4]:
+        step_there(now)
+    saved = copy.deepcopy(
+        {"optimizer": theirs.state_dict(), "fp32_from_fp16_params": [masters[:1], masters[1:]]}
+    )
+    if step_in == "param_groups":
+        for group in saved["optimizer"]["param_groups"]:
+            steps = [saved["optimizer"]["state"][number].pop("step") for number in group["params"]]
+            group["step"] = int(steps[0])
+
+    here = [torch.nn.Parameter(p.detach().clone()) for p in model]
+    groups = [{"params": here[:1], "lr": 0.1}, {"params": here[1:], "lr": 0.01}]
+    optimizer = AdamW(groups, master_weights=True)
+    names("From Megatron")["load_into"](optimizer, saved)
+    for now in gradients[4:]:
+        step_there(now)
+        for p, gradient in zip(here, now, strict=True):
+            p.grad = gradient * 8
+        optimizer.unscale_and_step(grads_scaled_by=8.0)
+    for own, master in zip(optimizer.master_params(), masters, strict=True):
+        torch.testing.assert_close(own, master.detach(), rtol=1e-6, atol=1e-7)
