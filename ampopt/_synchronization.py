@@ -14,7 +14,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampopt._step.torch_private import TorchDispatchMode
 
 __all__ = ["kernels", "sync_debug_mode", "synchronizations", "watching"]
 

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from ampopt._step.by_rule import ByRule
 from ampopt._step.plan import Plan
 from ampopt._step.step_hooks import run_step_hooks
+from ampopt._step.torch_private import POST_HOOKS, PRE_HOOKS, pytree
 from ampopt.backend import backend_for
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.results import StepResult, as_flag
@@ -272,7 +272,7 @@ class Captured:
                 "cuda_graph=True: the parameters are on several devices, and a graph is of one; "
                 "leave cuda_graph out"
             )
-        if self._optimizer._optimizer_step_pre_hooks:
+        if getattr(self._optimizer, PRE_HOOKS):
             raise RuntimeError(
                 "cuda_graph=True: a step pre-hook cannot change a step that is replayed; remove "
                 "it, or leave cuda_graph out. Post-hooks run after each replay"
@@ -341,9 +341,9 @@ def _kind(leaf: Any) -> Any:
 @contextmanager
 def _without_step_hooks(optimizer: ElementwiseOptimizer) -> Iterator[None]:
     """A capture is no step; replays are, and run the hooks."""
-    hooks = optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_post_hooks = OrderedDict()
+    hooks = getattr(optimizer, POST_HOOKS)
+    setattr(optimizer, POST_HOOKS, OrderedDict())
     try:
         yield
     finally:
-        optimizer._optimizer_step_post_hooks = hooks
+        setattr(optimizer, POST_HOOKS, hooks)

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ampopt._step import dtensor
+from ampopt._step.torch_private import pytree
 from ampopt_kernels.tensors import real
 
 __all__ = [

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ampopt import optim
 from ampopt._step.stepping import Stepping
+from ampopt._step.torch_private import HOOKS, is_wrapped_by_scheduler, put_step_hooks
 from ampopt._step.transaction import SKIP_BY
 from ampopt.optimizer import Optimizer
 
@@ -28,15 +29,6 @@ _COOPERATIVE = frozenset({"state_dict", "load_state_dict", "zero_grad"})
 
 _TORCHS = torch.optim.Optimizer.__mro__
 _OURS = {name for name in vars(Optimizer) if not name.startswith("_")} - _COOPERATIVE
-
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 def extend(cls: type[torch.optim.Optimizer]) -> Any:
@@ -117,7 +109,7 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
     optimizer.__class__ = cls
     _complete(optimizer, was)
     given: Any = vars(optimizer).get("step")
-    if hasattr(given, "_wrapped_by_lr_sched") and given.__wrapped__ is step:
+    if is_wrapped_by_scheduler(given) and given.__wrapped__ is step:
         del optimizer.step  # a scheduler's wrapper around the step of the class that it was
         _Tracker(optimizer)
     elif given is not None:
@@ -206,9 +198,9 @@ def _taken(cls: type) -> TypeError:
 
 def _complete(optimizer: Any, cls: type) -> None:
     """What a wrapper that does not call torch's constructor leaves out."""
-    for name in _HOOKS:
+    for name in HOOKS:
         vars(optimizer).setdefault(name, OrderedDict())
     theirs = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
     if theirs not in SKIP_BY:
         optimizer._ampopt.ignore_skip_by()  # they have another use for the name
-    optimizer._patch_step_function()  # around the step of a class that made no instance yet
+    put_step_hooks(optimizer)  # around the step of a class that made no instance yet

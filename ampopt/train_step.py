@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ampopt import cuda_graphs
+from ampopt._step.torch_private import pytree
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.mistakes import instead_of
 from ampopt.loss_scale.numbers import check_count

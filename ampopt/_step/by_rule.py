@@ -9,8 +9,9 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.overflow import judge_held
 from ampopt._step.rule_steps import RuleSteps
-from ampopt._step.step_hooks import is_watched, note_step
+from ampopt._step.step_hooks import is_watched
 from ampopt._step.stepping import Attempt, Stepping
+from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import Skipper
 from ampopt_kernels.step import Decision, Request
 
@@ -51,7 +52,7 @@ class ByRule(Stepping):
         else:
             with torch.no_grad():
                 self.note_norm(request, self.rule.step(request))
-            note_step(optimizer)
+            mark_as_called(optimizer)
         return Attempt(self.rule.decision)
 
     @torch.no_grad()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._step.torch_private import LOCAL_TENSOR, SPEC
+
 __all__ = ["is_spread", "local", "local_of_each", "placements", "settle", "spread_like"]
 
 
@@ -21,7 +23,7 @@ def local(tensor: Any) -> Tensor:
     """The part of ``tensor`` that this rank has, in the same memory; an ordinary one itself."""
     if not is_spread(tensor):
         return tensor
-    part = tensor._local_tensor
+    part = getattr(tensor, LOCAL_TENSOR)
     return part if type(part) is Tensor else _waited_for(part)
 
 
@@ -32,7 +34,7 @@ def _waited_for(part: Any) -> Tensor:
 
 def local_of_each(tensors: list[Any]) -> list[Any]:
     """:func:`local` of hundreds, in no Python for each; of ``None`` that is ``None``."""
-    parts = list(map(getattr, tensors, repeat("_local_tensor"), tensors))
+    parts = list(map(getattr, tensors, repeat(LOCAL_TENSOR), tensors))
     return parts if _THERE.issuperset(map(type, parts)) else list(map(_waited_for, parts))
 
 
@@ -42,7 +44,7 @@ _THERE = {Tensor, torch.nn.Parameter, type(None)}
 
 def placements(tensors: list[Any]) -> list[Any]:
     """Where each is placed, to be compared with; ``None`` for one that is not spread."""
-    return list(map(getattr, tensors, repeat("_spec"), repeat(None)))
+    return list(map(getattr, tensors, repeat(SPEC), repeat(None)))
 
 
 def settle(param: Any) -> None:
@@ -71,5 +73,5 @@ def spread_like(part: Tensor, like: Any) -> Any:
         shape=like.shape,
         stride=like.stride(),
     )
-    whole._local_tensor = part
+    setattr(whole, LOCAL_TENSOR, part)
     return whole

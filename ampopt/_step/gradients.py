@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import dtensor, ranks
+from ampopt._step.torch_private import overlaps_itself
 from ampopt_kernels.found import Owner
 from ampopt_kernels.step import Row
 from ampopt_kernels.tensors import dense_like, real
@@ -129,7 +130,7 @@ def values_of(param: Tensor) -> Tensor:
     if grad.is_sparse:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()
-        return real(grad._values())
+        return real(grad.detach().values())
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
     return real(dtensor.local(grad).detach())
@@ -182,11 +183,6 @@ def offenders(
             yield name_of(param_groups, param)
 
 
-def _overlaps_itself(tensor: Tensor) -> bool:
-    overlap = torch._debug_has_internal_overlap(tensor)  # pyright: ignore[reportPrivateImportUsage]
-    return overlap == 1  # 0 for no, 2 for unknown
-
-
 def rows(
     holders: Iterable[tuple[int, Tensor]],
     staged: Staged,
@@ -199,7 +195,7 @@ def rows(
     result = []
     for (index, param), owner in zip(holders, whose, strict=True):
         values = values_of(param)
-        if written and _overlaps_itself(values):
+        if written and overlaps_itself(values):
             # An expanded gradient has one element in several places: it cannot be written.
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
             values = values_of(param)

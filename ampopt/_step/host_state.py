@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from ampopt._step import dtensor
+from ampopt._step.torch_private import CALLED, HOOKS, LOCAL_TENSOR
 from ampopt_kernels.devices import captures
 
 __all__ = ["HostState"]
 
-_ATTEMPT = frozenset({"_ampopt", "_opt_called", "found_inf", "grad_scale", "step"})
+_ATTEMPT = frozenset({"_ampopt", "found_inf", "grad_scale", "step", CALLED, *HOOKS})
 """Attributes of an optimizer that belong to the attempt at a step: ours, what torch's schedulers
-and scaler put there, and ``step`` as schedulers patch it."""
+and scaler put there, ``step`` as schedulers patch it, and hooks, which run around the step."""
 
 _PLAIN = (
     bool,
@@ -218,7 +219,7 @@ class HostState:
 
     def _find_spread(self, tensor: Any, what: str) -> None:
         """Remember the part that is here: what is around it has no memory of its own."""
-        part = functools.partial(setattr, tensor, "_local_tensor")
+        part = functools.partial(setattr, tensor, LOCAL_TENSOR)
         self._keep(what, lambda: dtensor.local(tensor), part)
         self._add(dtensor.local(tensor), what)
 
@@ -228,12 +229,7 @@ class HostState:
         def read() -> dict[str, Any]:
             if not skip_attempt:
                 return dict(attributes)
-            return {
-                name: value
-                for name, value in attributes.items()
-                # The hooks run around the step, not in it.
-                if name not in _ATTEMPT and not name.startswith("_optimizer_")
-            }
+            return {name: value for name, value in attributes.items() if name not in _ATTEMPT}
 
         def write(was: dict[str, Any]) -> None:
             for name in read():

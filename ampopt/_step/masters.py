@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients
+from ampopt._step import gradients, torch_private
 from ampopt._step.dtensor import settle
 from ampopt._step.overflow import device_of, judge_held
 from ampopt._step.ranks import Agreement
@@ -94,7 +94,9 @@ class Masters:
                 assert grad is not None
                 master.grad = grad.to(master.dtype)
                 shared = master.grad is grad
-                unscaled.append(_Unscaled(param, grad, None if shared else grad._version))
+                unscaled.append(
+                    _Unscaled(param, grad, None if shared else torch_private.version(grad))
+                )
             result.append((index, param if master is None else master))
         self.unscaled = tuple(unscaled)
         return result
@@ -191,7 +193,9 @@ class Masters:
         for param, grad, version in self.unscaled:
             if param.grad is None:  # it is left out
                 continue
-            if param.grad is not grad or (version is not None and grad._version != version):
+            if param.grad is not grad or (
+                version is not None and torch_private.version(grad) != version
+            ):
                 raise RuntimeError(
                     f"the gradient of {gradients.name_of(self._groups, param)} was changed "
                     "after unscale(), which put the unscaled gradients on the float32 masters, "

@@ -14,10 +14,10 @@ from ampopt._step.step_hooks import (
     beneath_hooks,
     hooked,
     is_replaced,
-    note_step,
     run_step_hooks,
 )
 from ampopt._step.stepping import Attempt, Stepping
+from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import Skipper, skipper_of
 from ampopt_kernels.step import Decision, Request
 
@@ -133,7 +133,7 @@ class Ordinary(Stepping):
             return attempts[-1].returned
 
         hooked(within_hooks)(optimizer)
-        note_step(optimizer)
+        mark_as_called(optimizer)
         return attempts[-1]
 
     def _step_or_skip(self, step: Callable[[], Any], decision: Decision | None) -> Attempt:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _device_dtype_check_for_fused
 
 from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.guards import Guards
 from ampopt._step.overflow import works_of
 from ampopt._step.state_buffers import lay_end_to_end
+from ampopt._step.torch_private import check_for_fused, overlaps_itself
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.cpu.objects import bump_versions
 from ampopt_kernels.found import Owner
@@ -160,7 +160,7 @@ def check_plannable(steps: "RuleSteps") -> None:
     for group, param in gradients.present(groups):
         _check_written_once(groups, param)
         if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
-            _device_dtype_check_for_fused(param)
+            check_for_fused(param)
 
 
 def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
@@ -176,7 +176,7 @@ def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
 
 
 def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
-    if torch._debug_has_internal_overlap(dtensor.local(param)) == 1:  # pyright: ignore[reportPrivateImportUsage]
+    if overlaps_itself(dtensor.local(param)):
         raise RuntimeError(
             f"{gradients.name_of(groups, param)} is expanded: several of its elements share one "
             "place in memory, and each would be updated; make it of expanded.clone()"

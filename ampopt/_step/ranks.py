@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.dtensor import is_spread
+from ampopt._step.torch_private import flattened, is_flattened_by_fsdp1, root_of
 from ampopt.backend import backend_for
 from ampopt_kernels.devices import captures
 from ampopt_kernels.step import Partials
@@ -303,11 +304,7 @@ def is_fsdp1(param_groups: Sequence[dict[str, Any]]) -> bool:
     """Whether FSDP1 has flattened parameters into one, of which each rank has a part."""
     if "torch.distributed.fsdp" not in sys.modules:
         return False
-    return any(
-        getattr(param, "_fsdp_flattened", False)
-        for group in param_groups
-        for param in group["params"]
-    )
+    return any(is_flattened_by_fsdp1(param) for group in param_groups for param in group["params"])
 
 
 def told(param_groups: Sequence[dict[str, Any]], process_group: Any) -> tuple[Any, list[Any]]:
@@ -363,7 +360,7 @@ def _covering(meshes: list[Any]) -> Any:
     every = set(_ranks_of(largest))
     if all(every.issuperset(_ranks_of(mesh)) for mesh in meshes):
         return largest
-    roots = [mesh._get_root_mesh() for mesh in meshes]
+    roots = [root_of(mesh) for mesh in meshes]
     names = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
     if all(root == roots[0] for root in roots) and names <= set(roots[0].mesh_dim_names or ()):
         return roots[0][tuple(name for name in roots[0].mesh_dim_names if name in names)]
@@ -377,5 +374,5 @@ def _groups_of(mesh: Any) -> list[Any]:
     if mesh.size() == torch.distributed.get_world_size():
         return [torch.distributed.group.WORLD]
     if mesh.mesh_dim_names:
-        return [mesh._flatten().get_group()]
+        return [flattened(mesh).get_group()]
     return mesh.get_all_groups()

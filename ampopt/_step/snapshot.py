@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ampopt._step.torch_private import pytree
 
 __all__ = ["Snapshot", "loaded_uncast"]
 

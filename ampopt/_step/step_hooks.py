@@ -8,7 +8,8 @@ has depends on what was made before; what these functions answer does not.
 from typing import Any
 
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ampopt._step import torch_private
 
 __all__ = [
     "beneath_hooks",
@@ -17,7 +18,6 @@ __all__ = [
     "hooked",
     "is_replaced",
     "is_watched",
-    "note_step",
     "run_step_hooks",
 ]
 
@@ -54,7 +54,7 @@ def is_replaced(optimizer: torch.optim.Optimizer) -> bool:
     given = vars(optimizer).get("step")
     if given is None:
         return False
-    scheduled = hasattr(given, "_wrapped_by_lr_sched")
+    scheduled = torch_private.is_wrapped_by_scheduler(given)
     return not (scheduled and given.__wrapped__ is type(optimizer).step)
 
 
@@ -70,25 +70,19 @@ def is_watched(optimizer: torch.optim.Optimizer, step: Any) -> bool:
         step: what its class defines.
     """
     return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+        any(torch_private.hooks_of(optimizer))
+        or torch_private.global_pre_hooks
+        or torch_private.global_post_hooks
+        or torch_private.is_profiled()
         or ("step" in vars(optimizer) and is_replaced(optimizer))
         or beneath_hooks(type(optimizer).step) is not step
     )
 
 
-def note_step(optimizer: Any) -> None:
-    """Say that there was a step, where torch's schedulers look for one before theirs."""
-    optimizer._opt_called = True
-
-
 def run_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """What an attempt that does not step still does: hooks run, and schedulers see a step."""
     _no_step(optimizer)
-    note_step(optimizer)
+    torch_private.mark_as_called(optimizer)
 
 
 # A step hook may hand the step other arguments.

@@ -14,11 +14,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt._step import dtensor
 from ampopt._step.host_state import HostState
+from ampopt._step.torch_private import (
+    TorchDispatchMode,
+    is_operator,
+    pytree,
+    storage_key,
+    written_by,
+)
 from ampopt.backend import host_may_look
 from ampopt_kernels.transfers import carried
 
@@ -44,19 +49,16 @@ class Writes(TorchDispatchMode):
     def __init__(self, tensors: list[Tensor]) -> None:
         """Watch the storages of ``tensors``."""
         super().__init__()
-        self._watched = {t.untyped_storage()._cdata: t for t in tensors}
+        self._watched = {storage_key(t): t for t in tensors}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy what ``func`` is about to write, then run it."""
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload):
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = args[position] if position < len(args) else kwargs.get(argument.name)
-                    for tensor in pytree.tree_leaves(given):
-                        if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                            self._keep(dtensor.local(tensor).untyped_storage()._cdata)
+        if is_operator(func):
+            for tensor in pytree.tree_leaves(list(written_by(func, args, kwargs))):
+                if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                    self._keep(storage_key(dtensor.local(tensor)))
         else:  # a higher-order operator does not say what it writes
             for key in self._watched:
                 self._keep(key)
@@ -69,7 +71,7 @@ class Writes(TorchDispatchMode):
 
     def saw(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` may have been written."""
-        return tensor.untyped_storage()._cdata in self._copies
+        return storage_key(tensor) in self._copies
 
     def undo(self) -> None:
         """Put everything back, bitwise."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from torch._compile import _disable_dynamo
+from ampopt._step.torch_private import without_dynamo
 
 __all__ = ["uncompiled"]
 
@@ -19,7 +19,6 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     for constant. What ``function`` calls that is compiled for itself, as a closure's model may be,
     stays so.
 
-    This is what torch puts around its own optimizers' Python. ``torch.compiler.disable`` does the
-    same, but imports the compiler, for seconds, where it decorates.
+    This is what torch puts around its own optimizers' Python.
     """
-    return _disable_dynamo(function)
+    return without_dynamo(function)

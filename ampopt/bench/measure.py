@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ampopt import _synchronization
+from ampopt._step.torch_private import spin
 
 __all__ = [
     "CLOCKS",
@@ -195,7 +196,7 @@ def device_seconds(step: Callable[[], object], device: torch.device, host: float
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(int((1.5 * host + 1e-3) * _CYCLES))
+        spin(int((1.5 * host + 1e-3) * _CYCLES))
         begin.record()
         step()
         end.record()

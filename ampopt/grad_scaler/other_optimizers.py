@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients
 from ampopt._step.overflow import judge
-from ampopt._step.step_hooks import note_step
+from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.given import request_for, successor_of
 from ampopt.results import as_flag
@@ -120,7 +120,7 @@ def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     if record.stage is OptState.READY:
         unscale(record, optimizer)
     if record.found_inf is None or record.skipped:
-        note_step(optimizer)
+        mark_as_called(optimizer)
         return None
     return optimizer.step(*args, **kwargs)
 
@@ -132,7 +132,7 @@ def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -
         judge_gradients(record, optimizer, times=theirs)
         scale = record.scale.value if theirs is None else record.scale.value * theirs
     if record.found_inf is None:
-        note_step(optimizer)
+        mark_as_called(optimizer)
         return None
     found_inf = record.found_inf
     if not record.scale.drop_overflow_update:

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.utils import _pytree as pytree
 
 from ampopt._step import gradients
 from ampopt._step.overflow import device_of
 from ampopt._step.ranks import Carried, check_process_group
+from ampopt._step.torch_private import pytree
 from ampopt.grad_scaler import other_optimizers as others
 from ampopt.grad_scaler import state as schedules
 from ampopt.grad_scaler.closures import evaluation, refused, split

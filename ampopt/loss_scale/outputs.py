@@ -4,8 +4,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ampopt._step.torch_private import pytree
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.mistakes import check_scale_tensor, no_scale
 from ampopt.loss_scale.numbers import check_scale_number

@@ -98,9 +98,9 @@ def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, A
     step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
 
     grad = grad.coalesce()  # the update is not linear, so an element must come once
-    at = grad._indices().unbind()
+    at = grad.indices().unbind()
     dtype = torch.promote_types(param.dtype, torch.float32)
-    g = grad._values().to(dtype)
+    g = grad.values().to(dtype)
     exp_avg, exp_avg_sq = state["exp_avg"][at].to(dtype), state["exp_avg_sq"][at].to(dtype)
     exp_avg = exp_avg + (g - exp_avg) * (1 - beta1)
     exp_avg_sq = exp_avg_sq + (g * g - exp_avg_sq) * (1 - beta2)

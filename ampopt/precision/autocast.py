@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
+from ampopt._step.torch_private import function_modes
+
 __all__ = ["autocast"]
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
@@ -102,7 +104,7 @@ class autocast(contextlib.ContextDecorator):
     def context_fn() -> tuple[Any, Any]:
         """For ``torch.utils.checkpoint``, to recompute under the lists that are on now."""
         # torch's checkpointing, which restores torch.autocast itself, reads the stack so, too.
-        stack: Any = torch.overrides._get_current_function_mode_stack()  # pyright: ignore
+        stack = function_modes()
         return contextlib.nullcontext(), _Again([m for m in stack if isinstance(m, _Lists)])
 
     def _recreate_cm(self) -> "autocast":

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.stateless import _reparametrize_module  # what functional_call is made of
-from torch.utils import _pytree as pytree
+
+from ampopt._step.torch_private import NormBase, pytree, with_tensors
 
 __all__ = ["NORMS", "cast", "run_in"]
 
 NORMS: tuple[type[nn.Module], ...] = (
-    nn.modules.batchnorm._NormBase,  # BatchNorm*, SyncBatchNorm and InstanceNorm*
+    NormBase,  # BatchNorm*, SyncBatchNorm and InstanceNorm*
     nn.LayerNorm,
     nn.GroupNorm,
     nn.LocalResponseNorm,
@@ -117,7 +117,7 @@ def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any
     copies = {name: tensor.to(dtype) for name, tensor in own.items()}
     leaves = (*pytree.tree_leaves((args, kwargs)), *own.values(), torch.empty(0))
     device = next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device.type
-    with torch.autocast(device, enabled=False), _reparametrize_module(module, copies):
+    with torch.autocast(device, enabled=False), with_tensors(module, copies):
         result = type(module).forward(module, *args, **kwargs)
     for name, tensor in own.items():
         if tensor.dtype != dtype and not isinstance(tensor, nn.Parameter):
@@ -127,10 +127,16 @@ def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any
     return result
 
 
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Its parameters and buffers, not those of modules in it, under every name that they have."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
 def _own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """Floating-point parameters and buffers, but for those of modules with a dtype of their own."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and tensor.is_floating_point():
+    for name, tensor in _tensors_of(module):
+        if tensor.is_floating_point():
             yield prefix + name, tensor
     for name, child in module.named_children():
         if _RUN_IN not in vars(child):
@@ -201,10 +207,8 @@ def _dtypes(
     for prefix, module in model.named_modules():
         if ".quantized." in type(module).__module__:
             raise ValueError(f"{prefix or type(module).__name__} cannot be cast: it is quantized")
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in _tensors_of(module):
             path = f"{prefix}.{name}".lstrip(".")
-            if tensor is None:
-                continue
             if is_lazy(tensor):
                 raise ValueError(f"{path} cannot be cast: it is not initialized")
             if tensor.is_quantized or tensor.layout != torch.strided:

@@ -26,7 +26,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from ampopt._step.torch_private import BatchNorm
 
 __all__ = ["LEVELS"]
 
@@ -54,7 +55,7 @@ _HALF: dict[str, Any] = {
     "keep": (),
     "scaling": 1.0,
 }
-_MASTERS: dict[str, Any] = {**_HALF, "keep": (_BatchNorm,), "master_weights": True}
+_MASTERS: dict[str, Any] = {**_HALF, "keep": (BatchNorm,), "master_weights": True}
 
 LEVELS: dict[str, Mapping[str, Any]] = {
     "O0": _FLOAT32,

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampopt._step.torch_private import uncoalesced_values
 from ampopt.testing.beside import Beside
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.claims import Claims, apart
@@ -130,7 +131,7 @@ class Machine(RuleBasedStateMachine):
         for i, (p, held) in enumerate(zip(self.params, self.held, strict=True)):
             p.grad = None if held is None else held.tensor(self.number)
             if self.overflows and bad is not None and i == at and p.grad is not None:
-                (p.grad._values() if p.grad.is_sparse else p.grad).view(-1)[-1] = bad[1]
+                (uncoalesced_values(p.grad) if p.grad.is_sparse else p.grad).view(-1)[-1] = bad[1]
 
     # Hypothesis takes the first rule most often, and orders them by arguments and then by name.
     @precondition(lambda self: self.pending is None)

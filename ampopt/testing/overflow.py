@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._step.torch_private import uncoalesced_values
+
 __all__ = ["inject_overflow"]
 
 
@@ -67,7 +69,7 @@ def inject_overflow(
             return
         with torch.no_grad():
             grad = holder.grad
-            values = grad._values() if grad.is_sparse else grad
+            values = uncoalesced_values(grad) if grad.is_sparse else grad
             index, rest = [], element % values.numel()
             for size in reversed(values.shape):
                 index.append(rest % size)

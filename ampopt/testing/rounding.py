@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampopt._step.torch_private import TorchDispatchMode, schema_of, uncoalesced_values, written_by
 
 __all__ = ["Rounding"]
 
@@ -32,7 +33,7 @@ class Rounding(TorchDispatchMode):
         """Run ``func``, and disturb what it has written."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for tensor in _written(func._schema, args, kwargs, result):
+        for tensor in _written(func, args, kwargs, result):
             self.disturb(tensor)
         return result
 
@@ -41,18 +42,16 @@ class Rounding(TorchDispatchMode):
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float64 or not tensor.numel():
             return
         if tensor.is_sparse:
-            tensor = tensor._values()
+            tensor = uncoalesced_values(tensor)
         noise = torch.rand(tensor.shape, dtype=torch.float64, generator=self.generator)
         tensor.mul_(noise.mul_(2 * self.eps).add_(1 - self.eps))
 
 
-def _written(schema: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Any]:
+def _written(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Any]:
     """The tensors that an operation has made or written to; not views, of which nothing is new."""
-    for index, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from given if isinstance(given, (list, tuple)) else [given]
+    for given in written_by(func, args, kwargs):
+        yield from given if isinstance(given, (list, tuple)) else [given]
     results = result if isinstance(result, (list, tuple)) else [result]
-    for returned, value in zip(schema.returns, results, strict=False):
+    for returned, value in zip(schema_of(func).returns, results, strict=False):
         if returned.alias_info is None:
             yield from value if isinstance(value, (list, tuple)) else [value]

@@ -8,6 +8,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 import ampopt
+from ampopt._step.torch_private import uncoalesced_values
 from ampopt.testing import strategies
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import History, Scale, set_gradients
@@ -154,7 +155,8 @@ class Scaling(Claims):
             set_gradients(trained.params, step, 0.0)
             grad = trained.params[at].grad
             assert grad is not None
-            (grad._values() if grad.is_sparse else grad)[(0,) * grad.ndim] = 2.0 ** (norm + 3)
+            values = uncoalesced_values(grad) if grad.is_sparse else grad
+            values[(0,) * values.ndim] = 2.0 ** (norm + 3)
             if clip:
                 trained.optimizer.unscale(grads_scaled_by=8.0)
                 clip_grad_norm(trained.params, 2.0**limit)

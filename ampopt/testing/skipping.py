@@ -9,6 +9,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 import ampopt
+from ampopt._step.torch_private import uncoalesced_values
 from ampopt.testing import strategies
 from ampopt.testing.bits import assert_same, bits, everything
 from ampopt.testing.blueprints import History, Scale, set_gradients
@@ -193,7 +194,7 @@ class Skipping(Claims):
         at = data.draw(st.sampled_from([i for i, g in enumerate(step) if g and g.numel]))
         grad = trained.params[at].grad
         assert grad is not None
-        values = grad._values() if grad.is_sparse else grad
+        values = uncoalesced_values(grad) if grad.is_sparse else grad
         values.fill_(torch.finfo(values.dtype).max)
         before = everything(trained.optimizer)
         result = WAYS[way](trained.optimizer, 2.0**-exponent)

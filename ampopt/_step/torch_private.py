@@ -1,0 +1,239 @@
+"""The one room for torch's private names: what each is for, and what to do when it changes.
+
+Torch promises nothing of a name that begins with an underscore. Whatever of ampopt touches one
+outside the kernels takes it from here, so that a new torch that lacks one fails at a line of this
+file, at import, and next to what is to be done then. ``tests/ampopt/_step/test_torch_private.py``
+holds the rest of the package to it, and tries each of them on the torch that is installed.
+``torch._foreach_*`` are not among them: torch documents them, underscore and all.
+
+Some private names torch uses on us, which cannot be imported; they stand where the classes are:
+
+* ``Optimizer._patch_step_function`` puts hooks around the step of a class. Ours takes a wrapper
+  away again that would hide the step of another base. If torch renames it, ``ampopt.Optimizer``
+  hides the step of whatever it is mixed into, and ``test_extend.py`` fails.
+* ``Optimizer._optimizer_step_code`` is called after every step, before the post-hooks. Ours ends a
+  pending unscale there. If torch drops it, a plain ``step()`` leaves one pending and the next
+  ``unscale`` is refused: register a step post-hook that runs first.
+* ``_step_supports_amp_scaling`` tells ``torch.amp.GradScaler`` to leave its flag to the step (see
+  ``torch_scaler``). If torch looks for something else, it waits for its flag again: slower, right.
+* ``_scale``, ``_enabled``, ``_check_inf_per_device`` and ``_found_inf_per_device`` of
+  ``torch.amp.GradScaler``, whose name ``ampopt.GradScaler`` answers to: frameworks read them. The
+  entry ``_growth_tracker`` of its state dict is its format.
+"""
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._compile
+import torch.nn.utils.stateless
+import torch.optim.optimizer as _optimizer
+import torch.utils._python_dispatch
+from torch import Tensor
+from torch.utils import _pytree
+
+__all__ = [
+    "CALLED",
+    "HOOKS",
+    "LOCAL_TENSOR",
+    "POST_HOOKS",
+    "PRE_HOOKS",
+    "SPEC",
+    "BatchNorm",
+    "NormBase",
+    "TorchDispatchMode",
+    "check_for_fused",
+    "flattened",
+    "function_modes",
+    "global_post_hooks",
+    "global_pre_hooks",
+    "hooks_of",
+    "is_flattened_by_fsdp1",
+    "is_operator",
+    "is_profiled",
+    "is_wrapped_by_scheduler",
+    "mark_as_called",
+    "overlaps_itself",
+    "put_step_hooks",
+    "pytree",
+    "root_of",
+    "schema_of",
+    "spin",
+    "storage_key",
+    "uncoalesced_values",
+    "version",
+    "with_tensors",
+    "without_dynamo",
+    "written_by",
+]
+
+
+# --- the step of an optimizer, and what torch hangs on it -----------------------------------------
+
+global_pre_hooks = _optimizer._global_optimizer_pre_hooks
+global_post_hooks = _optimizer._global_optimizer_post_hooks
+"""Step hooks of all optimizers, as ``register_optimizer_step_pre_hook`` adds them. A step by rule
+goes past torch's wrapper where there are none. Gone: always go through it; slower, right."""
+
+PRE_HOOKS, POST_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+HOOKS = (
+    PRE_HOOKS,
+    POST_HOOKS,
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Attributes in which an optimizer keeps its hooks. Torch's constructor makes them; where a wrapper
+of someone else's does not call it, we do. Renamed: such wrappers fail in ``register_...``."""
+
+hooks_of = operator.attrgetter(PRE_HOOKS, POST_HOOKS)
+"""The step hooks of an optimizer: used as the global ones are."""
+
+is_profiled: Any = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+"""Whether a profiler is on, to which torch's wrapper shows each step. Gone: as for the hooks."""
+
+put_step_hooks = operator.methodcaller("_patch_step_function")
+"""Puts the wrapper with the hooks around the step of the class of an optimizer that was not made by
+torch's constructor. Renamed: its step hooks do not run."""
+
+check_for_fused = _optimizer._device_dtype_check_for_fused
+"""Refuses a parameter that ``fused=True`` of torch's does not take. Gone: leave the check out; such
+parameters are then stepped with where torch would refuse them."""
+
+
+CALLED = "_opt_called"
+
+
+def mark_as_called(optimizer: Any) -> None:
+    """Say that there was a step, where torch's schedulers look for one before theirs.
+
+    Renamed: a scheduler warns that it was stepped first.
+    """
+    setattr(optimizer, CALLED, True)
+
+
+def is_wrapped_by_scheduler(step: Any) -> bool:
+    """Whether ``step`` is what a scheduler has put on an instance, to see :func:`mark_as_called`.
+
+    Renamed: it is taken for a step of the user's own, whose hooks run inside it; slower, right.
+    """
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+without_dynamo = torch._compile._disable_dynamo
+"""``torch.compiler.disable`` without importing the compiler, which takes seconds; torch puts it
+around its own optimizers. Gone: use that."""
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several elements of ``tensor`` share one place, as of an expanded one.
+
+    Gone: go by a stride of 0, which misses what ``as_strided`` can make.
+    """
+    overlap: Any = torch._debug_has_internal_overlap(tensor)  # pyright: ignore[reportPrivateImportUsage]
+    return overlap == 1  # 0 for no, 2 for unknown
+
+
+version = operator.attrgetter("_version")
+"""How often autograd has seen a tensor written to. With masters, tells a gradient that was edited
+where no step looks. Gone: leave that error out."""
+
+_cdata = operator.attrgetter("_cdata")
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What is the same for tensors that share a storage. Gone: its ``data_ptr()``, if not empty."""
+    return _cdata(tensor.untyped_storage())
+
+
+uncoalesced_values = operator.methodcaller("_values")
+"""The values of a sparse tensor, duplicates and all. Gone: those of the coalesced one."""
+
+
+# --- what passes through torch's dispatcher -------------------------------------------------------
+
+pytree = _pytree
+"""Containers of tensors, as torch itself sees them: a user registers one by
+``torch.utils._pytree.register_pytree_node``. Gone: the package ``optree``, or whatever torch's
+documentation names for it by then."""
+
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""Sees each operator; torch's documentation recommends it in spite of the underscore of its module.
+Transactions need it: gone, ``skip_by="auto"`` has to look at the flag, as ``"host"`` does."""
+
+
+schema_of = operator.attrgetter("_schema")
+"""What an operator takes, returns and writes. Gone, as for :func:`is_operator`: treat each as a
+higher-order operator, which says nothing."""
+
+
+def is_operator(func: Any) -> bool:
+    """Whether ``func``, which was dispatched, is one operator, whose schema says what it writes."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that the operator ``func`` is about to write."""
+    for position, argument in enumerate(schema_of(func).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+function_modes: Any = torch.overrides._get_current_function_mode_stack  # pyright: ignore[reportPrivateImportUsage]
+"""The ``TorchFunctionMode`` objects that are on, as torch's checkpointing reads them. Gone:
+``ampopt.autocast`` has to keep a stack of its own for its ``context_fn``."""
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+with_tensors = torch.nn.utils.stateless._reparametrize_module
+"""A module that has other tensors for parameters and buffers: what ``functional_call`` is made of,
+which would call ``__call__`` and its hooks again. Gone: swap them by hand, by ``setattr``."""
+
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+NormBase = torch.nn.modules.batchnorm._NormBase
+"""Batch norms for inputs of any number of dimensions, and instance norms besides. Gone: list them.
+"""
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+LOCAL_TENSOR = "_local_tensor"
+"""Where a ``DTensor`` has the part that this rank has, to read and to exchange. The public
+``to_local()`` is a function of autograd's, whose result is another tensor, and waits. Gone:
+``to_local().detach()``, and ``DTensor.from_local`` where the part is laid into a buffer."""
+
+SPEC = "_spec"
+"""Where it has its mesh and placements, as one object to compare. Gone: compare the two."""
+
+
+def is_flattened_by_fsdp1(param: Any) -> bool:
+    """Whether FSDP1 has made ``param`` of several. Gone: ranks decide apart; name a group."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def root_of(mesh: Any) -> Any:
+    """The mesh that ``mesh`` was sliced from. Gone: ask for a ``process_group`` instead."""
+    return mesh._get_root_mesh()
+
+
+def flattened(mesh: Any) -> Any:
+    """``mesh`` with one dimension, so that one process group has all its ranks.
+
+    Gone: one all-reduce after another, by ``get_all_groups``, as for a mesh without names.
+    """
+    return mesh._flatten()
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+spin: Any = torch.cuda._sleep  # pyright: ignore[reportPrivateImportUsage]
+"""Keeps a CUDA device busy for so many cycles, so that ``ampopt.bench`` times what is queued behind
+it. Gone: multiply a large matrix instead."""
