@@ -1,7 +1,8 @@
 """PyTorch optimizers with loss scaling, overflow skipping and replay built in.
 
 Begin by changing ``from torch.optim import AdamW`` to ``from ampopt import AdamW``: nothing else
-has to change, and every optimizer of ``torch.optim`` is here. Then let it scale the loss::
+has to change, and every optimizer of ``torch.optim`` is here, with some that torch lacks. Then let
+it scale the loss::
 
     scale = ampopt.DynamicLossScale()
     for inputs, labels in batches:
@@ -52,11 +53,14 @@ from ampopt.optim import (
     Adam,
     Adamax,
     AdamW,
+    Adan,
+    Lion,
     Muon,
     NAdam,
     RAdam,
     RMSprop,
     Rprop,
+    Sophia,
     SparseAdam,
 )
 from ampopt.optimizer import Optimizer
@@ -87,10 +91,12 @@ __all__ = [
     "Adam",
     "AdamW",
     "Adamax",
+    "Adan",
     "DynamicLossScale",
     "ElementwiseOptimizer",
     "FirstNonFinite",
     "GradScaler",
+    "Lion",
     "LossScale",
     "Muon",
     "NAdam",
@@ -103,6 +109,7 @@ __all__ = [
     "RMSprop",
     "Rprop",
     "SkipAwareAverage",
+    "Sophia",
     "SparseAdam",
     "StaticLossScale",
     "StepResult",

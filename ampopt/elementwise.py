@@ -15,7 +15,9 @@ from ampopt._step.state_buffers import shares_storage
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached, Stepping
 from ampopt._step.uncompiled import uncompiled
+from ampopt.loss_scale.given import request_for, successor_of
 from ampopt.optimizer import Optimizer
+from ampopt.results import Unscaled
 from ampopt_kernels.rule import MASTER, Rule
 from ampopt_kernels.step import Request
 
@@ -138,6 +140,44 @@ class ElementwiseOptimizer(Optimizer):
         if left is not None:
             left.put_back(self, decision)
         return loss
+
+    @uncompiled
+    @torch.no_grad()
+    def run_rule(self, rule: Rule, grads_scaled_by: Any = None) -> Unscaled:
+        """Run another rule with the gradients that there are, beside those that ``step`` runs.
+
+        For a second call that an optimizer has, such as ``update_hessian`` of
+        :class:`ampopt.Sophia`: gradients are unscaled and judged, and nothing changes where one is
+        not finite, as in a step; step hooks do not run. States are told by their names: what both
+        rules declare under one name is one state. Does not synchronize.
+
+        Args:
+            rule: to run.
+            grads_scaled_by: the scale of the loss that the gradients come from.
+
+        Returns:
+            ``Unscaled(found_inf, scale)``: as :meth:`unscale`. ``p.grad`` is left as it is.
+
+        Raises:
+            RuntimeError: an unscale is pending; the scale was stepped with before; gradients are
+                sparse, or the optimizer is ``differentiable``.
+            TypeError: not a rule, or not a scale.
+            ValueError: a number that cannot be a scale, or a tensor of wrong shape or device.
+        """
+        if not isinstance(rule, Rule):
+            raise TypeError(f"run_rule takes an ampopt_kernels.Rule, got {rule!r}")
+        ours = self._ampopt
+        ours.refuse_pending("run_rule")
+        scale = ours.scale(grads_scaled_by)
+        steps = ours.second_rules.get(rule)
+        if steps is None:
+            steps = ours.second_rules[rule] = RuleSteps(self, _torchs_step, rule=rule)
+        if steps.need_torch():
+            raise RuntimeError("run_rule: a rule takes neither sparse nor differentiable steps")
+        decision = steps.step(request_for(scale))
+        successor = successor_of(scale, decision)
+        ours.mark_stepped(scale, successor)
+        return Unscaled(ours.flag(decision), successor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch does; ``master_weights`` may be one of its options."""

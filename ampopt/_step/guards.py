@@ -80,7 +80,7 @@ class Guards:
             and self._contents.unchanged()
             and addresses(self._here(self._held)) == self._addresses
             and self._params_laid_out.fit(self._here(self._params))
-            and [optimizer.rule.flag_values(g) for g in optimizer.param_groups] == self._flags
+            and [steps.rule.flag_values(g) for g in optimizer.param_groups] == self._flags
             and ranks.told(optimizer.param_groups, optimizer.process_group) == self._told
             and all(param.grad is None for param in self._absent)
         ):

@@ -46,7 +46,7 @@ class Plan:
             RuntimeError: see :func:`ampopt._step.gradients.check`; nothing has changed then.
         """
         optimizer, keeper = steps.optimizer, steps.masters
-        groups, rule = optimizer.param_groups, optimizer.rule
+        groups, rule = optimizer.param_groups, steps.rule
         check_plannable(steps)
         self._staged = gradients.Staged()
         self.agreement = ranks.agreement(groups, optimizer.process_group)
@@ -90,7 +90,7 @@ class Plan:
 
     def _row(self, steps: "RuleSteps", group: int, param: Tensor, state: dict, owner: Owner) -> Row:
         optimizer, masters = steps.optimizer, steps.masters
-        rule, flags, staged = optimizer.rule, self._flags[group], self._staged
+        rule, flags, staged = steps.rule, self._flags[group], self._staged
         local, agreement = dtensor.local, self.agreement
         master = masters.of(optimizer.param_groups[group], param)
         holder = masters.holder(optimizer.param_groups[group], param)
@@ -123,9 +123,10 @@ class Plan:
             work.take(grads if len(places) == len(grads) else [grads[i] for i in places])
         return True
 
-    def take_hyper(self, optimizer: Any) -> None:
+    def take_hyper(self, steps: "RuleSteps") -> None:
         """Take up the hyperparameters of this step."""
-        hyper = [optimizer.rule.hyper_values(group) for group in optimizer.param_groups]
+        rule = steps.rule
+        hyper = [rule.hyper_values(group) for group in steps.optimizer.param_groups]
         for work in self.works:
             work.hyper = hyper
 
@@ -151,7 +152,7 @@ def check_plannable(steps: "RuleSteps") -> None:
         TypeError: see :func:`ampopt._step.gradients.check`.
     """
     optimizer = steps.optimizer
-    groups, rule = optimizer.param_groups, optimizer.rule
+    groups, rule = optimizer.param_groups, steps.rule
     gradients.check(groups)
     steps.check_dtypes()
     for group in groups:

@@ -19,7 +19,7 @@ from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.transaction import Skipper, skipper_of
 from ampopt.backend import backend_for
 from ampopt_kernels.found import NOBODY
-from ampopt_kernels.rule import MASTER, State
+from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.step import Decision, Request, run
 from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.transfers import carried
@@ -43,6 +43,7 @@ class RuleSteps:
         optimizer: torch.optim.Optimizer,
         torchs_step: Callable[[Any], Any],
         *,
+        rule: Rule | None = None,
         complete_state: Callable[[dict[str, Any]], None] | None = None,
         torch_needs_state: bool = False,
     ) -> None:
@@ -51,12 +52,13 @@ class RuleSteps:
         Args:
             optimizer: to step, which is not kept alive.
             torchs_step: gives the method ``step`` of its class of torch's.
+            rule: of the steps; ``None`` for that of the optimizer.
             complete_state: adds the scalar states that a checkpoint of torch's lacks to the state
                 of a parameter, if the flags ask for any.
             torch_needs_state: whether torch's step has to find the state of each parameter.
         """
         self._optimizer = weakref.ref(optimizer)
-        self._torchs_step = torchs_step
+        self._torchs_step, self._rule = torchs_step, rule
         self._complete_state, self._torch_needs_state = complete_state, torch_needs_state
         self.masters = Masters(optimizer)
         self.uploads: dict[torch.device, Uploads] = {}
@@ -70,6 +72,11 @@ class RuleSteps:
     def optimizer(self) -> Any:
         """Whose steps these are."""
         return self._optimizer()
+
+    @property
+    def rule(self) -> Rule:
+        """What a step does."""
+        return self.optimizer.rule if self._rule is None else self._rule
 
     @property
     def skipper(self) -> Skipper:
@@ -166,7 +173,7 @@ class RuleSteps:
             return decided_elsewhere(request, agreement, device_of(self.optimizer.param_groups))
         if agreement is not None and request.asks:
             request = replace(request, agree=ranks.Vote(agreement))
-        plan.take_hyper(self.optimizer)
+        plan.take_hyper(self)
         before = request.write and plan.writes_gradients
         asked = request if before is request.write else replace(request, write=before)
         decision = run(backend_for, plan.works, asked)
@@ -184,7 +191,7 @@ class RuleSteps:
 
     def state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
         """The state of ``param``, made where it is missing, and on the device where it is not."""
-        optimizer, rule = self.optimizer, self.optimizer.rule
+        optimizer, rule = self.optimizer, self.rule
         if not rule.has_state(flags):
             return optimizer.state.get(param, {})  # as in torch's, where there is nothing to keep
         state = optimizer.state[param]
@@ -235,7 +242,7 @@ class RuleSteps:
         if self._torch_needs_state:
             for group, param in gradients.present(optimizer.param_groups):
                 if not optimizer.state.get(param):
-                    flags = optimizer.rule.flag_values(optimizer.param_groups[group])
+                    flags = self.rule.flag_values(optimizer.param_groups[group])
                     self.state_of(param, flags)
         agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
         decision = self.masters.unscale(request, agreement, self.uploads)
@@ -257,7 +264,7 @@ class RuleSteps:
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue
-            if states := optimizer.rule.state_for(optimizer.rule.flag_values(group)):
+            if states := self.rule.state_for(self.rule.flag_values(group)):
                 self._warned_of_float16 = True
                 warnings.warn(
                     f"{type(optimizer).__name__} keeps {', '.join(part.name for part in states)} "

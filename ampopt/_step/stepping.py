@@ -19,6 +19,7 @@ from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.loss_scale.given import as_loss_scale
 from ampopt.results import as_flag
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
 
@@ -62,6 +63,7 @@ class Stepping(ABC):
 
     Attributes:
         rule: that ``ElementwiseOptimizer.step`` runs; ``None`` for other optimizers.
+        second_rules: steps of the rules that it has besides, by rule.
         masters: float32 masters of half-precision parameters.
         needs_closure: whether ``step`` cannot be called without one.
         pending: an unscale that no step has followed yet.
@@ -81,6 +83,7 @@ class Stepping(ABC):
         """
         self._optimizer = weakref.ref(optimizer)
         self.rule = rule
+        self.second_rules: dict[Rule, RuleSteps] = {}
         self.masters = Masters(optimizer, kept=False) if rule is None else rule.masters
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty

@@ -1,4 +1,4 @@
-"""The optimizers of ``torch.optim``, one a file; ``ampopt`` has them too."""
+"""The optimizers of ``torch.optim``, and others, one a file; ``ampopt`` has them too."""
 
 from ampopt.optim.adadelta import Adadelta
 from ampopt.optim.adafactor import Adafactor
@@ -6,14 +6,17 @@ from ampopt.optim.adagrad import Adagrad
 from ampopt.optim.adam import Adam
 from ampopt.optim.adamax import Adamax
 from ampopt.optim.adamw import AdamW
+from ampopt.optim.adan import Adan
 from ampopt.optim.asgd import ASGD
 from ampopt.optim.lbfgs import LBFGS
+from ampopt.optim.lion import Lion
 from ampopt.optim.muon import Muon
 from ampopt.optim.nadam import NAdam
 from ampopt.optim.radam import RAdam
 from ampopt.optim.rmsprop import RMSprop
 from ampopt.optim.rprop import Rprop
 from ampopt.optim.sgd import SGD
+from ampopt.optim.sophia import Sophia
 from ampopt.optim.sparse_adam import SparseAdam
 
 __all__ = [
@@ -26,10 +29,13 @@ __all__ = [
     "Adam",
     "AdamW",
     "Adamax",
+    "Adan",
+    "Lion",
     "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",
     "Rprop",
+    "Sophia",
     "SparseAdam",
 ]

@@ -40,12 +40,14 @@ _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "Adam": {**_ADAM, "amsgrad": _FLAG},
     "AdamW": {**_ADAM, "amsgrad": _FLAG},
     "Adamax": _ADAM,
+    "Adan": {**_ADAM, "betas": st.tuples(*[_BELOW_ONE] * 3), "no_prox": _FLAG},
     "LBFGS": {
         "lr": _LR,
         "max_iter": st.integers(1, 5),
         "history_size": st.integers(1, 4),
         "line_search_fn": st.sampled_from([None, "strong_wolfe"]),
     },
+    "Lion": {**_COMMON, "betas": _BETAS},
     "Muon": {
         "lr": _LR,
         "weight_decay": _DECAY,
@@ -71,6 +73,12 @@ _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "etas": st.tuples(st.floats(0.125, 0.875), st.floats(1.125, 2.0)),
         "step_sizes": st.just((1e-6, 50.0)),
         "maximize": _FLAG,
+    },
+    "Sophia": {
+        **_COMMON,
+        "betas": _BETAS,
+        "rho": st.floats(0.01, 1.0),
+        "bs": st.integers(1, 64),
     },
     "SparseAdam": {"lr": _LR, "betas": _BETAS, "eps": _EPS, "maximize": _FLAG},
 }

@@ -3,7 +3,17 @@
 To write a rule, import :data:`tl` and :func:`jit` from here and declare a :class:`Rule`.
 """
 
-from ampopt_kernels.language import as_float32, div_rn, jit, maximum, minimum, power, sqrt_rn, tl
+from ampopt_kernels.language import (
+    as_float32,
+    div_rn,
+    jit,
+    maximum,
+    minimum,
+    power,
+    sign,
+    sqrt_rn,
+    tl,
+)
 from ampopt_kernels.rule import Rule, State
 
 __all__ = [
@@ -15,6 +25,7 @@ __all__ = [
     "maximum",
     "minimum",
     "power",
+    "sign",
     "sqrt_rn",
     "tl",
 ]

@@ -24,6 +24,7 @@ __all__ = [
     "minimum",
     "power",
     "rounded",
+    "sign",
     "sqrt_rn",
     "tl",
 ]
@@ -120,6 +121,12 @@ def maximum(a, b):
 def minimum(a, b):
     """The smaller of ``a`` and ``b``, and NaN if either is; see :func:`maximum`."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def sign(x):
+    """1 where ``x`` is above 0, -1 where it is below, and 0 elsewhere, at NaN too, as in torch."""
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
 
 
 @jit

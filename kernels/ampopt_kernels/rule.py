@@ -57,7 +57,7 @@ class Rule:
     - of ``tl``: ``abs``, ``ceil``, ``cos``, ``exp``, ``exp2``, ``floor``, ``log``, ``log2``,
       ``rsqrt``, ``sigmoid``, ``sin``, ``sqrt``, ``where``, and ``static_range`` for loops;
     - of ``ampopt_kernels``: ``as_float32``, ``div_rn``, ``maximum``, ``minimum``, ``power``,
-      ``sqrt_rn``, and functions of one's own that are marked ``jit``;
+      ``sign``, ``sqrt_rn``, and functions of one's own that are marked ``jit``;
     - ``if`` of a flag, as in ``NESTEROV: tl.constexpr = flags[0]``.
 
     What else Python would take, such as ``g ** 2`` or ``torch.sign(g)``, Triton refuses: with its

@@ -8,6 +8,7 @@ from hypothesis import settings
 import ampopt
 from ampopt.testing import OptimizerContract, strategies
 from support.strategies import fewer
+from support.transcribed_optimizers import transcribed
 
 __all__ = ["INTERPRETED", "OF_RULES", "OTHERS", "Small", "contract_of"]
 
@@ -62,6 +63,8 @@ _OF_EACH: dict[str, dict[str, Any]] = {
         "several_groups": False,
         "independent_parameters": False,
     },
+    # Signs are what it goes by.
+    "Lion": {"continuous": False},
     # torch's Muon divides by the number of rows, and by norms, and rounds to bfloat16.
     "Muon": {
         "continuous": False,
@@ -70,6 +73,8 @@ _OF_EACH: dict[str, dict[str, Any]] = {
     },
     # The learning rate is where step sizes begin, and signs are what they go by.
     "Rprop": {"continuous": False, "zero_lr_is_still": False},
+    # Before there is an estimate of the Hessian, and where a gradient is 0, it goes by signs, too.
+    "Sophia": {"continuous": False},
     "SparseAdam": {
         "dense_gradients": False,
         "sparse_gradients": True,
@@ -99,9 +104,9 @@ def contract_of(
         return cls(params, **options)
 
     def reference(self: Any, params: Any, **options: Any) -> Any:
-        # Other mathematics than a rule's: torch's own, which takes no part of ampopt.
-        lr = float(options["lr"])
-        return getattr(torch.optim, cls.__name__)(params, **{**options, "lr": lr})
+        # Other mathematics than a rule's: torch's own, or its authors', without a part of ampopt.
+        trusted = getattr(torch.optim, cls.__name__, None) or transcribed(cls.__name__)
+        return trusted(params, **{**options, "lr": float(options["lr"])})
 
     if claims.get("sparse_gradients"):  # with which torch takes no weight decay
         claims["options"] = strategies.hyperparameters(cls).map(lambda o: {**o, "weight_decay": 0})

@@ -10,6 +10,7 @@ import ampopt
 from ampopt_kernels import Rule, State, jit, tl
 
 __all__ = [
+    "BEYOND_TORCH",
     "BUILT_IN",
     "BY_RULE",
     "BY_TORCHS_STEP",
@@ -97,7 +98,14 @@ BY_RULE: tuple[type[ampopt.ElementwiseOptimizer], ...] = tuple(
 BY_TORCHS_STEP = tuple(cls for cls in CLOSURE_FREE if cls not in BY_RULE)
 """Those that take torch's own step, but for the one that needs a closure."""
 
-EVERY_RULE = (*BY_RULE, Signed)
+BEYOND_TORCH: tuple[type[ampopt.ElementwiseOptimizer], ...] = tuple(
+    cls
+    for cls in (getattr(ampopt, name) for name in ampopt.__all__)
+    if hasattr(cls, "rule") and cls not in BY_RULE
+)
+"""Those that torch lacks; each is a rule."""
+
+EVERY_RULE = (*BY_RULE, *BEYOND_TORCH, Signed)
 SOME_RULES: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     ampopt.SGD,
     ampopt.Adam,

@@ -4,22 +4,29 @@ from ampopt_kernels.rules.adadelta import adadelta
 from ampopt_kernels.rules.adagrad import adagrad
 from ampopt_kernels.rules.adam import adam
 from ampopt_kernels.rules.adamax import adamax
+from ampopt_kernels.rules.adan import adan
 from ampopt_kernels.rules.asgd import asgd
+from ampopt_kernels.rules.lion import lion
 from ampopt_kernels.rules.nadam import nadam
 from ampopt_kernels.rules.radam import radam
 from ampopt_kernels.rules.rmsprop import rmsprop
 from ampopt_kernels.rules.rprop import rprop
 from ampopt_kernels.rules.sgd import sgd
+from ampopt_kernels.rules.sophia import sophia, sophia_hessian
 
 __all__ = [
     "adadelta",
     "adagrad",
     "adam",
     "adamax",
+    "adan",
     "asgd",
+    "lion",
     "nadam",
     "radam",
     "rmsprop",
     "rprop",
     "sgd",
+    "sophia",
+    "sophia_hessian",
 ]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from support.contracts import INTERPRETED, OTHERS, Small, contract_of
-from support.optimizers import BUILT_IN, BY_RULE
+from support.optimizers import BEYOND_TORCH, BUILT_IN, BY_RULE
 from support.strategies import fewer
 from support.torch_options import RICH
 
@@ -53,7 +53,7 @@ COMPILED_RULE: dict[str, Any] = {
     "half_precision": (torch.bfloat16,),
 }
 CONTRACTS = [
-    *(contract_of(cls, "", (), **EAGER) for cls in BUILT_IN),
+    *(contract_of(cls, "", (), **EAGER) for cls in (*BUILT_IN, *BEYOND_TORCH)),
     contract_of(ampopt.SGD, "Sparse", (), **SPARSE, **EAGER),
     contract_of(ampopt.Adagrad, "Sparse", (), **SPARSE, **EAGER),
     *(on_kernels(cls, "OnTriton", (Small,), **TRITON) for cls in BUILT_IN),

@@ -1,0 +1,56 @@
+"""What optimizers that torch lacks refuse of their hyperparameters, as torch's optimizers do."""
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["check_betas", "check_lr", "check_not_negative", "check_positive"]
+
+
+def check_lr(lr: Any) -> None:
+    """Refuse a learning rate below 0. Looks at a tensor, as torch does.
+
+    Raises:
+        ValueError: it is, or is a tensor of several elements.
+    """
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element, got one of shape {tuple(lr.shape)}")
+    if not lr >= 0.0:
+        raise ValueError(f"Invalid learning rate: {lr}; it must be 0 or more")
+
+
+def check_betas(betas: Any, count: int = 2) -> None:
+    """Refuse decay rates of averages that are not ``count`` numbers from 0 to below 1.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if len(betas) != count:
+        raise ValueError(f"Invalid betas: {betas}; there must be {count}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(
+                f"Invalid beta parameter at index {index}: {beta}; it must be 0 or more and below 1"
+            )
+
+
+def check_not_negative(**values: Any) -> None:
+    """Refuse hyperparameters below 0, which are given by name.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, value in values.items():
+        if not value >= 0.0:
+            raise ValueError(f"Invalid {name} value: {value}; it must be 0 or more")
+
+
+def check_positive(**values: Any) -> None:
+    """Refuse hyperparameters that are not above 0, which are given by name.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name, value in values.items():
+        if not value > 0.0:
+            raise ValueError(f"Invalid {name} value: {value}; it must be above 0")

@@ -1,0 +1,196 @@
+"""The optimizers that torch lacks step as others' implementations of them do, for 2,000 steps."""
+
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import pytorch_optimizer
+import torch
+from support import transcribed_optimizers
+from support.optimizers import BEYOND_TORCH
+from torch import Tensor
+from torch.nn import Parameter
+
+import ampopt
+from ampopt.testing.bits import assert_bitwise_unchanged, bits
+
+STEPS = 2000
+SHAPES = ((3, 5), ())
+
+
+class Peer(NamedTuple):
+    """Another implementation.
+
+    Attributes:
+        cls: the optimizer under test.
+        options: that it is given.
+        theirs: makes the other one.
+    """
+
+    cls: type[Any]
+    options: dict[str, Any]
+    theirs: Any
+
+
+PEERS = [
+    Peer(
+        ampopt.Lion,
+        {"lr": 0.01, "weight_decay": 0.1},
+        lambda params: pytorch_optimizer.Lion(params, lr=0.01, weight_decay=0.1),
+    ),
+    Peer(
+        ampopt.Adan,
+        {"lr": 0.01, "weight_decay": 0.1},
+        lambda params: pytorch_optimizer.Adan(params, lr=0.01, weight_decay=0.1),
+    ),
+    Peer(
+        ampopt.Adan,
+        {"lr": 0.01, "weight_decay": 0.1, "no_prox": True, "betas": (0.5, 0.25, 0.75)},
+        lambda params: pytorch_optimizer.Adan(
+            params, lr=0.01, weight_decay=0.1, weight_decouple=True, betas=(0.5, 0.25, 0.75)
+        ),
+    ),
+    Peer(
+        ampopt.Sophia,
+        {"lr": 0.01, "bs": 32},
+        lambda params: transcribed_optimizers.Sophia(
+            params, lr=0.01, betas=(0.965, 0.99), rho=0.04, weight_decay=0.1, bs=32
+        ),
+    ),
+]
+each_peer = pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.cls.__name__)
+
+
+def gradients(steps: int) -> list[list[Tensor]]:
+    """Noise around means that turn slowly, of many magnitudes."""
+    random = np.random.default_rng(0)
+    columns = []
+    for shape in SHAPES:
+        turning = np.sin(np.arange(steps) / 200).reshape(-1, *[1] * len(shape))
+        noise = random.standard_normal((steps, *shape))
+        columns.append(torch.tensor((turning + noise) * 10.0 ** random.uniform(-3, 1, shape)))
+    return [list(step) for step in zip(*columns, strict=True)]
+
+
+def train(optimizer: Any, params: list[Parameter], steps: int, step: Any, scale: float) -> None:
+    """So many steps of which every tenth is beside a second call, if there is one."""
+    for index, grads in enumerate(gradients(steps)):
+        if index % 10 == 5 and hasattr(optimizer, "update_hessian"):
+            for p, g in zip(params, grads, strict=True):
+                p.grad = (g * scale).to(p.dtype)
+            optimizer.update_hessian(*[scale] * (scale != 1.0))
+        for p, g in zip(params, grads, strict=True):
+            p.grad = (g * scale).to(p.dtype)
+        step()
+
+
+def initial(dtype: torch.dtype) -> list[Parameter]:
+    return [
+        Parameter(torch.linspace(-2.0, 2.0, 15, dtype=dtype)[:n].reshape(shape))
+        for n, shape in ((15, SHAPES[0]), (1, SHAPES[1]))
+    ]
+
+
+@each_peer
+def test_it_ends_where_another_implementation_does(peer):
+    ampopt.set_backend("eager")
+    ours, theirs = initial(torch.float64), initial(torch.float64)
+    optimizer, other = peer.cls(ours, **peer.options), peer.theirs(theirs)
+    train(optimizer, ours, STEPS, lambda: optimizer.unscale_and_step(grads_scaled_by=4.0), 4.0)
+    train(other, theirs, STEPS, other.step, 1.0)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["triton", "compiled"], indirect=True)
+@each_peer
+def test_every_backend_takes_its_steps(peer, backend):
+    ours, theirs = initial(torch.float32), initial(torch.float64)
+    optimizer, other = peer.cls(ours, **peer.options), peer.theirs(theirs)
+    train(optimizer, ours, 12, lambda: optimizer.unscale_and_step(grads_scaled_by=4.0), 4.0)
+    train(other, theirs, 12, other.step, 1.0)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.double(), q.double(), rtol=1e-5, atol=1e-6)
+
+
+OUT_OF_RANGE: list[tuple[str, Any]] = [
+    ("lr", -0.5),
+    ("lr", float("nan")),
+    ("lr", torch.ones(2)),
+    ("betas", (0.9, 1.0, 0.9)),
+    ("betas", (0.9,)),
+    ("eps", -1.0),
+    ("weight_decay", -0.5),
+    ("rho", -1.0),
+    ("bs", 0),
+]
+
+
+@pytest.mark.parametrize("cls", BEYOND_TORCH)
+def test_hyperparameters_out_of_range_are_refused(cls):
+    taken = inspect.signature(cls).parameters
+    for name, value in OUT_OF_RANGE:
+        if name not in taken:
+            continue
+        if name == "betas":
+            value = value[: len(taken[name].default)]
+        with pytest.raises(ValueError, match="Invalid .*; |lr must be"):
+            cls([Parameter(torch.ones(1))], **{name: value})
+
+
+@pytest.mark.parametrize("cls", BEYOND_TORCH)
+def test_its_docstring_names_every_argument_the_paper_and_the_differences(cls):
+    doc = inspect.getdoc(cls) or ""
+    _, arguments = doc.split("Args:\n")
+    entries = re.findall(r"^    (\w+): ", arguments.split("\n\n")[0], re.M)
+    assert entries == list(inspect.signature(cls).parameters)
+    assert re.search(r"\(\d{4}\.\d{5}\)", doc)
+    assert "Differs from there: " in doc
+
+
+@pytest.mark.parametrize("backend", ["eager", "eager on a device", "triton"], indirect=True)
+def test_an_estimate_of_the_hessian_is_skipped_as_a_step_is(backend):
+    param = Parameter(torch.ones(3))
+    optimizer = ampopt.Sophia([param])
+    scale = ampopt.DynamicLossScale(init_scale=4.0)
+    param.grad = torch.tensor([float("inf"), 4.0, 8.0])
+    before = bits(param)
+    found_inf, scale = optimizer.update_hessian(scale)
+    assert found_inf > 0 and float(scale) == 2.0
+    assert bits(param) == before
+    assert not optimizer.state[param]["hessian"].any()
+    param.grad = torch.tensor([2.0, 4.0, 8.0])
+    found_inf, scale = optimizer.update_hessian(scale)
+    assert not found_inf > 0
+    expected = torch.tensor([1.0, 4.0, 16.0]) * 0.01
+    torch.testing.assert_close(optimizer.state[param]["hessian"], expected)
+    assert bits(param) == before
+
+
+def test_a_second_rule_is_refused_between_an_unscale_and_its_step_and_uses_its_scale_up():
+    param = Parameter(torch.ones(3))
+    optimizer = ampopt.Sophia([param])
+    param.grad = torch.ones(3)
+    scale = ampopt.DynamicLossScale(init_scale=4.0)
+    optimizer.unscale(scale)
+    with assert_bitwise_unchanged(optimizer), pytest.raises(RuntimeError, match="pending"):
+        optimizer.update_hessian(1.0)
+    optimizer.step_after_unscale()
+    with assert_bitwise_unchanged(optimizer), pytest.raises(RuntimeError, match="stepped with"):
+        optimizer.update_hessian(scale)
+    with pytest.raises(TypeError, match="takes an ampopt_kernels.Rule"):
+        optimizer.run_rule(print)  # type: ignore
+
+
+def test_a_second_rule_works_on_masters():
+    param = Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = ampopt.Sophia([param], master_weights=True)
+    param.grad = torch.full((3,), 2.0, dtype=torch.bfloat16)
+    optimizer.update_hessian(2.0)
+    state = optimizer.state[param]
+    assert state["hessian"].dtype == state["master_param"].dtype == torch.float32
+    torch.testing.assert_close(state["hessian"], torch.full((3,), 0.01))
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert state["exp_avg"].dtype == torch.float32
