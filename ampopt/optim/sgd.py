@@ -17,8 +17,9 @@ __all__ = ["SGD"]
 
 
 def _complete_state(state: dict[str, Any]) -> None:
-    if state.get("momentum_buffer") is not None:
-        state.setdefault(_STEPPED, 1.0)  # from a checkpoint, where a buffer is of a step
+    buffer = state.get("momentum_buffer")
+    if buffer is not None:  # from a checkpoint, where a buffer is of a step
+        state.setdefault(_STEPPED, torch.ones((), device=buffer.device))
 
 
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
@@ -66,6 +67,14 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
             process_group: Any = None,
         ) -> None:
             """Make the optimizer; see the class."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Support loading, copying and pickling."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            if rules.sgd.scalar_state_for(rules.sgd.flag_values(group)):
+                for param in group["params"]:
+                    _complete_state(self.state.get(param, {}))
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. Synchronizes if there is dampening."""
