@@ -139,7 +139,7 @@ def test_megatrons_masters_and_states_go_on_as_they_would_there(step_in, names):
     )
 
     def step_there(now):
-        for p, master, gradient in zip(model, masters, now, strict=True):
+        for master, gradient in zip(masters, now, strict=True):
             master.grad = gradient.float()
         theirs.step()
         for p, master in zip(model, masters, strict=True):
