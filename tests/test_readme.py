@@ -1,8 +1,13 @@
 """README.md and the guides: each block runs as it stands, by itself, and prints what it says."""
 
+import contextlib
+import io
 import re
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 from support.readme import GUIDES, PAGES, README, ROOT, blocks, headings, run
 
 PRINTED = {
@@ -35,7 +40,6 @@ PRINTED = {
     "From Megatron": ["131072.0 5001.0"],
     "From Keras": ["131072.0"],
     "From JAX: jmp, flax, optax": ["131072.0 5001.0"],
-    "Many ranks": ["DTensor 65536.0"],
     "Closures and replay": ["loss ['weight', 'bias']"],
     "Loss scales": ["262144.0"],
     "An optimizer of somebody else's": ["True"],
@@ -49,6 +53,18 @@ PRINTED = {
     "The scale goes to 0, and nothing is learned": ["replays ['weight']"],
 }
 """What the block under each heading prints, and says that it prints."""
+
+ON_RANKS = {
+    "DDP": 2,
+    "FSDP2": 2,
+    "Tensor parallelism": 2,
+    "FSDP2 and tensor parallelism": 4,
+    "FSDP1": 2,
+    "ZeRO": 2,
+    "Pipelines": 2,
+    "Groups of your own": 2,
+}
+"""Blocks that are one rank of so many, each of which prints the scale after one skipped step."""
 
 IN_FRAMEWORKS = {"With Lightning", "With Accelerate and transformers"}
 """Those that tests/frameworks runs, where the frameworks are installed."""
@@ -64,8 +80,24 @@ def test_block(heading, tmp_path, capsys, monkeypatch):
         assert line in blocks()[heading]
 
 
+def printed_on_a_rank(heading, folder):
+    own = Path(folder, str(torch.distributed.get_rank()))
+    own.mkdir()
+    with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch has deprecated in itself
+        run(heading, own)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("heading", ON_RANKS)
+def test_block_of_each_rank(heading, tmp_path, two_ranks, four_ranks):
+    pool = two_ranks if ON_RANKS[heading] == 2 else four_ranks
+    assert pool.run(printed_on_a_rank, heading, str(tmp_path)) == ["32768.0\n"] * pool.n
+    assert "# 32768.0" in blocks()[heading]
+
+
 def test_every_block_is_run():
-    assert set(blocks()) == PRINTED.keys() | IN_FRAMEWORKS
+    assert set(blocks()) == PRINTED.keys() | ON_RANKS.keys() | IN_FRAMEWORKS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

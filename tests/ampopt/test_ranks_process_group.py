@@ -306,3 +306,40 @@ def several_groups() -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
+    """Of the whole model, as this rank is told it, and as all of the model's gradients have it."""
+    import warnings
+
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    data = torch.full((2, 3), 2.0)
+    model(data).square().mean().backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()  # type: ignore
+    model.zero_grad()
+    options: Any = {"device_id": torch.device("cpu"), "use_orig_params": orig}
+    kind, said, group = ShardingStrategy[strategy], {}, None
+    if strategy == "HYBRID_SHARD":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        group, options["device_mesh"] = mesh.get_group("shards"), mesh
+    if strategy == "NO_SHARD":
+        said = {"replicated": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FullyShardedDataParallel(model, sharding_strategy=kind, **options)
+    params = [{"params": list(model.parameters()), **said}]
+    optimizer = ampopt.SGD(params, lr=0.5, process_group=group)
+    model(data).square().mean().backward()
+    optimizer.unscale_and_step(max_norm=1.0)
+    return [float(optimizer.grad_norm), float(expected)]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("orig", [False, True])
+def test_fsdp1_has_the_norm_of_the_model_once(four_ranks, strategy, orig):
+    for norm, expected in four_ranks.run(norms_under_fsdp1, strategy, orig):
+        assert norm == pytest.approx(expected, rel=1e-5)
