@@ -83,6 +83,12 @@ class ElementwiseOptimizer(Optimizer):
     point that judges or clips, which every rank has to call, with gradients or without. What ranks
     hold alike, ordinary parameters beside DTensors too, counts once in the norm.
 
+    **Modes, and a step of one's own.** What a step has to be refused for, such as a mode that it
+    does not belong to, :meth:`check_step` says. A ``step`` that a subclass defines around this one
+    may do anything, so it is taken and skipped as an ordinary one, as :attr:`skip_by` says, and
+    ``unscale_and_step`` unscales gradients in place before it; where what it does besides need not
+    be skipped, say ``skip_by = "step"``, and the rule alone is, on the device.
+
     Attributes:
         rule: the mathematics; see :class:`ampopt_kernels.Rule`.
     """
@@ -129,6 +135,7 @@ class ElementwiseOptimizer(Optimizer):
         ours = self._ampopt
         left = torch_scaler.take(self, (closure,), {})
         try:
+            self.check_step()
             loss = evaluated(closure)
             request = ours.asked or Request(check=False)
         finally:
@@ -140,6 +147,13 @@ class ElementwiseOptimizer(Optimizer):
         if left is not None:
             left.put_back(self, decision)
         return loss
+
+    def check_step(self) -> None:
+        """Raise if there is to be no step now; for subclasses, here nothing is refused.
+
+        Called before anything changes: by ``step``, whoever calls it, by :meth:`unscale`, and by
+        the control points that step.
+        """
 
     @uncompiled
     @torch.no_grad()

@@ -21,6 +21,8 @@ from ampopt_kernels.step import Request
 
 __all__ = ["Optimizer", "check_max_norm", "unscale_and_step"]
 
+Pair = tuple[Tensor, Tensor]
+
 _HANDS_ON = (["self"], "args", "kwargs")
 
 _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
@@ -272,6 +274,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         ours = self._ampopt
         ours.refuse_pending("unscale")
+        ours.check_step()
         scale = ours.scale(grads_scaled_by)
         gradients.check(self.param_groups)
         decision = None
@@ -414,7 +417,19 @@ class Optimizer(torch.optim.Optimizer):
         Float32 master weights where there are some, else the parameters themselves. After
         :meth:`unscale`, the ``grad`` of each holds its unscaled gradient.
         """
-        yield from self._ampopt.masters.params()
+        for _, full in self.params_and_masters():
+            yield full
+
+    def params_and_masters(self, group: dict[str, Any] | None = None) -> Iterator[Pair]:
+        """Each parameter, beside the tensor that steps update: its master, or the parameter itself.
+
+        For what changes parameters between steps: write to the second, and copy it to the first
+        where it is another tensor, or the next step undoes it.
+
+        Args:
+            group: a param group, for its parameters alone.
+        """
+        yield from self._ampopt.masters.pairs(self.param_groups if group is None else [group])
 
 
 # --- their parts ----------------------------------------------------------------------------------

@@ -135,6 +135,7 @@ def _checked(optimizers: Any) -> list[Optimizer]:
                 "unscale_and_step(closure, grads_scaled_by=scale)"
             )
         optimizer._ampopt.refuse_pending("unscale_and_step")
+        optimizer._ampopt.check_step()
     _refuse_shared(optimizers)
     return optimizers
 

@@ -41,6 +41,7 @@ class ByRule(Stepping):
 
     def attempt(self, request: Request) -> Attempt:
         """See :class:`Stepping`."""
+        self.check_step()
         optimizer = self.optimizer
         if is_watched(optimizer, self._step):
             self.rule.decision = None

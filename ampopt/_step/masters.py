@@ -57,16 +57,13 @@ class Masters:
             state[MASTER] = param.detach().to(torch.float32)
         return state[MASTER]
 
-    def params(self) -> Iterator[Tensor]:
-        """The master of each parameter that is trained and needs one; else the parameter."""
-        for group in self._groups:
-            if not self._kept:
-                yield from group["params"]
-                continue
+    def pairs(self, groups: list[dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter, and its master if it is trained and needs one, else itself again."""
+        for group in groups:
             for param in group["params"]:
                 frozen = not param.requires_grad and MASTER not in self._state.get(param, {})
                 master = None if frozen else self.of(group, param)
-                yield param if master is None else master
+                yield param, param if master is None else master
 
     # --- whose gradients steps read -------------------------------------------------------------
 

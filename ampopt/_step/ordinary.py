@@ -1,6 +1,7 @@
 """How an ordinary ``step()``, which knows nothing of scaling, is taken or skipped."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,8 @@ class Ordinary(Stepping):
     def skipper(self) -> Skipper:
         """How the step is skipped; chosen before the first."""
         if self._skipper is None:
+            if self.rule is not None and self.skip_by == "auto" and self.home.type != "cpu":
+                _warn_of_own_step(type(self.optimizer).__name__)
             transacts = self._make_state is not None
             self._skipper = skipper_of(self.skip_by, self.home, transacts=transacts)
         return self._skipper
@@ -110,6 +113,7 @@ class Ordinary(Stepping):
         self, request: Request, attempt: Callable[[Decision | None], Attempt]
     ) -> Attempt:
         """Unscale as ``request`` says, and have the decision known while ``attempt`` runs."""
+        self.check_step()
         gradients.check(self.optimizer.param_groups)
         self._decision, self._is_over = self.unscale(request), False
         try:
@@ -155,10 +159,25 @@ class Ordinary(Stepping):
         return Attempt(decision, returned[0] if returned else None, called)
 
     def _step_told(self, step: Callable[[], Any], skip: Tensor) -> Any:
-        """Call a ``step`` that skips by itself where ``found_inf`` says so."""
+        """Call a ``step`` that skips by itself where ``found_inf`` says so; a rule in it does."""
         optimizer = self.optimizer
-        optimizer.found_inf = skip.to(torch.float32)
+        optimizer.found_inf = flag = skip.to(torch.float32)
+        if self.rule is not None:
+            self.asked = Request(check=False, found_inf=flag)
         try:
             return step()
         finally:
+            self.asked = None
             vars(optimizer).pop("found_inf", None)
+
+
+def _warn_of_own_step(name: str) -> None:
+    """What the step of a rule loses by another around it, which can be skipped as a whole alone."""
+    warnings.warn(
+        f"the step of {name} is around that of a rule, so both are taken and undone where they "
+        "are to be skipped, or the host waits for the overflow flag. If it only refuses some "
+        "steps, define check_step() in its place; if what it does need not be skipped, say "
+        'skip_by = "step" in the class; else skip_by = "transaction" or "host"',
+        UserWarning,
+        stacklevel=2,
+    )

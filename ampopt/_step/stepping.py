@@ -128,6 +128,11 @@ class Stepping(ABC):
     def check_gradients(self) -> None:
         """Refuse gradients that cannot be unscaled and stepped with, before anything changes."""
 
+    def check_step(self) -> None:
+        """Raise if the optimizer is a rule and says that there is to be no step now."""
+        if self.rule is not None:
+            self.optimizer.check_step()
+
     @abstractmethod
     def snapshot(self) -> Snapshot | None:
         """What to restore if ``step(closure)`` fails half way; ``None`` if nothing changes then."""

@@ -945,3 +945,13 @@ def test_torchs_grad_scaler_steps_half_precision_parameters(dtype, master_weight
     assert torch.equal(param.float(), wide)
     if master_weights:
         assert bits(masters_of(optimizer)) == bits([wide])
+
+
+def test_each_parameter_comes_beside_the_tensor_that_steps_update():
+    half, full = Parameter(torch.ones(2).bfloat16()), Parameter(torch.ones(2))
+    optimizer = ampopt.SGD([{"params": [half]}, {"params": [full]}], lr=0.5, master_weights=True)
+    (first, master), (second, itself) = optimizer.params_and_masters()
+    assert first is half and second is itself is full
+    assert master is optimizer.state[half]["master_param"]
+    ((only, same),) = optimizer.params_and_masters(optimizer.param_groups[1])
+    assert only is same is full

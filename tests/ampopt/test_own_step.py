@@ -166,3 +166,98 @@ def test_a_step_made_with_wraps_is_the_authors_own(theirs, made_before, scaler):
         else:
             optimizer.unscale_and_step(grads_scaled_by=4.0)
         assert attempts[-1] == param.tolist() == [1.0 if third == INF else 0.5] * 3
+
+
+class Moded(ampopt.SGD):
+    """A rule with a mode in which there is to be no step."""
+
+    trains = True
+
+    def check_step(self) -> None:
+        if not self.trains:
+            raise RuntimeError("not in this mode")
+
+
+STEPS = {
+    "step": lambda o: o.step(),
+    "unscale": lambda o: o.unscale(2.0),
+    "unscale_and_step": lambda o: o.unscale_and_step(grads_scaled_by=2.0),
+    "max_norm": lambda o: o.unscale_and_step(max_norm=1.0),
+    "closure": lambda o: o.unscale_and_step(lambda scale: 1.0, 2.0),
+    "together": lambda o: ampopt.unscale_and_step([o], 2.0),
+    "GradScaler": lambda o: scaler_for(o.param_groups[0]["params"][0]).step(o),
+}
+
+
+@pytest.mark.parametrize("call", STEPS)
+@pytest.mark.parametrize("around", [False, True])
+def test_a_step_that_is_refused_changes_nothing_and_the_next_is_taken(call, around):
+    class Around(Moded):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    param = Parameter(torch.ones(3))
+    optimizer = (Around if around else Moded)([param], lr=0.5, momentum=0.5)
+    param.grad = torch.ones(3)
+    optimizer.trains = False
+    before = everything(optimizer)
+    with pytest.raises(RuntimeError, match="not in this mode"):
+        STEPS[call](optimizer)
+    assert everything(optimizer) == before
+    assert param.grad.tolist() == [1.0] * 3
+    optimizer.trains = True
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert param.tolist() == [0.75] * 3
+
+
+def test_a_step_is_refused_between_an_unscale_and_itself():
+    param = Parameter(torch.ones(3))
+    optimizer = Moded([param], lr=0.5)
+    param.grad = torch.ones(3)
+    optimizer.unscale(1.0)
+    optimizer.trains = False
+    with pytest.raises(RuntimeError, match="not in this mode"):
+        optimizer.step_after_unscale()
+    assert param.tolist() == [1.0] * 3
+    optimizer.trains = True
+    optimizer.step_after_unscale()
+    assert param.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "eager on a device", "triton"], indirect=True)
+@both_ways
+def test_a_step_around_a_rule_may_leave_the_skip_to_it(split, backend):
+    """What the rule does is skipped, on the device, and what is around it is not."""
+
+    class Counting(ampopt.AdamW):
+        skip_by = "step"
+
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["calls"] = self.param_groups[0].get("calls", 0) + 1
+            return super().step(closure)
+
+    param, twin = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    optimizer, reference = Counting([param]), ampopt.AdamW([twin])
+    for number in (4.0, INF, 8.0):
+        param.grad = torch.full((3,), number)
+        if split:
+            optimizer.unscale(grads_scaled_by=2.0)
+            result = optimizer.step_after_unscale()
+        else:
+            result = optimizer.unscale_and_step(grads_scaled_by=2.0)
+        assert result.skipped == (number == INF)
+        if number != INF:
+            twin.grad = torch.full((3,), number / 2)
+            reference.step()
+    assert bits(param) == bits(twin)
+    assert optimizer.param_groups[0]["calls"] == 3
+
+
+def test_a_step_around_a_rule_is_warned_of_where_the_host_would_wait(monkeypatch):
+    monkeypatch.setattr(Ordinary, "home", torch.device("cuda"))
+    optimizer = Shrinking([Parameter(torch.ones(3))])
+    with pytest.warns(UserWarning, match="the step of Shrinking is around that of a rule"):
+        _ = optimizer._ampopt.skipper
+    optimizer = Shrinking([Parameter(torch.ones(3))])
+    optimizer.skip_by = "host"
+    assert optimizer._ampopt.skipper.mode == "host"
