@@ -23,6 +23,7 @@ An overflowed step is skipped where the gradients are, and the host waits for no
   ``NORMS`` kept in float32, and ``run_in``.
 - Your own: ``ElementwiseOptimizer`` from a rule, ``Optimizer`` from a ``step()``, and ``extend``
   and ``patch_optimizer`` for the optimizers of others. ``ampopt.testing`` tests them.
+- In loops of others: ``ampopt.integrations`` for Lightning, Accelerate and transformers.
 - On many ranks: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``, which is
   loaded when it is asked for, and so not listed here: the module behind it takes seconds.
 - To look: ``first_nonfinite`` names the module that overflows, ``profile`` says where the host

@@ -82,6 +82,8 @@ class LRSchedulerGate(LRScheduler):
         self._attempts: list[Tensor | None] = []
         self._unknown: deque[_Outcome] = deque()
         self._ahead = 0
+        while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
+            optimizer = inner  # a wrapper's, as Accelerate's: hooks are called of the one inside
         self._hook = optimizer.register_step_post_hook(self._note)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -94,17 +96,7 @@ class LRSchedulerGate(LRScheduler):
             kwargs: likewise.
         """
         attempts, self._attempts = self._attempts, []
-        if not attempts:
-            return
-        self._unknown.append(_outcome(attempts))
-        delay = self._delay
-        if delay is None:
-            delay = DELAY if any(outcome.is_late for outcome in self._unknown) else 0
-        while len(self._unknown) > delay:
-            self._ahead += self._unknown.popleft().skipped()
-        if self._ahead:
-            self._ahead -= 1
-        else:
+        if self._advances(attempts):
             self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,6 +140,21 @@ class LRSchedulerGate(LRScheduler):
         if name == "scheduler":  # not there yet, as while it is being unpickled
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def _advances(self, attempts: list[Tensor | None]) -> bool:
+        """Whether the scheduler is to advance now, after these attempts since the last call."""
+        if not attempts:
+            return False
+        self._unknown.append(_outcome(attempts))
+        delay = self._delay
+        if delay is None:
+            delay = DELAY if any(outcome.is_late for outcome in self._unknown) else 0
+        while len(self._unknown) > delay:
+            self._ahead += self._unknown.popleft().skipped()
+        if self._ahead:
+            self._ahead -= 1
+            return False
+        return True
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """A step hook: remember the flag of this attempt."""

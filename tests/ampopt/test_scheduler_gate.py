@@ -482,3 +482,25 @@ def test_a_delay_out_of_range_is_refused(delay):
     scheduler = schedulers.StepLR(made()[0], 1)
     with pytest.raises(ValueError, match="delay must be a whole number, 0 or more, or None, got"):
         lr_scheduler_gate(scheduler, delay=delay)
+
+
+def test_the_steps_of_an_optimizer_in_a_wrapper_are_seen():
+    """As Accelerate's, which makes schedulers of a wrapper that has no hooks of its own."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+        def step(self, closure=None):
+            return self.optimizer.step(closure)
+
+    param = Parameter(torch.ones(3))
+    wrapper = Wrapper(Wrapper(ampopt.SGD([param], lr=1.0)))
+    gate = ampopt.lr_scheduler_gate(schedulers.StepLR(wrapper, 1, gamma=0.5))
+    gate.step()
+    assert gate.get_last_lr() == [1.0]
+    param.grad = torch.ones(3)
+    wrapper.step()
+    gate.step()
+    assert gate.get_last_lr() == [0.5]

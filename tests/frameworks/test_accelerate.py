@@ -8,6 +8,7 @@ it makes the same of them there.
 # The extra may not be installed.
 # pyright: reportMissingImports=false
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,9 @@ needs("accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
+from ampopt.integrations import StepRecord  # noqa: E402
+from ampopt.integrations import accelerate as shipped  # noqa: E402
+
 SCALERS = [torch.amp.GradScaler, ampopt.GradScaler]
 OVERFLOWS = 2.0**24  # scales from here down to 2**17 overflow float16 here
 
@@ -33,8 +37,8 @@ def accelerator_for(scaler: Any, precision: str = "fp16", accumulated: int = 1) 
     accelerator = Accelerator(
         cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulated
     )
-    accelerator.scaler = scaler
     accelerator.native_amp = precision != "no"  # as it is on a GPU
+    shipped.use_scaler(accelerator, scaler)
     return accelerator
 
 
@@ -57,7 +61,7 @@ def trained(accelerator: Any, make: Any, *, size: int = 2, clip: float | None = 
     inner = make(net.parameters())
     scheduler: Any = torch.optim.lr_scheduler.StepLR(inner, step_size=1, gamma=0.5)
     if isinstance(inner, ampopt.Optimizer):
-        scheduler = ampopt.lr_scheduler_gate(scheduler)
+        scheduler = shipped.lr_scheduler_gate(scheduler)
     model, optimizer, scheduler, loader = accelerator.prepare(net, inner, scheduler, batches(size))
     for images, labels in loader:
         with accelerator.accumulate(model):
@@ -75,6 +79,7 @@ def test_the_block_of_the_guide(tmp_path, capsys):
     names = readme.run("With Accelerate and transformers", tmp_path)
     assert capsys.readouterr().out == "False\n"
     assert names["scheduler"].get_last_lr() != [1e-3]
+    assert float(names["norm"]) > 0
 
 
 def test_on_the_cpu_it_has_no_scaler():
@@ -182,7 +187,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path):
         accelerator = accelerator_for(scaler)
         net = linear()
         inner = ampopt.AdamW(net.parameters(), lr=0.1)
-        gate = ampopt.lr_scheduler_gate(torch.optim.lr_scheduler.StepLR(inner, 1))
+        gate = shipped.lr_scheduler_gate(torch.optim.lr_scheduler.StepLR(inner, 1))
         model, optimizer, scheduler = accelerator.prepare(net, inner, gate)
         if load:
             accelerator.load_state(str(tmp_path))
@@ -202,3 +207,90 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path):
     straight = run(scaler(), slice(None))
     run(scaler(), slice(0, 5), save=True)
     assert run(scaler(1.0), slice(5, None), load=True) == straight
+
+
+# --- what is shipped -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("fp16", 2.0**16), ("bf16", 1.0), ("no", 1.0)])
+def test_the_scaler_that_a_precision_asks_for(precision, scale):
+    scaler: Any = accelerator_for(None, precision).scaler
+    assert scaler.get_scale() == scale
+
+
+def test_a_scaler_that_comes_too_late_is_refused():
+    accelerator = accelerator_for(None)
+    accelerator.prepare(ampopt.SGD(linear().parameters()))
+    with pytest.raises(RuntimeError, match="before accelerator.prepare, which has given SGD"):
+        shipped.use_scaler(accelerator)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_clipping_sees_unscaled_gradients_in_every_precision(precision, accumulated):
+    """Accelerate alone unscales for it under float16 only."""
+    results = []
+    for scale in (1.0, 2.0**10):
+        scaler = ampopt.GradScaler("cpu", loss_scale=ampopt.StaticLossScale(scale))
+        accelerator = accelerator_for(scaler, precision, accumulated)
+        net, *_ = trained(accelerator, lambda p: ampopt.SGD(p, lr=0.5), clip=0.1)
+        results.append(list(net.parameters()))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+
+def test_the_gradients_of_masters_are_clipped():
+    accelerator = accelerator_for(None, "bf16")
+    net = linear().bfloat16()
+    inner = ampopt.SGD(net.parameters(), lr=1.0, master_weights=True)
+    _, optimizer = accelerator.prepare(net, inner)
+    before = [p.detach().float() for p in net.parameters()]
+    accelerator.backward(net(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
+    accelerator.clip_grad_norm_(inner.master_params(), 2.0**-6)
+    optimizer.step()
+    changes = [old - new.detach() for old, new in zip(before, inner.master_params(), strict=True)]
+    assert float(torch.nn.utils.get_total_norm(changes)) == pytest.approx(2.0**-6, rel=1e-2)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_a_gate_counts_as_accelerate_does_with_many_processes(
+    processes, split_batches, monkeypatch
+):
+    """Which steps a scheduler once for each process, unless the processes split batches."""
+    counts = []
+    for gate in (shipped.lr_scheduler_gate, lambda scheduler: scheduler):
+        accelerator = accelerator_for(ampopt.GradScaler("cpu", init_scale=2.0**10), "no")
+        accelerator.dataloader_config.split_batches = split_batches
+        net = linear()
+        optimizer = ampopt.SGD(net.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 0.5**count)
+        outer, prepared = accelerator.prepare(optimizer, gate(scheduler))
+        monkeypatch.setattr(
+            "accelerate.scheduler.AcceleratorState",
+            lambda: SimpleNamespace(num_processes=processes),
+        )
+        for factor in (1.0, float("inf"), 1.0):
+            accelerator.backward(net(torch.ones(2, 4)).sum() * factor)
+            outer.step()
+            prepared.step()
+            outer.zero_grad()
+        counts.append(scheduler.last_epoch)
+        monkeypatch.undo()
+    each = 1 if split_batches else processes
+    assert counts == [2 * each, 3 * each]  # without a gate, the skipped step counts
+
+
+def test_a_record_knows_what_became_of_steps():
+    scaler = ampopt.GradScaler("cpu", init_scale=2.0**20)
+    accelerator = accelerator_for(scaler)
+    records = []
+
+    def make(params: Any) -> Any:
+        optimizer = ampopt.SGD(params, lr=0.5)
+        records.append(StepRecord(optimizer, scaler))
+        return optimizer
+
+    trained(accelerator, make)
+    found = records[0].read()
+    assert found["steps"] == 8 and 0 < found["skips"] < 8 and found["skipped"] == 0
+    assert found["scale"] == 2 ** (20 - found["skips"])

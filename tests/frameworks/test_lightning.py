@@ -15,8 +15,11 @@ import ampopt
 from ampopt.testing.bits import bits
 
 needs("lightning")
+from lightning.fabric.utilities.exceptions import MisconfigurationException  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
+
+from ampopt.integrations import lightning as shipped  # noqa: E402
 
 pytestmark = [
     # Lightning asks torch's pytrees by a name that torch has deprecated.
@@ -31,12 +34,6 @@ pytestmark = [
 
 SCALERS = [torch.amp.GradScaler, ampopt.GradScaler]
 OVERFLOWS = 2.0**24  # scales from here down to 2**17 overflow float16 here
-
-
-@pytest.fixture(scope="module")
-def scaled(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The precision plugin that the guide shows."""
-    return readme.run("With Lightning", tmp_path_factory.mktemp("guide"))["Scaled"]
 
 
 class Net(LightningModule):
@@ -128,13 +125,13 @@ def test_clipping_is_refused_by_mixed_precision_as_it_comes():
 
 @pytest.mark.parametrize("scaler_class", SCALERS)
 @pytest.mark.parametrize("manual", [False, True])
-def test_the_plugin_clips_and_shows_true_gradients(scaled, scaler_class, manual):
+def test_the_plugin_clips_and_shows_true_gradients(scaler_class, manual):
     """As the trainer does with torch's optimizer and torch's scaler."""
     clip: dict[str, Any] = {} if manual else {"gradient_clip_val": 0.5}
     reference = Net(lambda params: torch.optim.SGD(params, lr=0.5), manual=manual)
     trained(reference, mixed(torch.amp.GradScaler), **clip)
     net = Net(lambda params: ampopt.SGD(params, lr=0.5), manual=manual)
-    plugin = mixed(scaler_class, scaled)
+    plugin = mixed(scaler_class, shipped.MixedPrecision)
     trained(net, plugin, **clip)
     torch.testing.assert_close(list(net.parameters()), list(reference.parameters()))
     assert net.norms == pytest.approx(reference.norms, rel=1e-5, nan_ok=True)
@@ -142,20 +139,20 @@ def test_the_plugin_clips_and_shows_true_gradients(scaled, scaler_class, manual)
     assert max(n for n in net.norms if n < float("inf")) > 0.5  # so that it was clipped
 
 
-def test_the_plugin_stands_a_training_step_that_returns_none(scaled):
+def test_the_plugin_stands_a_training_step_that_returns_none():
     net = Net(lambda params: ampopt.SGD(params, lr=0.5), returns_none_at=0)
-    plugin = mixed(ampopt.GradScaler, scaled, 2.0)
+    plugin = mixed(ampopt.GradScaler, shipped.MixedPrecision, 2.0)
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
         trained(net, plugin)
     assert plugin.scaler.loss_scale._counters.tolist()[0] == 7  # finite steps of eight batches
 
 
-def test_batches_are_accumulated(scaled):
+def test_batches_are_accumulated():
     """Four steps of two batches each are four steps of batches twice as large."""
     results = []
     for accumulated in (1, 2):
         net = Net(lambda params: ampopt.SGD(params, lr=0.5))
-        plugin = mixed(ampopt.GradScaler, scaled, 2.0**10)
+        plugin = mixed(ampopt.GradScaler, shipped.MixedPrecision, 2.0**10)
         options: dict[str, Any] = {"accumulate_grad_batches": accumulated, "gradient_clip_val": 0.5}
         trained(net, plugin, batch_size=4 // accumulated, **options)
         assert plugin.scaler.loss_scale._counters.tolist()[0] == 4
@@ -166,16 +163,9 @@ def test_batches_are_accumulated(scaled):
 @pytest.mark.parametrize("cls", [ampopt.LBFGS, ampopt.AdamW])
 def test_closures_are_replayed(cls):
     """What Lightning refuses of LBFGS, and so no batch is lost to an overflow."""
-
-    class Replayed(MixedPrecision):
-        def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-            scaler: Any = self.scaler
-            loss = scaler.step(optimizer, closure, **kwargs)
-            scaler.update()
-            return loss
-
     net = Net(lambda params: cls(params, lr=0.1))
-    plugin = mixed(ampopt.GradScaler, Replayed)
+    scaler = ampopt.GradScaler("cpu", init_scale=OVERFLOWS)
+    plugin = shipped.MixedPrecision("16-mixed", "cpu", scaler, replay=True)
     (everything,) = data(16)
     before = net.loss(everything)
     trained(net, plugin, batch_size=16, max_epochs=2)
@@ -190,7 +180,7 @@ def state_of(net: Net) -> list[dict[str, Any]]:
     return list(net.trainer.optimizers[0].state.values())
 
 
-def test_a_gated_scheduler_counts_steps_that_happened(scaled):
+def test_a_gated_scheduler_counts_steps_that_happened():
     def make(params: Any) -> Any:
         optimizer = ampopt.AdamW(params, lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -198,24 +188,24 @@ def test_a_gated_scheduler_counts_steps_that_happened(scaled):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": gate, "interval": "step"}}
 
     net = Net(make)
-    plugin = mixed(ampopt.GradScaler, scaled, 2.0**20)
+    plugin = mixed(ampopt.GradScaler, shipped.MixedPrecision, 2.0**20)
     trained(net, plugin)
     (happened,) = {float(s["step"]) for s in state_of(net)}
     assert 0 < happened < 8
     assert net.trainer.optimizers[0].param_groups[0]["lr"] == 0.5**happened
 
 
-def test_a_run_resumed_from_a_checkpoint_is_the_same_run(scaled, tmp_path: Path):
+def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path: Path):
     def make(params: Any) -> Any:
         optimizer = ampopt.AdamW(params, lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
         return {"optimizer": optimizer, "lr_scheduler": ampopt.lr_scheduler_gate(scheduler)}
 
-    straight = mixed(ampopt.GradScaler, scaled)
+    straight = mixed(ampopt.GradScaler, shipped.MixedPrecision)
     expected, _ = trained(Net(make), straight, max_epochs=2)
-    _, trainer = trained(Net(make), mixed(ampopt.GradScaler, scaled))
+    _, trainer = trained(Net(make), mixed(ampopt.GradScaler, shipped.MixedPrecision))
     trainer.save_checkpoint(tmp_path / "half.ckpt")
-    resumed = mixed(ampopt.GradScaler, scaled, 1.0)
+    resumed = mixed(ampopt.GradScaler, shipped.MixedPrecision, 1.0)
     got, _ = trained(Net(make), resumed, resume=tmp_path / "half.ckpt", max_epochs=2)
     assert got == expected
     assert resumed.scaler.state_dict() == straight.scaler.state_dict()
@@ -243,3 +233,86 @@ def test_manual_optimization_without_a_scaler():
     trained(net)
     torch.testing.assert_close(list(net.parameters()), list(reference.parameters()))
     assert net.scale.item() == plugin.scaler.get_scale()
+
+
+# --- what is shipped -----------------------------------------------------------------------------
+
+
+def test_the_block_of_the_guide(tmp_path, capsys):
+    names = readme.run("With Lightning", tmp_path)
+    assert capsys.readouterr().out.splitlines()[-1] == "0.0 65536.0"  # beside the Trainer's own
+    assert float(names["plugin"].grad_norm) > 0
+
+
+def test_a_replayed_step_is_clipped_as_any_other():
+    results = []
+    for replay in (False, True):
+        net = Net(lambda params: ampopt.SGD(params, lr=0.5))
+        scaler = ampopt.GradScaler("cpu", init_scale=OVERFLOWS if replay else 2.0**10)
+        plugin = shipped.MixedPrecision("16-mixed", "cpu", scaler, replay=replay)
+        trained(net, plugin, gradient_clip_val=0.25)
+        results.append(list(net.parameters()))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)  # the scale changes roundings
+
+
+def test_what_cannot_be_replayed_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"needs an ampopt\.GradScaler, got Grad"):
+        shipped.MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"), replay=True)
+    plugin = shipped.MixedPrecision("16-mixed", "cpu", replay=True)
+    net = Net(lambda params: ampopt.SGD(params))
+    with pytest.raises(MisconfigurationException, match="clips by norm, not by 'value'"):
+        trained(net, plugin, gradient_clip_val=1.0, gradient_clip_algorithm="value")
+
+
+def test_gradients_are_clipped_by_value():
+    net = Net(lambda params: ampopt.SGD(params, lr=1.0))
+    before = [p.detach().clone() for p in net.parameters()]
+    plugin = shipped.MixedPrecision("16-mixed", "cpu")
+    trained(net, plugin, batch_size=16, gradient_clip_val=1e-3, gradient_clip_algorithm="value")
+    pairs = zip(before, net.parameters(), strict=True)
+    change = max(float((old - new.detach()).abs().max()) for old, new in pairs)
+    assert change == pytest.approx(1e-3, rel=1e-3)
+
+
+class Overflowing(Net):
+    """Of the first batch the loss is infinite."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.loss(batch) * (float("inf") if index == 0 else 1.0)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_in_bfloat16_is_skipped(clip):
+    net = Overflowing(lambda params: ampopt.AdamW(params, lr=0.1))
+    trained(net, shipped.MixedPrecision("bf16-mixed", "cpu"), gradient_clip_val=clip)
+    assert {float(state["step"]) for state in state_of(net)} == {7.0}
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_the_gradients_of_masters_are_clipped():
+    net = Net(lambda params: ampopt.SGD(params, lr=1.0, master_weights=True)).bfloat16()
+    before = [p.detach().float() for p in net.parameters()]
+    plugin = shipped.MixedPrecision("bf16-mixed", "cpu")
+    _, trainer = trained(net, plugin, batch_size=16, gradient_clip_val=2.0**-6)
+    masters = list(trainer.optimizers[0].master_params())
+    assert {p.dtype for p in masters} == {torch.float32}
+    changes = [old - new for old, new in zip(before, masters, strict=True)]
+    norm = torch.nn.utils.get_total_norm([change.detach() for change in changes])
+    assert float(norm) == pytest.approx(2.0**-6, rel=1e-2)
+    assert plugin.grad_norm is not None and plugin.grad_norm > 2.0**-6
+
+
+@pytest.mark.parametrize("scaler_class", SCALERS)
+def test_the_monitor_logs_what_became_of_steps(scaler_class):
+    net = Net(lambda params: ampopt.AdamW(params, lr=0.1))
+    plugin = mixed(scaler_class, shipped.MixedPrecision, 2.0**20)
+    options: dict[str, Any] = {"gradient_clip_val": 0.5, "callbacks": [shipped.StepMonitor()]}
+    _, trainer = trained(net, plugin, **options)
+    logged = {name: float(number) for name, number in trainer.callback_metrics.items()}
+    (happened,) = {float(s["step"]) for s in state_of(net)}
+    assert logged["ampopt/steps"] == 8
+    assert logged["ampopt/skips"] == 8 - happened > 0
+    assert logged["ampopt/skipped"] == 0
+    assert logged["ampopt/scale"] == plugin.scaler.get_scale() == 2 ** (20 - 8 + happened)
+    assert logged["ampopt/norm"] == pytest.approx(net.norms[-1], rel=1e-5)
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks

@@ -28,6 +28,8 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
+from ampopt.integrations import transformers as shipped  # noqa: E402
+
 OVERFLOWS = 2.0**20  # which scales of 2**18 and more do here
 
 
@@ -64,21 +66,30 @@ def gated(optimizer: Any) -> Any:
 
 
 def trainer_of(
-    model: Any, folder: Path, scaler: Any = None, given: Any = None, **options: Any
-) -> Trainer:
+    model: Any,
+    folder: Path,
+    scaler: Any = None,
+    given: Any = None,
+    cls: Any = Trainer,
+    **options: Any,
+) -> Any:
     arguments = TrainingArguments(
         str(folder),
         use_cpu=True,
-        fp16=scaler is not None,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         max_grad_norm=0.5,
         report_to=[],
         disable_tqdm=True,
-        logging_strategy="no",
-        **{"save_strategy": "no", "max_steps": 6, **options},
+        **{
+            "fp16": scaler is not None,
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "max_steps": 6,
+            **options,
+        },
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=TEXTS, **(given or {}))
+    trainer = cls(model=model, args=arguments, train_dataset=TEXTS, **(given or {}))
     if scaler is not None:
         trainer.accelerator.scaler = scaler
         trainer.accelerator.native_amp = True  # as it is with float16 on a GPU
@@ -149,3 +160,64 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resume else None)
         results.append((bits(list(model.parameters())), scaler.state_dict()))
     assert results[0] == results[1]
+
+
+# --- what is shipped -----------------------------------------------------------------------------
+
+
+def test_a_prepared_trainer_counts_steps_that_happened_and_logs_skips(tmp_path):
+    """Its own scheduler, made for an optimizer that Accelerate has wrapped."""
+    given = {"optimizer_cls_and_kwargs": (ampopt.AdamW, {"lr": 0.05})}
+    options = {"logging_strategy": "steps", "logging_steps": 1, "fp16": True}
+    trainer = trainer_of(llama(), tmp_path, None, given, **options)
+    trainer.accelerator.native_amp = True
+    seen: list[dict[str, Any]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, *args: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
+
+    trainer.callback_handler.callbacks.insert(0, Reporter())  # where reporters are
+    scaler = shipped.prepare(trainer, ampopt.GradScaler("cpu", init_scale=OVERFLOWS))
+    assert trainer.accelerator.scaler is scaler
+    trainer.train()
+
+    steps = [log for log in seen if "loss" in log]
+    skips = int(steps[-1]["ampopt/skips"])
+    assert 0 < skips < 6
+    assert [log["ampopt/steps"] for log in steps] == [1, 2, 3, 4, 5, 6]
+    assert [log["ampopt/skipped"] for log in steps] == [1.0] * skips + [0.0] * (6 - skips)
+    assert steps[-1]["ampopt/scale"] == OVERFLOWS / 2**skips
+    assert trainer.state.log_history[-2]["ampopt/skips"] == skips
+    # It falls linearly, to 0 after six steps.
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0.05 * skips / 6)
+    inner = trainer.optimizer.optimizer
+    assert not inner._ampopt.pending and len(inner._optimizer_step_post_hooks) == 1  # the gate's
+
+
+def test_a_gate_that_it_was_given_is_kept(tmp_path):
+    model = llama()
+    optimizer = ampopt.AdamW(model.parameters(), lr=0.05)
+    gate = gated(optimizer)
+    trainer = trainer_of(model, tmp_path, None, {"optimizers": (optimizer, gate)})
+    shipped.prepare(trainer)
+    trainer.train()
+    assert trainer.lr_scheduler is gate
+    assert gate.get_last_lr() == [0.05 * 0.5**6]
+
+
+def test_an_overflow_in_bfloat16_is_skipped(tmp_path):
+    class Overflowing(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            factor = float("inf") if self.state.global_step == 2 else 1.0
+            loss: Any = super().compute_loss(*args, **kwargs)
+            return loss * factor
+
+    model = llama()
+    given = {"optimizer_cls_and_kwargs": (ampopt.AdamW, {"lr": 0.05})}
+    trainer = trainer_of(model, tmp_path, None, given, bf16=True, cls=Overflowing)
+    shipped.prepare(trainer)
+    trainer.train()
+    assert all(p.isfinite().all() for p in model.parameters())
+    states = trainer.optimizer.optimizer.state.values()
+    assert {float(state["step"]) for state in states} == {5.0}

@@ -1,0 +1,155 @@
+"""For Lightning's ``Trainer``: a precision plugin, and a callback that logs skips and the scale."""
+
+# pyright: reportMissingImports=false
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+try:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Callback
+    from lightning.pytorch.plugins import precision as plugins
+except ImportError as error:
+    raise ImportError(
+        "ampopt.integrations.lightning needs Lightning: python -m pip install lightning"
+    ) from error
+
+from ampopt.grad_scaler.scaler import GradScaler
+from ampopt.integrations.step_record import StepRecord
+from ampopt.loss_scale.static import StaticLossScale
+from ampopt.optimizer import Optimizer
+
+__all__ = ["MixedPrecision", "StepMonitor"]
+
+
+class MixedPrecision(plugins.MixedPrecision):
+    """Lightning's plugin of that name, for optimizers that skip by themselves, as ampopt's do.
+
+    Lightning's trains with them too, but refuses to clip. This one unscales first, so that clipping
+    and ``on_before_optimizer_step`` see true gradients::
+
+        trainer = Trainer(plugins=[MixedPrecision("16-mixed", "cuda")], gradient_clip_val=1.0)
+
+    Differs from Lightning: bfloat16 has a scaler too, with a scale of 1.0, so that a step that
+    overflows is skipped; with ``master_weights=True`` the masters' gradients are clipped; and a
+    batch that overflows can be run again.
+
+    Attributes:
+        grad_norm: norm of the unscaled gradients before they were last clipped by norm, on the
+            device; ``None`` before.
+    """
+
+    def __init__(
+        self,
+        precision: Any = "16-mixed",
+        device: str = "cuda",
+        scaler: Any = None,
+        *,
+        replay: bool = False,
+    ) -> None:
+        """Make the plugin.
+
+        Args:
+            precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+            device: type of the device to train on.
+            scaler: :class:`ampopt.GradScaler`, or torch's; ``None`` for one of ours with its
+                default schedule, or for bfloat16 with ``StaticLossScale(1.0)``.
+            replay: run a batch again, with a smaller scale, while its gradients overflow, so that
+                none is lost, and LBFGS, which Lightning refuses, trains. Needs a scaler of ours and
+                optimizers of ours. Clips by norm only, and hooks before the step are not called,
+                since its gradients are not unscaled by then. A loss that is not finite is an
+                :class:`ampopt.NonFiniteGradientError`.
+        """
+        if scaler is None:
+            fixed = StaticLossScale(1.0) if precision == "bf16-mixed" else None
+            scaler = GradScaler(device, loss_scale=fixed)
+        if replay and not isinstance(scaler, GradScaler):
+            raise MisconfigurationException(
+                f"replay=True needs an ampopt.GradScaler, got {type(scaler).__name__}"
+            )
+        # Lightning's constructor takes none for bfloat16.
+        super().__init__(precision, device, None if precision == "bf16-mixed" else scaler)
+        self.scaler: Any = scaler
+        self.replay = replay
+        self.grad_norm: torch.Tensor | None = None
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, unscale, clip, and step or skip. Does not synchronize but to replay."""
+        if self.replay and model.automatic_optimization:
+            result = self.scaler.step(optimizer, closure, **_clipping(model.trainer), **kwargs)
+        else:
+            loss = closure()
+            if loss is None and model.automatic_optimization:
+                return None  # as training_step did: there is nothing to step with
+            self.scaler.unscale_(optimizer)
+            self._after_closure(model, optimizer)  # clips
+            result = self.scaler.step(optimizer, **kwargs)
+        self.scaler.update()
+        return result
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Clip what has been unscaled, by value or by norm."""
+        plugins.Precision.clip_gradients(self, *args, **kwargs)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """As Lightning's, and remember :attr:`grad_norm`."""
+        parameters = self.main_params(optimizer)
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+
+    def main_params(self, optimizer: Any) -> Iterator[Any]:
+        """The tensors whose gradients are unscaled: masters where there are some."""
+        if isinstance(optimizer, Optimizer):
+            return optimizer.master_params()
+        return super().main_params(optimizer)
+
+
+class StepMonitor(Callback):
+    """Logs the loss scale, skips, and the norm of gradients, by the ``log`` of the module.
+
+    Under ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips``, ``ampopt/steps`` and, where they
+    are clipped by norm, ``ampopt/norm``; see :meth:`ampopt.integrations.StepRecord.numbers`. With
+    several optimizers, under ``ampopt/0/scale`` and so on. They stay on the device until the logger
+    writes them.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._records: list[StepRecord] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to count."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._records = [StepRecord(optimizer, scaler) for optimizer in trainer.optimizers]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Log what is known by now."""
+        several = len(self._records) > 1
+        for i, record in enumerate(self._records):
+            numbers = record.numbers()
+            norm = getattr(trainer.precision_plugin, "grad_norm", None)
+            if norm is not None and not several:
+                numbers["norm"] = norm
+            prefix = f"ampopt/{i}/" if several else "ampopt/"
+            pl_module.log_dict({prefix + name: number for name, number in numbers.items()})
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop counting."""
+        for record in self._records:
+            record.remove()
+        self._records = []
+
+
+def _clipping(trainer: Any) -> dict[str, float]:
+    """What the trainer was told of clipping, as a step that unscales by itself takes it."""
+    if not trainer.gradient_clip_val:
+        return {}
+    if trainer.gradient_clip_algorithm not in (None, "norm"):
+        raise MisconfigurationException(
+            f"replay=True clips by norm, not by {trainer.gradient_clip_algorithm.value!r}: choose "
+            "gradient_clip_algorithm='norm' or replay=False"
+        )
+    return {"max_norm": float(trainer.gradient_clip_val)}

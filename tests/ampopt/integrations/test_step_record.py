@@ -1,0 +1,102 @@
+"""What is logged of steps, without any framework; with them: tests/frameworks."""
+
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import ampopt
+from ampopt.integrations import StepRecord
+from ampopt.testing import as_on_a_device, assert_no_sync
+
+INF = float("inf")
+
+
+def parameter() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(3))
+
+
+def stepped(optimizer: Any, param: Any, *factors: float, **options: Any) -> None:
+    for factor in factors:
+        param.grad = torch.ones(3) * factor
+        optimizer.unscale_and_step(grads_scaled_by=1.0, **options)
+
+
+def test_it_counts_attempts_and_skips():
+    param = parameter()
+    optimizer = ampopt.AdamW([param])
+    record = StepRecord(optimizer)
+    assert record.read() == {"steps": 0}
+    stepped(optimizer, param, 1.0, INF, 1.0, INF)
+    assert record.read() == {"skipped": 1, "skips": 2, "steps": 4}
+    before = record.numbers()
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert record.read() == {"skipped": 0, "skips": 2, "steps": 5}
+    stepped(optimizer, param, INF)
+    assert float(before["skips"]) == 2  # what was read does not change afterwards
+    record.remove()
+    stepped(optimizer, param, INF)
+    assert record.read()["steps"] == 6
+
+
+def test_the_norm_is_that_of_the_optimizer():
+    param = parameter()
+    optimizer = ampopt.SGD([param], lr=0.1)
+    record = StepRecord(optimizer)
+    stepped(optimizer, param, 2.0, max_norm=1.0)
+    assert record.read()["norm"] == pytest.approx(12**0.5)
+
+
+@pytest.mark.parametrize("scaler_class", [ampopt.GradScaler, torch.amp.GradScaler])
+def test_the_scale_is_that_of_the_scaler(scaler_class):
+    param = parameter()
+    optimizer = ampopt.SGD([param], lr=0.1)
+    scaler = scaler_class("cpu", init_scale=8.0)
+    record = StepRecord(optimizer, scaler)
+    for factor in (1.0, INF):
+        optimizer.zero_grad()
+        scaler.scale((param * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert record.read() == {"scale": 4, "skipped": 1, "skips": 1, "steps": 2}
+
+
+def test_an_optimizer_of_torch_has_no_flag():
+    param = parameter()
+    optimizer = torch.optim.SGD([param])
+    record = StepRecord(optimizer)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert record.read() == {"skipped": 0, "skips": 0, "steps": 1}
+
+
+def test_nothing_waits_until_it_is_read():
+    with as_on_a_device():
+        param = parameter()
+        optimizer = ampopt.AdamW([param])
+        record = StepRecord(optimizer, ampopt.GradScaler("cpu"))
+        with assert_no_sync():
+            stepped(optimizer, param, 1.0, INF, max_norm=1.0)
+            numbers = record.numbers()
+    assert set(numbers) == {"steps", "skips", "skipped", "norm", "scale"}
+
+
+def test_no_framework_is_imported_unasked():
+    code = """
+import sys, ampopt.integrations
+assert not {"lightning", "accelerate", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])
+def test_a_missing_framework_is_named(name, monkeypatch):
+    for module in {name, *(m for m in sys.modules if m.startswith(f"{name}."))}:
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"ampopt.integrations.{name}", raising=False)
+    with pytest.raises(ImportError, match=f"ampopt.integrations.{name} needs .*pip install {name}"):
+        importlib.import_module(f"ampopt.integrations.{name}")
