@@ -165,8 +165,11 @@ def check_plannable(steps: "RuleSteps") -> None:
 
 
 def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
-    """Make all scalar states float64 if one is, as backends want them alike; whether it is so."""
-    names = [part.name for part in rule.scalar_state]
+    """Make scalar states float64 if one is, but for those with a dtype of their own; if it is so.
+
+    Backends want each alike in all rows.
+    """
+    names = [part.name for part in rule.scalar_state if part.dtype is None]
     kept = [(state, name) for state in states for name in names if name in state]
     if all(state[name].dtype == torch.float32 for state, name in kept):
         return False

@@ -19,7 +19,7 @@ from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.transaction import Skipper, skipper_of
 from ampopt.backend import backend_for
 from ampopt_kernels.found import NOBODY
-from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.rule import MASTER, PARAM, Rule, State
 from ampopt_kernels.step import Decision, Request, run
 from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.transfers import carried
@@ -209,20 +209,26 @@ class RuleSteps:
                     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which "
                     "places states as their parameters"
                 )
-            if value is not None and master is not None:
+            dtype = _dtype_of(part, like)
+            if value is not None and (master is not None or part.dtype is not None):
                 # From torch, or from a run without masters: in the parameter's dtype.
-                state[part.name] = value.to(master.dtype)
+                state[part.name] = value.to(dtype)
             if value is None:
-                mine = torch.empty_like(dtensor.local(like), memory_format=torch.preserve_format)
-                real(mine).fill_(self._initial(part, param))
+                mine = torch.empty_like(dtensor.local(like), dtype=dtype)
+                if part.init == PARAM:
+                    mine.copy_(dtensor.local(like))
+                else:
+                    real(mine).fill_(self._initial(part, param))
                 state[part.name] = dtensor.spread_like(mine, like)
-        dtype = _scalar_dtype([state.get(part.name) for part in scalars], param.device)
+        undeclared = [state.get(part.name) for part in scalars if part.dtype is None]
+        dtype = _scalar_dtype(undeclared, param.device)
         for part in scalars:
+            own = widest(param.device) if part.dtype == torch.float64 else part.dtype or dtype
             value = state.get(part.name)
             if value is None:
-                value = torch.zeros((), dtype=dtype, device=param.device)
+                value = torch.zeros((), dtype=own, device=param.device)
                 value.fill_(self._initial(part, param))
-            state[part.name] = _scalar(value, dtype, param.device)
+            state[part.name] = _scalar(value, own, param.device)
         return state
 
     def _initial(self, part: State, param: Tensor) -> Any:
@@ -264,7 +270,9 @@ class RuleSteps:
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue
-            if states := self.rule.state_for(self.rule.flag_values(group)):
+            states = self.rule.state_for(self.rule.flag_values(group))
+            states = [part for part in states if part.dtype in (None, torch.float16)]
+            if states:
                 self._warned_of_float16 = True
                 warnings.warn(
                     f"{type(optimizer).__name__} keeps {', '.join(part.name for part in states)} "
@@ -276,6 +284,12 @@ class RuleSteps:
                     stacklevel=2,
                 )
                 return
+
+
+def _dtype_of(part: State, like: Tensor) -> torch.dtype:
+    """Of a state beside the parameter, or master, ``like``."""
+    dtype = part.dtype or like.dtype
+    return dtype.to_complex() if like.is_complex() else dtype
 
 
 def _scalar_dtype(values: list[Any], device: torch.device) -> torch.dtype:

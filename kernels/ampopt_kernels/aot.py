@@ -174,10 +174,10 @@ def launches(case: Case) -> list[Launch]:
     row = Row(
         grad=tensor(low),
         param=tensor(stored),
-        state=tuple(tensor(stored) for _ in rule.state_for(case.flags)),
+        state=tuple(tensor(part.dtype or stored) for part in rule.state_for(case.flags)),
         copy=tensor(low) if case.masters else None,
         scalars=tuple(
-            torch.zeros(()) if part in rule.scalar_state_for(case.flags) else None
+            torch.zeros((), dtype=part.dtype) if part in rule.scalar_state_for(case.flags) else None
             for part in rule.scalar_state
         ),
         flags=case.flags,
@@ -332,7 +332,7 @@ def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
     one = torch.ones((), dtype=torch.float64)
     for n in range(len(rule.hyper), len(rule.hyper) + 9):
         try:
-            _, h = rule.torch_scalars((one,) * len(rule.scalar_state), (one * 0.5,) * n)
+            _, h = rule.torch_scalars((one,) * len(rule.scalar_state), (one * 0.5,) * n, flags)
             rule.torch_update(one, one, (one,) * len(rule.state_for(flags)), h, flags)
         except (ValueError, IndexError):
             continue

@@ -179,14 +179,15 @@ def _advance(
     for index, row in enumerate(work.rows):
         by_group.setdefault(row.group, []).append(index)
     zero, wide = torch.zeros((), device=work.device), widest(work.device)
+    dtypes = work.scalar_dtypes
     for group, members in by_group.items():
         hyper = (x.reshape(()) if isinstance(x, Tensor) else x for x in work.hyper[group])
         h = tuple(_cast(x, wide) for x in hyper)
         columns = list(zip(*(work.rows[i].scalars for i in members), strict=True))
         s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
-        new_s, new_h = rule.torch_scalars(s, h)
-        for column, old, new in zip(columns, s, new_s, strict=True):
-            values = keep(old, new).to(work.scalar_dtype).unbind()
+        new_s, new_h = rule.torch_scalars(s, h, work.rows[members[0]].flags)
+        for column, old, new, dtype in zip(columns, s, new_s, dtypes, strict=True):
+            values = keep(old, new).to(dtype).unbind()
             stored = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
             if stored:
                 copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]

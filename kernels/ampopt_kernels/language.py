@@ -143,7 +143,7 @@ def rounded(x, DTYPE: tl.constexpr):
     """``x`` in ``DTYPE``, to the nearest, ties to even: what a kernel stores."""
     if _ROUNDS_BY_HAND and DTYPE == tl.bfloat16:
         # Triton's interpreter cuts float32 off where every device rounds it.
-        bits = x.to(tl.uint32, bitcast=True)
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)  # by way of float32 everywhere
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, nearest, bits)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

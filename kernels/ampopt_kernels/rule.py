@@ -1,6 +1,7 @@
 """What an optimizer is, to the engines: a rule, which is its mathematics and the names it needs."""
 
 import functools
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,10 +12,12 @@ from torch import Tensor
 from ampopt_kernels import torch_language
 from ampopt_kernels.language import INTERPRETED, jit, tl
 
-__all__ = ["MASTER", "Rule", "State"]
+__all__ = ["MASTER", "PARAM", "Rule", "State"]
 
 MASTER = "master_param"
 """Where ``optimizer.state[p]`` keeps the float32 master of ``p``, beside the states of the rule."""
+PARAM = "param"
+"""As ``State.init``: what the parameter is when the state is made."""
 
 
 @jit
@@ -29,20 +32,39 @@ class State:
 
     Attributes:
         name: the key in ``optimizer.state[p]``; torch's own name where torch has one.
-        init: its value before the first step: a number, or the name of the param-group entry that
-            holds it. An entry is read when the state is made, which a skipped step may do; a rule
-            that wants the entry's value at the first step taken knows that step by its count.
+        init: its value before the first step: a number; the name of the param-group entry that
+            holds it; or ``"param"`` for a copy of the parameter, of its master if it has one. It is
+            read when the state is made, which a skipped step may do; a rule that wants the entry's
+            value at the first step taken knows that step by its count.
         when: the flag under which it exists, or several, under all of which; ``None`` for always.
+        dtype: what it is kept in: float16, bfloat16, float32 or float64, and of complex parameters
+            the complex dtype of two such; of a scalar, float32 or float64. What is loaded is
+            converted to the arithmetic dtype, and rounded once when it is stored. ``None`` is the
+            dtype of the parameter, or its master, and of scalars float32, or float64 if that is
+            torch's default dtype.
     """
 
     name: str
     init: float | str = 0.0
     when: str | tuple[str, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Check the dtype."""
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise ValueError(
+                f"State {self.name!r} cannot be kept in {self.dtype!r}: choose torch.float16, "
+                "torch.bfloat16, torch.float32 or torch.float64, or leave dtype out for the "
+                "parameter's own"
+            )
 
     @property
     def needs(self) -> tuple[str, ...]:
         """The flags under all of which it exists."""
         return (self.when,) if isinstance(self.when, str) else self.when or ()
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +96,12 @@ class Rule:
         state: the tensors kept for each parameter, in the order of ``state``.
         flags: names of param-group entries; each flag is the truth of its entry, so that a
             ``weight_decay`` of 0 costs nothing. A tensor counts as true.
-        scalars: ``scalars(s, h) -> (s, h)``, optional, once per parameter and step in float64 on
-            the device: ``s`` are the scalar states (step counts and the like), ``h`` the
-            hyperparameters. What it returns as ``h`` is what ``update`` gets. A skipped step does
-            not advance ``s``.
-        scalar_state: the 0-d tensors kept for each parameter, in the order of ``s``: float32, or
-            float64 if that is torch's default dtype. One whose flag is off reads as 0 and is not
-            stored.
+        scalars: ``scalars(s, h) -> (s, h)`` or ``scalars(s, h, flags) -> (s, h)``, optional, once
+            per parameter and step in float64 on the device: ``s`` are the scalar states (step
+            counts and the like), ``h`` the hyperparameters. What it returns as ``h``, as many
+            whatever the flags, is what ``update`` gets. A skipped step does not advance ``s``.
+        scalar_state: the 0-d tensors kept for each parameter, in the order of ``s``. One whose flag
+            is off reads as 0 and is not stored.
         scalars64: ``scalars`` where scalar states are float64; ``None`` if it is the same, as it
             is but for a rule that rounds them as torch does.
     """
@@ -109,6 +130,18 @@ class Rule:
             _check_tuple(role, getattr(self, role), str, '("lr",)')
         for role in ("state", "scalar_state"):
             _check_tuple(role, getattr(self, role), State, '(State("exp_avg"),)')
+        if self.scalars_arguments not in (2, 3):
+            raise TypeError(
+                f"Rule scalars must take (s, h) or (s, h, flags), not {self.scalars_arguments} "
+                "arguments"
+            )
+        for part in self.scalar_state:
+            if part.init == PARAM or part.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"State {part.name!r} is a scalar, which is kept in torch.float32 or "
+                    "torch.float64 and begins with a number or a param-group entry: declare it so, "
+                    "or in state"
+                )
         names = [part.name for part in (*self.state, *self.scalar_state)]
         for name in names:
             if name == MASTER or names.count(name) > 1:
@@ -120,6 +153,11 @@ class Rule:
                     f"State {part.name!r} exists when {part.when!r}, which is not among the "
                     f"rule's flags {self.flags}: add it to flags"
                 )
+
+    @functools.cached_property
+    def scalars_arguments(self) -> int:
+        """How many arguments ``scalars`` takes; with the third it takes the flags."""
+        return len(inspect.signature(self.scalars.fn).parameters)
 
     @functools.cached_property
     def with_float64_scalars(self) -> "Rule":
@@ -181,8 +219,9 @@ class Rule:
 
     @functools.cached_property
     def torch_scalars(self) -> Any:
-        """``scalars`` on torch tensors."""
-        return torch_language.dividing(torch_language.bind(self.scalars))
+        """``scalars(s, h, flags)`` on torch tensors, whether it takes the flags or not."""
+        scalars, n = torch_language.bind(self.scalars), self.scalars_arguments
+        return torch_language.dividing(lambda s, h, flags=(): scalars(*(s, h, flags)[:n]))
 
     def width(self, n_hyper: int) -> int:
         """How many scalars ``update`` takes as ``h``, given so many hyperparameters."""
@@ -193,7 +232,8 @@ class Rule:
         @functools.cache
         def width(n_hyper: int) -> int:
             one = torch.ones((), dtype=torch.float64, device="cpu")
-            _, h = self.torch_scalars((one,) * len(self.scalar_state), (one * 0.5,) * n_hyper)
+            s, hyper = (one,) * len(self.scalar_state), (one * 0.5,) * n_hyper
+            _, h = self.torch_scalars(s, hyper, (False,) * len(self.flags))
             return len(h)
 
         return width

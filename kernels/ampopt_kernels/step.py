@@ -120,11 +120,11 @@ class Work:
                 row.grad = _RELEASED
 
     @property
-    def scalar_dtype(self) -> torch.dtype:
-        """What scalar states are kept in, all of them: float32, or float64."""
-        kept = (s for row in self.rows for s in row.scalars if s is not None)
-        first = next(kept, None)
-        return torch.float32 if first is None else first.dtype
+    def scalar_dtypes(self) -> tuple[torch.dtype, ...]:
+        """What each of the scalar states is kept in, in every row that has it."""
+        n = len(self.rows[0].scalars) if self.rows else 0
+        columns = ((s for row in self.rows if (s := row.scalars[i]) is not None) for i in range(n))
+        return tuple(next((s.dtype for s in column), torch.float32) for column in columns)
 
     @property
     def float64(self) -> bool:

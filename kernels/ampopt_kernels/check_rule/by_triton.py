@@ -42,7 +42,14 @@ def _update_kernel(
 
 
 @jit
-def _scalars_kernel(blocks, SCALARS: tl.constexpr, N_SCALARS: tl.constexpr, N_HYPER: tl.constexpr):
+def _scalars_kernel(
+    blocks,
+    SCALARS: tl.constexpr,
+    ARGUMENTS: tl.constexpr,
+    FLAGS: tl.constexpr,
+    N_SCALARS: tl.constexpr,
+    N_HYPER: tl.constexpr,
+):
     at = tl.arange(0, 128)
     s = ()
     for i in tl.static_range(N_SCALARS):
@@ -50,7 +57,10 @@ def _scalars_kernel(blocks, SCALARS: tl.constexpr, N_SCALARS: tl.constexpr, N_HY
     h = ()
     for i in tl.static_range(N_HYPER):
         h = h + (tl.load(blocks + (N_SCALARS + i) * 128 + at),)
-    new_s, new_h = SCALARS(s, h)
+    if ARGUMENTS == 2:
+        new_s, new_h = SCALARS(s, h)
+    else:
+        new_s, new_h = SCALARS(s, h, FLAGS)
     for i in tl.static_range(N_SCALARS):
         tl.store(blocks + i * 128 + at, new_s[i].to(tl.float32))
     for i in tl.static_range(len(new_h)):
@@ -146,6 +156,8 @@ def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tupl
 
     scalars: dict[str, Any] = {
         "SCALARS": compilable(rule.scalars),
+        "ARGUMENTS": rule.scalars_arguments,
+        "FLAGS": flags,
         "N_SCALARS": len(rule.scalar_state),
         "N_HYPER": n_hyper,
     }

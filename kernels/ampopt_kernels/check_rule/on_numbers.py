@@ -50,6 +50,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         rule.torch_scalars,
         (one,) * len(scalars),
         (one * 0.5,) * n_hyper,
+        flags,
     )
     if not isinstance(s, tuple) or len(s) != len(scalars):
         raise ValueError(
@@ -62,6 +63,11 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
                 f"scalars of {owner}'s rule returned {values!r} as {what}: return a tuple of "
                 "numbers, one for each that update takes"
             )
+    if len(h) != rule.width(n_hyper):
+        raise ValueError(
+            f"scalars of {owner}'s rule returned {len(h)} numbers as h under {given}, and "
+            f"{rule.width(n_hyper)} without flags: return as many whatever the flags"
+        )
     update = f"update of {owner}'s rule"
     both = f"{update}, which declares state={states} under {given}, {declared}"
 

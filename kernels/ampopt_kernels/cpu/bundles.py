@@ -173,7 +173,7 @@ class Block:
         ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
         group share it, and so do steps of a rule that counts nothing.
         """
-        given = hyper[self.group]
+        given, flags = hyper[self.group], self.rows[0].flags
         found = [0.0 if s is None else _common(s) for s in self.scalars]
         counts = [count for count in found if count is not None]
         if len(counts) == len(found):
@@ -182,7 +182,7 @@ class Block:
             key = array("d", [*counts, *numbers]).tobytes()
             last = advanced.get(self.group)
             if last is None or last.key != key:
-                result = rule.torch_scalars(tuple(counts), tuple(numbers))
+                result = rule.torch_scalars(tuple(counts), tuple(numbers), flags)
                 last = _Advanced(key, *(tuple(map(float, part)) for part in result))
                 advanced[self.group] = last
             for stored, value in zip(self.scalars, last.scalars, strict=True):
@@ -194,7 +194,7 @@ class Block:
         # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
         # and the same step among others of the same count would have another result.
         wide = tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given)
-        new_s, h = rule.torch_scalars(s, wide)
+        new_s, h = rule.torch_scalars(s, wide, flags)
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
                 stored.copy_(value)

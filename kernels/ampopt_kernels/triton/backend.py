@@ -187,8 +187,9 @@ class Triton(Backend):
             "N_HYPER": 0 if hyper is None else hyper.shape[1],
             "N_STATES": state_columns(rule),
             "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
-            "STORED": _DTYPES[work.scalar_dtype],
-            "COLUMNS": 5 if table is None else table.columns,
+            "STORED": tuple(_DTYPES[dtype] for dtype in work.scalar_dtypes),
+            "FLAG_SETS": () if table is None else table.flag_sets,
+            "COLUMNS": 6 if table is None else table.columns,
             "PARTS": PARTS,
             "ROWS": ROWS,
         }

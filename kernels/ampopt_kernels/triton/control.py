@@ -39,6 +39,7 @@ def control_kernel(
     N_STATES: tl.constexpr,
     N_SCALARS: tl.constexpr,
     STORED: tl.constexpr,
+    FLAG_SETS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -77,7 +78,9 @@ def control_kernel(
         N_HYPER: hyperparameters in a group.
         N_STATES: state columns of the table.
         N_SCALARS: scalar-state columns of the table.
-        STORED: dtype of scalar states.
+        STORED: dtype of each scalar state.
+        FLAG_SETS: the flags that rows may have, by their number in the table, if ``SCALARS`` takes
+            flags; else empty.
         COLUMNS: width of the table.
         PARTS: parts at a time.
         ROWS: rows at a time.
@@ -92,10 +95,16 @@ def control_kernel(
         skip = tl.load(factors)
     if ADVANCE:
         for start in range(0, n_rows, ROWS):
-            _advance(
-                skip, start, table, hyper, h_out, n_rows,
-                SCALARS, N_HYPER, N_STATES, N_SCALARS, STORED, COLUMNS, ROWS,
-            )  # fmt: skip
+            if len(FLAG_SETS) == 0:
+                _advance(
+                    skip, start, table, hyper, h_out, n_rows, 0,
+                    SCALARS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, COLUMNS, ROWS,
+                )  # fmt: skip
+            for i in tl.static_range(len(FLAG_SETS)):
+                _advance(
+                    skip, start, table, hyper, h_out, n_rows, i,
+                    SCALARS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, COLUMNS, ROWS,
+                )  # fmt: skip
 
 
 @jit
@@ -184,17 +193,21 @@ def _advance(
     hyper,
     h_out,
     n_rows,
+    FLAG_SET: tl.constexpr,
     SCALARS: tl.constexpr,
     N_HYPER: tl.constexpr,
     N_STATES: tl.constexpr,
     N_SCALARS: tl.constexpr,
     STORED: tl.constexpr,
+    FLAG_SETS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     at = start + tl.arange(0, ROWS)
     live = at < n_rows
     row = table + at.to(tl.int64) * COLUMNS
+    if len(FLAG_SETS) > 1:
+        live = live & (tl.load(row + COLUMNS - 4, mask=live, other=-1) == FLAG_SET)
     group = tl.load(row + COLUMNS - 2, mask=live, other=0)
     # Idle lanes compute on ordinary numbers, so that they divide nothing by zero.
     h = ()
@@ -204,14 +217,17 @@ def _advance(
     for i in tl.static_range(N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
         stored = live & (address != 0)
-        old = tl.load(address.to(tl.pointer_type(STORED)), mask=stored, other=0.0)
+        old = tl.load(address.to(tl.pointer_type(STORED[i])), mask=stored, other=0.0)
         s = s + (tl.where(live, old.to(tl.float64), 1.0),)
-    new_s, new_h = SCALARS(s, h)
+    if len(FLAG_SETS) == 0:
+        new_s, new_h = SCALARS(s, h)
+    else:
+        new_s, new_h = SCALARS(s, h, FLAG_SETS[FLAG_SET])
     # Spread before it is compared: Triton's interpreter cannot spread a boolean.
     skips = skip + tl.zeros((ROWS,), tl.float64)
     for i in tl.static_range(N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
         stored = live & (address != 0) & (skips <= 0)
-        tl.store(address.to(tl.pointer_type(STORED)), new_s[i].to(STORED), mask=stored)
+        tl.store(address.to(tl.pointer_type(STORED[i])), new_s[i].to(STORED[i]), mask=stored)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)

@@ -2,11 +2,12 @@
 
 The table has one int64 row for each parameter::
 
-    grad | param | states ... copy | scalar states ... | counted | group | numel
+    grad | param | states ... copy | scalar states ... | flags | counted | group | numel
 
-with 0 for what a row has not, and for ``counted`` where it does not count towards the norm. A
-launch takes those of its programs' (row, chunk) pairs that share dtypes, flags and alignment, so
-the number of launches does not depend on the number of tensors or groups.
+with 0 for what a row has not, and for ``counted`` where it does not count towards the norm.
+``flags`` is their number among ``Table.flag_sets``. A launch takes those of its programs' (row,
+chunk) pairs that share dtypes, flags and alignment, so the number of launches does not depend on
+the number of tensors or groups.
 """
 
 from dataclasses import dataclass, replace
@@ -58,7 +59,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Table:
-    """The table of addresses on the device, what it was made from, and the launches over it."""
+    """The table of addresses on the device, what it was made from, and the launches over it.
+
+    ``flag_sets`` are all flags that rows have, where ``scalars`` of the rule takes them.
+    """
 
     rows: Tensor
     numbers: list[int]
@@ -67,6 +71,7 @@ class Table:
     row_of_block: list[int]
     chunk: int
     launches: list[Launch]
+    flag_sets: tuple[tuple[bool, ...], ...]
     aligned: list[bool]
     stamp: int
     prepared: bool = False
@@ -99,6 +104,9 @@ class Table:
     def _made(work: Work) -> "Table":
         n_states = state_columns(work.rule)
         n_scalars = 0 if work.rule is None else len(work.rule.scalar_state)
+        flag_sets: tuple[tuple[bool, ...], ...] = ()
+        if work.rule is not None and work.rule.scalars_arguments > 2:
+            flag_sets = tuple(dict.fromkeys(row.flags for row in work.rows))
         rows: list[int] = []
         kinds: dict[Any, list[int]] = {}
         for index, row in enumerate(work.rows):
@@ -106,7 +114,8 @@ class Table:
             addresses += [0] * (2 + n_states - len(addresses))
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
-            rows += [*addresses, *scalars, int(row.counted), row.group, row.grad.numel()]
+            of_flags = flag_sets.index(row.flags) if flag_sets else 0
+            rows += [*addresses, *scalars, of_flags, int(row.counted), row.group, row.grad.numel()]
             kinds.setdefault((row.kind, row.aligned), []).append(index)
         chunk = _chunk(sum(row.grad.numel() for row in work.rows))
         blocks: list[int] = []
@@ -124,11 +133,12 @@ class Table:
         return Table(
             rows=get(_name("rows", work), rows, torch.int64, work.device),
             numbers=rows,
-            columns=5 + n_states + n_scalars,
+            columns=6 + n_states + n_scalars,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             row_of_block=blocks[::2],
             chunk=chunk,
             launches=launches,
+            flag_sets=flag_sets,
             aligned=[row.aligned for row in work.rows],
             stamp=work.stamp,
         )
