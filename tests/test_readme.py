@@ -47,9 +47,22 @@ PRINTED = {
     "Watching for overflow": ["loss 6 2", "the output of '2' (Linear) is not finite: float16", "2"],
     "Attempting to unscale FP16 gradients.": ["0.0"],
     "unscale_() has already been called on this optimizer since the last update().": ["False"],
+    "mat1 and mat2 must have the same dtype, but got Float and Half": [
+        "torch.float32 torch.float32"
+    ],
+    "\"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'": [
+        "False",
+        "True",
+    ],
+    "step() has already been called since the last update().": ["4096.0"],
     "No inf checks were recorded for this optimizer.": ["False True"],
     "Detected call of `lr_scheduler.step()` before `optimizer.step()`": ["[0.1]", "[0.01"],
     "Closure use is not currently supported if GradScaler is enabled.": ["False"],
+    "The source state dict is empty, possibly because it was saved from a disabled instance of "
+    "GradScaler.": ["65536.0"],
+    "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor": [
+        "tensor(True)"
+    ],
     "The scale goes to 0, and nothing is learned": ["replays ['weight']"],
 }
 """What the block under each heading prints, and says that it prints."""

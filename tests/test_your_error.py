@@ -38,13 +38,52 @@ def with_a_closure(scaler):
     scaler.step(sgd(), closure=lambda: torch.zeros(()))
 
 
+def float32_inputs_of_a_float16_model(_):
+    torch.nn.Linear(3, 3).half()(torch.ones(3, 3))
+
+
+def stepped_twice(scaler):
+    optimizer = sgd()
+    scaler.step(optimizer)
+    scaler.step(optimizer)
+
+
+def resumed_from_a_disabled_scaler(scaler):
+    scaler.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+
+
 @pytest.mark.parametrize(
     "mistake",
-    [float16_parameters, unscaled_twice, without_gradients, first_step_skipped, with_a_closure],
+    [
+        float16_parameters,
+        float32_inputs_of_a_float16_model,
+        unscaled_twice,
+        stepped_twice,
+        without_gradients,
+        first_step_skipped,
+        with_a_closure,
+        resumed_from_a_disabled_scaler,
+    ],
 )
 def test_torch_says_what_the_page_has_as_a_heading(mistake):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
     with pytest.raises((AssertionError, RuntimeError, UserWarning, ValueError)) as error:
         mistake(scaler)
+    assert any(heading in str(error.value) for heading in HEADINGS)
+
+
+def test_torch_does_not_clip_what_is_sharded_in_part(process_group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    parameters = [
+        torch.nn.Parameter(torch.ones(3)),
+        torch.nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)])),
+    ]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(RuntimeError) as error:
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
     assert any(heading in str(error.value) for heading in HEADINGS)
