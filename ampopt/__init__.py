@@ -61,6 +61,7 @@ from ampopt.optim import (
     RAdam,
     RMSprop,
     Rprop,
+    ScheduleFreeAdamW,
     Sophia,
     SparseAdam,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "ScheduleFreeAdamW",
     "SkipAwareAverage",
     "Sophia",
     "SparseAdam",

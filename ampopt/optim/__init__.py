@@ -15,6 +15,7 @@ from ampopt.optim.nadam import NAdam
 from ampopt.optim.radam import RAdam
 from ampopt.optim.rmsprop import RMSprop
 from ampopt.optim.rprop import Rprop
+from ampopt.optim.schedule_free_adamw import ScheduleFreeAdamW
 from ampopt.optim.sgd import SGD
 from ampopt.optim.sophia import Sophia
 from ampopt.optim.sparse_adam import SparseAdam
@@ -36,6 +37,7 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "ScheduleFreeAdamW",
     "Sophia",
     "SparseAdam",
 ]

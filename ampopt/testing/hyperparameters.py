@@ -74,6 +74,13 @@ _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "step_sizes": st.just((1e-6, 50.0)),
         "maximize": _FLAG,
     },
+    "ScheduleFreeAdamW": {
+        **_ADAM,
+        "betas": st.tuples(st.sampled_from([0.5, 0.9]) | st.floats(0.1, 0.999), _BELOW_ONE),
+        "warmup_steps": st.integers(0, 3),
+        "r": st.sampled_from([0.0, 1.0]),
+        "weight_lr_power": st.sampled_from([2.0, 0.0]),
+    },
     "Sophia": {
         **_COMMON,
         "betas": _BETAS,

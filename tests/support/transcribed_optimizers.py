@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Adan", "Sophia", "transcribed"]
+__all__ = ["Adan", "ScheduleFreeAdamW", "Sophia", "transcribed"]
 
 
 class Transcribed(torch.optim.Optimizer):
@@ -53,6 +53,29 @@ class Adan(Transcribed):
         if not no_prox:
             p.div_(1 + lr * weight_decay)
         state["neg_pre_grad"] = -g
+
+
+class ScheduleFreeAdamW(Transcribed):
+    """``AdamWScheduleFree`` of facebookresearch/schedule_free."""
+
+    def one(self, p, g, state, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, **_):
+        beta1, beta2 = betas
+        k = state["step"] - 1
+        if k == 0:
+            state["z"] = p.clone()
+            state["exp_avg_sq"] = torch.zeros_like(p)
+            state["lr_max"] = state["weight_sum"] = 0.0
+        lr = lr * ((k + 1) / warmup_steps if k < warmup_steps else 1.0)
+        state["lr_max"] = max(lr, state["lr_max"])
+        weight = (k + 1) ** r * state["lr_max"] ** weight_lr_power
+        state["weight_sum"] += weight
+        ckp1 = weight / state["weight_sum"] if state["weight_sum"] else 0.0
+        state["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        denominator = state["exp_avg_sq"].div(1 - beta2 ** (k + 1)).sqrt_().add_(eps)
+        direction = (g / denominator).add_(p, alpha=weight_decay)
+        p.lerp_(end=state["z"], weight=ckp1)
+        p.add_(direction, alpha=lr * (beta1 * (1 - ckp1) - 1))
+        state["z"].sub_(direction, alpha=lr)
 
 
 class Sophia(Transcribed):

@@ -11,6 +11,7 @@ from ampopt_kernels.rules.nadam import nadam
 from ampopt_kernels.rules.radam import radam
 from ampopt_kernels.rules.rmsprop import rmsprop
 from ampopt_kernels.rules.rprop import rprop
+from ampopt_kernels.rules.schedule_free_adamw import schedule_free_adamw
 from ampopt_kernels.rules.sgd import sgd
 from ampopt_kernels.rules.sophia import sophia, sophia_hessian
 
@@ -26,6 +27,7 @@ __all__ = [
     "radam",
     "rmsprop",
     "rprop",
+    "schedule_free_adamw",
     "sgd",
     "sophia",
     "sophia_hessian",

@@ -53,6 +53,13 @@ PEERS = [
         ),
     ),
     Peer(
+        ampopt.ScheduleFreeAdamW,
+        {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 100, "r": 1.0},
+        lambda params: pytorch_optimizer.ScheduleFreeAdamW(
+            params, lr=0.01, weight_decay=0.1, warmup_steps=100, r=1.0
+        ),
+    ),
+    Peer(
         ampopt.Sophia,
         {"lr": 0.01, "bs": 32},
         lambda params: transcribed_optimizers.Sophia(
@@ -75,7 +82,7 @@ def gradients(steps: int) -> list[list[Tensor]]:
 
 
 def train(optimizer: Any, params: list[Parameter], steps: int, step: Any, scale: float) -> None:
-    """So many steps of which every tenth is beside a second call, if there is one."""
+    """So many steps, some with a second call beside them, ending with the average of steps."""
     for index, grads in enumerate(gradients(steps)):
         if index % 10 == 5 and hasattr(optimizer, "update_hessian"):
             for p, g in zip(params, grads, strict=True):
@@ -84,6 +91,11 @@ def train(optimizer: Any, params: list[Parameter], steps: int, step: Any, scale:
         for p, g in zip(params, grads, strict=True):
             p.grad = (g * scale).to(p.dtype)
         step()
+        if index % 100 == 5 and hasattr(optimizer, "eval"):
+            optimizer.eval()
+            optimizer.train()
+    if hasattr(optimizer, "eval"):
+        optimizer.eval()
 
 
 def initial(dtype: torch.dtype) -> list[Parameter]:
@@ -125,6 +137,8 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("weight_decay", -0.5),
     ("rho", -1.0),
     ("bs", 0),
+    ("warmup_steps", -1),
+    ("weight_lr_power", -1.0),
 ]
 
 
@@ -194,3 +208,47 @@ def test_a_second_rule_works_on_masters():
     torch.testing.assert_close(state["hessian"], torch.full((3,), 0.01))
     optimizer.unscale_and_step(grads_scaled_by=2.0)
     assert state["exp_avg"].dtype == torch.float32
+
+
+def test_a_schedule_free_optimizer_does_not_step_with_gradients_of_an_average():
+    param = Parameter(torch.ones(3))
+    optimizer = ampopt.ScheduleFreeAdamW([param], lr=0.5)
+    for _ in range(3):
+        param.grad = torch.ones(3)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    optimizer.eval()
+    optimizer.add_param_group({"params": [Parameter(torch.ones(1))]})
+    param.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="Invalid beta parameter at index 0: 0.0"):
+        ampopt.ScheduleFreeAdamW([param], betas=(0.0, 0.9))
+    with assert_bitwise_unchanged(optimizer), pytest.raises(RuntimeError, match=r"call train\(\)"):
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    loaded = ampopt.ScheduleFreeAdamW([{"params": [p]} for p in (param, Parameter(torch.ones(1)))])
+    loaded.load_state_dict(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=r"call train\(\)"):
+        loaded.step()
+    loaded.train()
+    loaded.step()
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_modes_of_a_schedule_free_optimizer_are_the_line_through_z(masters):
+    dtype = torch.bfloat16 if masters else torch.float64
+    param = Parameter(torch.ones(3, dtype=dtype))
+    optimizer = ampopt.ScheduleFreeAdamW([param], lr=0.5, master_weights=masters)
+    for number in (float("inf"), 1.0, -1.0, 2.0):
+        param.grad = torch.full((3,), number, dtype=dtype)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        if number == float("inf"):  # z is there, and is the parameter
+            optimizer.eval()
+            assert param.tolist() == [1.0] * 3
+            optimizer.train()
+    ((_, full),) = optimizer.params_and_masters()
+    y, z = full.detach().clone(), optimizer.state[param]["z"]
+    for _ in range(2):  # twice is as once
+        optimizer.eval()
+    torch.testing.assert_close(full.detach() * 0.9 + z * 0.1, y)
+    assert bits(param) == bits(full.to(dtype))
+    optimizer.train()
+    torch.testing.assert_close(full.detach(), y)
+    assert bits(param) == bits(full.to(dtype))
