@@ -109,6 +109,18 @@ def test_block_of_each_rank(heading, tmp_path, two_ranks, four_ranks):
     assert "# 32768.0" in blocks()[heading]
 
 
+def test_figures_are_those_of_the_results():
+    results = (ROOT / "kernels" / "RESULTS.md").read_text(encoding="utf-8")
+    table = README.read_text(encoding="utf-8").split("<!-- figures -->")[1].split("\n\n")[0]
+    _, _, *rows = table.strip().splitlines()
+    for row in rows:
+        what, _, figures = row.removeprefix("| ").partition(" | ")
+        optimizer, workload = what.split(", ")[:2]
+        section = results.split(f"### {workload}\n")[1].split("\n#")[0]
+        lines = [line for line in section.splitlines() if line.startswith(f"| {optimizer} |")]
+        assert any(f"| {figures}" in line for line in lines), row
+
+
 def test_every_block_is_run():
     assert set(blocks()) == PRINTED.keys() | ON_RANKS.keys() | IN_FRAMEWORKS
 
