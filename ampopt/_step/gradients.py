@@ -190,16 +190,20 @@ def rows(
     whose: Iterable[Owner],
     *,
     written: bool,
-) -> list[Row]:
-    """A row for the gradient of each ``(group, tensor)``, read, or ``written`` back unscaled."""
-    result = []
+) -> tuple[list[Row], list[Tensor]]:
+    """A row for the gradient of each ``(group, tensor)``, read, or ``written`` back unscaled.
+
+    Returns:
+        The rows, and the gradients as kernels see them.
+    """
+    result, grads = [], []
     for (index, param), owner in zip(holders, whose, strict=True):
         values = values_of(param)
         if written and overlaps_itself(values):
             # An expanded gradient has one element in several places: it cannot be written.
             param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
             values = values_of(param)
-        dense = staged.dense(values, values, written=written)
+        grads.append(staged.dense(values, values, written=written))
         counted = agreement is None or agreement.counts(param, index)
-        result.append(Row(grad=dense, group=index, counted=counted, owner=owner))
-    return result
+        result.append(Row(values.dtype, group=index, counted=counted, owner=owner))
+    return result, grads

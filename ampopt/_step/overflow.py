@@ -10,6 +10,7 @@ from torch import Tensor
 from ampopt._step import gradients, ranks
 from ampopt.backend import backend_for
 from ampopt_kernels.found import Owner
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request, Row, Work, run
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
@@ -104,7 +105,8 @@ def judge_held(
     if not holders:
         return decided_elsewhere(request, agreement, home)
     staged = gradients.Staged()
-    works = works_of(gradients.rows(holders, staged, agreement, whose, written=write), uploads)
+    rows, grads = gradients.rows(holders, staged, agreement, whose, written=write)
+    works = works_of(rows, grads, uploads)
     vote = ranks.Vote(agreement) if agreement is not None and request.asks else None
     decision = run(backend_for, works, replace(request, write=write, apply=False, agree=vote))
     staged.store()
@@ -112,16 +114,21 @@ def judge_held(
 
 
 def works_of(
-    rows: Sequence[Row], uploads: dict[torch.device, Uploads], **fields: Any
+    rows: Sequence[Row],
+    grads: Sequence[Tensor],
+    uploads: dict[torch.device, Uploads],
+    rule: Rule | None = None,
 ) -> list[Work]:
-    """The rows by device, the first parameter's first; ``fields`` are further ones of each."""
-    by_device: dict[torch.device, list[Row]] = {}
-    for row in rows:
-        by_device.setdefault(row.grad.device, []).append(row)
-    return [
-        Work(device, of_device, uploads=uploads.setdefault(device, Uploads()), **fields)
-        for device, of_device in by_device.items()
-    ]
+    """The rows and their gradients by device, the first parameter's first."""
+    works: dict[torch.device, Work] = {}
+    for row, grad in zip(rows, grads, strict=True):
+        device = grad.device
+        if device not in works:
+            held = uploads.setdefault(device, Uploads())
+            works[device] = Work(device, [], [], rule, uploads=held)
+        works[device].rows.append(row)
+        works[device].grads.append(grad)
+    return list(works.values())
 
 
 def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:

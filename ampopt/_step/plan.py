@@ -68,27 +68,30 @@ class Plan:
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
         whose = {owner.key: owner for owner in gradients.owners(groups)}
-        rows = [
+        made = [
             self._row(steps, group, param, state, whose[id(param)])
             for (group, param), state in zip(present, states, strict=True)
         ]
-        self.works: list[Work] = works_of(rows, steps.uploads, rule=rule)
+        rows, grads = [row for row, _ in made], [grad for _, grad in made]
+        self.works: list[Work] = works_of(rows, grads, steps.uploads, rule)
         order = {id(row): place for place, row in enumerate(rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         parts = [(*rule.state_for(own), *rule.scalar_state_for(own)) for own in flags]
         held = [
             s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]
         ]
-        grads = [row.grad for row in rows]
         spread = any(dtensor.is_spread(p) for group in groups for p in group["params"])
         self._guards = Guards(steps, flags, self._present, masters, held, grads, spread=spread)
         self.writes_gradients = all(
-            row.grad.dtype == row.compute_dtype and row.grad.data_ptr() == _address_of_grad(p)
-            for row, p in zip(rows, self._present, strict=True)
+            row.grad_dtype == row.compute_dtype and grad.data_ptr() == _address_of_grad(p)
+            for (row, grad), p in zip(made, self._present, strict=True)
         )
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._present)
 
-    def _row(self, steps: "RuleSteps", group: int, param: Tensor, state: dict, owner: Owner) -> Row:
+    def _row(
+        self, steps: "RuleSteps", group: int, param: Tensor, state: dict[str, Any], owner: Owner
+    ) -> tuple[Row, Tensor]:
+        """What a step does with ``param``, and its gradient."""
         optimizer, masters = steps.optimizer, steps.masters
         rule, flags, staged = steps.rule, self._flags[group], self._staged
         local, agreement = dtensor.local, self.agreement
@@ -96,8 +99,9 @@ class Plan:
         holder = masters.holder(optimizer.param_groups[group], param)
         p = gradients.real(local(param.detach() if master is None else master))
         copy = None if master is None else staged.dense(local(param.detach()), p, written=True)
-        return Row(
-            grad=staged.dense(gradients.values_of(holder), p, written=False),
+        grad = staged.dense(gradients.values_of(holder), p, written=False)
+        row = Row(
+            grad.dtype,
             param=staged.dense(p, p, written=True),
             copy=copy,
             state=tuple(
@@ -113,6 +117,7 @@ class Plan:
             counted=agreement is None or agreement.counts(param, group),
             owner=owner,
         )
+        return row, grad
 
     def renew(self, steps: "RuleSteps") -> bool:
         """Take up the gradients of this step; ``False`` if anything but them has changed."""
@@ -139,7 +144,7 @@ class Plan:
         self._staged.store()
         bump_versions(self._present)
         for work in self.works:
-            work.release()
+            work.grads = []  # whose memory the next backward pass may need
 
 
 def check_plannable(steps: "RuleSteps") -> None:

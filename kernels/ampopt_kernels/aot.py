@@ -172,7 +172,7 @@ def launches(case: Case) -> list[Launch]:
         return elements[1:] if case.request == "unaligned" else elements[:8]
 
     row = Row(
-        grad=tensor(low),
+        low,
         param=tensor(stored),
         state=tuple(tensor(part.dtype or stored) for part in rule.state_for(case.flags)),
         copy=tensor(low) if case.masters else None,
@@ -182,7 +182,8 @@ def launches(case: Case) -> list[Launch]:
         ),
         flags=case.flags,
     )
-    work = Work(torch.device("cpu"), [row], rule, [[0.5] * count_hyper(rule, case.flags)])
+    hyper = [[0.5] * count_hyper(rule, case.flags)]
+    work = Work(torch.device("cpu"), [row], [tensor(low)], rule, hyper)
     scale = torch.ones(())
     request = {
         "scaled": Request(

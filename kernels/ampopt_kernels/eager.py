@@ -16,7 +16,7 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.found import Found
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Row, Work
+from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Work
 from ampopt_kernels.tensors import flat, widest
 
 __all__ = ["CHUNK", "Eager", "reciprocal"]
@@ -52,8 +52,8 @@ class Eager(Backend):
             inverse = reciprocal(look(request.scale))
         flags, rows, squares, wide = [], [], [], widest(work.device)
         norms = request.max_norm is not None
-        for place, row in enumerate(work.rows):
-            grad, dtype = row.grad, row.compute_dtype
+        for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
+            dtype = row.compute_dtype
             if not grad.numel():
                 continue
             factor = _cast(inverse, dtype)
@@ -142,11 +142,12 @@ class Eager(Backend):
             keep = _take_new
         rule = work.rule
         assert rule is not None
-        for row, h in zip(work.rows, _advance(work, rule, keep), strict=True):
+        advanced = _advance(work, rule, keep)
+        for row, whole, h in zip(work.rows, work.grads, advanced, strict=True):
             dtype = row.compute_dtype
             h = tuple(_cast(x, dtype) for x in h)
             n = 1 + len(row.state)
-            for grad, *stored in _chunks(row):
+            for grad, *stored in _chunks(whole, *row.written):
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 param, *state = (t.to(dtype) for t in stored[:n])
                 update = rule.torch_update_in(dtype)
@@ -200,9 +201,8 @@ def _advance(
     return result
 
 
-def _chunks(row: Row):
-    """The tensors of ``row`` in pieces that fit the cache together."""
-    tensors = row.tensors
+def _chunks(*tensors: Tensor):
+    """``tensors`` of one size in pieces that fit the cache together."""
     if tensors[0].numel() <= CHUNK:
         yield tensors
     else:

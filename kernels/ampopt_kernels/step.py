@@ -26,15 +26,16 @@ __all__ = ["Backend", "Decision", "Factors", "Partials", "Request", "Row", "Work
 
 @dataclass(slots=True)
 class Row:
-    """One parameter's tensors, all real, dense and laid out alike (see ``layout``).
+    """One parameter's tensors, all real, dense and laid out alike, but for the gradient.
 
-    ``state`` follows ``rule.state_for(flags)``; ``scalars`` follows ``rule.scalar_state``, with
+    That is another one at every step, laid out alike too, and among :attr:`Work.grads`. ``state``
+    follows ``rule.state_for(flags)``; ``scalars`` follows ``rule.scalar_state``, with
     ``None`` where the flags leave one out. A row that is only to be read has no ``param``. Where
     ``param`` is a float32 master, ``copy`` is the low-precision parameter that gets it rounded.
     Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
     """
 
-    grad: Tensor
+    grad_dtype: torch.dtype
     param: Tensor | None = None
     state: tuple[Tensor, ...] = ()
     copy: Tensor | None = None
@@ -45,25 +46,24 @@ class Row:
     owner: Owner = NOBODY
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Gradient, parameter, states and copy: what ``update`` has to do with, in its order."""
-        optional = (t for t in (self.param, *self.state, self.copy) if t is not None)
-        return (self.grad, *optional)
+    def written(self) -> tuple[Tensor, ...]:
+        """Parameter, states and copy: what ``update`` writes, in its order."""
+        return tuple(t for t in (self.param, *self.state, self.copy) if t is not None)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the gradient and of what is written."""
+        return (self.grad_dtype, *(t.dtype for t in self.written))
 
     @property
     def kind(self) -> tuple[tuple[torch.dtype, ...], tuple[bool, ...], bool]:
         """What one launch must have in common: dtypes, compile-time flags, and being copied."""
-        return tuple(t.dtype for t in self.tensors), self.flags, self.copy is not None
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every address allows 16-byte accesses."""
-        return all(t.data_ptr() % 16 == 0 for t in self.tensors)
+        return self.dtypes, self.flags, self.copy is not None
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The arithmetic dtype: float64 for float64 gradients or parameters, else float32."""
-        return arithmetic(*(t.dtype for t in self.tensors[:2]))
+        return arithmetic(*self.dtypes[:2])
 
 
 @dataclass
@@ -72,52 +72,33 @@ class Work:
 
     Attributes:
         rows: in any order; a row may have no elements.
+        grads: of the rows in their order, in this step; none between steps.
         hyper: the hyperparameters of each group, as ``rule.hyper_values`` gives them.
         rule: ``None`` where gradients are only read.
         uploads: what the device already holds of the tables, kept from step to step.
         table: the backend's own form of the rows, once it has made one. It outlasts the
             gradients of one step.
-        owners: of the rows in their order.
-        grads: likewise. Those of later steps are in the rows themselves only
-            once :meth:`hand_out` was called.
         stamp: changes whenever there are other gradients.
     """
 
     device: torch.device
     rows: list[Row]
+    grads: list[Tensor] = field(default_factory=list)
     rule: Rule | None = None
     hyper: Sequence[Sequence[float | Tensor]] = ()
     uploads: Uploads = field(default_factory=Uploads)
     table: Any = None
-    owners: list[Owner] = field(init=False)
-    grads: list[Tensor] = field(init=False)
-    stamp: int = 0
-    _handed_out: bool = field(default=True, init=False)
+    stamp: int = field(default=0, init=False)
 
-    def __post_init__(self) -> None:
-        """Begin with the gradients that the rows were made with."""
-        self.owners = [row.owner for row in self.rows]
-        self.grads = [row.grad for row in self.rows]
+    @functools.cached_property
+    def owners(self) -> list[Owner]:
+        """Whose each row is."""
+        return [row.owner for row in self.rows]
 
     def take(self, grads: list[Tensor]) -> None:
         """Work on ``grads`` from now on, each laid out as the one in its place before."""
         self.grads = grads
-        self._handed_out = False
         self.stamp += 1
-
-    def hand_out(self) -> None:
-        """Give each row its gradient, for whoever looks there: a store for each, and all cold."""
-        if not self._handed_out:
-            self._handed_out = True
-            for row, grad in zip(self.rows, self.grads, strict=True):
-                row.grad = grad
-
-    def release(self) -> None:
-        """Let go of the gradients, whose memory the next backward pass may need."""
-        self.grads = []
-        if self._handed_out:
-            for row in self.rows:
-                row.grad = _RELEASED
 
     @property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -130,9 +111,6 @@ class Work:
     def float64(self) -> bool:
         """Whether all of the arithmetic is float64. None is not."""
         return bool(self.rows) and all(row.compute_dtype == torch.float64 for row in self.rows)
-
-
-_RELEASED = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -271,9 +249,6 @@ class Backend(ABC):
     host_sees: ClassVar[bool] = False
     """Whether the host reads this backend's tensors at no cost, so that it need not avoid it."""
 
-    reads_rows: ClassVar[bool] = True
-    """Whether it takes gradients from the rows, not from ``Work.grads``."""
-
     def prepare(self, work: Work) -> None:  # noqa: B027  # most have nothing to prepare
         """Do for :meth:`update` what may fail, while nothing has changed yet."""
 
@@ -308,8 +283,6 @@ def run(
     """
     backends = [backend_for(work.device) for work in works]
     for backend, work in zip(backends, works, strict=True):
-        if backend.reads_rows:
-            work.hand_out()
         if request.apply:
             backend.prepare(work)
     detects = request.asks or request.write

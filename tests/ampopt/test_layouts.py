@@ -255,8 +255,9 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
             arguments = {**arguments, "first": arguments["first"] + programs - 1}
         backend.launch(device, kernel, 1, arguments)
 
+    grad = tensor("grad")
     row = Row(
-        grad=tensor("grad"),
+        grad.dtype,
         param=tensor("param"),
         state=(tensor("exp_avg"), tensor("exp_avg_sq")),
         scalars=(torch.zeros(()),),
@@ -264,17 +265,17 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     )
     assert row.param is not None
     tail = slice(2**31, None)
-    row.grad[tail] = 2.0
+    grad[tail] = 2.0
     row.param[tail] = 1.0
-    work = Work(CPU, [row], rules.adam, [[0.5, 0.5, 0.5, 0.0, 0.0]])
+    work = Work(CPU, [row], [grad], rules.adam, [[0.5, 0.5, 0.5, 0.0, 0.0]])
     engine = backend.Triton(last)
     assert engine.detect(work, Request()).flags[-1] == 0
     chunk = work.table.chunk
     run(lambda _: engine, [work], Request(check=False))
     expected = [2.0, 0.5, 1.0, 2.0]
-    for stream, value in zip(row.tensors, expected, strict=True):
+    for stream, value in zip((grad, *row.written), expected, strict=True):
         assert stream[tail].eq(value).all()
         for start in (0, 3 * backend.BLOCK, 2**30, 2**31 - 2 * chunk):
             assert not stream[start : start + chunk].any()
-    row.grad[-1] = INF
+    grad[-1] = INF
     assert engine.detect(work, Request()).flags[-1] == 1

@@ -29,10 +29,15 @@ def request(scale, **kwargs):
     return Request(scale=None if scale is None else torch.tensor(scale), **kwargs)
 
 
-def unscaled(row, scale):
-    """The gradient as a rule sees it, by the definition: in the arithmetic dtype."""
-    inverse = torch.tensor(1.0 / (scale or 1.0), dtype=torch.float64).to(row.compute_dtype)
-    return row.grad.to(row.compute_dtype) * inverse
+def unscaled(built, scale):
+    """The gradients as a rule sees them, by the definition: in the arithmetic dtype."""
+    inverse = torch.tensor(1.0 / (scale or 1.0), dtype=torch.float64)
+    dtypes = [row.compute_dtype for row in built.rows]
+    return [g.to(d) * inverse.to(d) for g, d in zip(built.grads, dtypes, strict=True)]
+
+
+def overflows(built, scale):
+    return not all(gradient.isfinite().all() for gradient in unscaled(built, scale))
 
 
 def found(partials):
@@ -49,7 +54,7 @@ def test_flags_exactly_the_non_finite(engine, plan, scale):
     assert flags.dtype == torch.float32
     assert set(flags.tolist()) <= {0.0, 1.0}
     assert partials.squares is None
-    assert found(partials) == any(not unscaled(r, scale).isfinite().all() for r in built.rows)
+    assert found(partials) == overflows(built, scale)
     assert built.fingerprints() == before
     built.assert_guards()
 
@@ -86,17 +91,16 @@ def test_write_stores_what_it_judged(engine, plan, scale):
     built = plan.build()
     # Triton's interpreter cuts bfloat16 off where devices round, and miswrites its subnormals.
     exact = [row.dtype != torch.bfloat16 or engine != "triton" for row in plan.rows]
-    expected = [unscaled(row, scale).to(row.grad.dtype) for row in built.rows]
+    wide = unscaled(built, scale)
+    expected = [w.to(row.grad_dtype) for w, row in zip(wide, built.rows, strict=True)]
     partials = ENGINES[engine]().detect(built.work, request(scale, write=True))
-    for row, wanted, whole in zip(built.rows, expected, exact, strict=True):
+    for grad, wanted, whole in zip(built.grads, expected, exact, strict=True):
         if whole:
-            assert fingerprint(row.grad) == fingerprint(wanted)
+            assert fingerprint(grad) == fingerprint(wanted)
         elif wanted.isfinite().all():
             eps, tiny = torch.finfo(wanted.dtype).eps, torch.finfo(wanted.dtype).tiny
-            torch.testing.assert_close(row.grad, wanted, rtol=eps, atol=2 * tiny)
-    assert found(partials) == any(
-        not unscaled(row, scale).isfinite().all() for row in plan.build().rows
-    )
+            torch.testing.assert_close(grad, wanted, rtol=eps, atol=2 * tiny)
+    assert found(partials) == overflows(plan.build(), scale)
     built.assert_guards()
 
 
@@ -105,7 +109,7 @@ def test_write_stores_what_it_judged(engine, plan, scale):
 @pytest.mark.parametrize("write", [False, True])
 def test_squares_add_up_to_the_norm(engine, write, plan, scale):
     built = plan.build()
-    wide = [row.grad.double() / (scale or 1.0) for row in built.rows]
+    wide = [grad.double() / (scale or 1.0) for grad in built.grads]
     expected = math.sqrt(sum(float((x * x).sum()) for x in wide))
     partials = ENGINES[engine]().detect(
         built.work, request(scale, write=write, check=False, max_norm=1.0)
@@ -126,14 +130,14 @@ def test_a_row_that_does_not_count_adds_nothing_to_the_norm(engine, write, plan,
     counted = [data.draw(st.booleans()) for _ in built.rows]
     for row, counts in zip(built.rows, counted, strict=True):
         row.counted = counts
-    counting.work.rows[:] = [r for r, c in zip(counting.rows, counted, strict=True) if c]
-    counting.work.__post_init__()
+    for held in (counting.rows, counting.grads):
+        held[:] = [x for x, counts in zip(held, counted, strict=True) if counts]
     norm = request(4.0, write=write, max_norm=1.0)
     found_all, found_counted = (ENGINES[engine]().detect(b.work, norm) for b in (built, counting))
     assert found_all.squares is not None and found_counted.squares is not None
     totals = [float(squares.sum()) for squares in (found_all.squares, found_counted.squares)]
     assert totals[0] == pytest.approx(totals[1], rel=1e-12, nan_ok=True)
-    assert found(found_all) == any(not unscaled(r, 4.0).isfinite().all() for r in plan.build().rows)
+    assert found(found_all) == overflows(plan.build(), 4.0)
 
 
 @each_engine

@@ -118,7 +118,7 @@ def row_size(tensor: torch.Tensor) -> float:
 )
 def test_steps_as_torch_does_in_float64(engine, plan, scale, max_norm, check):
     built = plan.build()
-    gradients = [fingerprint(row.grad) for row in built.rows]
+    gradients = [fingerprint(grad) for grad in built.grads]
     request = Request(
         scale=None if scale is None else torch.tensor(scale), check=check, max_norm=max_norm
     )
@@ -133,7 +133,7 @@ def test_steps_as_torch_does_in_float64(engine, plan, scale, max_norm, check):
     assert not decision.found_inf > 0
     for row, row_plan in zip(built.rows, plan.rows, strict=True):
         assert_matches(row, row_plan, plan, factor, clipped=max_norm is not None)
-    assert [fingerprint(row.grad) for row in built.rows] == gradients
+    assert [fingerprint(grad) for grad in built.grads] == gradients
     built.assert_guards()
 
 
@@ -278,7 +278,8 @@ def test_hyperparameters_may_be_tensors(engine, lr):
     rate = torch.tensor(lr)
     backend = ENGINES[engine]()
     for _ in range(2):
-        work = Work(CPU, built.rows, rules.sgd, [[rate, 0.0, 0.0, 0.0]], built.work.uploads)
+        hyper = [[rate, 0.0, 0.0, 0.0]]
+        work = Work(CPU, built.rows, built.grads, rules.sgd, hyper, built.work.uploads)
         run(lambda _: backend, [work], Request(check=False))
         rate = rate * 2
     assert built.rows[0].param is not None

@@ -168,22 +168,22 @@ class Built:
 
     def __post_init__(self) -> None:
         rule = self.plan.rule
-        rows = [self._row(row, rule) for row in self.plan.rows]
-        self.work = Work(CPU, rows, rule, self.plan.hyper)
+        made = [self._row(row, rule) for row in self.plan.rows]
+        self.work = Work(CPU, [r for r, _ in made], [g for _, g in made], rule, self.plan.hyper)
         self._around = [placed.around() for placed in self.placed]
 
-    def _row(self, plan: RowPlan, rule: Rule | None) -> Row:
+    def _row(self, plan: RowPlan, rule: Rule | None) -> tuple[Row, Tensor]:
         def place(values: Tensor, dtype: torch.dtype) -> Tensor:
             self.placed.append(Placed.of(values.to(dtype), plan.shift))
             return self.placed[-1].tensor
 
         grad = place(plan.tensor(plan.grad, plan.spots), plan.dtype)
         if rule is None:
-            return Row(grad)
+            return Row(grad.dtype), grad
         count, param = torch.tensor(float(plan.step)), plan.tensor(plan.param)
         scalars = [part in rule.scalar_state_for(plan.flags) for part in rule.scalar_state]
-        return Row(
-            grad=grad,
+        row = Row(
+            grad.dtype,
             param=place(param, plan.stored),
             state=tuple(place(plan.tensor(pattern), plan.stored) for pattern in plan.state),
             copy=place(param, plan.dtype) if plan.master else None,
@@ -191,11 +191,17 @@ class Built:
             flags=plan.flags,
             group=plan.group,
         )
+        return row, grad
 
     @property
     def rows(self) -> list[Row]:
         """The rows."""
         return self.work.rows
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradient of each."""
+        return self.work.grads
 
     def fingerprints(self) -> list[str]:
         """Of every tensor, in the order in which they were placed."""

@@ -78,12 +78,13 @@ def main() -> None:
     backend = Triton(record)
 
     def row(n):
-        return Row(grad=torch.ones(n), param=torch.ones(n), flags=(False,) * len(rules.sgd.flags))
+        flags = (False,) * len(rules.sgd.flags)
+        return Row(torch.float32, param=torch.ones(n), flags=flags)
 
     for sizes, dtype in (((5, 7), torch.float32), ((9,), torch.float32), ((9,), torch.float64)):
-        work = Work(
-            torch.device("cpu"), [row(n) for n in sizes], rules.sgd, [[0.1] * len(rules.sgd.hyper)]
-        )
+        rows, grads = [row(n) for n in sizes], [torch.ones(n) for n in sizes]
+        hyper = [[0.1] * len(rules.sgd.hyper)]
+        work = Work(torch.device("cpu"), rows, grads, rules.sgd, hyper)
         scale = torch.ones((), dtype=dtype)
         run(lambda _: backend, [work], Request(scale=scale, max_norm=1.0))
     for launched, given in zip(launches, expected, strict=True):

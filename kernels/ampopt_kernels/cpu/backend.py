@@ -27,7 +27,6 @@ class Cpu(Eager):
 
     name = "eager"
     host_sees = True
-    reads_rows = False
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""

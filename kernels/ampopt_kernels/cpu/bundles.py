@@ -75,7 +75,8 @@ class Piece:
         if len(rows) == 1:
             return Piece(rows, *where, flat(params[0]), rest + [flat(c) for c in rounded])
         size = sum(p.numel() for p in params)
-        param, grad = params[0].new_empty(size), rows[0].grad.new_empty(size)
+        param = params[0].new_empty(size)
+        grad = param.new_empty(size, dtype=rows[0].grad_dtype)
         return Piece(
             rows,
             *where,
@@ -242,7 +243,6 @@ class Pieces:
 def pieces_of(work: Work) -> Pieces:
     """All rows in pieces; made once for each plan."""
     if not isinstance(work.table, Pieces):
-        work.hand_out()
         blocks: list[list[Row]] = []
         for row in work.rows:
             if blocks and _advance_together(blocks[-1][-1], row):
@@ -266,8 +266,8 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
     runs: list[list[int]] = []
     bundle: list[int] | None = None
     total = 0
-    for place, row in enumerate(rows):
-        size = row.grad.numel()
+    for place, (row, param) in enumerate(zip(rows, _params(rows), strict=True)):
+        size = param.numel()
         if not 0 < size <= SMALL:
             runs.append([place])
         elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
@@ -283,7 +283,7 @@ def _joins(last: Row, row: Row) -> bool:
     return (
         last.kind == row.kind
         and last.counted == row.counted
-        and all(t.is_contiguous() for r in (last, row) for t in r.tensors)
+        and all(t.is_contiguous() for r in (last, row) for t in r.written)
         and all(_adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
     )
 

@@ -79,7 +79,7 @@ class Triton(Backend):
                 "scale": flags if request.scale is None else request.scale,
                 "flags": flags,
                 "squares": squares,
-                "DTYPE": _DTYPES[group.like.grad.dtype],
+                "DTYPE": _DTYPES[group.like.grad_dtype],
                 "COMPUTE": _DTYPES[group.like.compute_dtype],
                 "ALIGN": group.align,
                 "HAS_SCALE": request.scale is not None,
@@ -87,7 +87,7 @@ class Triton(Backend):
                 "NORM": norm,
                 "COLUMNS": table.columns,
                 "BLOCK": BLOCK,
-                "AHEAD": AHEAD * THREADS // (group.like.grad.element_size() * BLOCK),
+                "AHEAD": AHEAD * THREADS // (group.like.grad_dtype.itemsize * BLOCK),
             }
             self._launch(work.device, detect_kernel, group.programs, arguments)
         found = Found(flags, table.row_of_block, work.owners)
@@ -213,7 +213,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "h_table": h,
                 "RULE": rule.update,
                 "FLAGS": row.flags,
-                "DTYPES": tuple(_DTYPES[t.dtype] for t in row.tensors),
+                "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes),
                 "COPIED": row.copy is not None,
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns,

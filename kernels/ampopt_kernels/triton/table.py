@@ -53,7 +53,7 @@ class Launch:
         bytes of a narrower one takes another arrangement of threads, and shared memory and barriers
         between.
         """
-        sizes = [t.element_size() for t in self.like.tensors]
+        sizes = [dtype.itemsize for dtype in self.like.dtypes]
         return tuple(min(self.align, 16 // max(sizes) * size) for size in sizes)
 
 
@@ -92,7 +92,7 @@ class Table:
 
     def _with_gradients_of(self, work: Work) -> "Table | None":
         """This table with other gradients; ``None`` if they are not aligned as the old ones."""
-        addresses = [row.grad.data_ptr() for row in work.rows]
+        addresses = [grad.data_ptr() for grad in work.grads]
         if any(a % 16 for a, aligned in zip(addresses, self.aligned, strict=True) if aligned):
             return None
         numbers = self.numbers.copy()
@@ -109,25 +109,27 @@ class Table:
             flag_sets = tuple(dict.fromkeys(row.flags for row in work.rows))
         rows: list[int] = []
         kinds: dict[Any, list[int]] = {}
-        for index, row in enumerate(work.rows):
-            addresses = [t.data_ptr() for t in row.tensors]
+        aligned: list[bool] = []
+        for index, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
+            addresses = [t.data_ptr() for t in (grad, *row.written)]
+            aligned.append(all(address % 16 == 0 for address in addresses))
             addresses += [0] * (2 + n_states - len(addresses))
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
             of_flags = flag_sets.index(row.flags) if flag_sets else 0
-            rows += [*addresses, *scalars, of_flags, int(row.counted), row.group, row.grad.numel()]
-            kinds.setdefault((row.kind, row.aligned), []).append(index)
-        chunk = _chunk(sum(row.grad.numel() for row in work.rows))
+            rows += [*addresses, *scalars, of_flags, int(row.counted), row.group, grad.numel()]
+            kinds.setdefault((row.kind, aligned[index]), []).append(index)
+        chunk = _chunk(sum(grad.numel() for grad in work.grads))
         blocks: list[int] = []
         launches: list[Launch] = []
-        for (_, aligned), members in kinds.items():
+        for (_, is_aligned), members in kinds.items():
             start = len(blocks) // 2
             for index in members:
-                for place in range(-(-work.rows[index].grad.numel() // chunk)):
+                for place in range(-(-work.grads[index].numel() // chunk)):
                     blocks += (index, place)
             stop = len(blocks) // 2
             if stop > start:
-                align = 16 if aligned else 1
+                align = 16 if is_aligned else 1
                 launches.append(Launch(start, stop, work.rows[members[0]], align))
         get = work.uploads.get
         return Table(
@@ -139,7 +141,7 @@ class Table:
             chunk=chunk,
             launches=launches,
             flag_sets=flag_sets,
-            aligned=[row.aligned for row in work.rows],
+            aligned=aligned,
             stamp=work.stamp,
         )
 

@@ -31,6 +31,11 @@ def row(n=3, dtype=torch.float32, shift=0, **kwargs):
     return RowPlan((n,), dtype, shift, (1.0,), flags=kwargs.pop("flags", OFF), **kwargs)
 
 
+def is_aligned(row, grad):
+    """Whether every address allows 16-byte accesses."""
+    return all(t.data_ptr() % 16 == 0 for t in (grad, *row.written))
+
+
 @given(
     sizes=st.lists(st.integers(1, 3 * CHUNK), min_size=1, max_size=20),
     request=st.sampled_from([Request(), Request(scale=torch.ones(())), Request(max_norm=1.0)]),
@@ -46,7 +51,11 @@ def test_three_launches_however_many_tensors_and_groups(sizes, request):
 @given(plan=works(max_rows=6))
 def test_one_more_detect_and_update_for_each_further_kind(plan):
     work = plan.build().work
-    kinds = {(r.kind, r.aligned) for r in work.rows if r.grad.numel()}
+    kinds = {
+        (row.kind, is_aligned(row, grad))
+        for row, grad in zip(work.rows, work.grads, strict=True)
+        if grad.numel()
+    }
     kernels = [launch[0] for launch in launched(work)]
     assert kernels.count(detect_kernel) == kernels.count(update_kernel) == len(kinds)
     assert kernels.count(control_kernel) == 1
@@ -64,10 +73,11 @@ def test_every_chunk_once(plan):
         for index, chunk in arguments["blocks"].view(-1, 2)[first : first + programs].tolist():
             covered.append((index, chunk))
             assert arguments["FLAGS"] == work.rows[index].flags
-            assert len(arguments["DTYPES"]) == len(work.rows[index].tensors)
-            assert work.rows[index].aligned or max(arguments["ALIGNS"]) == 1
+            of, grad = work.rows[index], work.grads[index]
+            assert len(arguments["DTYPES"]) == len(of.dtypes)
+            assert is_aligned(of, grad) or max(arguments["ALIGNS"]) == 1
     assert sorted(covered) == [
-        (i, chunk) for i, r in enumerate(work.rows) for chunk in range(-(-r.grad.numel() // CHUNK))
+        (i, chunk) for i, g in enumerate(work.grads) for chunk in range(-(-g.numel() // CHUNK))
     ]
 
 
@@ -77,7 +87,7 @@ def test_every_chunk_once(plan):
 )
 def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
     grads = [torch.empty(1, dtype=dtype).expand(n) for n in sizes]
-    work = Work(CPU, [Row(grad=grad) for grad in grads])
+    work = Work(CPU, [Row(dtype) for _ in grads], grads)
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "CHUNK", 1 << 12)
@@ -136,18 +146,18 @@ def test_tables_are_sent_when_an_address_changed():
     built = WorkPlan((row(), row()), rules.sgd, (HYPER,)).build()
     work = built.work
 
-    def tables(rows):
-        again = Work(CPU, rows, work.rule, work.hyper, work.uploads)
+    def tables(grads):
+        again = Work(CPU, work.rows, grads, work.rule, work.hyper, work.uploads)
         arguments = launched(again)[-1][2]
         return arguments["table"], arguments["blocks"]
 
-    first = tables(built.rows)
-    same = tables(built.rows)
+    first = tables(work.grads)
+    same = tables(work.grads)
     assert all(a is b for a, b in zip(first, same, strict=True))
-    built.rows[1].grad = built.rows[1].grad.clone()
-    table, blocks = tables(built.rows)
+    moved = [work.grads[0], work.grads[1].clone()]
+    table, blocks = tables(moved)
     assert table is not first[0]
-    assert table.view(2, -1)[1, 0] == built.rows[1].grad.data_ptr()
+    assert table.view(2, -1)[1, 0] == moved[1].data_ptr()
     assert blocks is first[1]
 
 
