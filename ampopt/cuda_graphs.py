@@ -220,7 +220,7 @@ class Captured:
         return StepResult(loss.clone(), as_flag(found_inf.clone(), found), self._latest)
 
     def _send_hyper(self, plan: Plan) -> None:
-        plan.take_hyper(self._optimizer)
+        plan.take_hyper(self._optimizer._ampopt.rule)
         for work in plan.works:
             _backend(work.device).send_hyper(work)
 
