@@ -332,7 +332,7 @@ def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
         warnings.simplefilter("ignore")
         model = FullyShardedDataParallel(model, sharding_strategy=kind, **options)
     params = [{"params": list(model.parameters()), **said}]
-    optimizer = ampopt.SGD(params, lr=0.5, process_group=group)
+    optimizer: Any = ampopt.SGD(params, lr=0.5, process_group=group)
     model(data).square().mean().backward()
     optimizer.unscale_and_step(max_norm=1.0)
     return [float(optimizer.grad_norm), float(expected)]
