@@ -9,7 +9,15 @@ from torch import Tensor
 
 from ampopt._step.torch_private import LOCAL_TENSOR, SPEC
 
-__all__ = ["is_spread", "local", "local_of_each", "placements", "settle", "spread_like"]
+__all__ = [
+    "is_spread",
+    "local",
+    "local_of_each",
+    "placed_as",
+    "placements",
+    "settle",
+    "spread_like",
+]
 
 
 def is_spread(tensor: Any) -> bool:
@@ -53,8 +61,15 @@ def settle(param: Any) -> None:
     That is a collective for each such gradient, so that all ranks have to come by.
     """
     grad = param.grad
-    if is_spread(grad) and is_spread(param) and grad.placements != param.placements:
-        param.grad = grad.redistribute(param.device_mesh, param.placements)
+    if (placed := placed_as(grad, param)) is not grad:
+        param.grad = placed
+
+
+def placed_as(tensor: Any, like: Any) -> Any:
+    """``tensor`` placed as ``like``; itself where it is so already, or one of them not spread."""
+    if not (is_spread(tensor) and is_spread(like)) or tensor.placements == like.placements:
+        return tensor
+    return tensor.redistribute(like.device_mesh, like.placements)
 
 
 def spread_like(part: Tensor, like: Any) -> Any:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.dtensor import placed_as
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.replay import evaluated
 from ampopt._step.stepping import Attached
@@ -43,7 +44,9 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
     Differs from torch: the step count and every norm stay on the parameter's device, where torch
     waits for each of them. Arithmetic on float16 and bfloat16 parameters is float32. A parameter
     without elements is left alone, where torch divides by zero; ``eps[0]=None`` means the epsilon
-    of each parameter's dtype, where torch takes the first one's for all of a group.
+    of each parameter's dtype, where torch takes the first one's for all of a group. On a
+    ``DTensor`` it does what it does on a whole tensor, where torch fails, or for vectors does not;
+    all ranks have to have its gradient, or none.
     """
 
     _ampopt = Attached(Ordinary, make_state=_state_of)
@@ -93,7 +96,8 @@ def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, A
     alpha = (p.norm(2).double() / p.numel() ** 0.5).clamp_min(eps2) * largest
 
     def average(name: str, value: Tensor) -> Tensor:
-        state[name].copy_(torch.lerp(state[name].to(dtype), value, new))
+        mean = torch.lerp(state[name].to(dtype), value, new)
+        state[name].copy_(placed_as(mean, state[name]))
         return state[name].to(dtype)
 
     if g.ndim > 1:
@@ -108,4 +112,4 @@ def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, A
 
     if weight_decay != 0:
         p = p * (1 - lr * weight_decay)
-    param.copy_(p - update * (alpha / denominator).to(dtype))
+    param.copy_(placed_as(p - update * (alpha / denominator).to(dtype), param))

@@ -1,0 +1,188 @@
+"""Loops on a sharded model, in every form that a loop may have, where one rank alone overflows.
+
+Each rank also trains the whole model by itself, with the same batches and the same overflow.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.optimizers import Plain
+
+import ampopt
+
+STEPS = 5
+RANGE = 90.0
+"""What gradients may be at most where a smaller range of numbers is pretended."""
+
+
+class Strangers(torch.optim.SGD):
+    """Somebody else's, which knows nothing of scaling."""
+
+
+class Model(torch.nn.Module):
+    """Of two layers, between which gradients overflow sooner, on some of the ranks."""
+
+    def __init__(self, overflows: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 6), torch.nn.Linear(6, 1)
+        self.overflows = overflows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        if self.overflows:
+            hidden.register_hook(lambda g: torch.where(g.abs() > RANGE, float("inf"), g))
+        return self.second(hidden)
+
+
+def sharded() -> Model:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = Model(overflows=torch.distributed.get_rank() == 1)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def loss_of(model: Model, number: int) -> torch.Tensor:
+    x = torch.arange(16.0).view(4, 4) / 16 + number
+    return torch.nn.functional.mse_loss(model(x), torch.ones(4, 1))
+
+
+def by_hand(model: Model, step: Callable[[Any], Any]) -> Iterator[Any]:
+    """Results of ``step(scale)`` after each backward pass."""
+    scale: Any = ampopt.DynamicLossScale(init_scale=2.0**9, growth_interval=2)
+    for number in range(STEPS):
+        model.zero_grad()
+        ampopt.scale_outputs(loss_of(model, number), scale).backward()
+        result = step(scale)
+        scale = result.scale
+        yield result
+
+
+def joined(optimizer: Any) -> Callable[[Any], Any]:
+    return lambda scale: optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=0.5)
+
+
+def of_optimizer(name: str) -> Callable[[Model], Iterator[Any]]:
+    def results(model: Model) -> Iterator[Any]:
+        params = model.parameters()
+        optimizer: Any = {
+            "AdamW": lambda: ampopt.AdamW(params, lr=0.25),
+            "Adafactor": lambda: ampopt.Adafactor(params, lr=0.25),
+            "Plain": lambda: Plain(params, lr=0.25),
+            "extended": lambda: ampopt.extend(Strangers)(params, lr=0.25),
+            "patched": lambda: ampopt.patch_optimizer(torch.optim.NAdam(params, lr=0.25)),
+        }[name]()
+        for result in by_hand(model, joined(optimizer)):
+            yield (*result[1:], optimizer.grad_norm)
+
+    return results
+
+
+def in_one_call(**options: Any) -> Callable[[Model], Iterator[Any]]:
+    def results(model: Model) -> Iterator[Any]:
+        optimizer = ampopt.AdamW(model.parameters(), lr=0.25)
+        scale = ampopt.DynamicLossScale(init_scale=2.0**9, growth_interval=2)
+        step = ampopt.TrainStep(
+            lambda number: loss_of(model, int(number[0])),
+            lambda loss, *_: loss,
+            optimizer,
+            scale,
+            autocast=None,
+            max_norm=0.5,
+            **options,
+        )
+        for number in range(STEPS):
+            loss, found_inf, scale = step(torch.full((2,), float(number)))
+            yield found_inf, scale, optimizer.grad_norm, loss
+
+    return results
+
+
+def several(model: Model) -> Iterator[Any]:
+    optimizers: Any = [
+        ampopt.AdamW(model.first.parameters(), lr=0.25),
+        Plain(model.second.parameters(), lr=0.25),
+    ]
+
+    def step(scale: Any) -> Any:
+        return ampopt.unscale_and_step(optimizers, scale, max_norm=0.5)
+
+    for result in by_hand(model, step):
+        yield (*result[1:], *(optimizer.grad_norm for optimizer in optimizers))
+
+
+def gated(model: Model) -> Iterator[Any]:
+    optimizer = ampopt.AdamW(model.parameters(), lr=0.25)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    gate = ampopt.lr_scheduler_gate(schedule)
+    for result in by_hand(model, joined(optimizer)):
+        gate.step()
+        yield (*result[1:], torch.tensor(optimizer.param_groups[0]["lr"]))
+
+
+def profiled(model: Model) -> Iterator[Any]:
+    optimizer = ampopt.AdamW(model.parameters(), lr=0.25)
+    results = by_hand(model, joined(optimizer))
+    yield next(results)[1:]
+    with ampopt.profile(optimizer) as report:
+        result = next(results)
+    yield result[1:]
+    yield from (result[1:] for result in results)
+    (paths,) = report.paths.values()
+    assert report.steps == {"AdamW": 1}
+    assert len(paths) == 4 and all("by the rule" in path for path in paths.values())
+    assert not report.looks
+
+
+def under_scaler(model: Model) -> Iterator[Any]:
+    optimizer = ampopt.AdamW(model.parameters(), lr=0.25)
+    scaler = ampopt.GradScaler("cpu", init_scale=2.0**9, growth_interval=2)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, number)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        yield torch.tensor(float(scaler.skipped)), scaler.get_scale()
+
+
+LOOPS: dict[str, Callable[[Model], Iterator[Any]]] = {
+    **{name: of_optimizer(name) for name in ("AdamW", "Adafactor", "Plain")},
+    **{name: of_optimizer(name) for name in ("extended", "patched")},
+    "TrainStep": in_one_call(),
+    "TrainStep, in parts": in_one_call(micro_batches=2),
+    "TrainStep, with replays": in_one_call(max_replays=12),
+    "several optimizers": several,
+    "lr_scheduler_gate": gated,
+    "profile": profiled,
+    "GradScaler": under_scaler,
+}
+
+
+def trained(name: str) -> Any:
+    """What a sharded and a whole model come to: what is told after each step, and parameters."""
+    reached = []
+    for model in (sharded(), Model(overflows=True)):
+        told = [[float(getattr(x, "item", lambda x=x: x)()) for x in r] for r in LOOPS[name](model)]
+        params = [getattr(p.detach(), "full_tensor", p.detach)() for p in model.parameters()]
+        reached.append((told, params))
+    return reached
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_sharded_model_is_trained_as_a_whole_one(two_ranks, name):
+    seen = two_ranks.run(trained, name)
+    for (told, params), (expected, wholes) in seen:
+        assert repr(told) == repr(seen[0][0][0])  # by every rank
+        torch.testing.assert_close(torch.tensor(told), torch.tensor(expected), equal_nan=True)
+        torch.testing.assert_close(params, wholes)
+        skipped, scales = ({step[i] for step in told} for i in range(2))
+        assert skipped == ({0.0} if "replays" in name else {0.0, 1.0})
+        assert len(scales) > 1
