@@ -33,6 +33,7 @@ PRINTED = {
         "The host looked at no tensor, so on a GPU it would wait for nothing.",
     ],
     "Keeping a scaler": ["True", "False True"],
+    "Several optimizers, and a batch in parts": ["2048.0 [0.0001]"],
     "From torch.amp": ["True True"],
     "From apex": ["65536.0"],
     "From Paddle Fleet": ["32768.0 torch.float32"],
@@ -79,7 +80,11 @@ ON_RANKS = {
 }
 """Blocks that are one rank of so many, each of which prints the scale after one skipped step."""
 
-IN_FRAMEWORKS = {"With Lightning", "With Accelerate and transformers"}
+IN_FRAMEWORKS = {
+    "With Lightning",
+    "With Accelerate and transformers",
+    "does not allow for gradient clipping because it performs unscaling of gradients internally",
+}
 """Those that tests/frameworks runs, where the frameworks are installed."""
 
 

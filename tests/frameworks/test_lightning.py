@@ -116,13 +116,6 @@ def test_mixed_precision_as_it_comes(name, manual, scaler_class):
     assert results[0][1]["scale"] < OVERFLOWS
 
 
-def test_clipping_is_refused_by_mixed_precision_as_it_comes():
-    """Lightning takes it that who skips by itself cannot be unscaled before. The plugin can."""
-    net = Net(lambda params: ampopt.AdamW(params))
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        trained(net, mixed(torch.amp.GradScaler), gradient_clip_val=1.0)
-
-
 @pytest.mark.parametrize("scaler_class", SCALERS)
 @pytest.mark.parametrize("manual", [False, True])
 def test_the_plugin_clips_and_shows_true_gradients(scaler_class, manual):
@@ -242,6 +235,18 @@ def test_the_block_of_the_guide(tmp_path, capsys):
     names = readme.run("With Lightning", tmp_path)
     assert capsys.readouterr().out.splitlines()[-1] == "0.0 65536.0"  # beside the Trainer's own
     assert float(names["plugin"].grad_norm) > 0
+
+
+def test_the_error_that_leads_here_and_the_lines_below_it(tmp_path):
+    page = readme.ROOT / "examples" / "guides" / "your_error.md"
+    (heading,) = (title for title in readme.headings(page) if title.startswith("does not allow"))
+    net = Net(lambda params: ampopt.AdamW(params))
+    with pytest.raises(RuntimeError, match=heading):
+        trained(net, mixed(torch.amp.GradScaler), gradient_clip_val=1.0)
+    trainer = readme.run(heading, tmp_path)["trainer"]
+    trainer.fit_loop.max_epochs = 1
+    trainer.fit(net, data())
+    assert len(net.norms) > 0
 
 
 def test_a_replayed_step_is_clipped_as_any_other():
