@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks, torch_scaler
+from ampopt._step.accumulation import DROPS
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.replay import Replay, check_closure, check_loss, check_verdict, step_with
 from ampopt._step.snapshot import loaded_uncast
@@ -39,6 +40,7 @@ class Optimizer(torch.optim.Optimizer):
         unscale(S)             idle -> pending       p.grad holds unscaled gradients
         step_after_unscale()   pending -> idle       steps, or skips if unscale found an overflow
         step()                 pending -> idle       steps whatever unscale found
+        accumulate(S)          idle -> idle          p.grad is cleared, and in sums for the step
         zero_grad()            pending -> idle       forgets it
         unscale_and_step(S)    idle -> idle          both at once; p.grad unspecified afterwards
 
@@ -200,15 +202,16 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Reset the gradients, as torch does, and forget a pending unscale."""
+        """Reset the gradients, as torch does, and forget an unscale and what was accumulated."""
         ours = self._ampopt
         ours.pending = None
+        ours.sums.discard()
         super().zero_grad(*args, **kwargs)
         ours.masters.drop_gradients()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state, as torch's. A pending unscale is a ``RuntimeError``: it cannot be saved."""
-        self._ampopt.refuse_pending("state_dict")
+        self._ampopt.refuse_unfinished("state_dict")
         state_dict = super().state_dict(*args, **kwargs)
         if ranks.REPLICATED not in self.defaults:
             for group in state_dict.get("param_groups", ()):  # a wrapper may have others
@@ -221,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
         Differs from torch: a state tensor keeps the dtype it was saved with, where torch casts it
         to that of its parameter, so that saving and loading changes no later step.
         """
-        self._ampopt.refuse_pending("load_state_dict")
+        self._ampopt.refuse_unfinished("load_state_dict")
         known = [group.get(ranks.REPLICATED) for group in self.param_groups]
         with loaded_uncast(self):
             super().load_state_dict(state_dict, *args, **kwargs)
@@ -231,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
-        self._ampopt.refuse_pending("copying or pickling")
+        self._ampopt.refuse_unfinished("copying or pickling")
         copied = super().__getstate__()
         if vars(self).get("process_group") is not None:
             copied["process_group"] = ranks.Carried(self.process_group)
@@ -250,6 +253,62 @@ class Optimizer(torch.optim.Optimizer):
         self._ampopt.step_is_over()
 
     # --- control points -------------------------------------------------------------------
+
+    @uncompiled
+    @torch.no_grad()
+    def accumulate(self, grads_scaled_by: Any = None, *, drop: str = "window") -> Unscaled:
+        """Add the gradients, unscaled, to sums in float32, and clear them.
+
+        A window of such calls ends with the next control point, or plain :meth:`step`, which steps
+        with the sums and with what is in ``p.grad`` by then, unscaled by the scale that it is
+        given. For losses with scales of their own, for micro-batches that half-precision gradients
+        would be too coarse to add up, and to leave a bad one out. Does not synchronize.
+
+        The sums are float64 where gradients or parameters are, and kept from window to window. In
+        a CUDA graph, capture whole windows, and leave the last micro-batch to the control point.
+
+        Among ranks, the flag and scale that are returned are those of this one, and the control
+        point agrees on the window; with ``drop="micro_batch"`` each call agrees, so leave nothing
+        to the control point that only some of them have.
+
+        Example, of two losses, of which the larger scale for one is not held back by the other:
+            >>> scale_outputs(loss_a, scale_a).backward()
+            >>> _, scale_a = optimizer.accumulate(grads_scaled_by=scale_a)
+            >>> scale_outputs(loss_b, scale_b).backward()
+            >>> _, _, scale_b = optimizer.unscale_and_step(grads_scaled_by=scale_b)
+
+        Args:
+            grads_scaled_by: the scale of the loss that the gradients come from, which is not used
+                up: micro-batches under one scale all give the same. ``None`` checks nothing.
+            drop: what an overflow costs: the ``"window"``, whose step is skipped; or the
+                ``"micro_batch"``, which is left out, and the sum of the others taken for the sum of
+                all. Then the scale hears of the overflow all the same, and the step is skipped if
+                nothing is left, or if the sum overflows.
+
+        Returns:
+            ``Unscaled(found_inf, scale)``: whether these gradients overflowed, and the successor of
+            the scale if that is rebound here, and not where the window ends.
+
+        Raises:
+            RuntimeError: an unscale is pending; the scale was stepped with before; gradients that
+                the step cannot take.
+            ValueError: as for :meth:`unscale`; or ``drop`` is something else, or not that of the
+                calls before.
+            TypeError: as for :meth:`unscale`; a gradient is sparse; the optimizer needs a closure.
+        """
+        ours = self._ampopt
+        ours.refuse_pending("accumulate")
+        if drop not in DROPS:
+            raise ValueError(f"drop must be one of {', '.join(map(repr, DROPS))}, got {drop!r}")
+        if ours.needs_closure:
+            raise TypeError(
+                f"{type(self).__name__} evaluates the loss itself, in a closure, whose backward "
+                "passes add up under one scale: leave accumulate out"
+            )
+        scale = ours.scale(grads_scaled_by)
+        ours.check_gradients()
+        decision = ours.sums.add(request_for(scale), ours.agreement(), drop)
+        return Unscaled(ours.flag(decision), successor_of(scale, decision))
 
     @uncompiled
     @torch.no_grad()
@@ -278,7 +337,10 @@ class Optimizer(torch.optim.Optimizer):
         scale = ours.scale(grads_scaled_by)
         gradients.check(self.param_groups)
         decision = None
-        if scale is None:
+        if ours.sums.is_open:
+            decision = ours.take_sums(request_for(scale))
+            ours.fill_masters()
+        elif scale is None:
             ours.fill_masters()
         else:
             decision = ours.unscale(request_for(scale))
@@ -370,7 +432,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is None:
             return _step_pending(self, current_grad_scale)
         ours = self._ampopt
-        ours.refuse_pending("step_after_unscale(closure)")
+        ours.refuse_unfinished("step_after_unscale(closure)")
         if current_grad_scale is _REQUIRED:
             raise TypeError(
                 "step_after_unscale(closure) needs current_grad_scale, the scale to begin with: "
@@ -454,6 +516,7 @@ def unscale_and_step(
         check_max_norm(max_norm)
     write = write and scale is not None
     if closure is not None:
+        ours.refuse_unfinished("unscale_and_step(closure)")
         judges = scale is not None or max_norm is not None
         request_under = functools.partial(request_for, max_norm=max_norm, write=write)
         return _step_replayed(
@@ -471,7 +534,8 @@ def unscale_and_step(
         )
     if scale is None and max_norm is None:
         return StepResult(optimizer.step(), ours.flag(None), None)
-    decision, returned, _ = ours.attempt(request_for(scale, max_norm=max_norm, write=write))
+    attempt = ours.attempt_with_sums if ours.sums.is_open else ours.attempt
+    decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     successor = successor_of(scale, decision)
     ours.mark_stepped(scale, successor)
     return StepResult(returned, ours.flag(decision), successor)
@@ -486,6 +550,11 @@ def _evaluate(
     """One evaluation of a closure for :class:`Replay`, under the scale ``given``."""
     scale = ours.scale(given)
     loss = closure(given)
+    if ours.sums.is_open:
+        raise RuntimeError(
+            "the closure of unscale_and_step called accumulate, whose sums no replay can take "
+            "back: let its backward passes add up under the scale that it is given"
+        )
     if ours.pending is not None:
         raise RuntimeError(
             "the closure of unscale_and_step must leave the gradients scaled, but called "

@@ -95,4 +95,5 @@ def overflowed(found_inf: Tensor) -> list[str]:
     culprits = getattr(found_inf, "_culprits", None)
     if not isinstance(culprits, _Culprits) or not found_inf > 0:
         return []
-    return [name for part in culprits.found for name in part.overflowed()]
+    names = [name for part in culprits.found for name in part.overflowed()]
+    return list(dict.fromkeys(names))  # several micro-batches may have found one

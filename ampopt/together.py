@@ -134,7 +134,7 @@ def _checked(optimizers: Any) -> list[Optimizer]:
                 f"{name} needs a closure, which several optimizers cannot share: call its own "
                 "unscale_and_step(closure, grads_scaled_by=scale)"
             )
-        optimizer._ampopt.refuse_pending("unscale_and_step")
+        optimizer._ampopt.refuse_unfinished("unscale_and_step of several optimizers")
         optimizer._ampopt.check_step()
     _refuse_shared(optimizers)
     return optimizers

@@ -16,6 +16,9 @@ PRINTED = {
     "Writing an optimizer": ["[0.9000, 1.0000, 1.0000]"],
     "Clipping, and looking at gradients": [],
     "Gradient accumulation": [],
+    "Losses with scales of their own": ["65536.0 65536.0"],
+    "Sums in float32 for half precision": ["tensor(259.)"],
+    "A bad micro-batch by itself": ["tensor(False) 32768.0"],
     "A whole loop": ["True"],
     "Master weights and bfloat16": [
         "master weights: False, after ten steps: 1.0",

@@ -58,15 +58,20 @@ def judge(
 
 
 def decided_elsewhere(
-    request: Request, agreement: ranks.Agreement | None, device: torch.device | None
+    request: Request,
+    agreement: ranks.Agreement | None,
+    device: torch.device | None,
+    *,
+    present: bool = False,
 ) -> Decision | None:
     """The decision of other ranks, on one without gradients; ``None`` if there are no others.
 
-    The scale learns nothing if no rank has gradients.
+    The scale learns nothing if no rank has gradients; nor is this one without, if ``present`` says
+    that those were judged already.
     """
     if agreement is None or device is None or not request.asks:
         return None
-    vote = ranks.Vote(agreement, present=False)
+    vote = ranks.Vote(agreement, present=present)
     asked = replace(request, write=False, apply=False, agree=vote)
     decision = run(backend_for, [Work(device, [])], asked)
     if decision.scale is None or decision.counters is None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks
+from ampopt._step.accumulation import Accumulation
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import device_of
 from ampopt._step.rule_steps import RuleSteps
@@ -67,6 +68,7 @@ class Stepping(ABC):
         masters: float32 masters of half-precision parameters.
         needs_closure: whether ``step`` cannot be called without one.
         pending: an unscale that no step has followed yet.
+        sums: what ``accumulate`` has added up that no step has taken yet.
         grad_norm: of the last step that was to clip; see :attr:`ampopt.Optimizer.grad_norm`.
         uploads: what devices hold of earlier calls.
         asked: what the next call of ``optimizer.step`` is to do. The one value that cannot be an
@@ -88,6 +90,7 @@ class Stepping(ABC):
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.pending: Pending | None = None
+        self.sums = Accumulation(optimizer)
         self.grad_norm: Tensor | None = None
         self.uploads: dict[torch.device, Uploads] = {} if rule is None else rule.uploads
         self.asked: Request | None = None
@@ -111,7 +114,7 @@ class Stepping(ABC):
 
     def __reduce__(self) -> Any:
         """A copy of an optimizer, however it is made, begins anew; see :class:`Attached`."""
-        self.refuse_pending("copying or pickling")
+        self.refuse_unfinished("copying or pickling")
         return type(None), ()
 
     # --- how a step is taken ------------------------------------------------------------------
@@ -146,6 +149,20 @@ class Stepping(ABC):
         """``optimizer.step`` was called, whoever did, and its post-hooks are about to run."""
         self.end_pending()
 
+    def attempt_with_sums(self, request: Request) -> Attempt:
+        """As :meth:`attempt`, with what was accumulated; the decision is that on all of it."""
+        self.check_gradients()
+        decision = self.take_sums(request)
+        self.sums.unhook()
+        found_inf = None if decision is None else decision.found_inf
+        step = Request(
+            check=False, found_inf=found_inf, drop=request.drop, max_norm=request.max_norm
+        )
+        try:
+            return self.attempt(step)._replace(decision=decision)
+        finally:
+            self.sums.put_back()
+
     # --- gradients ------------------------------------------------------------------------------
 
     def unscale(self, request: Request) -> Decision | None:
@@ -166,6 +183,11 @@ class Stepping(ABC):
             self.rule.need_torch()
         self.masters.holders(written=True)
 
+    def take_sums(self, request: Request) -> Decision | None:
+        """Have the step that follows find what was accumulated; see :meth:`Accumulation.take`."""
+        by_rule = self.rule is not None and not self.rule.need_torch()
+        return self.sums.take(request, self.agreement(), wide=by_rule)
+
     def offenders(self) -> Iterator[str]:
         """Names of the parameters whose gradients are not finite. Synchronizes."""
         scale = None if self.asked is None else self.asked.scale
@@ -185,6 +207,7 @@ class Stepping(ABC):
                 yield
             except BaseException:
                 self.pending = None
+                self.sums.discard()
                 if snapshot is not None:
                     snapshot.restore()
                 restore_rng()
@@ -245,10 +268,20 @@ class Stepping(ABC):
             self._stepped_with.add(scale._generation)
 
     def end_pending(self) -> None:
-        """What was unscaled is stepped with."""
+        """What was unscaled, or accumulated, is stepped with."""
+        self.sums.put_back()
         if self.pending is not None:
             self.mark_stepped(self.pending.scale, self.pending.successor)
             self.pending = None
+
+    def refuse_unfinished(self, call: str) -> None:
+        """Refuse ``call`` between an unscale or ``accumulate`` and the step."""
+        self.refuse_pending(call)
+        if self.sums.is_open:
+            raise RuntimeError(
+                f"{call}: accumulate() was called, and no step has taken what it added up. Call "
+                "unscale_and_step() first, or zero_grad() to discard it"
+            )
 
     def refuse_pending(self, call: str) -> None:
         """Refuse ``call`` between an unscale and its step."""

@@ -35,12 +35,16 @@ from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Request, Row, Work, run
+from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["Case", "Launch", "Report", "cases", "count_hyper", "launches", "main"]
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-REQUESTS = ("scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned")
+REQUESTS = (
+    "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned",
+    "accumulate", "accumulate anew", "accumulate or reject",
+)  # fmt: skip
 """What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
 
 
@@ -82,7 +86,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The pass that it is: detect, control or update."""
+        """The pass that it is: detect, accumulate, control or update."""
         return self.kernel.fn.__name__.removesuffix("_kernel")
 
     def variant(self, case: Case) -> str:
@@ -184,6 +188,9 @@ def launches(case: Case) -> list[Launch]:
     )
     hyper = [[0.5] * count_hyper(rule, case.flags)]
     work = Work(torch.device("cpu"), [row], [tensor(low)], rule, hyper)
+    if case.request.startswith("accumulate"):
+        row = Row(low, tensor(arithmetic(low)), flags=(case.request == "accumulate anew",))
+        work = Work(torch.device("cpu"), [row], [tensor(low)])
     scale = torch.ones(())
     request = {
         "scaled": Request(
@@ -197,6 +204,11 @@ def launches(case: Case) -> list[Launch]:
         "scaled norm": Request(scale=scale, max_norm=1.0),
         "unscale": Request(scale=scale, write=True, apply=False),
         "unaligned": Request(scale=scale),
+        "accumulate": Request(scale=scale, accumulate=True, apply=False),
+        "accumulate anew": Request(scale=scale, accumulate=True, apply=False),
+        "accumulate or reject": Request(
+            scale=scale, found_inf=torch.zeros(()), accumulate=True, apply=False
+        ),
     }[case.request]
     recorded: list[Launch] = []
     backend = Triton(lambda device, kernel, n, given: recorded.append(Launch(kernel, given)))

@@ -77,6 +77,30 @@ class Eager(Backend):
             (Found(judged, rows, work.owners),),
         )
 
+    def accumulate(self, work: Work, request: Request) -> Partials:
+        """See :meth:`Backend.accumulate`. A part is a chunk."""
+        look = _number if self._reads(work.device) else _wide
+        inverse = 1.0 if request.scale is None else reciprocal(look(request.scale))
+        rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
+        flags, rows = [], []
+        for place, (row, whole) in enumerate(zip(work.rows, work.grads, strict=True)):
+            dtype, (fresh,) = row.compute_dtype, row.flags
+            for grad, total in _chunks(whole, *row.written):
+                if not grad.numel():
+                    continue
+                unscaled = grad.to(dtype) * _cast(inverse, dtype)
+                old = torch.zeros_like(total) if fresh else total
+                new = unscaled if fresh else total + unscaled
+                if rejected is not None:
+                    new = torch.where(rejected, old, new)
+                # What was not finite before says nothing of this gradient.
+                spoilt = ~new.isfinite() & old.isfinite()
+                flags.append((spoilt | ~unscaled.isfinite()).any())
+                rows.append(place)
+                total.copy_(new)
+        judged = _stack(flags, torch.float32, work.device)
+        return Partials(judged, None, (Found(judged, rows, work.owners),))
+
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`."""
         device, reads = work.device, self._reads(work.device)

@@ -128,6 +128,7 @@ class Request:
             alone.
         write: store the unscaled gradients where they came from (detect), so that nothing is left
             for the update to unscale.
+        accumulate: add the unscaled gradients to sums, in place of detect; nothing is applied.
         apply: advance the scalars and update the parameters.
         agree: makes of what was found here, and of :attr:`found_inf`, what all ranks have found,
             as one part on the device that it is given.
@@ -141,6 +142,7 @@ class Request:
     drop: bool = True
     max_norm: float | None = None
     write: bool = False
+    accumulate: bool = False
     apply: bool = True
     agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
 
@@ -257,6 +259,15 @@ class Backend(ABC):
         """Read every gradient once; store it unscaled if ``request.write``."""
 
     @abstractmethod
+    def accumulate(self, work: Work, request: Request) -> Partials:
+        """Add every gradient, unscaled, to the sum that its row has in place of a parameter.
+
+        Judges as :meth:`detect` does, and the sum too. The flag of a row says that nothing is in
+        its sum yet, which then is only written. With ``request.found_inf`` more than 0, all sums
+        stay as they are, and are 0 where nothing was in them.
+        """
+
+    @abstractmethod
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """Decide from what was found. May advance the scalars of ``work`` if ``request.apply``."""
 
@@ -285,19 +296,20 @@ def run(
     for backend, work in zip(backends, works, strict=True):
         if request.apply:
             backend.prepare(work)
-    detects = request.asks or request.write
+    detects = request.asks or request.write or request.accumulate
     asked = [_on(work.device, request) for work in (works if detects else works[:1])]
     partials = None
     if detects:
         found = [
-            backend.detect(work, its_own)
+            (backend.accumulate if request.accumulate else backend.detect)(work, its_own)
             for backend, work, its_own in zip(backends, works, asked, strict=True)
         ]
         partials = _joined(found, works[0].device)
         if request.agree is not None:
             agreed = request.agree(partials, asked[0].found_inf, works[0].device)
             partials = replace(agreed, found=partials.found)
-            asked[0] = replace(asked[0], found_inf=None)
+            if request.check:  # else nothing is judged but the norm, and the flag is known to all
+                asked[0] = replace(asked[0], found_inf=None)
     first, *others = works
     decision = backends[0].control(first, asked[0], partials)
     if request.apply:

@@ -58,6 +58,18 @@ def by_unscaling_first(optimizer: Any, params: Any, training: Any, init: float) 
     return scale.item()
 
 
+def by_accumulating(optimizer: Any, params: Any, training: Any, init: float) -> Any:
+    scale: Any = DynamicLossScale(init_scale=init, growth_interval=2)
+    for window in training:
+        optimizer.zero_grad()
+        for micro in window:
+            backward(params, micro, lambda loss, scale=scale: ampopt.scale_outputs(loss, scale))
+            if micro is not window[-1] or len(window) % 2:
+                optimizer.accumulate(grads_scaled_by=scale)
+        scale = optimizer.unscale_and_step(grads_scaled_by=scale).scale
+    return scale.item()
+
+
 def by_scaler(scaler_class: Any) -> Any:
     def run(optimizer: Any, params: Any, training: Any, init: float) -> Any:
         scaler = scaler_class("cpu", init_scale=init, growth_interval=2)
@@ -75,6 +87,7 @@ def by_scaler(scaler_class: Any) -> Any:
 LOOPS = {
     "own": by_its_own_control_point,
     "unscale": by_unscaling_first,
+    "accumulate": by_accumulating,
     "torch": by_scaler(torch.amp.GradScaler),
     "ours": by_scaler(ampopt.GradScaler),
 }

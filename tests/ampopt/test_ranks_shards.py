@@ -84,13 +84,21 @@ def trained(
     ]
     scales: Any = [ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2) for _ in optimizers]
     told, wrong = [], []
-    for number, step in enumerate(steps):
+
+    def give(seed: int, bad: float | None, where: int) -> None:
         for i, (part, alone) in enumerate(zip(parts, wholes, strict=True)):
-            grad = (numbers(alone.shape, 100 * number + i) * 4.0).to(dtype)
-            if step["bad"] is not None and step["where"] % len(parts) == i:
-                grad.view(-1)[-1] = step["bad"]
+            grad = (numbers(alone.shape, seed + i) * 4.0).to(dtype)
+            if bad is not None and where % len(parts) == i:
+                grad.view(-1)[-1] = bad
             alone.grad = grad
             part.grad = placed(grad, *spread[i][:2])
+
+    for number, step in enumerate(steps):
+        give(100 * number, step["bad"], step["where"])
+        if step["drop"] is not None:
+            for optimizer, scale in zip(optimizers, scales, strict=True):
+                optimizer.accumulate(grads_scaled_by=scale, drop=step["drop"])
+            give(100 * number + 50, None, 0)
         for k, optimizer in enumerate(optimizers):
             if step["split"] and dtype == torch.float32:
                 optimizer.unscale(grads_scaled_by=scales[k])
@@ -124,6 +132,7 @@ STEP = st.fixed_dictionaries(
         "where": st.integers(0, 4),
         "max_norm": st.sampled_from([None, 1.0, float("inf")]),
         "split": st.booleans(),
+        "drop": st.sampled_from([None, "window", "micro_batch"]),
     }
 )
 STEPS = st.lists(STEP, min_size=1, max_size=4)
@@ -143,10 +152,16 @@ def check(pool: Any, *case: Any) -> None:
 
 
 def plain_step(**changes: Any) -> dict[str, Any]:
-    return {"bad": None, "where": 1, "max_norm": None, "split": False, **changes}
+    return {"bad": None, "where": 1, "max_norm": None, "split": False, "drop": None, **changes}
 
 
-STORY = [plain_step(max_norm=1.0), plain_step(bad=float("inf")), plain_step(split=True)]
+STORY = [
+    plain_step(max_norm=1.0),
+    plain_step(bad=float("inf")),
+    plain_step(split=True),
+    plain_step(bad=float("inf"), drop="window", max_norm=1.0),
+    plain_step(bad=float("inf"), drop="micro_batch", max_norm=1.0),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -171,7 +186,7 @@ def test_every_rule_is_stepped_by_parts(two_ranks, cls):
 
 
 def counted(layout: str) -> list[int]:
-    """Collectives of a step in each form: in one call, clipping, in two, and plain."""
+    """Collectives of a step in each form: in one call, clipping, in two, plain, in a window."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     spread, counts = meshes(layout), []
@@ -182,12 +197,18 @@ def counted(layout: str) -> list[int]:
         optimizer.unscale(grads_scaled_by=2.0)
         optimizer.step_after_unscale()
 
+    def accumulates() -> None:
+        optimizer.accumulate(grads_scaled_by=2.0)
+        optimizer.accumulate(grads_scaled_by=2.0)
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+
     for step in (
         lambda: optimizer.unscale_and_step(grads_scaled_by=2.0),
         lambda: optimizer.unscale_and_step(grads_scaled_by=2.0),
         lambda: optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0),
         split,
         optimizer.step,
+        accumulates,
     ):
         for p, (mesh, at, shape) in zip(params, spread, strict=True):
             p.grad = placed(torch.ones(shape), mesh, at)
@@ -199,7 +220,7 @@ def counted(layout: str) -> list[int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_meet_once_a_step(four_ranks, layout):
-    assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0]] * 4
+    assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0, 1]] * 4
 
 
 def steady(form: str) -> int:

@@ -70,6 +70,8 @@ def of(compiled, kernel, variant, dtype):
         ("detect", "scale", "bfloat16", 2),
         ("detect", "scale+write", "float32", 8),
         ("detect", "scale+write", "bfloat16", 4),
+        ("accumulate", "scale", "float32", 12),
+        ("accumulate", "fresh+scale", "bfloat16", 6),
         ("update", "adam", "float32", 28),
         ("update", "adam", "bfloat16", 14),
         ("update", "adam+masters", "bfloat16", 28),
@@ -121,6 +123,15 @@ def test_detect_reads_each_byte_once_sixteen_at_a_time(compiled, variant, dtype)
     size = getattr(torch, dtype).itemsize
     for line in of(compiled, "detect", variant, dtype):
         assert_streams(line, size * (1 + ("write" in variant)))
+
+
+@pytest.mark.parametrize("dtype", aot.DTYPES)
+@pytest.mark.parametrize("variant", ["scale", "fresh+scale", "scale+reject"])
+def test_accumulate_moves_each_byte_once_sixteen_at_a_time(compiled, variant, dtype):
+    size = getattr(torch, dtype).itemsize
+    sums = max(size, 4) * (1 if "fresh" in variant else 2)
+    for line in of(compiled, "accumulate", variant, dtype):
+        assert_streams(line, size + sums)
 
 
 def assert_streams(line, bytes_moved):

@@ -12,6 +12,7 @@ from ampopt_kernels.found import Found
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.rule import keep
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
+from ampopt_kernels.triton.accumulate import accumulate_kernel
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
 from ampopt_kernels.triton.launch import THREADS, Launcher, launch
@@ -92,6 +93,32 @@ class Triton(Backend):
             self._launch(work.device, detect_kernel, group.programs, arguments)
         found = Found(flags, table.row_of_block, work.owners)
         return Partials(flags, squares if norm else None, (found,))
+
+    def accumulate(self, work: Work, request: Request) -> Partials:
+        """See :meth:`Backend.accumulate`. A part is a chunk."""
+        table = Table.of(work)
+        flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
+        for group in table.launches:
+            row = group.like
+            arguments = {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "chunk": table.chunk,
+                "scale": flags if request.scale is None else request.scale,
+                "reject": flags if request.found_inf is None else request.found_inf,
+                "flags": flags,
+                "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes),
+                "COMPUTE": _DTYPES[row.compute_dtype],
+                "ALIGNS": group.aligns,
+                "FRESH": row.flags[0],
+                "HAS_SCALE": request.scale is not None,
+                "HAS_REJECT": request.found_inf is not None,
+                "COLUMNS": table.columns,
+                "BLOCK": BLOCK,
+            }
+            self._launch(work.device, accumulate_kernel, group.programs, arguments)
+        return Partials(flags, None, (Found(flags, table.row_of_block, work.owners),))
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`. Advances the scalars in the same launch."""

@@ -1,0 +1,340 @@
+"""Sums of unscaled gradients, in float32 at least, that ``accumulate`` fills and a step takes.
+
+A window begins with the first ``accumulate`` and ends with the step, or ``zero_grad``. The sums
+outlast it, so that they are at the same addresses in the next, as a CUDA graph needs them.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ampopt._step import dtensor, gradients, ranks
+from ampopt._step.overflow import decided_elsewhere, device_of, judge_held, works_of
+from ampopt.backend import backend_for
+from ampopt_kernels.found import Found
+from ampopt_kernels.step import Decision, Request, Row, Work, run
+from ampopt_kernels.tensors import real
+from ampopt_kernels.transfers import carried
+from ampopt_kernels.triton.uploads import Uploads
+
+__all__ = ["DROPS", "Accumulation"]
+
+DROPS = ("window", "micro_batch")
+"""What an overflow costs: all that is accumulated, or the part that it is in."""
+
+
+@dataclass
+class _Window:
+    """What was accumulated since the last step.
+
+    Attributes:
+        home: where decisions about it are made.
+        drop: one of :data:`DROPS`.
+        params: those that have a sum, each with its group, by its ``id``.
+        flag: more than 0 if there was an overflow; ``None`` before there were gradients.
+        found: where.
+        calls: how many micro-batches there were, where they are rejected one by one.
+        kept: how many of them were not.
+    """
+
+    home: torch.device
+    drop: str
+    params: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    flag: Tensor | None = None
+    found: tuple[Found, ...] = ()
+    calls: int = 0
+    kept: Tensor | None = None
+
+    def learn(self, decision: Decision) -> None:
+        """Join the flag of a part of it."""
+        flag = carried(decision.found_inf, self.home)
+        self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
+        self.found += decision.found
+
+    def count(self, decision: Decision) -> None:
+        """Count a micro-batch, which was rejected if it overflowed."""
+        kept = carried(decision.found_inf <= 0, self.home, torch.float32)
+        self.kept = kept if self.kept is None else self.kept + kept
+        self.calls += 1
+
+
+class _Replaced(NamedTuple):
+    """The gradient of a parameter whose sum stands there for a step."""
+
+    param: Tensor
+    grad: Tensor | None
+    dtype: torch.dtype | None  # that gradients of it may have
+
+
+class Accumulation:
+    """The sums of one optimizer, and the window in which they are filled."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin without a window.
+
+        Args:
+            optimizer: whose gradients these are, which is not kept alive.
+        """
+        self._optimizer = weakref.ref(optimizer)
+        self._window: _Window | None = None
+        self._hook: Any = None  # while there is a window, for a plain step
+        self._replaced: list[_Replaced] = []
+        self._sums = WeakIdKeyDictionary()
+        self._latest = WeakIdKeyDictionary()  # a weak reference to the gradient added last
+        self._uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something is accumulated that no step has taken yet."""
+        return self._window is not None
+
+    # --- filling ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def add(
+        self, request: Request, agreement: ranks.Agreement | None, drop: str
+    ) -> Decision | None:
+        """Add the gradients, unscaled, to the sums, and clear them. Does not synchronize.
+
+        Args:
+            request: what is asked; nothing is stepped.
+            agreement: of the ranks that decide together.
+            drop: one of :data:`DROPS`, the same in all of a window.
+
+        Returns:
+            The decision on these gradients; ``None`` if there are none.
+
+        Raises:
+            TypeError: one is sparse. Nothing has changed then.
+            ValueError: ``drop`` is another than in this window before. Likewise.
+        """
+        _refuse_sparse(self._groups)
+        decision = self._add(self._in_window(drop), request, agreement)
+        stay = []
+        for _, param in gradients.present(self._groups):
+            if self._stays(param):
+                stay.append(dtensor.local(param.grad))
+            else:
+                param.grad = None
+        if stay:
+            torch._foreach_zero_(stay)  # pyright: ignore[reportPrivateImportUsage]
+        return decision
+
+    def _in_window(self, drop: str) -> _Window:
+        window = self._window
+        if window is None:
+            self.put_back()
+            window = self._window = _Window(device_of(self._groups) or torch.device("cpu"), drop)
+            self._hook = self._owner.register_step_pre_hook(_take_in_plain_step)
+        elif drop != window.drop:
+            raise ValueError(
+                f"accumulate(drop={drop!r}) in a window that began with drop={window.drop!r}: give "
+                "all calls before a step the same"
+            )
+        return window
+
+    def _add(
+        self, window: _Window, request: Request, agreement: ranks.Agreement | None
+    ) -> Decision | None:
+        decision, present = None, gradients.present(self._groups)
+        if window.drop == "micro_batch":
+            decision = judge_held(
+                present,
+                gradients.owners(self._groups),
+                request,
+                agreement,
+                window.home,
+                write=False,
+                uploads=self._uploads["judge"],
+            )
+            if decision is not None:
+                window.count(decision)
+        if present:
+            reject = None if decision is None else decision.found_inf
+            asked = replace(request, found_inf=reject, accumulate=True, apply=False)
+            added = run(backend_for, self._works(window, present), asked)
+            decision = added if decision is None else decision
+        if decision is not None:
+            window.learn(decision)
+        return decision
+
+    def _works(self, window: _Window, present: Sequence[tuple[int, Tensor]]) -> list[Work]:
+        staged, rows, grads = gradients.Staged(), [], []
+        whose = gradients.owners(self._groups)
+        for (group, param), owner in zip(present, whose, strict=True):
+            values = gradients.values_of(param)
+            fresh = id(param) not in window.params
+            window.params[id(param)] = group, param
+            total = real(dtensor.local(self._sum(param)))
+            grads.append(staged.dense(values, total, written=False))
+            rows.append(Row(values.dtype, total, flags=(fresh,), group=group, owner=owner))
+        return works_of(rows, grads, self._uploads["add"])
+
+    def _sum(self, param: Any) -> Any:
+        """Where the gradients of ``param`` are added up; what is in it may be anything."""
+        wide = torch.promote_types(param.dtype, param.grad.dtype)
+        wide = torch.promote_types(wide, torch.float32)
+        total = self._sums.get(param)
+        if total is None or total.dtype != wide or total.shape != param.shape:
+            total = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
+            self._sums[param] = total = dtensor.spread_like(total, param)
+        return total
+
+    def _stays(self, param: Tensor) -> bool:
+        """Whether ``param`` has the gradient that it had last time, as a CUDA graph needs it."""
+        grad: Any = param.grad
+        latest = self._latest.get(param)
+        self._latest[param] = weakref.ref(grad)
+        return latest is not None and latest() is grad
+
+    # --- taking -----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(
+        self, request: Request, agreement: ranks.Agreement | None, *, wide: bool
+    ) -> Decision | None:
+        """End the window: its sums, with the gradients that are there, take the place of those.
+
+        Until :meth:`put_back`. Does not synchronize.
+
+        Args:
+            request: of what ends it. Without a scale nothing is judged.
+            agreement: of the ranks that decide together.
+            wide: whether the step reads gradients of another dtype than the parameters'.
+
+        Returns:
+            The decision on the whole window; ``None`` if there is none to make.
+        """
+        window = self._window
+        assert window is not None
+        request = replace(request, max_norm=None, write=False, apply=False)
+        if gradients.present(self._groups):
+            self._add(window, request, agreement)
+        skip = None if window.kept is None else self._renormalise(window, request, agreement)
+        decision = None if request.scale is None else self._decided(window, request, agreement)
+        if decision is not None:
+            found_inf = decision.found_inf if skip is None else skip
+            decision = replace(decision, found_inf=found_inf, found=window.found)
+        for _, param in window.params.values():
+            if param.grad is not None:
+                self._stays(param)  # where it is put back
+            total, dtype = self._sums[param], param.grad_dtype
+            self._replaced.append(_Replaced(param, param.grad, dtype))
+            if wide and dtype is not None:
+                dtype = total.dtype
+            _put(param, total if dtype is None else total.to(dtype), dtype)
+        self._window = None
+        return decision
+
+    def _renormalise(
+        self, window: _Window, request: Request, agreement: ranks.Agreement | None
+    ) -> Tensor:
+        """Have the sums stand for all micro-batches; more than 0 where they cannot.
+
+        As if they carried the share of those that were kept for a scale, which is 0 if none was.
+        """
+        assert window.kept is not None
+        judged = request.scale is not None
+        share = (window.kept if judged else window.kept.clamp(min=1)) / window.calls
+        asked = Request(scale=share, check=judged, write=True, apply=False)
+        sums = [real(dtensor.local(self._sums[param])) for _, param in window.params.values()]
+        if sums:
+            rows = [Row(total.dtype) for total in sums]
+            agree = ranks.Vote(agreement) if agreement is not None and judged else None
+            works = works_of(rows, sums, self._uploads["renormalise"])
+            decision = run(backend_for, works, replace(asked, agree=agree))
+        else:
+            decision = decided_elsewhere(asked, agreement, window.home)
+        if decision is None:  # no rank has judged
+            return torch.zeros_like(share)
+        window.learn(decision)
+        return carried(decision.found_inf, window.home)
+
+    def _decided(
+        self, window: _Window, request: Request, agreement: ranks.Agreement | None
+    ) -> Decision | None:
+        """What is found in all of the window, of which the scale is told."""
+        asked = replace(request, found_inf=window.flag)
+        if agreement is not None:
+            present = bool(window.params)
+            return decided_elsewhere(asked, agreement, window.home, present=present)
+        if not window.params:
+            return None
+        uploads = self._uploads["decide"].setdefault(window.home, Uploads())
+        work = Work(window.home, [], uploads=uploads)
+        return run(backend_for, [work], replace(asked, check=False))
+
+    # --- what becomes of it -----------------------------------------------------------------------
+
+    def put_back(self) -> None:
+        """The step has taken the sums: parameters get back the gradients they replaced."""
+        self.unhook()
+        for param, grad, dtype in self._replaced:
+            _put(param, grad, dtype)
+        self._replaced = []
+
+    def discard(self) -> None:
+        """Forget the window, or that a step was to take it."""
+        self.put_back()
+        self._window = None
+
+    def unhook(self) -> None:
+        """A control point steps, and not a plain step, which would have to take the window."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @property
+    def _owner(self) -> Any:
+        return self._optimizer()
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._owner.param_groups
+
+
+def _take_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Have a step that no control point takes find the sums, whatever their flag."""
+    ours = optimizer._ampopt
+    if not ours.sums.is_open:
+        return
+    if any(map(callable, (*args, *kwargs.values()))):
+        raise RuntimeError(
+            "step(closure): accumulate() was called, and the closure would make other gradients. "
+            "Call step() or unscale_and_step() without one first, or zero_grad() to discard what "
+            "was accumulated"
+        )
+    if {"found_inf", "grad_scale"} <= vars(optimizer).keys():
+        del optimizer.found_inf, optimizer.grad_scale
+        raise RuntimeError(
+            "torch.amp.GradScaler steps an optimizer whose accumulate() was called, and knows "
+            "nothing of that. Call optimizer.unscale_and_step(grads_scaled_by=scale) in place of "
+            "scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
+            "accumulated"
+        )
+    ours.take_sums(Request(check=False))
+
+
+def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:
+    """Give ``param`` a gradient, and say of what dtype it may be."""
+    param.grad = None
+    if param.grad_dtype != dtype:
+        param.grad_dtype = dtype
+    param.grad = grad
+
+
+def _refuse_sparse(groups: list[dict[str, Any]]) -> None:
+    for _, param in gradients.present(groups):
+        assert param.grad is not None
+        if param.grad.layout != torch.strided:
+            raise TypeError(
+                f"accumulate: the gradient of {gradients.name_of(groups, param)} is sparse, and "
+                "sums are dense: make the layer with sparse=False, or leave accumulate out and let "
+                "backward passes under one scale add up"
+            )

@@ -1,0 +1,88 @@
+"""Accumulate: what a pass adds to the sums of gradients, and what it finds on the way."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.kernel_rows import (
+    BLOCK,
+    CHUNK,
+    CPU,
+    ENGINES,
+    Placed,
+    each_engine,
+    gradient_works,
+)
+
+from ampopt_kernels.step import Request, Row, Work
+from ampopt_kernels.tensors import arithmetic
+
+SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
+sums = st.sampled_from([None, 0.0, -1.5, 3e38, float("inf"), float("nan")])
+"""What is in a sum before; ``None`` if nothing is, and its memory is garbage."""
+
+
+def summing(plan: Any, begun: list[float | None]) -> tuple[Work, list[Placed], list[Any]]:
+    """The gradients of ``plan`` beside sums that hold these numbers."""
+    rows, placed, grads = [], [], plan.build().work.grads
+    for grad, number in zip(grads, begun, strict=False):
+        filled = float("nan") if number is None else number
+        held = torch.full_like(grad, filled, dtype=arithmetic(grad.dtype))
+        placed.append(Placed.of(held, 1))
+        rows.append(Row(grad.dtype, placed[-1].tensor, flags=(number is None,)))
+    return Work(CPU, rows, grads), placed, [grad.clone() for grad in grads]
+
+
+def unscaled(grad: torch.Tensor, scale: float | None) -> torch.Tensor:
+    dtype = arithmetic(grad.dtype)
+    inverse = torch.tensor(1.0 / (scale or 1.0), dtype=torch.float64).to(dtype)
+    return grad.to(dtype) * inverse
+
+
+def request(scale: float | None, **kwargs: Any) -> Request:
+    value = None if scale is None else torch.tensor(scale)
+    return Request(scale=value, accumulate=True, **kwargs)
+
+
+@each_engine
+@given(
+    plan=gradient_works(),
+    scale=SCALES,
+    begun=st.lists(sums, min_size=3, max_size=3),
+    data=st.data(),
+)
+def test_adds_what_was_unscaled_and_judges_it(engine, plan, scale, begun, data):
+    """Each sum is rounded once; a flag is of these gradients alone, not of what was before."""
+    work, placed, grads = summing(plan, begun)
+    reject = data.draw(st.sampled_from([None, 0.0, 2.0]))
+    around = [p.around() for p in placed]
+    external = None if reject is None else torch.tensor(reject)
+    partials = ENGINES[engine]().accumulate(work, request(scale, found_inf=external))
+    bad = False
+    for row, left, grad, number in zip(work.rows, work.grads, grads, begun, strict=False):
+        new = old = torch.full_like(grad, number or 0.0, dtype=arithmetic(grad.dtype))
+        if not reject:
+            new = unscaled(grad, scale) if number is None else old + unscaled(grad, scale)
+        torch.testing.assert_close(row.param, new, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(left.nan_to_num(1), grad.nan_to_num(1))
+        spoilt = old.isfinite() & ~new.isfinite()
+        bad |= bool((spoilt | ~unscaled(grad, scale).isfinite()).any())
+    flags = partials.flags_on(CPU)
+    assert flags.dtype == torch.float32 and set(flags.tolist()) <= {0.0, 1.0}
+    assert bool(flags.any()) == bad
+    assert [p.around() for p in placed] == around
+
+
+@each_engine
+@pytest.mark.parametrize("n", [1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_two_finite_gradients_whose_sum_is_not_are_found(engine, n, dtype):
+    grad, total = torch.ones(n, dtype=dtype), torch.ones(n)
+    grad[-1], total[-1] = 3e38, 3e38
+    partials = ENGINES[engine]().accumulate(
+        Work(CPU, [Row(dtype, total, flags=(False,))], [grad]), request(None)
+    )
+    assert partials.flags_on(CPU).any()
+    assert total.tolist() == [2.0] * (n - 1) + [float("inf")]
