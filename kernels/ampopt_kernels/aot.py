@@ -86,7 +86,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The pass that it is: detect, accumulate, control or update."""
+        """The pass: detect, accumulate, control, reduce and its sum, or update."""
         return self.kernel.fn.__name__.removesuffix("_kernel")
 
     def variant(self, case: Case) -> str:
@@ -95,7 +95,7 @@ class Launch:
         on = [k.lower().removeprefix("has_") for k, v in constants.items() if v is True]
         if self.name == "control":
             on = [case.rule, *on]
-        elif self.name == "update":
+        elif self.name in ("update", "reduce"):
             flags = getattr(rules, case.rule).flags
             on = [case.rule, *itertools.compress(flags, constants["FLAGS"])]
         if constants.get("COPIED"):
@@ -157,7 +157,7 @@ class Report:
         if self.error:
             return f"{line} failed {self.error}"
         line += f" ok registers={self.registers} spills={self.spills}"
-        if self.kernel == "control":
+        if self.kernel in ("control", "sum"):
             return line  # reads a few numbers for each parameter
         vectorized = "yes" if self.vectorized else "no"
         return f"{line} vectorized={vectorized} barriers={self.barriers} bytes={self.bytes:g}"
@@ -343,10 +343,15 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
 def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
     """How many hyperparameters the rule unpacks: an entry of ``hyper`` may stand for several."""
     one = torch.ones((), dtype=torch.float64)
+    states = (one,) * len(rule.state_for(flags))
     for n in range(len(rule.hyper), len(rule.hyper) + 9):
         try:
-            _, h = rule.torch_scalars((one,) * len(rule.scalar_state), (one * 0.5,) * n, flags)
-            rule.torch_update(one, one, (one,) * len(rule.state_for(flags)), h, flags)
+            s, h, sums = (one,) * len(rule.scalar_state), (one * 0.5,) * n, ()
+            if rule.reduces:
+                s, h = rule.torch_before_reduce(s, h, flags)
+                sums = rule.torch_reduce_in(torch.float64)(one, one, states, h, flags)
+            _, h = rule.torch_scalars(s, h, flags, sums, sums)
+            rule.torch_update(one, one, states, h, flags)
         except (ValueError, IndexError):
             continue
         return n

@@ -6,8 +6,8 @@ values.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ampopt_kernels.found import Found
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Work
+from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
 
 __all__ = ["CHUNK", "Eager", "reciprocal"]
@@ -152,6 +153,29 @@ class Eager(Backend):
             found=() if partials is None else partials.found,
         )
 
+    def reduce(self, work: Work, decision: Decision) -> Tensor:
+        """See :meth:`Backend.reduce`."""
+        rule, wide = work.rule, widest(work.device)
+        assert rule is not None
+        inverse, clip = decision.factors_on_device.unbind()[1:]
+        known: list[tuple[Any, ...]] = [()] * len(work.rows)
+        for group in _groups(work):
+            _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, known)
+        sums = []
+        for row, whole, h in zip(work.rows, work.grads, known, strict=True):
+            dtype = row.compute_dtype
+            h = tuple(_cast(x, dtype) for x in h)
+            total = torch.zeros(
+                rule.widths(len(work.hyper[0])).terms, dtype=wide, device=work.device
+            )
+            for tensors in _chunks(whole, *row.written[: 1 + len(row.state)]):
+                grad, param, *state = (t.to(dtype) for t in tensors)
+                g = grad * _cast(inverse, dtype) * _cast(clip, dtype)
+                terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), h, row.flags)
+                total = total + torch.stack([term.to(wide).sum() for term in terms])
+            sums.append(total)
+        return torch.stack(sums)
+
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
         reads = self._reads(work.device)
@@ -166,7 +190,7 @@ class Eager(Backend):
             keep = _take_new
         rule = work.rule
         assert rule is not None
-        advanced = _advance(work, rule, keep)
+        advanced = _advance(work, rule, keep, decision.sums)
         for row, whole, h in zip(work.rows, work.grads, advanced, strict=True):
             dtype = row.compute_dtype
             h = tuple(_cast(x, dtype) for x in h)
@@ -195,34 +219,65 @@ def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
     return torch.where(skip, old, new)
 
 
-def _advance(
-    work: Work, rule: Rule, keep: Callable[[Tensor, Tensor], Tensor]
-) -> list[tuple[Any, ...]]:
-    """Advance the scalars of every row; return what ``update`` takes as ``h`` for each."""
-    result: list[tuple[Any, ...]] = [()] * len(work.rows)
+class _Group(NamedTuple):
+    """The scalars of the rows of one param group.
+
+    Attributes:
+        members: which rows.
+        columns: each scalar state of each row; ``None`` where the flags leave it out.
+        s: likewise, as tensors with an entry for each row.
+        h: the hyperparameters.
+        flags: of the rule.
+    """
+
+    members: list[int]
+    columns: list[tuple[Tensor | None, ...]]
+    s: tuple[Tensor, ...]
+    h: tuple[Any, ...]
+    flags: tuple[bool, ...]
+
+
+def _groups(work: Work) -> Iterator[_Group]:
     by_group: dict[int, list[int]] = {}
     for index, row in enumerate(work.rows):
         by_group.setdefault(row.group, []).append(index)
     zero, wide = torch.zeros((), device=work.device), widest(work.device)
-    dtypes = work.scalar_dtypes
     for group, members in by_group.items():
         hyper = (x.reshape(()) if isinstance(x, Tensor) else x for x in work.hyper[group])
         h = tuple(_cast(x, wide) for x in hyper)
         columns = list(zip(*(work.rows[i].scalars for i in members), strict=True))
         s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
-        new_s, new_h = rule.torch_scalars(s, h, work.rows[members[0]].flags)
-        for column, old, new, dtype in zip(columns, s, new_s, dtypes, strict=True):
+        yield _Group(members, columns, s, h, work.rows[members[0]].flags)
+
+
+def _advance(
+    work: Work, rule: Rule, keep: Callable[[Tensor, Tensor], Tensor], sums: Sums | None
+) -> list[tuple[Any, ...]]:
+    """Advance the scalars of every row; return what ``update`` takes as ``h`` for each."""
+    result: list[tuple[Any, ...]] = [()] * len(work.rows)
+    dtypes = work.scalar_dtypes
+    for group in _groups(work):
+        given: tuple[Any, ...] = (group.s, group.h, group.flags)
+        if sums is not None:
+            given = (*rule.torch_before_reduce(*given), group.flags)
+            each = torch.stack([sums.each[i] for i in group.members])
+            given = (*given, each.unbind(1), sums.totals.unbind())
+        new_s, new_h = rule.torch_scalars(*given)
+        for column, old, new, dtype in zip(group.columns, group.s, new_s, dtypes, strict=True):
             values = keep(old, new).to(dtype).unbind()
             stored = [(x, v) for x, v in zip(column, values, strict=True) if x is not None]
             if stored:
                 copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
                 copy([x for x, _ in stored], [v for _, v in stored])
-        per_row = [
-            x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(members) for x in new_h
-        ]
-        for i, values in zip(members, zip(*per_row, strict=True), strict=True):
-            result[i] = values
+        _hand_out(new_h, group.members, result)
     return result
+
+
+def _hand_out(h: tuple[Any, ...], members: list[int], to: list[tuple[Any, ...]]) -> None:
+    """Give each row its own of ``h``, of which tensors have an entry for each of ``members``."""
+    per_row = [x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(members) for x in h]
+    for i, values in zip(members, zip(*per_row, strict=True), strict=True):
+        to[i] = values
 
 
 def _chunks(*tensors: Tensor):

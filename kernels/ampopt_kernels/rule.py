@@ -2,9 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ PARAM = "param"
 @jit
 def keep(s, h):
     """The ``scalars`` of a rule that has none: hyperparameters reach ``update`` as they are."""
+    return s, h
+
+
+@jit
+def keep_all(s, h, flags):
+    """The ``before_reduce`` of a rule that has none: hyperparameters reach ``reduce``."""
     return s, h
 
 
@@ -100,6 +106,15 @@ class Rule:
             per parameter and step in float64 on the device: ``s`` are the scalar states (step
             counts and the like), ``h`` the hyperparameters. What it returns as ``h``, as many
             whatever the flags, is what ``update`` gets. A skipped step does not advance ``s``.
+        reduce: ``reduce(p, g, state, h, flags) -> terms``, optional: a tuple of blocks, as many
+            whatever the flags, each of which is summed over the parameter, in float64. The sums
+            reach ``scalars``, which then is ``scalars(s, h, flags, sums)``, or, to have those over
+            all parameters that have gradients too, ``scalars(s, h, flags, sums, totals)``. Of a
+            parameter that is spread over ranks it is the whole that is summed over. Costs one read
+            of what the terms are made of.
+        before_reduce: ``before_reduce(s, h, flags) -> (s, h)``, optional: those scalars that
+            ``reduce`` has to know, such as the step count and bias corrections that a direction is
+            made with. What it returns is what ``scalars`` gets; its ``h`` is that of ``reduce``.
         scalar_state: the 0-d tensors kept for each parameter, in the order of ``s``. One whose flag
             is off reads as 0 and is not stored.
         scalars64: ``scalars`` where scalar states are float64; ``None`` if it is the same, as it
@@ -113,10 +128,12 @@ class Rule:
     scalars: Any = field(default=keep)
     scalar_state: tuple[State, ...] = ()
     scalars64: Any = None
+    reduce: Any = None
+    before_reduce: Any = field(default=keep_all)
 
     def __post_init__(self) -> None:
         """Check the declaration, so that a slip is named where it was made."""
-        for role in ("update", "scalars"):
+        for role in ("update", "scalars", "before_reduce", *["reduce"] * self.reduces):
             if not hasattr(getattr(self, role), "fn"):
                 raise TypeError(
                     f"Rule {role} must be a function marked with @ampopt_kernels.jit, "
@@ -130,11 +147,15 @@ class Rule:
             _check_tuple(role, getattr(self, role), str, '("lr",)')
         for role in ("state", "scalar_state"):
             _check_tuple(role, getattr(self, role), State, '(State("exp_avg"),)')
-        if self.scalars_arguments not in (2, 3):
+        takes = "(s, h, flags, sums) or (s, h, flags, sums, totals), beside reduce"
+        if not self.reduces:
+            takes = "(s, h) or (s, h, flags), where there is no reduce to sum anything up"
+        if self.scalars_arguments not in ((4, 5) if self.reduces else (2, 3)):
             raise TypeError(
-                f"Rule scalars must take (s, h) or (s, h, flags), not {self.scalars_arguments} "
-                "arguments"
+                f"Rule scalars must take {takes}; it takes {self.scalars_arguments} arguments"
             )
+        if self.before_reduce is not keep_all and not self.reduces:
+            raise TypeError("Rule before_reduce is for reduce, which is missing: scalars alone do")
         for part in self.scalar_state:
             if part.init == PARAM or part.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -154,9 +175,14 @@ class Rule:
                     f"rule's flags {self.flags}: add it to flags"
                 )
 
+    @property
+    def reduces(self) -> bool:
+        """Whether anything is summed over parameters."""
+        return self.reduce is not None
+
     @functools.cached_property
     def scalars_arguments(self) -> int:
-        """How many arguments ``scalars`` takes; with the third it takes the flags."""
+        """How many arguments ``scalars`` takes, of ``(s, h, flags, sums, totals)``."""
         return len(inspect.signature(self.scalars.fn).parameters)
 
     @functools.cached_property
@@ -217,26 +243,71 @@ class Rule:
         in_float64 = torch_language.in_float64
         return torch_language.dividing(torch_language.bind(self.update, in_float64))
 
+    def torch_reduce_in(self, dtype: torch.dtype) -> Any:
+        """``reduce`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
+        return self._torch_reduce64 if dtype == torch.float64 else self._torch_reduce
+
+    @functools.cached_property
+    def _torch_reduce(self) -> Any:
+        return torch_language.dividing(torch_language.bind(self.reduce))
+
+    @functools.cached_property
+    def _torch_reduce64(self) -> Any:
+        in_float64 = torch_language.in_float64
+        return torch_language.dividing(torch_language.bind(self.reduce, in_float64))
+
+    @functools.cached_property
+    def torch_before_reduce(self) -> Any:
+        """``before_reduce`` on torch tensors."""
+        return torch_language.dividing(torch_language.bind(self.before_reduce))
+
     @functools.cached_property
     def torch_scalars(self) -> Any:
-        """``scalars(s, h, flags)`` on torch tensors, whether it takes the flags or not."""
+        """``scalars(s, h, flags, sums, totals)`` on torch tensors, however many it takes."""
         scalars, n = torch_language.bind(self.scalars), self.scalars_arguments
-        return torch_language.dividing(lambda s, h, flags=(): scalars(*(s, h, flags)[:n]))
+
+        def given(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
+            return scalars(*(s, h, flags, sums, totals)[:n])
+
+        return torch_language.dividing(given)
 
     def width(self, n_hyper: int) -> int:
         """How many scalars ``update`` takes as ``h``, given so many hyperparameters."""
-        return self._widths(n_hyper)
+        return self.widths(n_hyper).update
 
     @functools.cached_property
-    def _widths(self) -> Any:
-        @functools.cache
-        def width(n_hyper: int) -> int:
-            one = torch.ones((), dtype=torch.float64, device="cpu")
-            s, hyper = (one,) * len(self.scalar_state), (one * 0.5,) * n_hyper
-            _, h = self.torch_scalars(s, hyper, (False,) * len(self.flags))
-            return len(h)
+    def widths(self) -> "Callable[[int], Widths]":
+        """How many scalars and terms there are, given so many hyperparameters."""
 
-        return width
+        @functools.cache
+        def widths(n_hyper: int) -> Widths:
+            flags = (False,) * len(self.flags)
+            one = torch.ones((), dtype=torch.float64, device="cpu")
+            s, h = (one,) * len(self.scalar_state), (one * 0.5,) * n_hyper
+            if not self.reduces:
+                return Widths(0, 0, len(self.torch_scalars(s, h, flags)[1]))
+            s, before = self.torch_before_reduce(s, h, flags)
+            states = (one,) * len(self.state_for(flags))
+            terms = self.torch_reduce_in(torch.float64)(one, one, states, before, flags)
+            sums = (one,) * len(terms)
+            _, h = self.torch_scalars(s, before, flags, sums, sums)
+            return Widths(len(before), len(terms), len(h))
+
+        return widths
+
+
+class Widths(NamedTuple):
+    """How many numbers the functions of a rule take and give.
+
+    Attributes:
+        reduce: scalars that ``reduce`` takes as ``h``.
+        terms: that ``reduce`` returns.
+        update: scalars that ``update`` takes as ``h``.
+    """
+
+    reduce: int
+    terms: int
+    update: int
 
 
 def _check_tuple(role: str, given: Any, of: type, example: str) -> None:

@@ -2,7 +2,8 @@
 
 A step is three passes, each one launch on an accelerator: *detect* reads the gradients once,
 *control* decides from what was found and advances the per-parameter scalars, *update* applies the
-rule or returns at once. :func:`run` is their order; a :class:`Backend` carries them out.
+rule or returns at once. :func:`run` is their order; a :class:`Backend` carries them out. A rule
+that sums something up over parameters has a further pass before update, *reduce*.
 """
 
 import functools
@@ -17,6 +18,7 @@ from torch import Tensor
 from ampopt_kernels.found import NOBODY, Found, Owner
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.sums import AgreeOnSums, Sums, over_all
 from ampopt_kernels.tensors import arithmetic, widest
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
@@ -103,9 +105,11 @@ class Work:
     @property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:
         """What each of the scalar states is kept in, in every row that has it."""
-        n = len(self.rows[0].scalars) if self.rows else 0
-        columns = ((s for row in self.rows if (s := row.scalars[i]) is not None) for i in range(n))
-        return tuple(next((s.dtype for s in column), torch.float32) for column in columns)
+        n = 0 if self.rule is None else len(self.rule.scalar_state)
+        columns = ((s for row in self.rows for s in row.scalars[i : i + 1]) for i in range(n))
+        return tuple(
+            next((s.dtype for s in column if s is not None), torch.float32) for column in columns
+        )
 
     @property
     def float64(self) -> bool:
@@ -132,6 +136,7 @@ class Request:
         apply: advance the scalars and update the parameters.
         agree: makes of what was found here, and of :attr:`found_inf`, what all ranks have found,
             as one part on the device that it is given.
+        agree_on_sums: likewise of what a rule has summed up over parameters.
     """
 
     scale: Tensor | None = None
@@ -145,6 +150,7 @@ class Request:
     accumulate: bool = False
     apply: bool = True
     agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
+    agree_on_sums: AgreeOnSums | None = None
 
     @property
     def asks(self) -> bool:
@@ -201,8 +207,10 @@ class Decision:
         norm: 0-d global norm of the unscaled gradients, if asked for.
         scale: the successor of the scale, of its shape and dtype, if it has one.
         counters: int32, shape (2,), with ``scale``.
-        h: what ``rule.scalars`` gave for each row, where control has advanced them already.
+        h: what ``rule.scalars`` gave for each row, where control has advanced them already; of a
+            rule that reduces, what ``rule.before_reduce`` gave.
         found: see :class:`Partials`.
+        sums: what the rule has summed up over parameters, once all have it.
     """
 
     found_inf: Tensor
@@ -212,6 +220,7 @@ class Decision:
     counters: Tensor | None = None
     h: Tensor | None = None
     found: tuple[Found, ...] = ()
+    sums: Sums | None = None
 
     @functools.cached_property
     def factors_on_device(self) -> Tensor:
@@ -272,6 +281,14 @@ class Backend(ABC):
         """Decide from what was found. May advance the scalars of ``work`` if ``request.apply``."""
 
     @abstractmethod
+    def reduce(self, work: Work, decision: Decision) -> Tensor:
+        """Sum up the terms of the rule over each row, without a change to any.
+
+        Returns:
+            ``widest``, shape (rows, terms). The same bits each time.
+        """
+
+    @abstractmethod
     def update(self, work: Work, decision: Decision) -> None:
         """Apply the rule to every row, or leave every bit as it was.
 
@@ -313,10 +330,19 @@ def run(
     first, *others = works
     decision = backends[0].control(first, asked[0], partials)
     if request.apply:
-        backends[0].update(first, decision)
-        for backend, work in zip(backends[1:], others, strict=True):
+        decisions = [decision]
+        for work in others:
             factors = carried(decision.factors_on_device, work.device, widest(work.device))
-            backend.update(work, Decision(found_inf=decision.found_inf, factors=factors))
+            decisions.append(Decision(found_inf=decision.found_inf, factors=factors))
+        steps = list(zip(backends, works, decisions, strict=True))
+        if first.rule is not None and first.rule.reduces:
+            sums = [backend.reduce(work, its_own) for backend, work, its_own in steps]
+            known = over_all(works, sums, request.agree_on_sums)
+            steps = [
+                (*step[:2], replace(step[2], sums=s)) for step, s in zip(steps, known, strict=True)
+            ]
+        for backend, work, its_own in steps:
+            backend.update(work, its_own)
     return decision
 
 

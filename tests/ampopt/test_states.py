@@ -172,7 +172,7 @@ def test_wrong_declarations_are_refused():
     def four(s, h, flags, more):
         return s, h
 
-    with pytest.raises(TypeError, match="not 4 arguments"):
+    with pytest.raises(TypeError, match="it takes 4 arguments"):
         Rule(update=_update, hyper=("lr",), scalars=four)
 
 

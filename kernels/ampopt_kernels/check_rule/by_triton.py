@@ -13,6 +13,7 @@ from typing import Any
 from ampopt_kernels.check_rule.refusals import explained
 from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.triton.control import with_sums
 from ampopt_kernels.triton.uninterpreted import compilable, compiler
 
 __all__ = ["can_compile_for", "check", "compile_for", "gpu_target"]
@@ -42,13 +43,37 @@ def _update_kernel(
 
 
 @jit
+def _reduce_kernel(
+    blocks,
+    numbers,
+    RULE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    N_STATES: tl.constexpr,
+    N_H: tl.constexpr,
+    N_TERMS: tl.constexpr,
+):
+    at = tl.arange(0, 128)
+    h = ()
+    for i in tl.static_range(N_H):
+        h = h + (tl.load(numbers + i),)
+    state = ()
+    for i in tl.static_range(N_STATES):
+        state = state + (tl.load(blocks + (2 + i) * 128 + at),)
+    terms = RULE(tl.load(blocks + at), tl.load(blocks + 128 + at), state, h, FLAGS)
+    for i in tl.static_range(N_TERMS):
+        tl.store(blocks + i * 128 + at, terms[i].to(tl.float32))
+
+
+@jit
 def _scalars_kernel(
     blocks,
     SCALARS: tl.constexpr,
+    BEFORE: tl.constexpr,
     ARGUMENTS: tl.constexpr,
     FLAGS: tl.constexpr,
     N_SCALARS: tl.constexpr,
     N_HYPER: tl.constexpr,
+    N_TERMS: tl.constexpr,
 ):
     at = tl.arange(0, 128)
     s = ()
@@ -59,8 +84,13 @@ def _scalars_kernel(
         h = h + (tl.load(blocks + (N_SCALARS + i) * 128 + at),)
     if ARGUMENTS == 2:
         new_s, new_h = SCALARS(s, h)
-    else:
+    elif ARGUMENTS == 3:
         new_s, new_h = SCALARS(s, h, FLAGS)
+    else:
+        sums = ()
+        for i in tl.static_range(N_TERMS):
+            sums = sums + (tl.load(blocks + (N_SCALARS + N_HYPER + i) * 128 + at),)
+        new_s, new_h = with_sums(s, h, FLAGS, sums, sums, BEFORE, SCALARS, ARGUMENTS)
     for i in tl.static_range(N_SCALARS):
         tl.store(blocks + i * 128 + at, new_s[i].to(tl.float32))
     for i in tl.static_range(len(new_h)):
@@ -77,7 +107,7 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
         owner: the optimizer, for the message.
 
     Raises:
-        ValueError: Triton refuses ``scalars`` or ``update``. The message says where, and what to
+        ValueError: Triton refuses a function of the rule. The message says where, and what to
             write instead.
     """
     name = next(filter(can_compile_for, ("sm_90", "gfx942")), None)
@@ -151,27 +181,41 @@ def _compile(
 
 
 def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tuple[str, Any]]:
-    """``scalars`` and ``update`` by name, each as what Triton compiles."""
+    """The functions of the rule by name, each as what Triton compiles."""
     from triton.compiler import ASTSource
 
+    widths = rule.widths(n_hyper)
     scalars: dict[str, Any] = {
         "SCALARS": compilable(rule.scalars),
+        "BEFORE": compilable(rule.before_reduce),
         "ARGUMENTS": rule.scalars_arguments,
         "FLAGS": flags,
         "N_SCALARS": len(rule.scalar_state),
         "N_HYPER": n_hyper,
+        "N_TERMS": widths.terms,
     }
     update: dict[str, Any] = {
         "RULE": compilable(rule.update),
         "FLAGS": flags,
         "N_STATES": len(rule.state_for(flags)),
-        "N_H": rule.width(n_hyper),
+        "N_H": widths.update,
         "DTYPE": tl.float32,
     }
-    for role, kernel, pointers, constants in (
+    kernels = [
         ("scalars", _scalars_kernel, {"blocks": "*fp64"}, scalars),
         ("update", _update_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, update),
-    ):
+    ]
+    if rule.reduces:
+        before = {**scalars, "SCALARS": scalars["BEFORE"], "ARGUMENTS": 3, "N_TERMS": 0}
+        reduce = {**update, "RULE": compilable(rule.reduce), "N_H": widths.reduce}
+        reduce.update(N_TERMS=widths.terms)
+        del reduce["DTYPE"]
+        kernels = [
+            ("before_reduce", _scalars_kernel, {"blocks": "*fp64"}, before),
+            ("reduce", _reduce_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, reduce),
+            *kernels,
+        ]
+    for role, kernel, pointers, constants in kernels:
         signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
         yield role, ASTSource(compilable(kernel), signature, constants)
 

@@ -1,6 +1,8 @@
 """A rule tried on two numbers, and shown to Triton, before it is let near a parameter."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,64 +41,120 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
 
 
 def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
+    given = f"flags {dict(zip(rule.flags, flags, strict=True))}"
     declared = f"hyper={rule.hyper}, flags={rule.flags}"
     scalars = [part.name for part in rule.scalar_state]
     states = [part.name for part in rule.state_for(flags)]
-    given = f"flags {dict(zip(rule.flags, flags, strict=True))}"
+    its_scalars = f"of {owner}'s rule, which declares scalar_state={scalars}, {declared}"
+    its_states = f"of {owner}'s rule, which declares state={states} under {given}, {declared}"
 
     one = torch.ones((), dtype=torch.float64, device="cpu")
-    s, h = _called(
-        f"scalars of {owner}'s rule, which declares scalar_state={scalars}, {declared}",
-        rule.torch_scalars,
-        (one,) * len(scalars),
-        (one * 0.5,) * n_hyper,
-        flags,
-    )
+    s, h = (one,) * len(scalars), (one * 0.5,) * n_hyper
+    sums: tuple[Any, ...] = ()
+    if rule.reduces:
+        role = "before_reduce"
+        s, h = _called(f"{role} {its_scalars}", _pair, rule.torch_before_reduce, s, h, flags)
+        _check_scalars(f"{role} of {owner}'s rule", s, h, scalars)
+        terms = _Blocks(f"reduce {its_states}", f"reduce of {owner}'s rule", h, flags, states)
+        n_terms = terms.check(rule.torch_reduce_in(torch.float32), _terms)
+        sums = (one,) * n_terms
+        _check_number(f"{role} of {owner}'s rule", "h", len(h), rule.widths(n_hyper).reduce, given)
+        _check_number(f"{terms.role}", "terms", n_terms, rule.widths(n_hyper).terms, given)
+    s, h = _called(f"scalars {its_scalars}", _pair, rule.torch_scalars, s, h, flags, sums, sums)
+    _check_scalars(f"scalars of {owner}'s rule", s, h, scalars)
+    _check_number(f"scalars of {owner}'s rule", "h", len(h), rule.width(n_hyper), given)
+    update = _Blocks(f"update {its_states}", f"update of {owner}'s rule", h, flags, states)
+
+    def updated(returned: Any) -> dict[str, Any]:
+        p, new = returned
+        if not isinstance(new, tuple) or len(new) != len(states):
+            raise _Broken(
+                f"{update.role} returned {_count(new)} states, but under {given} the rule "
+                f"declares {len(states)}, {states}: return one for each, in their order"
+            )
+        return dict(zip(("p", *states), (p, *new), strict=True))
+
+    update.check(rule.torch_update, updated)
+
+
+class _Broken(ValueError):
+    """What is wrong, said in full."""
+
+
+def _check_scalars(role: str, s: Any, h: Any, scalars: list[str]) -> None:
     if not isinstance(s, tuple) or len(s) != len(scalars):
         raise ValueError(
-            f"scalars of {owner}'s rule returned {_count(s)} scalar states, but the rule declares "
+            f"{role} returned {_count(s)} scalar states, but the rule declares "
             f"{len(scalars)}, {scalars}: return one for each, in their order"
         )
     for what, values in (("scalar states", s), ("h", h)):
         if not isinstance(values, tuple) or not all(map(_is_number, values)):
             raise ValueError(
-                f"scalars of {owner}'s rule returned {values!r} as {what}: return a tuple of "
+                f"{role} returned {values!r} as {what}: return a tuple of "
                 "numbers, one for each that update takes"
             )
-    if len(h) != rule.width(n_hyper):
+
+
+def _check_number(role: str, what: str, n: int, without_flags: int, given: str) -> None:
+    if n != without_flags:
         raise ValueError(
-            f"scalars of {owner}'s rule returned {len(h)} numbers as h under {given}, and "
-            f"{rule.width(n_hyper)} without flags: return as many whatever the flags"
+            f"{role} returned {n} numbers as {what} under {given}, and {without_flags} without "
+            "flags: return as many whatever the flags"
         )
-    update = f"update of {owner}'s rule"
-    both = f"{update}, which declares state={states} under {given}, {declared}"
 
-    def updated(block: Tensor) -> tuple[Any, ...]:
-        numbers = tuple(float(x) for x in h)
-        state = tuple(block + i for i in range(1, 1 + len(states)))
-        p, new = _called(both, rule.torch_update, block + 0, -block, state, numbers, flags)
-        if not isinstance(new, tuple) or len(new) != len(states):
-            raise ValueError(
-                f"{update} returned {_count(new)} states, but under {given} the rule "
-                f"declares {len(states)}, {states}: return one for each, in their order"
-            )
-        return (p, *new)
 
-    block = torch.tensor([0.5, 2.0], device="cpu")
-    together, apart = updated(block), zip(*map(updated, block.split(1)), strict=True)
-    for name, value, each in zip(("p", *states), together, apart, strict=True):
-        for made, of in ((value, block), *zip(each, block.split(1), strict=True)):
-            if not isinstance(made, Tensor) or made.shape != of.shape:
-                shape = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+def _terms(returned: Any) -> dict[str, Any]:
+    if not isinstance(returned, tuple):
+        raise TypeError(f"it returned {type(returned).__name__}, not a tuple of terms")
+    return {f"term {i}": term for i, term in enumerate(returned)}
+
+
+@dataclass
+class _Blocks:
+    """A function of blocks on trial.
+
+    Attributes:
+        what: the function and what it declares.
+        role: the function.
+        h: what it takes, of numbers or tensors.
+        flags: likewise.
+        states: names of states that it takes.
+    """
+
+    what: str
+    role: str
+    h: tuple[Any, ...]
+    flags: tuple[bool, ...]
+    states: list[str]
+
+    def check(self, function: Any, named: Callable[[Any], dict[str, Any]]) -> int:
+        """Refuse what is not elementwise; return how many blocks ``named`` makes of its result."""
+
+        def made(block: Tensor) -> dict[str, Any]:
+            numbers = tuple(float(x) for x in self.h)
+            state = tuple(block + i for i in range(1, 1 + len(self.states)))
+            given = (block + 0, -block, state, numbers, self.flags)
+            return _called(self.what, named, function, *given)
+
+        block = torch.tensor([0.5, 2.0], device="cpu")
+        together, apart = made(block), [made(half) for half in block.split(1)]
+        for name, value in together.items():
+            halves = [each[name] for each in apart]
+            for result, of in ((value, block), *zip(halves, block.split(1), strict=True)):
+                if not isinstance(result, Tensor) or result.shape != of.shape:
+                    is_tensor = isinstance(result, Tensor)
+                    shape = tuple(result.shape) if is_tensor else type(result).__name__
+                    raise ValueError(
+                        f"{self.role} made {name!r} of {shape} from blocks of shape "
+                        f"{tuple(of.shape)}: a rule is elementwise, and returns a block for each"
+                    )
+            both = torch.cat(halves).float()
+            if not torch.allclose(value.float(), both, rtol=1e-4, equal_nan=True):
                 raise ValueError(
-                    f"{update} made {name!r} of {shape} from blocks of shape {tuple(of.shape)}: "
-                    "a rule is elementwise, and returns a block for each"
+                    f"{self.role} made another {name!r} of two elements than of each alone: a rule "
+                    "is elementwise, and no element may depend on others"
                 )
-        if not torch.allclose(value.float(), torch.cat(each).float(), rtol=1e-4, equal_nan=True):
-            raise ValueError(
-                f"{update} made another {name!r} of two elements than of each alone: a rule is "
-                "elementwise, and no element may depend on others"
-            )
+        return len(together)
 
 
 def _count(returned: Any) -> str:
@@ -109,9 +167,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
-def _called(what: str, function: Any, *arguments: Any) -> tuple[Any, Any]:
+def _pair(returned: Any) -> tuple[Any, Any]:
+    first, second = returned
+    return first, second
+
+
+def _called(what: str, taken: Callable[[Any], Any], function: Any, *arguments: Any) -> Any:
+    """What ``taken`` makes of what ``function`` returns."""
     try:
-        first, second = function(*arguments)
+        return taken(function(*arguments))
+    except _Broken:
+        raise
     except AttributeError as error:
         raise AttributeError(f"{what}: {error}") from error
     except (IndexError, NameError, TypeError, ValueError) as error:
@@ -123,4 +189,3 @@ def _called(what: str, function: Any, *arguments: Any) -> tuple[Any, Any]:
             f"{what}, is not elementwise: {error}. Blocks have many elements, so choose between "
             "values by tl.where(g > 0, a, b), not by `if g > 0`, nor by `and`, `or`, `not`"
         ) from error
-    return first, second

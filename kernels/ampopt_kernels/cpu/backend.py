@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.bundles import Piece, pieces_of
 from ampopt_kernels.cpu.native import PART
+from ampopt_kernels.cpu.sums import halved, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
 from ampopt_kernels.rule import Rule
@@ -65,14 +66,37 @@ class Cpu(Eager):
             _multiply(work.grads + [grad for grad in gathered if grad is not None], inverse)
         return Partials(flags, squares, found)
 
+    def reduce(self, work: Work, decision: Decision) -> Tensor:
+        """See :meth:`Backend.reduce`."""
+        skip, inverse, clip = decision.factors_on_host
+        rule = work.rule
+        assert rule is not None
+        n_terms = rule.widths(len(work.hyper[0])).terms
+        sums = torch.zeros(len(work.rows), n_terms, dtype=torch.float64, device="cpu")
+        if skip > 0:
+            return sums
+        self._prepare_once(work)
+        last, h = None, ()
+        for block, piece in pieces_of(work).pieces:
+            if block is not last:
+                last, h = block, (inverse, clip, *block.before_reduce(rule, work.hyper))
+            grad = piece.gather(work, again=False)
+            if piece.copies is not None:
+                piece.copies.load()
+            n_state = len(rule.state_for(piece.flags))
+            tensors = (grad, piece.param, *piece.rest[:n_state])
+            for row, (start, end, own) in zip(piece.among, piece.each(h), strict=True):
+                sums[row] = self._sum(rule, piece, [t[start:end] for t in tensors], own)
+        return sums
+
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
         skip, inverse, clip = decision.factors_on_host
         rule = work.rule
         assert rule is not None
         made = pieces_of(work)
-        if not skip > 0 and made.prepared_by is not self:
-            made.prepared_by = self if self._prepare(work) else None
+        if not skip > 0 and decision.sums is None:  # else they are prepared
+            self._prepare_once(work)
         last, h, varies = None, (), False
         for block, piece in made.pieces:
             grad = piece.gather(work, again=False)
@@ -81,7 +105,8 @@ class Cpu(Eager):
                 continue
             if block is not last:
                 last = block
-                advanced, varies = block.advance(rule, work.hyper, made.advanced)
+                sums = decision.sums
+                advanced, varies = block.advance(rule, work.hyper, made.advanced, sums)
                 h = (inverse, clip, *advanced)
             if piece.copies is not None:
                 piece.copies.load()
@@ -109,9 +134,20 @@ class Cpu(Eager):
             for grad in grads
         )
 
+    def _prepare_once(self, work: Work) -> None:
+        made = pieces_of(work)
+        if made.prepared_by is not self:
+            made.prepared_by = self if self._prepare(work) else None
+
     def _prepare(self, work: Work) -> bool:
         """Do beforehand what may fail; return whether that was all, for all steps."""
         return True
+
+    def _sum(
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+    ) -> Tensor:
+        """The terms of the rule over ``tensors`` of a row of a piece; see :func:`sum_terms`."""
+        return sum_terms(rule, piece.flags, tensors, h)
 
     def _apply(
         self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
@@ -145,15 +181,9 @@ def _sum_of_squares(grad: Tensor) -> float:
     """To the bit what ``reductions.sums_of_squares`` gives, since either may be used in a run."""
     total = 0.0
     for chunk in flat(grad).split(4 * PART):  # which fit the cache
-        n = chunk.numel()
-        width = min(PART, 1 << (n - 1).bit_length())
-        squares = torch.zeros(-(-n // width) * width, dtype=torch.float64, device="cpu")
-        squares[:n] = chunk
-        parts = squares.square_().view(-1, width)
-        while width > 1:
-            width //= 2
-            parts[:, :width] += parts[:, width : 2 * width]
-        for part in parts[:, 0].tolist():
+        width = min(PART, 1 << (chunk.numel() - 1).bit_length())
+        squares = chunk.double()
+        for part in halved(squares * squares, width).tolist():
             total += part
     return total
 

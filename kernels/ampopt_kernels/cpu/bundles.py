@@ -22,6 +22,7 @@ from ampopt_kernels.cpu import native, reductions
 from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
+from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat
 
 __all__ = ["BUNDLE", "SMALL", "Piece", "Pieces", "pieces_of"]
@@ -49,6 +50,7 @@ class Piece:
         rounded: from the scratch to low-precision copies, of a bundle that has them.
         gathered_at: the stamp of the work whose gradients ``grad`` holds.
         function: what the compiled backend has made of the rule for this piece, if it has.
+        sums: likewise of ``reduce``.
     """
 
     rows: list[Row]
@@ -62,6 +64,7 @@ class Piece:
     rounded: Copies | None = None
     gathered_at: int | None = None
     function: Callable[..., Any] | None = None
+    sums: Callable[..., Tensor] | None = None
 
     @staticmethod
     def of(rows: list[Row], places: list[int], start: int) -> "Piece":
@@ -115,24 +118,29 @@ class Piece:
     def alike(self, h: tuple[Any, ...]) -> Iterator[tuple[int, int, tuple[float, ...]]]:
         """Parts whose rows have the same ``h``: where each starts and ends, and what it is.
 
-        There are several only where gradients come and go. A part is applied as if it were alone,
-        so that a parameter's result does not depend on what it is bundled with.
+        There are several only where gradients come and go, or the rule reduces. A part is applied
+        as if it were alone, so that a parameter's result does not depend on what it is bundled
+        with.
 
         Args:
             h: of the block; numbers, and tensors with an entry for each row.
         """
+        rows = list(self.each(h))
+        start = 0
+        for row, (_, end, own) in enumerate(rows):
+            if row + 1 == len(rows) or rows[row + 1][2] != own:
+                yield start, end, own
+                start = end
+
+    def each(self, h: tuple[Any, ...]) -> Iterator[tuple[int, int, tuple[float, ...]]]:
+        """Where each row starts and ends, and what its ``h`` is; ``h`` as for :meth:`alike`."""
         columns = [x[self.places].tolist() if isinstance(x, Tensor) else x for x in h]
         sizes = [self.param.numel()] if self.copies is None else [p.numel() for p in self.params]
-        own = [
-            tuple(x[row] if isinstance(x, list) else x for x in columns)
-            for row in range(len(sizes))
-        ]
-        start = end = 0
+        start = 0
         for row, size in enumerate(sizes):
-            end += size
-            if row + 1 == len(sizes) or own[row + 1] != own[row]:
-                yield start, end, own[row]
-                start = end
+            own = tuple(x[row] if isinstance(x, list) else x for x in columns)
+            yield start, start + size, own
+            start += size
 
 
 def _params(rows: Sequence[Row]) -> list[Tensor]:
@@ -146,12 +154,14 @@ class Block:
     Attributes:
         group: the param group of all of them.
         rows: in the order in which their scalars lie end to end.
+        start: the place of the first among all rows of the work.
         scalars: the scalar states, an entry for each row; ``None`` where the flags leave one out.
         pieces: the same rows, as the rule takes them.
     """
 
     group: int
     rows: list[Row]
+    start: int
     scalars: list[Tensor | None] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
@@ -161,19 +171,34 @@ class Block:
         return Block(
             rows[0].group,
             rows,
+            start,
             [None if column[0] is None else _spanning(column) for column in columns],
             [Piece.of([rows[i] for i in places], places, start) for places in _runs(rows)],
         )
 
+    def before_reduce(self, rule: Rule, hyper: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+        """The ``h`` of ``reduce``: numbers, or float64 tensors with an entry for each row."""
+        return self._told_apart(rule.torch_before_reduce(*self._given(hyper))[1])
+
     def advance(
-        self, rule: Rule, hyper: Sequence[Sequence[Any]], advanced: "dict[int, _Advanced]"
+        self,
+        rule: Rule,
+        hyper: Sequence[Sequence[Any]],
+        advanced: "dict[int, _Advanced]",
+        sums: Sums | None,
     ) -> tuple[tuple[Any, ...], bool]:
         """Advance the scalars; return ``h``, and whether it differs from row to row.
 
         Its entries are numbers, and, if it does, float64 tensors with an entry for each row.
         ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
-        group share it, and so do steps of a rule that counts nothing.
+        group share it, and so do steps of a rule that counts nothing. ``sums`` are those of all
+        rows of the work, of a rule that reduces.
         """
+        if sums is not None:
+            s, h, flags = self._given(hyper)
+            s, h = rule.torch_before_reduce(s, h, flags)
+            each = sums.each[self.start : self.start + len(self.rows)].unbind(1)
+            return self._stored(*rule.torch_scalars(s, h, flags, each, sums.totals.unbind()))
         given, flags = hyper[self.group], self.rows[0].flags
         found = [0.0 if s is None else _common(s) for s in self.scalars]
         counts = [count for count in found if count is not None]
@@ -190,17 +215,29 @@ class Block:
                 if stored is not None:
                     stored.fill_(value)
             return last.h, False
+        return self._stored(*rule.torch_scalars(*self._given(hyper)))
+
+    def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
+        """Scalar states of each row, hyperparameters, and flags."""
         none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
         s = tuple(none if s is None else s.double() for s in self.scalars)
         # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
         # and the same step among others of the same count would have another result.
-        wide = tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in given)
-        new_s, h = rule.torch_scalars(s, wide, flags)
+        wide = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in hyper[self.group])
+        return s, tuple(wide), self.rows[0].flags
+
+    def _stored(self, new_s: tuple[Any, ...], h: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+        """Store the scalars; return ``h`` as :meth:`advance` does."""
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
                 stored.copy_(value)
-        varies = [isinstance(x, Tensor) and x.ndim > 0 for x in h]
-        return tuple(x if v else float(x) for x, v in zip(h, varies, strict=True)), any(varies)
+        h = self._told_apart(h)
+        return h, any(isinstance(x, Tensor) for x in h)
+
+    def _told_apart(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
+        """``h`` as numbers where it is the same for all rows."""
+        varies = (isinstance(x, Tensor) and x.ndim > 0 for x in h)
+        return tuple(x if v else float(x) for x, v in zip(h, varies, strict=True))
 
 
 class _Advanced(NamedTuple):

@@ -25,6 +25,7 @@ from ampopt_kernels.cpu.build import Library
 from ampopt_kernels.cpu.bundles import BUNDLE, Piece, pieces_of
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
+from ampopt_kernels.cpu.sums import parts_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Work
 
@@ -39,7 +40,7 @@ disk in a millisecond and so is taken up at once. Without any patience a program
 test perhaps, would start a compiler for each rule.
 """
 
-_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int]
+_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, bool]
 
 
 class Compiled(Cpu):
@@ -65,7 +66,7 @@ class Compiled(Cpu):
         self._broken = False
         self._spent: dict[_Key, float] = {}
         self._libraries: dict[_Key, tuple[Library | None, bool]] = {}
-        self._functions: dict[_Key, _Function] = {}
+        self._functions: dict[_Key, Any] = {}
         self._factors: tuple[Any, array[float]] = (None, array("d"))
 
     def _apply(
@@ -78,7 +79,19 @@ class Compiled(Cpu):
             return
         start = time.perf_counter()
         super()._apply(rule, piece, tensors, h)
-        key = _key(rule, piece, tensors[0], len(h))
+        self._note_spent(_key(rule, piece, tensors[0], len(h)), start)
+
+    def _sum(
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+    ) -> Tensor:
+        if piece.sums is not None:
+            return piece.sums(array("d", h), tensors)
+        start = time.perf_counter()
+        sums = super()._sum(rule, piece, tensors, h)
+        self._note_spent(_key(rule, piece, tensors[0], len(h), reduces=True), start)
+        return sums
+
+    def _note_spent(self, key: _Key, start: float) -> None:
         self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
@@ -98,11 +111,18 @@ class Compiled(Cpu):
         decided, used = True, False
         for block, piece in pieces_of(work).pieces:
             if piece.param.numel():
-                width = 2 + rule.width(len(work.hyper[block.group]))
-                key = _key(rule, piece, piece.gather(work, again=False), width)
+                widths = rule.widths(len(work.hyper[block.group]))
+                grad = piece.gather(work, again=False)
+                key = _key(rule, piece, grad, 2 + widths.update)
                 piece.function = self._function(key)
+                keys = [key]
+                if rule.reduces:
+                    keys.append(_key(rule, piece, grad, 2 + widths.reduce, reduces=True))
+                    piece.sums = self._function(keys[1])
                 used = used or piece.function is not None
-                decided = decided and (key in self._functions or self._libraries[key][0] is None)
+                decided = decided and all(
+                    key in self._functions or self._libraries[key][0] is None for key in keys
+                )
         if used and self._loaded(native.library(), wanted=True) is not None:
             native.loops()
             for _, piece in pieces_of(work).pieces:
@@ -110,8 +130,8 @@ class Compiled(Cpu):
                     piece.copies = NativeCopies(piece.params, piece.param)
         return self._broken or (decided and (native.are_compiled() or not used))
 
-    def _function(self, key: _Key) -> "_Function | None":
-        """What runs a rule in the coming step; ``None`` for eager operations."""
+    def _function(self, key: _Key) -> Any:
+        """:class:`_Function` or :class:`_Sums` for the next step; ``None`` to stay eager."""
         if key in self._functions:
             return self._functions[key]
         first = key not in self._libraries
@@ -123,7 +143,7 @@ class Compiled(Cpu):
             wanted = waits or self._spent.get(key, 0.0) >= self._patience
             loaded = self._loaded(library, wanted, waits)
             if loaded is not None:
-                self._functions[key] = _Function(loaded)
+                self._functions[key] = (_Sums if key[-1] else _Function)(loaded)
         return self._functions.get(key)
 
     def _library(self, key: _Key) -> tuple[Library | None, bool]:
@@ -176,7 +196,30 @@ class _Function:
         self._update(h.buffer_info()[0], where.buffer_info()[0], n, threads)
 
 
-def _key(rule: Rule, piece: Piece, grad: Tensor, width: int) -> _Key:
+class _Sums:
+    """The compiled ``reduce`` of a rule, as a call on tensors."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._sums = library.sums
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._sums.argtypes = (pointer, pointer, count, count, count, pointer)
+        self._sums.restype = None
+        self._n_terms = ctypes.c_int64.in_dll(library, "n_terms").value
+
+    def __call__(self, h: "array[float]", tensors: Sequence[Tensor]) -> Tensor:
+        """See :func:`ampopt_kernels.cpu.sums.sum_terms`."""
+        n = tensors[0].numel()
+        threads = torch.get_num_threads() if n > BUNDLE else 1
+        where = array("q", [t.data_ptr() for t in tensors])
+        width, n_parts = parts_of(n)
+        parts = torch.empty(self._n_terms, n_parts, dtype=torch.float64, device="cpu")
+        given = h.buffer_info()[0], where.buffer_info()[0]
+        self._sums(*given, n, width, threads, parts.data_ptr())
+        return parts.sum(1)
+
+
+def _key(rule: Rule, piece: Piece, grad: Tensor, width: int, *, reduces: bool = False) -> _Key:
     """What :func:`source_of` takes for a piece and its gradients."""
-    dtypes = tuple(t.dtype for t in (grad, piece.param, *piece.rest))
-    return rule, piece.flags, dtypes, width
+    stored = piece.rest[: len(rule.state_for(piece.flags))] if reduces else piece.rest
+    dtypes = tuple(t.dtype for t in (grad, piece.param, *stored))
+    return rule, piece.flags, dtypes, width, reduces

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ampopt_kernels import torch_language
+from ampopt_kernels.cpu.sums import PART
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
 
@@ -73,9 +74,40 @@ extern "C" void update(const double* h, void* const* tensors, int64_t n, int64_t
 """
 
 
+_SUMS = """
+extern "C" const int64_t n_terms = {n_terms};
+
+// Half is added to half until one number is left of each part; what is missing of its width are
+// zeros. See cpu/sums.py.
+extern "C" void sums(
+    const double* h, void* const* tensors, int64_t n, int64_t width, int64_t threads, double* out
+) {{
+    {before}
+    const int64_t n_parts = (n + width - 1) / width;
+    #pragma omp parallel for num_threads(threads)
+    for (int64_t part = 0; part < n_parts; ++part) {{
+        double terms[{n_terms}][{part}];
+        const int64_t start = part * width, size = n - start < width ? n - start : width;
+        #pragma omp simd
+        for (int64_t j = 0; j < size; ++j) {{
+            const int64_t i = start + j;
+            {each}
+        }}
+        for (int64_t k = 0; k < n_terms; ++k) {{
+            double* term = terms[k];
+            for (int64_t j = size; j < width; ++j) term[j] = 0;
+            for (int64_t half = width / 2; half > 0; half /= 2)
+                for (int64_t j = 0; j < half; ++j) term[j] += term[half + j];
+            out[k * n_parts + part] = term[0];
+        }}
+    }}
+}}
+"""
+
+
 @dataclass(frozen=True)
 class Source:
-    """C++ with a function ``update(h, tensors, n, threads)``, in place.
+    """C++ with a function ``update(h, tensors, n, threads)``, in place, or with ``sums``.
 
     Attributes:
         text: the C++.
@@ -87,16 +119,21 @@ class Source:
 
 
 def source_of(
-    rule: Rule, flags: tuple[bool, ...], dtypes: tuple[torch.dtype, ...], width: int
+    rule: Rule,
+    flags: tuple[bool, ...],
+    dtypes: tuple[torch.dtype, ...],
+    width: int,
+    reduces: bool = False,
 ) -> Source:
     """``rule`` as C++.
 
     Args:
-        rule: whose ``update`` it is.
+        rule: whose ``update`` or ``reduce`` it is.
         flags: of the rule.
         dtypes: of gradient, parameter, states and copy, if there is one.
-        width: of ``h``: the reciprocal of the scale, the clip coefficient, then what ``update``
+        width: of ``h``: the reciprocal of the scale, the clip coefficient, then what the function
             takes as ``h``.
+        reduces: ``reduce`` it is, which takes no copy.
 
     Raises:
         Exception: of whatever kind, where the rule does what the language has not.
@@ -112,19 +149,21 @@ def source_of(
         for i, dtype in enumerate(dtypes)
     )
     n_state = len(rule.state_for(flags))
-    update = torch_language.bind(rule.update, _LANGUAGE)
+    function = torch_language.bind(rule.reduce if reduces else rule.update, _LANGUAGE)
     given = (stored[0], grad * inverse * clip, tuple(stored[1 : 1 + n_state]))
-    param, state = update(*given, tuple(rest), flags)
+    returned = function(*given, tuple(rest), flags)
+    if reduces:
+        for k, term in enumerate(returned):
+            program.each.append(f"terms[{k}][j] = {_cast(term, torch.float64)};")
+        body = {"n_terms": len(returned), "part": PART, **program.body}
+        return Source(_PREAMBLE + _SUMS.format(**body), program.exact)
+    param, state = returned
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
     for i, (dtype, value) in enumerate(zip(dtypes[1:], new, strict=True), 1):
         rounded = _ROUNDED.get(dtype)
         to = f"{rounded}({_cast(value, torch.float32)})" if rounded else _cast(value, dtype)
         program.each.append(f"t{i}[i] = {to};")
-    body = {
-        "before": "\n    ".join(program.before),
-        "each": "\n        ".join(program.each),
-    }
-    return Source(_PREAMBLE + _FUNCTION.format(**body), program.exact)
+    return Source(_PREAMBLE + _FUNCTION.format(**program.body), program.exact)
 
 
 @dataclass
@@ -142,6 +181,11 @@ class _Program:
     before: list[str] = field(default_factory=list)
     each: list[str] = field(default_factory=list)
     exact: bool = True
+
+    @property
+    def body(self) -> dict[str, str]:
+        """Both, as they are put into a function."""
+        return {"before": "\n    ".join(self.before), "each": "\n        ".join(self.each)}
 
     def new(self, dtype: torch.dtype, code: str, varies: bool) -> "_Expression":
         """A variable that is ``code``."""

@@ -10,12 +10,13 @@ from torch import Tensor
 from ampopt_kernels.cpu.native import want_object_loops
 from ampopt_kernels.found import Found
 from ampopt_kernels.language import INTERPRETED, tl
-from ampopt_kernels.rule import keep
+from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.triton.accumulate import accumulate_kernel
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
 from ampopt_kernels.triton.launch import THREADS, Launcher, launch
+from ampopt_kernels.triton.reduce import reduce_kernel, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
 
@@ -61,6 +62,10 @@ class Triton(Backend):
             numbers = _h_table(work)  # in the place of factors too, which are of its dtype
             for _, arguments in _updates(work, numbers, numbers):
                 self._launch(work.device, update_kernel, 0, arguments)
+            if _reduces(work):
+                numbers = _h_table(work, to_reduce=True)
+                for _, arguments in _reductions(work, numbers, numbers, numbers):
+                    self._launch(work.device, reduce_kernel, 0, arguments)
             work.table = replace(table, prepared=True)
 
     def detect(self, work: Work, request: Request) -> Partials:
@@ -121,7 +126,7 @@ class Triton(Backend):
         return Partials(flags, None, (Found(flags, table.row_of_block, work.owners),))
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
-        """See :meth:`Backend.control`. Advances the scalars in the same launch."""
+        """See :meth:`Backend.control`. Advances the scalars in the same launch, if no sums do."""
         device, scale = work.device, request.scale
         has_policy = request.policy is not None
         norm = partials is not None and partials.squares is not None
@@ -135,18 +140,37 @@ class Triton(Backend):
             else None,
             scale=torch.empty_like(scale) if has_policy and scale is not None else None,
             counters=torch.empty(2, dtype=torch.int32, device=device) if has_policy else None,
-            h=_h_table(work) if request.apply else None,
+            h=_h_table(work, to_reduce=_reduces(work)) if request.apply else None,
             found=() if partials is None else partials.found,
         )
         self._launch_control(work, request, partials, decision, decide=True)
         return decision
 
+    def reduce(self, work: Work, decision: Decision) -> Tensor:
+        """See :meth:`Backend.reduce`. A launch over all chunks, and one over all rows."""
+        rule, table = work.rule, Table.of(work)
+        assert rule is not None
+        h = decision.h
+        if h is None:
+            h = _h_table(work, to_reduce=True)
+            known = replace(decision, h=h)
+            self._launch_control(work, Request(), None, known, decide=False)
+        n_terms = rule.widths(len(work.hyper[0])).terms
+        parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
+        for programs, arguments in _reductions(work, decision.factors_on_device, h, parts):
+            self._launch(work.device, reduce_kernel, programs, arguments)
+        sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
+        spans = work.uploads.get("parts of rows", table.spans, torch.int32, work.device)
+        given = {"parts": parts, "spans": spans, "sums": sums, "N_TERMS": n_terms, "PARTS": PARTS}
+        self._launch(work.device, sum_kernel, len(work.rows), given)
+        return sums
+
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
         h = decision.h
-        if h is None:
+        if h is None or decision.sums is not None:
             h = _h_table(work)
-            advanced = Decision(decision.found_inf, decision.factors, h=h)
+            advanced = replace(decision, norm=None, scale=None, counters=None, h=h)
             self._launch_control(work, Request(), None, advanced, decide=False)
         for programs, arguments in _updates(work, decision.factors_on_device, h):
             self._launch(work.device, update_kernel, programs, arguments)
@@ -163,7 +187,11 @@ class Triton(Backend):
         decision: Decision,
         decide: bool,
     ) -> None:
-        rule, h, factors = work.rule, decision.h, decision.factors_on_device
+        rule, h, factors, sums = work.rule, decision.h, decision.factors_on_device, decision.sums
+        scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
+        first = rule is not None and rule.reduces and sums is None
+        if rule is not None and first:
+            scalars, takes = rule.before_reduce, 3
 
         def given(tensor: Tensor | None) -> Tensor:
             return factors if tensor is None else tensor  # any address serves for one never read
@@ -199,6 +227,8 @@ class Triton(Backend):
             "counters_out": given(decision.counters),
             "table": given(None if table is None else table.rows),
             "hyper": given(hyper),
+            "sums": given(None if sums is None else sums.each),
+            "totals": given(None if sums is None else sums.totals),
             "h_out": given(h),
             "n_rows": 0 if h is None else h.shape[0],
             "DECIDE": decide,
@@ -210,12 +240,16 @@ class Triton(Backend):
             "NORM": decision.norm is not None,
             "DROP": request.drop,
             "ADVANCE": h is not None,
-            "SCALARS": keep if rule is None else rule.scalars,
+            "STORE": not first,
+            "BEFORE": keep_all if rule is None else rule.before_reduce,
+            "SCALARS": scalars,
+            "ARGUMENTS": takes,
             "N_HYPER": 0 if hyper is None else hyper.shape[1],
             "N_STATES": state_columns(rule),
             "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
             "STORED": tuple(_DTYPES[dtype] for dtype in work.scalar_dtypes),
             "FLAG_SETS": () if table is None else table.flag_sets,
+            "N_TERMS": 0 if sums is None else sums.totals.numel(),
             "COLUMNS": 6 if table is None else table.columns,
             "PARTS": PARTS,
             "ROWS": ROWS,
@@ -251,9 +285,46 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
         )
 
 
-def _h_table(work: Work) -> Tensor:
+def _reductions(
+    work: Work, factors: Tensor, h: Tensor, sums: Tensor
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The programs and arguments of each launch of the reduce kernel."""
+    rule, table = work.rule, Table.of(work)
+    assert rule is not None
+    for group in table.launches:
+        row = group.like
+        n = 2 + len(row.state)
+        yield (
+            group.programs,
+            {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "factors": factors,
+                "h_table": h,
+                "sums": sums,
+                "RULE": rule.reduce,
+                "FLAGS": row.flags,
+                "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes[:n]),
+                "COMPUTE": _DTYPES[row.compute_dtype],
+                "ALIGNS": group.aligns[:n],
+                "N_H": h.shape[1],
+                "N_TERMS": rule.widths(len(work.hyper[0])).terms,
+                "COLUMNS": table.columns,
+                "CHUNK": table.chunk,
+                "BLOCK": BLOCK,
+            },
+        )
+
+
+def _reduces(work: Work) -> bool:
+    return work.rule is not None and work.rule.reduces
+
+
+def _h_table(work: Work, *, to_reduce: bool = False) -> Tensor:
     assert work.rule is not None
-    width = work.rule.width(len(work.hyper[0]))
+    widths = work.rule.widths(len(work.hyper[0]))
+    width = widths.reduce if to_reduce else widths.update
     return torch.empty((len(work.rows), width), dtype=torch.float64, device=work.device)
 
 

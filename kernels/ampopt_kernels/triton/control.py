@@ -3,7 +3,7 @@
 from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.policy import next_scale
 
-__all__ = ["control_kernel"]
+__all__ = ["control_kernel", "with_sums"]
 
 
 @kernel
@@ -23,6 +23,8 @@ def control_kernel(
     counters_out,
     table,
     hyper,
+    sums,
+    totals,
     h_out,
     n_rows,
     DECIDE: tl.constexpr,
@@ -34,12 +36,16 @@ def control_kernel(
     NORM: tl.constexpr,
     DROP: tl.constexpr,
     ADVANCE: tl.constexpr,
+    STORE: tl.constexpr,
+    BEFORE: tl.constexpr,
     SCALARS: tl.constexpr,
+    ARGUMENTS: tl.constexpr,
     N_HYPER: tl.constexpr,
     N_STATES: tl.constexpr,
     N_SCALARS: tl.constexpr,
     STORED: tl.constexpr,
     FLAG_SETS: tl.constexpr,
+    N_TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,6 +69,8 @@ def control_kernel(
         counters_out: int32, (2,), written if ``HAS_POLICY``.
         table: int64, (n_rows, COLUMNS); see ``multi_tensor``.
         hyper: float64, (groups, N_HYPER).
+        sums: float64, (n_rows, N_TERMS), of reduce; read if ``N_TERMS``.
+        totals: float64, (N_TERMS,), likewise over all parameters.
         h_out: float64, (n_rows, width of h), written if ``ADVANCE``.
         n_rows: how many rows.
         DECIDE: decide; otherwise ``factors`` holds a decision made elsewhere.
@@ -74,13 +82,17 @@ def control_kernel(
         NORM: compute norm and clip coefficient.
         DROP: skip an overflowed step.
         ADVANCE: advance the rows.
-        SCALARS: the ``scalars`` of the rule.
+        STORE: store the scalar states; otherwise only ``h_out``.
+        BEFORE: the ``before_reduce`` of the rule, which ``SCALARS`` goes on from if ``N_TERMS``.
+        SCALARS: the ``scalars`` of the rule, or its ``before_reduce`` before there are sums.
+        ARGUMENTS: how many ``SCALARS`` takes, of ``(s, h, flags, sums, totals)``.
         N_HYPER: hyperparameters in a group.
         N_STATES: state columns of the table.
         N_SCALARS: scalar-state columns of the table.
         STORED: dtype of each scalar state.
         FLAG_SETS: the flags that rows may have, by their number in the table, if ``SCALARS`` takes
             flags; else empty.
+        N_TERMS: sums of a row that ``SCALARS`` takes.
         COLUMNS: width of the table.
         PARTS: parts at a time.
         ROWS: rows at a time.
@@ -95,15 +107,17 @@ def control_kernel(
         skip = tl.load(factors)
     if ADVANCE:
         for start in range(0, n_rows, ROWS):
-            if len(FLAG_SETS) == 0:
+            if ARGUMENTS == 2:
                 _advance(
-                    skip, start, table, hyper, h_out, n_rows, 0,
-                    SCALARS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, COLUMNS, ROWS,
+                    skip, start, table, hyper, sums, totals, h_out, n_rows, 0, STORE, BEFORE,
+                    SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, N_TERMS,
+                    COLUMNS, ROWS,
                 )  # fmt: skip
             for i in tl.static_range(len(FLAG_SETS)):
                 _advance(
-                    skip, start, table, hyper, h_out, n_rows, i,
-                    SCALARS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, COLUMNS, ROWS,
+                    skip, start, table, hyper, sums, totals, h_out, n_rows, i, STORE, BEFORE,
+                    SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, N_TERMS,
+                    COLUMNS, ROWS,
                 )  # fmt: skip
 
 
@@ -191,15 +205,21 @@ def _advance(
     start,
     table,
     hyper,
+    sums,
+    totals,
     h_out,
     n_rows,
     FLAG_SET: tl.constexpr,
+    STORE: tl.constexpr,
+    BEFORE: tl.constexpr,
     SCALARS: tl.constexpr,
+    ARGUMENTS: tl.constexpr,
     N_HYPER: tl.constexpr,
     N_STATES: tl.constexpr,
     N_SCALARS: tl.constexpr,
     STORED: tl.constexpr,
     FLAG_SETS: tl.constexpr,
+    N_TERMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -219,15 +239,37 @@ def _advance(
         stored = live & (address != 0)
         old = tl.load(address.to(tl.pointer_type(STORED[i])), mask=stored, other=0.0)
         s = s + (tl.where(live, old.to(tl.float64), 1.0),)
-    if len(FLAG_SETS) == 0:
+    each = ()
+    over_all = ()
+    for i in tl.static_range(N_TERMS):
+        each = each + (tl.load(sums + at.to(tl.int64) * N_TERMS + i, mask=live, other=1.0),)
+        over_all = over_all + (tl.load(totals + i),)
+    if ARGUMENTS == 2:
         new_s, new_h = SCALARS(s, h)
-    else:
+    elif ARGUMENTS == 3:
         new_s, new_h = SCALARS(s, h, FLAG_SETS[FLAG_SET])
+    else:
+        new_s, new_h = with_sums(
+            s, h, FLAG_SETS[FLAG_SET], each, over_all, BEFORE, SCALARS, ARGUMENTS
+        )
     # Spread before it is compared: Triton's interpreter cannot spread a boolean.
     skips = skip + tl.zeros((ROWS,), tl.float64)
-    for i in tl.static_range(N_SCALARS):
+    for i in tl.static_range(N_SCALARS * STORE):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
         stored = live & (address != 0) & (skips <= 0)
         tl.store(address.to(tl.pointer_type(STORED[i])), new_s[i].to(STORED[i]), mask=stored)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)
+
+
+@jit
+def with_sums(
+    s, h, FLAGS: tl.constexpr, sums, totals, BEFORE: tl.constexpr, SCALARS: tl.constexpr,
+    ARGUMENTS: tl.constexpr,
+):  # fmt: skip
+    """What ``SCALARS`` of a rule makes of its sums, going on from ``BEFORE``."""
+    s, h = BEFORE(s, h, FLAGS)
+    if ARGUMENTS == 4:
+        return SCALARS(s, h, FLAGS, sums)
+    else:
+        return SCALARS(s, h, FLAGS, sums, totals)

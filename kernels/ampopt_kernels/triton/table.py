@@ -61,7 +61,8 @@ class Launch:
 class Table:
     """The table of addresses on the device, what it was made from, and the launches over it.
 
-    ``flag_sets`` are all flags that rows have, where ``scalars`` of the rule takes them.
+    ``spans`` are the first program of each row and the one behind its last; ``flag_sets`` are all
+    flags that rows have, where ``scalars`` of the rule takes them.
     """
 
     rows: Tensor
@@ -69,6 +70,7 @@ class Table:
     columns: int
     blocks: Tensor
     row_of_block: list[int]
+    spans: list[int]
     chunk: int
     launches: list[Launch]
     flag_sets: tuple[tuple[bool, ...], ...]
@@ -121,11 +123,15 @@ class Table:
             kinds.setdefault((row.kind, aligned[index]), []).append(index)
         chunk = _chunk(sum(grad.numel() for grad in work.grads))
         blocks: list[int] = []
+        spans = [0] * (2 * len(work.rows))
         launches: list[Launch] = []
         for (_, is_aligned), members in kinds.items():
             start = len(blocks) // 2
             for index in members:
-                for place in range(-(-work.grads[index].numel() // chunk)):
+                n = -(-work.grads[index].numel() // chunk)
+                spans[2 * index] = len(blocks) // 2
+                spans[2 * index + 1] = len(blocks) // 2 + n
+                for place in range(n):
                     blocks += (index, place)
             stop = len(blocks) // 2
             if stop > start:
@@ -138,6 +144,7 @@ class Table:
             columns=6 + n_states + n_scalars,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             row_of_block=blocks[::2],
+            spans=spans,
             chunk=chunk,
             launches=launches,
             flag_sets=flag_sets,

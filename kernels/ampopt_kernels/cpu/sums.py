@@ -1,0 +1,61 @@
+"""Sums over flat CPU tensors, to the bit the same from torch's operations and from C++.
+
+Either may be used in a run, and the clock may decide which. So both add half to half, of some
+thousand elements at a time, until one number is left of each part; then torch adds up the parts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.eager import CHUNK
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.tensors import arithmetic
+
+__all__ = ["PART", "halved", "parts_of", "sum_terms"]
+
+PART = 1 << 12
+"""Elements of a part: of a few terms in float64, what fits a core's cache and a thread's stack."""
+
+
+def sum_terms(
+    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
+) -> Tensor:
+    """The terms of a rule, each summed over flat gradient, parameter and states.
+
+    ``h`` begins with the reciprocal of the scale and the clip coefficient.
+
+    Returns:
+        float64, shape (terms,).
+    """
+    dtype = arithmetic(*(t.dtype for t in tensors[:2]))
+    inverse, clip, *rest = h
+    n = tensors[0].numel()
+    width, _ = parts_of(n)
+    parts = []
+    for start in range(0, max(n, 1), CHUNK):
+        grad, param, *state = (t[start : start + CHUNK].to(dtype) for t in tensors)
+        g = grad * inverse * clip
+        terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), tuple(rest), flags)
+        parts.append(torch.stack([halved(term, width) for term in terms]))
+    return torch.cat(parts, 1).sum(1)
+
+
+def parts_of(n: int) -> tuple[int, int]:
+    """The width of each part of so many elements, a power of two, and how many parts there are."""
+    width = min(PART, 1 << max(n - 1, 0).bit_length())
+    return width, -(-n // width)
+
+
+def halved(values: Tensor, width: int) -> Tensor:
+    """The sum of each ``width`` of some values, a power of two, in float64."""
+    n = values.numel()
+    padded = torch.zeros(-(-n // width) * width, dtype=torch.float64, device="cpu")
+    padded[:n] = values
+    parts = padded.view(-1, width)
+    while width > 1:
+        width //= 2
+        parts[:, :width] += parts[:, width : 2 * width]
+    return parts[:, 0]

@@ -1,0 +1,245 @@
+"""Rules that sum something up over parameters: trust ratios, norms, and what all of them share."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import ampopt
+from ampopt_kernels import Rule, State, jit, tl
+from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.language import HAS_TRITON
+
+BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
+
+
+@jit
+def _before(s, h, flags):
+    (step, total) = s
+    lr, beta = h
+    step = step + 1
+    return (step, total), (lr, beta, 1 / step)
+
+
+@jit
+def _direction(p, g, average, h):
+    lr, beta, share = h
+    average = average + (1 - beta) * (g - average)
+    return average, average * share + 0.25 * p
+
+
+@jit
+def _reduce(p, g, state, h, flags):
+    SQUARED: tl.constexpr = flags[0]
+    average, direction = _direction(p, g, state[0], h)
+    if SQUARED:
+        direction = direction * direction
+    return (p * p, tl.abs(direction))
+
+
+@jit
+def _scalars(s, h, flags, sums, totals):
+    step, total = s
+    lr, beta, share = h
+    size, length = sums
+    all_sizes, all_lengths = totals
+    ratio = tl.where(length > 0, tl.sqrt(size) / length, 1.0)
+    total = total + all_lengths / (all_sizes + 1)
+    return (step, total), (lr * ratio, beta, share)
+
+
+@jit
+def _update(p, g, state, h, flags):
+    average, direction = _direction(p, g, state[0], h)
+    return p - h[0] * direction, (average,)
+
+
+class Ratio(ampopt.ElementwiseOptimizer):
+    """As LAMB, of no use: the step is as long as the parameter."""
+
+    rule = Rule(
+        update=_update,
+        reduce=_reduce,
+        before_reduce=_before,
+        scalars=_scalars,
+        hyper=("lr", "beta"),
+        flags=("squared",),
+        state=(State("average"),),
+        scalar_state=(State("step"), State("total", dtype=torch.float64)),
+    )
+
+    def __init__(self, params: Any, lr: Any = 0.125, squared: bool = False, **options: Any):
+        super().__init__(params, {"lr": lr, "beta": 0.5, "squared": squared}, **options)
+
+
+SIZES = [(3,), (2, 5), (0,), (70, 61), ()]
+STEPS = 3
+
+
+def params_of(dtype: torch.dtype) -> list[Parameter]:
+    return [
+        Parameter(torch.linspace(-1, 2, torch.Size(size).numel()).to(dtype).reshape(size))
+        for size in SIZES
+    ]
+
+
+def gradient(p: torch.Tensor, step: int) -> torch.Tensor:
+    return torch.linspace(-2 + step, 1, p.numel(), dtype=torch.float64).reshape(p.shape) + 0.25
+
+
+def groups_of(params: list[Any]) -> list[dict[str, Any]]:
+    return [{"params": params[:2], "squared": True}, {"params": params[2:]}]
+
+
+def step(optimizer: Any, params: list[Any], i: int, bad: float = 0.0, **options: Any) -> None:
+    for p in params:
+        p.grad = (gradient(p, i) * 4 + bad).to(p.dtype)
+    optimizer.unscale_and_step(grads_scaled_by=4.0, **options)
+
+
+def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]]:
+    """The same in float64, one parameter after another."""
+    result = [
+        {"p": p.detach().double(), "average": torch.zeros_like(p).double(), "total": 0.0}
+        for p in params_of(dtype)
+    ]
+    for i in range(STEPS):
+        grads = [gradient(r["p"], i).to(dtype).double() for r in result]
+        norm = torch.cat([g.flatten() for g in grads]).norm()
+        clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm.item() + 1e-6))
+        sizes, lengths, directions = [], [], []
+        for k, (r, g) in enumerate(zip(result, grads, strict=True)):
+            r["average"] = r["average"] + 0.5 * (g * clip - r["average"])
+            direction = r["average"] / (i + 1) + 0.25 * r["p"]
+            directions.append(direction)
+            sizes.append(r["p"].square().sum().item())
+            lengths.append((direction.square() if k < 2 else direction.abs()).sum().item())
+        for r, size, length, direction in zip(result, sizes, lengths, directions, strict=True):
+            ratio = size**0.5 / length if length > 0 else 1.0
+            r["p"] = r["p"] - 0.125 * ratio * direction
+            r["total"] += sum(lengths) / (sum(sizes) + 1)
+    return result
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("max_norm", [None, 2.0])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.float64, {}), (torch.bfloat16, {"master_weights": True})],
+    ids=str,
+)
+def test_sums_are_those_of_unscaled_and_clipped_gradients(backend, max_norm, dtype, options):
+    """With bundled, large, empty and 0-d parameters, and flags of their own."""
+    ampopt.set_backend(backend)
+    params = params_of(dtype)
+    optimizer = Ratio(groups_of(params), **options)
+    for i in range(STEPS):
+        step(optimizer, params, i, max_norm=max_norm)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for p, expected in zip(params, reference(dtype, max_norm), strict=True):
+        state = optimizer.state[p]
+        exact = state.get("master_param", p.detach()).double()
+        torch.testing.assert_close(exact, expected["p"], rtol=tolerance, atol=tolerance)
+        assert state["total"].item() == pytest.approx(expected["total"], rel=tolerance)
+        assert state["step"] == STEPS
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_skip_changes_no_bit_and_a_run_repeats_itself(backend):
+    ampopt.set_backend(backend)
+    ends = []
+    for skips in (False, True):
+        params = params_of(torch.float32)
+        optimizer = Ratio(groups_of(params))
+        if skips:
+            step(optimizer, params, 0, bad=float("inf"))
+        step(optimizer, params, 0)
+        if skips:
+            before = copy.deepcopy(optimizer.state_dict()["state"])
+            step(optimizer, params, 1, bad=float("nan"))
+            after = optimizer.state_dict()["state"]
+            assert all(torch.equal(after[k][n], before[k][n]) for k in before for n in before[k])
+        step(optimizer, params, 1)
+        ends.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.skipif("compiled" not in BACKENDS, reason="there is no C++ compiler here")
+def test_compiled_sums_have_the_bits_of_eager_ones():
+    ends = []
+    for backend in ("eager", "compiled"):
+        ampopt.set_backend(backend)
+        params = [*params_of(torch.float32), Parameter(torch.linspace(-3, 1, 100_003))]
+        optimizer = Ratio(groups_of(params))
+        for i in range(2):
+            step(optimizer, params, i)
+        ends.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
+    assert all(map(torch.equal, *ends))
+
+
+def test_plain_and_split_steps_are_the_joined_one():
+    ampopt.set_backend("eager")
+    ends = []
+    for how in range(3):
+        params = params_of(torch.float32)
+        optimizer = Ratio(groups_of(params))
+        for i in range(2):
+            for p in params:
+                p.grad = gradient(p, i).float() * (1.0 if how == 2 else 4.0)
+            if how == 0:
+                optimizer.unscale_and_step(grads_scaled_by=4.0)
+            elif how == 1:
+                optimizer.unscale(grads_scaled_by=4.0)
+                optimizer.step_after_unscale()
+            else:
+                optimizer.step()
+        ends.append([p.detach() for p in params])
+    assert all(map(torch.equal, ends[0], ends[1])) and all(map(torch.equal, ends[0], ends[2]))
+
+
+def test_wrong_declarations_are_refused():
+    with pytest.raises(TypeError, match=r"scalars must take \(s, h, flags, sums\)"):
+        Rule(update=_update, reduce=_reduce, hyper=("lr",))
+    with pytest.raises(TypeError, match="no reduce to sum anything up"):
+        Rule(update=_update, scalars=_scalars, hyper=("lr",))
+    with pytest.raises(TypeError, match="before_reduce is for reduce"):
+        Rule(update=_update, before_reduce=_before, hyper=("lr",))
+    with pytest.raises(TypeError, match="reduce must be a function marked"):
+        Rule(update=_update, reduce=lambda p, g, state, h, flags: (p,), hyper=("lr",))  # type: ignore[arg-type]
+
+
+@jit
+def _summed_already(p, g, state, h, flags):
+    return (p.sum(), g)
+
+
+@jit
+def _alone(p, g, state, h, flags):
+    return g
+
+
+@jit
+def _passed(s, h, flags, sums):
+    return s, h
+
+
+@jit
+def _plain(p, g, state, h, flags):
+    return p - h[0] * g, ()
+
+
+@pytest.mark.parametrize(
+    ("reduce", "message"),
+    [(_summed_already, "is elementwise"), (_alone, "not a tuple of terms")],
+)
+def test_a_reduce_that_breaks_its_word_is_named_before_the_first_step(reduce, message):
+    class Wrong(ampopt.ElementwiseOptimizer):
+        rule = Rule(update=_plain, reduce=reduce, scalars=_passed, hyper=("lr",))
+
+    p = Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=f"reduce of Wrong's rule.*{message}"):
+        Wrong([p], {"lr": 0.5}).step()
+    assert p.tolist() == [1.0, 1.0, 1.0]
