@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -187,9 +186,9 @@ def _draw(curves: dict[str, dict[int, float]], picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    styles: Iterator[Any] = iter(("-", "--", ":", "-."))
+    widths = iter((9, 6, 3.5, 1))  # one on another, so that all are seen
     for name, curve in curves.items():
-        axes.plot(list(curve), list(curve.values()), next(styles), label=name, linewidth=2)
+        axes.plot(list(curve), list(curve.values()), label=name, linewidth=next(widths))
     axes.set(xlabel="steps taken", ylabel="loss", title="float16 under FSDP2: the same losses")
     axes.legend()
     figure.savefig(picture, dpi=100)

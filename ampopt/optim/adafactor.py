@@ -1,9 +1,10 @@
 """Adafactor."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt._step import gradients
 from ampopt._step.dtensor import placed_as
@@ -50,6 +51,23 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
     """
 
     _ampopt = Attached(Ordinary, make_state=_state_of)
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 1e-2,
+            beta2_decay: float = -0.8,
+            eps: tuple[float | None, float] = (None, 1e-3),
+            d: float = 1.0,
+            weight_decay: float = 0.0,
+            *,
+            foreach: bool | None = None,
+            maximize: bool = False,
+            process_group: Any = None,
+        ) -> None:
+            """Make the optimizer; see the class."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -1,8 +1,10 @@
 """Limited-memory BFGS."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.step_hooks import beneath_hooks
@@ -35,6 +37,23 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
 
     # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
     _ampopt = Attached(Ordinary, never_written=frozenset({"d", "old_dirs", "old_stps", "ro", "al"}))
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 1,
+            max_iter: int = 20,
+            max_eval: int | None = None,
+            tolerance_grad: float = 1e-7,
+            tolerance_change: float = 1e-9,
+            history_size: int = 100,
+            line_search_fn: str | None = None,
+            *,
+            process_group: Any = None,
+        ) -> None:
+            """Make the optimizer; see the class."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""

@@ -1,7 +1,10 @@
 """Muon."""
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.stepping import Attached
@@ -30,3 +33,21 @@ class Muon(Optimizer, torch.optim.Muon):
     """
 
     _ampopt = Attached(Ordinary, make_state=_make_state)
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float = 1e-3,
+            weight_decay: float = 0.1,
+            momentum: float = 0.95,
+            nesterov: bool = True,
+            ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+            eps: float = 1e-7,
+            ns_steps: int = 5,
+            adjust_lr_fn: str | None = None,
+            *,
+            process_group: Any = None,
+        ) -> None:
+            """Make the optimizer; see the class."""

@@ -1,10 +1,11 @@
 """Adam on the elements that a sparse gradient has."""
 
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ampopt._step import gradients
 from ampopt._step.ordinary import Ordinary
@@ -44,6 +45,20 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     """
 
     _ampopt = Attached(Ordinary, make_state=_state_of)
+
+    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+
+        def __init__(
+            self,
+            params: ParamsT,
+            lr: float | Tensor = 1e-3,
+            betas: tuple[float, float] = (0.9, 0.999),
+            eps: float = 1e-8,
+            maximize: bool = False,
+            *,
+            process_group: Any = None,
+        ) -> None:
+            """Make the optimizer; see the class."""
 
     @uncompiled  # which takes sparse gradients into no graph
     @torch.no_grad()
