@@ -1,0 +1,1 @@
+"""What works with what, found by running it in small: ``python -m ampopt.matrix``."""

@@ -1,0 +1,19 @@
+"""``python -m ampopt.matrix [FILE]``: what works with what, by running it; see ``page``."""
+
+import argparse
+from pathlib import Path
+
+from ampopt.matrix.page import optimizers, page
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        prog="python -m ampopt.matrix",
+        description="Run every optimizer in every setting, in small, and write the table of it.",
+    )
+    parser.add_argument("file", nargs="?", type=Path, help="write it there instead of printing it")
+    options = parser.parse_args()
+    text = page(optimizers())
+    if options.file is None:
+        print(text)
+    else:
+        options.file.write_text(text, encoding="utf-8")

@@ -1,0 +1,148 @@
+"""A model of one weight and its optimizer: what every cell of the matrix trains."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from ampopt.loss_scale.dynamic import DynamicLossScale
+from ampopt.loss_scale.outputs import scale_outputs
+from ampopt.results import StepResult
+
+__all__ = ["LR", "OVERFLOWS", "Subject", "whole"]
+
+LR = 0.125
+
+OVERFLOWS = {torch.float16: 2.0**30}
+"""Scales, by dtype, with which gradients overflow; ``2**127`` in all others."""
+
+
+class Subject:
+    """A linear layer, or an embedding for an optimizer of sparse gradients, in training.
+
+    Two of one class begin alike, and under scales that are powers of two they stay alike but for
+    what is done to them.
+
+    Attributes:
+        optimizer: of the one weight, 4 by 4.
+        needs_closure: whether every step evaluates the loss itself.
+    """
+
+    def __init__(
+        self,
+        cls: type[Any],
+        *,
+        dtype: torch.dtype = torch.float32,
+        spread: Callable[[Module], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Make the model, then its optimizer.
+
+        Args:
+            cls: the optimizer's class, torch's or ours.
+            dtype: of the weight.
+            spread: puts the model on ranks, and returns what to call in its place.
+            options: for the constructor, besides the learning rate.
+        """
+        sparse = _takes_sparse_alone(cls)
+        model: Module = (
+            torch.nn.Embedding(4, 4, sparse=True) if sparse else torch.nn.Linear(4, 4, bias=False)
+        )
+        numbers = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+        self._inputs = torch.tensor([0, 2, 2]) if sparse else (numbers.T + 0.25).to(dtype)
+        self._model = model
+        self.set_weight(numbers)
+        model.to(dtype)
+        self._model = model if spread is None else spread(model)
+        self.optimizer: Any = cls(self._model.parameters(), lr=LR, **options)
+        ours = getattr(self.optimizer, "_ampopt", None)
+        self.needs_closure = (
+            isinstance(self.optimizer, torch.optim.LBFGS) if ours is None else (ours.needs_closure)
+        )
+        self._overflows = OVERFLOWS.get(dtype, 2.0**127)
+
+    def loss(self) -> Tensor:
+        """Some tens, and so are gradients."""
+        return (self._model(self._inputs) - 2.0).square().mean() * 8
+
+    def evaluate(self, scale: Any = None) -> Tensor:
+        """The closure: zero the gradients, run the model forward and backward."""
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        scale_outputs(loss, scale).backward()
+        return loss.detach()
+
+    def step(self, scale: Any = 8.0, *, closure: bool = False, **options: Any) -> StepResult:
+        """A step under ``scale``, with a closure if asked for or needed."""
+        if closure or self.needs_closure:
+            return self.optimizer.unscale_and_step(self.evaluate, scale, **options)
+        self.evaluate(scale)
+        return self.optimizer.unscale_and_step(grads_scaled_by=scale, **options)
+
+    def overflow(self, *, closure: bool = False) -> StepResult:
+        """A step whose gradients overflow, at first if it has a closure."""
+        return self.step(DynamicLossScale(init_scale=self._overflows), closure=closure)
+
+    def plain_step(self, change: Callable[[], None] = lambda: None) -> None:
+        """An ordinary ``step()``, of torch's optimizers too, after ``change`` of the gradients."""
+
+        def evaluate() -> Tensor:
+            loss = self.evaluate()
+            change()
+            return loss
+
+        if self.needs_closure:
+            self.optimizer.step(evaluate)
+        else:
+            evaluate()
+            self.optimizer.step()
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the weight, of which sparse ones have no index twice."""
+        (weight,) = self._model.parameters()
+        if weight.grad is None:
+            return []
+        if weight.grad.is_sparse:
+            weight.grad = weight.grad.coalesce()
+            return [weight.grad.values()]
+        return [weight.grad]
+
+    def weight(self) -> Tensor:
+        """What has been learned, a copy."""
+        (weight,) = self._model.parameters()
+        return whole(weight)
+
+    @torch.no_grad()
+    def set_weight(self, numbers: Tensor) -> None:
+        """Go on from there."""
+        next(self._model.parameters()).copy_(numbers)
+
+    def everything(self) -> list[Any]:
+        """A copy of the weight, and of all that the optimizer remembers of it."""
+        found: list[Any] = [self.weight()]
+        for state in self.optimizer.state.values():
+            found += [whole(v) if isinstance(v, Tensor) else v for v in state.values()]
+        return found
+
+
+def whole(tensor: Any) -> Tensor:
+    """A copy of ``tensor``, gathered if ranks have parts of it."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+@functools.cache
+def _takes_sparse_alone(cls: type[Any]) -> bool:
+    """Whether an optimizer of this class refuses ordinary gradients, as ``SparseAdam`` does."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.ones(2, 2)
+    try:
+        cls([weight]).step()
+    except TypeError:  # it wants a closure
+        return False
+    except RuntimeError:
+        return True
+    return False
