@@ -3,12 +3,15 @@
 import contextlib
 import io
 import re
+import textwrap
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from support.readme import GUIDES, PAGES, README, ROOT, blocks, headings, run
+
+import ampopt
 
 PRINTED = {
     "The swap": [],
@@ -127,6 +130,12 @@ def test_figures_are_those_of_the_results():
         section = results.split(f"### {workload}\n")[1].split("\n#")[0]
         lines = [line for line in section.splitlines() if line.startswith(f"| {optimizer} |")]
         assert any(f"| {figures}" in line for line in lines), row
+
+
+def test_the_table_of_schedules_is_that_of_the_docstring():
+    page = (ROOT / "examples" / "guides" / "loss_scales.md").read_text(encoding="utf-8")
+    table = page.split("```text\n")[1].split("```")[0]
+    assert table in textwrap.dedent(str(ampopt.DynamicLossScale.like.__doc__).split("::\n\n")[1])
 
 
 def test_every_block_is_run():
