@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-import textwrap
 import warnings
 from pathlib import Path
 
@@ -135,7 +134,8 @@ def test_figures_are_those_of_the_results():
 def test_the_table_of_schedules_is_that_of_the_docstring():
     page = (ROOT / "examples" / "guides" / "loss_scales.md").read_text(encoding="utf-8")
     table = page.split("```text\n")[1].split("```")[0]
-    assert table in textwrap.dedent(str(ampopt.DynamicLossScale.like.__doc__).split("::\n\n")[1])
+    docstring = str(ampopt.DynamicLossScale.like.__doc__)
+    assert set(table.splitlines()) < set(map(str.strip, docstring.splitlines()))
 
 
 def test_every_block_is_run():
