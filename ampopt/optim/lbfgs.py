@@ -27,6 +27,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     Args:
         params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size,
             line_search_fn: as in ``torch.optim.LBFGS``.
+        maximize: likewise, with torch 2.15 or later.
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: it can be copied and pickled.
@@ -51,6 +52,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
             history_size: int = 100,
             line_search_fn: str | None = None,
             *,
+            maximize: bool = False,
             process_group: Any = None,
         ) -> None:
             """Make the optimizer; see the class."""

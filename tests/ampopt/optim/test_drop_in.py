@@ -27,6 +27,10 @@ def test_an_optimizer_is_an_instance_of_its_twin_and_of_the_base():
         assert optimizer.defaults == twin.defaults
 
 
+LATER = {ampopt.LBFGS: ("maximize",)}
+"""Arguments that torch has had since 2.15 only."""
+
+
 @pytest.mark.parametrize("cls", BUILT_IN)
 def test_a_constructor_shows_the_arguments_that_it_takes(cls):
     """To ``help``, and to who asks whether ``"fused"`` is among them."""
@@ -60,8 +64,9 @@ def test_type_checkers_are_shown_the_same_arguments(cls):
     names: dict[str, Any] = {"Any": Any, "ParamsT": Any, "Tensor": Tensor}
     exec(ast.unparse(shown), names)
     found = list(inspect.signature(names["__init__"]).parameters.values())[1:]
-    taken = inspect.signature(cls).parameters.values()
-    told = [[(p.name, p.kind, p.default) for p in parameters] for parameters in (found, taken)]
+    taken = inspect.signature(cls).parameters
+    found = [p for p in found if p.name in taken or p.name not in LATER.get(cls, ())]
+    told = [[(p.name, p.kind, p.default) for p in some] for some in (found, taken.values())]
     assert told[0] == told[1]
 
 
@@ -82,7 +87,9 @@ def test_the_docstring_of_a_built_in_names_every_argument(cls):
         for entry in re.split(r"\n    (?=\S)", "\n" + arguments.split("\n\n")[0])
         for name in re.split(r",\s+", entry.split(":")[0])
     ]
-    assert sorted(filter(None, documented)) == sorted(inspect.signature(cls).parameters)
+    taken = inspect.signature(cls).parameters
+    documented = [n for n in documented if n in taken or n not in LATER.get(cls, ())]
+    assert sorted(filter(None, documented)) == sorted(taken)
 
 
 @pytest.mark.parametrize("cls", [c for c in BUILT_IN if c is not ampopt.Muon])
