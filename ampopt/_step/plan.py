@@ -13,6 +13,7 @@ from torch import Tensor
 from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.guards import Guards
 from ampopt._step.overflow import works_of
+from ampopt._step.rank_sums import RankSums
 from ampopt._step.state_buffers import lay_end_to_end
 from ampopt._step.torch_private import check_for_fused, overlaps_itself
 from ampopt_kernels.check_rule.on_numbers import try_out
@@ -37,6 +38,7 @@ class Plan:
             what it does changes. Not those of a dtype that is narrower than the arithmetic, nor
             where it works on copies of them.
         agreement: of the ranks that decide together.
+        rank_sums: how they add up what the rule sums up over parameters, if it does.
     """
 
     def __init__(self, steps: "RuleSteps") -> None:
@@ -50,6 +52,9 @@ class Plan:
         check_plannable(steps)
         self._staged = gradients.Staged()
         self.agreement = ranks.agreement(groups, optimizer.process_group)
+        self.rank_sums: RankSums | None = None
+        if rule.reduces and self.agreement is not None:
+            self.rank_sums = RankSums(self.agreement, groups)
         self._flags = flags = [rule.flag_values(group) for group in groups]
         present = [
             (group, p)

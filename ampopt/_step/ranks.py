@@ -51,7 +51,7 @@ class Agreement:
                 is a part of the model, unless its param group says otherwise.
         """
         self._groups = groups
-        self._told = told
+        self._told, self._mesh = told, mesh
         self._replicated = [_is_replicated(group) for group in param_groups]
         every = torch.distributed.get_process_group_ranks(groups[0]) if told else _ranks_of(mesh)
         self._is_first = torch.distributed.get_rank() == min(every)
@@ -146,6 +146,33 @@ class Agreement:
         self._add_up(said, asked)
         doubts, raises, *_ = said.tolist()
         return not doubts, raises > 0
+
+    def add_up_sums(self, each: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over what all ranks have, by one all-reduce on the device.
+
+        By a second, where the user has named more ranks than the parameters are spread over.
+
+        Args:
+            each: shape (spread parameters, terms).
+            totals: shape (terms,).
+
+        Raises:
+            RuntimeError: parameters are on meshes of which none covers the others.
+        """
+        said = torch.cat([each.reshape(-1), totals])
+        if self._told and each.numel():
+            if self._mesh is None:
+                raise RuntimeError(
+                    "a rule that sums up over parameters needs them on one mesh; these are on "
+                    "several, of which none covers the others: make an optimizer for each"
+                )
+            for group in _groups_of(self._mesh):
+                torch.distributed.all_reduce(each, torch.distributed.ReduceOp.SUM, group)
+            said = totals.clone()
+        for group in self._groups:
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.SUM, group)
+        n = totals.numel()
+        return (each if len(said) == n else said[:-n].view_as(each)), said[-n:]
 
     def _add_up(self, said: Tensor, asked: tuple[bool, bool, int]) -> None:
         """Add up what all ranks say, and refuse to go on where they are not asked for the same.

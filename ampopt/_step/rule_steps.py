@@ -170,9 +170,11 @@ class RuleSteps:
         """One step over all parameters with gradients."""
         agreement = plan.agreement
         if not plan.works:
-            return decided_elsewhere(request, agreement, device_of(self.optimizer.param_groups))
+            return self._decided_elsewhere(plan, request)
         if agreement is not None and request.asks:
             request = replace(request, agree=ranks.Vote(agreement))
+        if plan.rank_sums is not None:
+            request = replace(request, agree_on_sums=plan.rank_sums)
         plan.take_hyper(self)
         before = request.write and plan.writes_gradients
         asked = request if before is request.write else replace(request, write=before)
@@ -180,6 +182,16 @@ class RuleSteps:
         plan.finish()
         if request.write and not before:
             self._unscale_used(request)
+        return decision
+
+    def _decided_elsewhere(self, plan: Plan, request: Request) -> Decision | None:
+        """Take part in what other ranks decide and sum up, on one without gradients."""
+        groups = self.optimizer.param_groups
+        device = device_of(groups)
+        decision = decided_elsewhere(request, plan.agreement, device)
+        if plan.rank_sums is not None and device is not None:
+            n_terms = self.rule.widths(len(self.rule.hyper_values(groups[0]))).terms
+            plan.rank_sums.abstain(n_terms, device)
         return decision
 
     def _unscale_used(self, request: Request) -> None:

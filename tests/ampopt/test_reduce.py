@@ -5,73 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.summing_rule import Ratio
 from torch.nn import Parameter
 
 import ampopt
-from ampopt_kernels import Rule, State, jit, tl
+from ampopt_kernels import Rule, jit
 from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.language import HAS_TRITON
 
 BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
-
-
-@jit
-def _before(s, h, flags):
-    (step, total) = s
-    lr, beta = h
-    step = step + 1
-    return (step, total), (lr, beta, 1 / step)
-
-
-@jit
-def _direction(p, g, average, h):
-    lr, beta, share = h
-    average = average + (1 - beta) * (g - average)
-    return average, average * share + 0.25 * p
-
-
-@jit
-def _reduce(p, g, state, h, flags):
-    SQUARED: tl.constexpr = flags[0]
-    average, direction = _direction(p, g, state[0], h)
-    if SQUARED:
-        direction = direction * direction
-    return (p * p, tl.abs(direction))
-
-
-@jit
-def _scalars(s, h, flags, sums, totals):
-    step, total = s
-    lr, beta, share = h
-    size, length = sums
-    all_sizes, all_lengths = totals
-    ratio = tl.where(length > 0, tl.sqrt(size) / length, 1.0)
-    total = total + all_lengths / (all_sizes + 1)
-    return (step, total), (lr * ratio, beta, share)
-
-
-@jit
-def _update(p, g, state, h, flags):
-    average, direction = _direction(p, g, state[0], h)
-    return p - h[0] * direction, (average,)
-
-
-class Ratio(ampopt.ElementwiseOptimizer):
-    """As LAMB, of no use: the step is as long as the parameter."""
-
-    rule = Rule(
-        update=_update,
-        reduce=_reduce,
-        before_reduce=_before,
-        scalars=_scalars,
-        hyper=("lr", "beta"),
-        flags=("squared",),
-        state=(State("average"),),
-        scalar_state=(State("step"), State("total", dtype=torch.float64)),
-    )
-
-    def __init__(self, params: Any, lr: Any = 0.125, squared: bool = False, **options: Any):
-        super().__init__(params, {"lr": lr, "beta": 0.5, "squared": squared}, **options)
 
 
 SIZES = [(3,), (2, 5), (0,), (70, 61), ()]
@@ -201,13 +143,13 @@ def test_plain_and_split_steps_are_the_joined_one():
 
 def test_wrong_declarations_are_refused():
     with pytest.raises(TypeError, match=r"scalars must take \(s, h, flags, sums\)"):
-        Rule(update=_update, reduce=_reduce, hyper=("lr",))
+        Rule(update=Ratio.rule.update, reduce=Ratio.rule.reduce, hyper=("lr",))
     with pytest.raises(TypeError, match="no reduce to sum anything up"):
-        Rule(update=_update, scalars=_scalars, hyper=("lr",))
+        Rule(update=_plain, scalars=Ratio.rule.scalars, hyper=("lr",))
     with pytest.raises(TypeError, match="before_reduce is for reduce"):
-        Rule(update=_update, before_reduce=_before, hyper=("lr",))
+        Rule(update=_plain, before_reduce=Ratio.rule.before_reduce, hyper=("lr",))
     with pytest.raises(TypeError, match="reduce must be a function marked"):
-        Rule(update=_update, reduce=lambda p, g, state, h, flags: (p,), hyper=("lr",))  # type: ignore[arg-type]
+        Rule(update=_plain, reduce=lambda p, g, state, h, flags: (p,), hyper=("lr",))  # type: ignore[arg-type]
 
 
 @jit

@@ -1,0 +1,59 @@
+"""What a rule sums up over parameters that are spread over ranks: over the whole of each."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ampopt._step.dtensor import is_spread
+from ampopt._step.ranks import Agreement
+from ampopt_kernels.step import Work
+from ampopt_kernels.sums import Sums
+from ampopt_kernels.tensors import widest
+
+__all__ = ["RankSums"]
+
+
+class RankSums:
+    """Adds up, by one all-reduce, the sums of all ranks that decide together.
+
+    Those of an ordinary tensor are this rank's alone, as is the parameter; all of them count in
+    the totals, as in the norm.
+    """
+
+    def __init__(self, agreement: Agreement, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Begin.
+
+        Args:
+            agreement: of these ranks.
+            param_groups: of the optimizer, the same on each of them as far as they are spread.
+        """
+        self._agreement = agreement
+        spread = [p for group in param_groups for p in group["params"] if is_spread(p)]
+        self._places = {id(param): place for place, param in enumerate(spread)}
+
+    def __call__(self, works: Sequence[Work], sums: Sums) -> Sums:
+        """See :data:`ampopt_kernels.sums.AgreeOnSums`."""
+        rows = [row for work in works for row in work.rows]
+        places = [self._places.get(row.owner.key) for row in rows]
+        spread = [(i, place) for i, place in enumerate(places) if place is not None]
+        counted = [(i, place) for i, place in spread if rows[i].counted]
+        device, uploads = sums.each.device, works[0].uploads
+
+        def sent(name: str, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+            flat = [n for pair in pairs for n in pair]
+            table = uploads.get(name, flat, torch.int64, device).view(-1, 2)
+            return table[:, 0], table[:, 1]
+
+        from_rows, to_places = sent("sums that count", counted)
+        each = sums.each.new_zeros(len(self._places), sums.totals.numel())
+        each.index_copy_(0, to_places, sums.each.index_select(0, from_rows))
+        each, totals = self._agreement.add_up_sums(each, sums.totals)
+        to_rows, from_places = sent("sums of ranks", spread)
+        whole = sums.each.index_copy(0, to_rows, each.index_select(0, from_places))
+        return Sums(whole, totals)
+
+    def abstain(self, n_terms: int, device: torch.device) -> None:
+        """Have the others add up theirs, when this rank has no gradients."""
+        none = torch.zeros(len(self._places), n_terms, dtype=widest(device), device=device)
+        self._agreement.add_up_sums(none, none.new_zeros(n_terms))
