@@ -49,7 +49,7 @@ class Eager(Backend):
         """See :meth:`Backend.detect`. A part is a row."""
         inverse = 1.0
         if request.scale is not None:
-            look = _number if self._reads(work.device) else _wide
+            look = Tensor.item if self._reads(work.device) else _wide
             inverse = reciprocal(look(request.scale))
         flags, rows, squares, wide = [], [], [], widest(work.device)
         norms = request.max_norm is not None
@@ -71,16 +71,16 @@ class Eager(Backend):
             rows.append(place)
             if norm is not None and row.counted:
                 squares.append(norm * norm)
-        judged = _stack(flags, torch.float32, work.device)
+        judged = _made(flags, torch.float32, work.device)
         return Partials(
             judged,
-            _stack(squares, wide, work.device) if norms else None,
+            _made(squares, wide, work.device) if norms else None,
             (Found(judged, rows, work.owners),),
         )
 
     def accumulate(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.accumulate`. A part is a chunk."""
-        look = _number if self._reads(work.device) else _wide
+        look = Tensor.item if self._reads(work.device) else _wide
         inverse = 1.0 if request.scale is None else reciprocal(look(request.scale))
         rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
         flags, rows = [], []
@@ -99,17 +99,22 @@ class Eager(Backend):
                 flags.append((spoilt | ~unscaled.isfinite()).any())
                 rows.append(place)
                 total.copy_(new)
-        judged = _stack(flags, torch.float32, work.device)
+        judged = _made(flags, torch.float32, work.device)
         return Partials(judged, None, (Found(judged, rows, work.owners),))
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`."""
         device, reads = work.device, self._reads(work.device)
-        look = _number if reads else _wide
+        look = Tensor.item if reads else _wide
+        make: Any = torch.tensor if reads else _made
 
         found: Any = 0.0
         if request.check and partials is not None:
-            found = _worst(partials.flags, look)
+            flags = partials.flags
+            if isinstance(flags, list):
+                found = float(any(flags))
+            elif flags.numel():
+                found = look(flags.max())
         if request.found_inf is not None:
             flag = look(request.found_inf)
             found = torch_language.where(flag > 0, flag, found)
@@ -138,15 +143,15 @@ class Eager(Backend):
             assert request.scale is not None and request.counters is not None
             read = Tensor.tolist if reads else _unbound  # at once
             new = _next_scale(look(request.scale), *read(request.counters), found, request.policy)
-            scale = _tensor(new[0], request.scale.dtype, device)
+            scale = make(new[0], dtype=request.scale.dtype, device=device)
             if request.scale.ndim:
                 scale = scale.reshape(request.scale.shape)
-            counters = _stack(new[1:], torch.int32, device)
+            counters = make(new[1:], dtype=torch.int32, device=device)
 
         factors = Factors(skip, inverse, coefficient)
         return Decision(
-            found_inf=_tensor(found, torch.float32, device),
-            factors=factors if reads else _stack(factors, widest(device), device),
+            found_inf=make(found, dtype=torch.float32, device=device),
+            factors=factors if reads else make(factors, dtype=widest(device), device=device),
             norm=norm,
             scale=scale,
             counters=counters,
@@ -203,12 +208,6 @@ class Eager(Backend):
                 copy = () if row.copy is None else (param,)
                 for old, new in zip(stored, (param, *state, *copy), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
-
-
-def _worst(flags: Tensor | list[bool], look: Callable[[Tensor], Any]) -> Any:
-    if isinstance(flags, list):
-        return float(any(flags))
-    return look(flags.max()) if flags.numel() else 0.0
 
 
 def _take_new(old: Tensor, new: Tensor) -> Tensor:
@@ -300,10 +299,6 @@ def reciprocal(value: Any) -> Any:
     return 1.0 / value if value else float("inf")
 
 
-def _number(tensor: Tensor) -> float:
-    return float(tensor)
-
-
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(()).to(widest(tensor.device))
 
@@ -312,15 +307,10 @@ def _unbound(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.to(widest(tensor.device)).unbind()
 
 
-def _tensor(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _made(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As ``torch.tensor`` of numbers, and of what may be tensors on ``device``."""
     if isinstance(value, Tensor):
         return value.to(dtype=dtype, copy=True)
+    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+        return torch.stack([_made(v, dtype, device) for v in value])
     return torch.tensor(value, dtype=dtype, device=device)
-
-
-def _stack(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if not len(values):
-        return torch.zeros(0, dtype=dtype, device=device)
-    if not any(isinstance(v, Tensor) for v in values):
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.stack([_tensor(v, dtype, device) for v in values])

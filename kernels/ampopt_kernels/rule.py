@@ -194,14 +194,15 @@ class Rule:
 
     def flag_values(self, group: Mapping[str, Any]) -> tuple[bool, ...]:
         """The flags of one param group. Reads no device tensor."""
-        values = [self._entry(group, name) for name in self.flags]
-        return tuple([isinstance(value, Tensor) or bool(value) for value in values])
+        flags: list[bool] = []
+        for value in self._entries(group, self.flags):
+            flags.append(isinstance(value, Tensor) or bool(value))
+        return tuple(flags)
 
     def hyper_values(self, group: Mapping[str, Any]) -> list[float | Tensor]:
         """The hyperparameters of one param group, laid flat in the order of ``h``."""
         flat: list[float | Tensor] = []
-        for name in self.hyper:
-            value = self._entry(group, name)
+        for value in self._entries(group, self.hyper):
             flat.extend(value if isinstance(value, (tuple, list)) else (value,))
         return flat
 
@@ -220,12 +221,12 @@ class Rule:
     def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
         return all(flags[self.flags.index(name)] for name in part.needs)
 
-    def _entry(self, group: Mapping[str, Any], name: str) -> Any:
+    def _entries(self, group: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
         try:
-            return group[name]
-        except KeyError:
+            return list(map(group.__getitem__, names))
+        except KeyError as error:
             raise KeyError(
-                f"the rule reads {name!r} from each param group, which has "
+                f"the rule reads {error.args[0]!r} from each param group, which has "
                 f"{sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults"
             ) from None
 

@@ -309,10 +309,11 @@ def run(
         works: one for each device.
         request: what is asked of all of them.
     """
-    backends = [backend_for(work.device) for work in works]
-    for backend, work in zip(backends, works, strict=True):
+    backends = []
+    for work in works:
+        backends.append(backend_for(work.device))
         if request.apply:
-            backend.prepare(work)
+            backends[-1].prepare(work)
     detects = request.asks or request.write or request.accumulate
     asked = [_on(work.device, request) for work in (works if detects else works[:1])]
     partials = None
@@ -321,7 +322,7 @@ def run(
             (backend.accumulate if request.accumulate else backend.detect)(work, its_own)
             for backend, work, its_own in zip(backends, works, asked, strict=True)
         ]
-        partials = _joined(found, works[0].device)
+        partials = found[0] if len(found) == 1 else _joined(found, works[0].device)
         if request.agree is not None:
             agreed = request.agree(partials, asked[0].found_inf, works[0].device)
             partials = replace(agreed, found=partials.found)
@@ -348,18 +349,14 @@ def run(
 
 def _on(device: torch.device, request: Request) -> Request:
     """``request`` with the scale and the flag from elsewhere where a kernel can read them."""
-    scale, flag = (
-        None if x is None else carried(x, device) for x in (request.scale, request.found_inf)
-    )
-    if scale is request.scale and flag is request.found_inf:
+    scale, flag = request.scale, request.found_inf
+    if (scale is None or scale.device == device) and (flag is None or flag.device == device):
         return request
-    return replace(request, scale=scale, found_inf=flag)
+    there = [None if x is None else carried(x, device) for x in (scale, flag)]
+    return replace(request, scale=there[0], found_inf=there[1])
 
 
 def _joined(parts: list[Partials], device: torch.device) -> Partials:
-    if len(parts) == 1:
-        return parts[0]
-
     squares = None
     if all(p.squares is not None for p in parts):
         wide = widest(device)

@@ -74,14 +74,14 @@ def where(condition: Any, a: Any, b: Any, number: torch.dtype = float32) -> Any:
 
     Two numbers are of the dtype ``number``, as which a rule's blocks are computed in.
     """
-    tensor = next((x for x in (a, b) if isinstance(x, torch.Tensor)), None)
     if isinstance(condition, torch.Tensor):
-        if tensor is None:  # which torch gives its default dtype
+        if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
+            # Which torch would give its default dtype.
             a = torch.full((), a, dtype=number, device=condition.device)
             b = torch.full((), b, dtype=number, device=condition.device)
         return torch.where(condition, a, b)
-    chosen = a if condition else b
-    return chosen if tensor is None else _scalar(chosen, tensor)
+    chosen, other = (a, b) if condition else (b, a)
+    return _scalar(chosen, other) if isinstance(other, torch.Tensor) else chosen
 
 
 def _scalar(x: Any, like: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import native, reductions
 from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
+from ampopt_kernels.cpu.reductions import common
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 from ampopt_kernels.sums import Sums
@@ -100,18 +100,16 @@ class Piece:
         """The parameter of each row."""
         return _params(self.rows)
 
-    def grads(self, work: Work) -> list[Tensor]:
-        """The gradient of each row, now."""
-        if isinstance(self.among, range):
-            return work.grads[self.among.start : self.among.stop]
-        return [work.grads[i] for i in self.among]
-
     def gather(self, work: Work, again: bool = True) -> Tensor:
         """The gradients, end to end, flat; those gathered before, unless ``again`` or others."""
         if self.grad is None or self.copies is None:
             return flat(work.grads[self.among[0]])
         if again or self.gathered_at != work.stamp:
-            self.copies.gather(self.grads(work), self.grad)
+            if isinstance(self.among, range):
+                grads = work.grads[self.among.start : self.among.stop]
+            else:
+                grads = [work.grads[i] for i in self.among]
+            self.copies.gather(grads, self.grad)
             self.gathered_at = work.stamp
         return self.grad
 
@@ -200,16 +198,16 @@ class Block:
             each = sums.each[self.start : self.start + len(self.rows)].unbind(1)
             return self._stored(*rule.torch_scalars(s, h, flags, each, sums.totals.unbind()))
         given, flags = hyper[self.group], self.rows[0].flags
-        found = [0.0 if s is None else _common(s) for s in self.scalars]
+        found = [0.0 if s is None else common(s) for s in self.scalars]
         counts = [count for count in found if count is not None]
         if len(counts) == len(found):
-            numbers = [float(x) for x in given]
+            numbers = list(map(float, given))
             # As bits, for which -0.0 is not 0.0.
             key = array("d", [*counts, *numbers]).tobytes()
             last = advanced.get(self.group)
             if last is None or last.key != key:
-                result = rule.torch_scalars(tuple(counts), tuple(numbers), flags)
-                last = _Advanced(key, *(tuple(map(float, part)) for part in result))
+                new_s, new_h = rule.torch_scalars(tuple(counts), tuple(numbers), flags)
+                last = _Advanced(key, tuple(map(float, new_s)), tuple(map(float, new_h)))
                 advanced[self.group] = last
             for stored, value in zip(self.scalars, last.scalars, strict=True):
                 if stored is not None:
@@ -252,14 +250,6 @@ class _Advanced(NamedTuple):
     key: bytes
     scalars: tuple[float, ...]
     h: tuple[float, ...]
-
-
-def _common(scalars: Tensor) -> float | None:
-    """What all of them are, if they are all the same."""
-    if native.are_compiled() and scalars.dtype == torch.float32:
-        return reductions.common(scalars)
-    low, high = (x.item() for x in scalars.aminmax())
-    return low if low == high else None
 
 
 @dataclass

@@ -95,12 +95,12 @@ class Compiled(Cpu):
         self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
-        if native.are_compiled() and reductions.can_square(grads):
+        if native.numbers is not None and reductions.can_square(grads):
             return reductions.sums_of_squares(grads)
         return super()._sums_of_squares(grads)
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
-        if native.are_compiled():
+        if native.numbers is not None:
             return reductions.all_finite(grads)
         return super()._surely_finite(grads)
 
@@ -128,7 +128,7 @@ class Compiled(Cpu):
             for _, piece in pieces_of(work).pieces:
                 if isinstance(piece.copies, TorchCopies):
                     piece.copies = NativeCopies(piece.params, piece.param)
-        return self._broken or (decided and (native.are_compiled() or not used))
+        return self._broken or (decided and (native.numbers is not None or not used))
 
     def _function(self, key: _Key) -> Any:
         """:class:`_Function` or :class:`_Sums` for the next step; ``None`` to stay eager."""
@@ -192,7 +192,7 @@ class _Function:
         """Gradient, parameter, states and copy, in place."""
         n = tensors[0].numel()
         threads = torch.get_num_threads() if n > BUNDLE else 1  # which take time to start
-        where = array("q", [t.data_ptr() for t in tensors])
+        where = array("q", map(Tensor.data_ptr, tensors))
         self._update(h.buffer_info()[0], where.buffer_info()[0], n, threads)
 
 

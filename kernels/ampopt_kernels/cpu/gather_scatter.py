@@ -85,26 +85,27 @@ class NativeCopies(Copies):
             scratch: of that dtype, as long as all of them.
         """
         self._loops = loops()
-        self._params, self._scratch = addresses(list(params)), scratch
         self._bytes = {
             width: array("q", [p.numel() * width for p in params]) for width in (2, 4, 8)
         }
+        where, sizes = addresses(list(params)), self._bytes[scratch.element_size()]
+        starts = where.buffer_info()[0], sizes.buffer_info()[0]
+        self._arguments = (*starts, len(where), scratch.data_ptr())
+        self._alive = where, scratch  # which the arguments point into
 
     def gather(self, grads: list[Tensor], scratch: Tensor) -> None:
         """See :meth:`Copies.gather`."""
-        self._run(self._loops.gather, addresses(grads), scratch)
+        where, sizes = addresses(grads), self._bytes[scratch.element_size()]
+        starts = where.buffer_info()[0], sizes.buffer_info()[0]
+        self._loops.gather(*starts, len(where), scratch.data_ptr())
 
     def load(self) -> None:
         """See :meth:`Copies.load`."""
-        self._run(self._loops.gather, self._params, self._scratch)
+        self._loops.gather(*self._arguments)
 
     def store(self) -> None:
         """See :meth:`Copies.store`."""
-        self._run(self._loops.scatter, self._params, self._scratch)
-
-    def _run(self, loop: Any, tensors: array, scratch: Tensor) -> None:
-        sizes = self._bytes[scratch.element_size()]
-        loop(tensors.buffer_info()[0], sizes.buffer_info()[0], len(tensors), scratch.data_ptr())
+        self._loops.scatter(*self._arguments)
 
 
 def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

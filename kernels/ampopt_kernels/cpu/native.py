@@ -15,7 +15,7 @@ import torch
 
 from ampopt_kernels.cpu.build import Library
 
-__all__ = ["PART", "are_compiled", "library", "loops", "object_loops", "want_object_loops"]
+__all__ = ["PART", "library", "loops", "object_loops", "want_object_loops"]
 
 PART = 1 << 14
 """Elements of which a thread takes the sum of squares."""
@@ -36,7 +36,8 @@ def library() -> Library:
     return Library(_source("numbers.cpp"), (f"-DPART={PART}",))
 
 
-_numbers: ctypes.CDLL | None = None
+numbers: ctypes.CDLL | None = None
+"""What :func:`loops` has returned; ``None`` while nobody has called it."""
 
 
 def loops() -> ctypes.CDLL:
@@ -46,9 +47,9 @@ def loops() -> ctypes.CDLL:
         OSError: there is no compiler.
         RuntimeError: it failed.
     """
-    global _numbers
-    if _numbers is not None:
-        return _numbers
+    global numbers
+    if numbers is not None:
+        return numbers
     made = library().load()
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     for loop in (made.gather, made.scatter):
@@ -57,13 +58,8 @@ def loops() -> ctypes.CDLL:
     made.sums_of_squares.argtypes = (pointer, pointer, pointer, count, count, pointer)
     made.sums_of_squares.restype = None
     made.common.argtypes, made.common.restype = (pointer, count), ctypes.c_double
-    _numbers = made
+    numbers = made
     return made
-
-
-def are_compiled() -> bool:
-    """Whether :func:`loops` has been called, so that it costs nothing."""
-    return _numbers is not None
 
 
 # --- objects --------------------------------------------------------------------------------------
@@ -82,7 +78,12 @@ class _ObjectLoops:
             with contextlib.suppress(FileNotFoundError):  # there is no compiler
                 self._library = _object_library()
 
-    def get(self, wait: bool) -> ctypes.PyDLL | None:
+    def __call__(self, wait: bool = False) -> ctypes.PyDLL | None:
+        """The loops; ``None`` while there are none, and where nobody wants them.
+
+        Args:
+            wait: for the compiler.
+        """
         if self._loaded is not None or self._library is None:
             return self._loaded
         self._questions += 1
@@ -96,7 +97,7 @@ class _ObjectLoops:
         return self._loaded
 
 
-_objects = _ObjectLoops()
+object_loops = _ObjectLoops()
 
 
 def want_object_loops() -> None:
@@ -104,16 +105,7 @@ def want_object_loops() -> None:
 
     Those that have been compiled before are there at once.
     """
-    _objects.want()
-
-
-def object_loops(wait: bool = False) -> ctypes.PyDLL | None:
-    """The loops over objects; ``None`` while there are none, and where nobody wants them.
-
-    Args:
-        wait: for the compiler.
-    """
-    return _objects.get(wait)
+    object_loops.want()
 
 
 @functools.cache

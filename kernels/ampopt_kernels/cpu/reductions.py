@@ -4,13 +4,14 @@ However many tensors there are, it is one call, and its threads start once.
 """
 
 import math
+import operator
 from array import array
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.native import loops
+from ampopt_kernels.cpu import native
 from ampopt_kernels.cpu.objects import addresses
 
 __all__ = ["all_finite", "can_square", "common", "sums_of_squares"]
@@ -21,8 +22,8 @@ _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64:
 def all_finite(tensors: list[Tensor]) -> bool:
     """Of dense CPU tensors of dtypes that rules take."""
     where, dtypes, sizes = _located(tensors)
-    threads = torch.get_num_threads()
-    return bool(loops().all_finite(*map(_start, (where, dtypes, sizes)), len(where), threads))
+    starts = where.buffer_info()[0], dtypes.buffer_info()[0], sizes.buffer_info()[0]
+    return bool(native.loops().all_finite(*starts, len(where), torch.get_num_threads()))
 
 
 def can_square(tensors: Iterable[Tensor]) -> bool:
@@ -35,23 +36,30 @@ def sums_of_squares(tensors: list[Tensor]) -> list[float]:
 
     The same for any number of threads, and whatever tensors there are besides.
     """
-    located, sums = _located(tensors), array("d", bytes(8 * len(tensors)))
+    where, dtypes, sizes = _located(tensors)
+    sums = array("d", bytes(8 * len(tensors)))
+    starts = where.buffer_info()[0], dtypes.buffer_info()[0], sizes.buffer_info()[0]
     threads = torch.get_num_threads()
-    loops().sums_of_squares(*map(_start, located), len(sums), threads, _start(sums))
+    native.loops().sums_of_squares(*starts, len(sums), threads, sums.buffer_info()[0])
     return sums.tolist()
 
 
 def common(tensor: Tensor) -> float | None:
-    """What all elements of a dense float32 CPU tensor are, if they are all the same."""
-    value = loops().common(tensor.data_ptr(), tensor.numel())
+    """What all elements of a dense CPU tensor are, if they are all the same.
+
+    Needs no loops, but is faster with them.
+    """
+    if native.numbers is None or tensor.dtype != torch.float32:
+        low, high = (x.item() for x in tensor.aminmax())
+        return low if low == high else None
+    value = native.numbers.common(tensor.data_ptr(), tensor.numel())
     return None if math.isnan(value) else value
 
 
 def _located(tensors: list[Tensor]) -> tuple[array, array, array]:
     """Where they are, of what dtypes, and how many elements they have."""
-    dtypes, sizes = ([_DTYPES[t.dtype] for t in tensors], [t.numel() for t in tensors])
+    dtypes, sizes = map(_DTYPES.__getitem__, map(_dtype_of, tensors)), map(Tensor.numel, tensors)
     return addresses(tensors), array("q", dtypes), array("q", sizes)
 
 
-def _start(numbers: array) -> int:
-    return numbers.buffer_info()[0]
+_dtype_of = operator.attrgetter("dtype")

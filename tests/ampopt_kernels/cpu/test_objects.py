@@ -193,7 +193,7 @@ class Compiler:
 def wanted(monkeypatch, compiler):
     monkeypatch.setattr(native, "_object_library", lambda: compiler)
     loops = native._ObjectLoops()
-    assert loops.get(wait=False) is None
+    assert loops() is None
     loops.want()
     return loops
 
@@ -204,9 +204,9 @@ def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
     compiler = Compiler()
     loops = wanted(monkeypatch, compiler)
     for _ in range(native.QUESTIONS):
-        assert loops.get(wait=False) is None
+        assert loops() is None
     assert not compiler.asked
-    assert loops.get(wait=False) is None
+    assert loops() is None
     assert compiler.asked == ["start"]
 
 
@@ -215,14 +215,14 @@ def test_loops_over_objects_that_are_there_are_taken_up_at_once(monkeypatch):
     made = native._object_library()
     loops = wanted(monkeypatch, made)
     assert isinstance(made, Library)
-    assert loops.get(wait=False) is not None
+    assert loops() is not None
 
 
 def test_where_they_cannot_be_compiled_python_goes_on_answering(monkeypatch):
     compiler = Compiler(there=True, fails=True)
     loops = wanted(monkeypatch, compiler)
     for _ in range(3):
-        assert loops.get(wait=False) is None
+        assert loops() is None
     assert compiler.asked == ["load"]  # once
-    monkeypatch.setattr(objects, "object_loops", lambda: loops.get(wait=False))
+    monkeypatch.setattr(objects, "object_loops", lambda: loops())
     assert addresses([tensor := torch.zeros(3)]).tolist() == [tensor.data_ptr()]
