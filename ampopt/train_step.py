@@ -2,29 +2,34 @@
 
 import copy
 import functools
-import numbers
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ampopt import cuda_graphs
 from ampopt._step.torch_private import pytree
+from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.mistakes import instead_of
 from ampopt.loss_scale.numbers import check_count
 from ampopt.loss_scale.outputs import scale_outputs
-from ampopt.loss_scale.static import StaticLossScale
+from ampopt.micro_batches import check_divisible, outputs, parts
 from ampopt.nonfinite import is_looking
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.precision.levels import Precision
-from ampopt.results import StepResult
+from ampopt.results import StepResult, Unscaled, overflowed
+from ampopt.train_step_arguments import (
+    NOT_GIVEN,
+    as_scale,
+    check_loss,
+    check_masters,
+    check_overflow,
+    of_autocast,
+)
 from ampopt_kernels.transfers import carried
 
 __all__ = ["TrainStep"]
-
-_NOT_GIVEN: Any = object()
 
 
 class TrainStep:
@@ -46,8 +51,19 @@ class TrainStep:
     along their first dimension into micro-batches of equal size. What is no tensor, or has no
     dimension, goes into every micro-batch. So ``loss_fn`` averages over a micro-batch.
 
-    **On overflow** the step is skipped, or, with ``max_replays``, the same batch is run again under
-    the next smaller scale, until its gradients are finite.
+    **On overflow** the step is skipped; or, with ``on_overflow="replay"``, the same batch is run
+    again under the next smaller scale, until its gradients are finite; or, with ``"next_batch"``,
+    the next batch is. Then the step is called with an iterator of batches, each a tuple or list
+    ``(inputs, *targets)``, of which it takes one, or as many more as overflow.
+
+    **Parts of one's own.** ``on_gradients`` sees the unscaled gradients before each step. A
+    subclass may override :meth:`forward`, :meth:`backward` and :meth:`update`, which the loop calls
+    in this order. This one adds micro-batches up in float32, whatever the model's dtype::
+
+        class Accumulating(ampopt.TrainStep):
+            def backward(self, loss, scale):
+                super().backward(loss, scale)
+                self.optimizer.accumulate(grads_scaled_by=scale)
 
     **CUDA graphs.** ``cuda_graph=True`` captures all of it as one graph, with skips, scale, step
     counts, clipping and dropout. The first three calls with a shape of batch warm up; the fourth
@@ -62,7 +78,7 @@ class TrainStep:
     ``p.grad``. On the CPU, and on other devices without graphs, nothing is captured, with the same
     results. Capturing is tested with a stand-in on the CPU; it has not been run on a GPU yet.
 
-    **Synchronization.** None, but for the capture, ``max_replays``, and what
+    **Synchronization.** None, but for the capture, replays and next batches, and what
     :attr:`ampopt.Optimizer.skip_by` says of optimizers that are not rules.
 
     Example:
@@ -81,12 +97,14 @@ class TrainStep:
         model: Callable[..., Any],
         loss_fn: Callable[..., Tensor],
         optimizer: Optimizer,
-        scale: LossScale | float | None = _NOT_GIVEN,
+        scale: LossScale | float | None = NOT_GIVEN,
         *,
         precision: Precision | None = None,
-        autocast: torch.dtype | None = _NOT_GIVEN,
+        autocast: torch.dtype | None = NOT_GIVEN,
         micro_batches: int = 1,
         max_norm: float | None = None,
+        on_gradients: Callable[[Optimizer], object] | None = None,
+        on_overflow: Literal["skip", "replay", "next_batch"] | None = None,
         max_replays: int | None = None,
         preserve_rng: bool = False,
         cuda_graph: bool = False,
@@ -106,18 +124,24 @@ class TrainStep:
                 if left out, or ``torch.bfloat16``; ``None`` for none of it.
             micro_batches: how many parts a batch is run in, one after another.
             max_norm: see :meth:`ampopt.Optimizer.unscale_and_step`.
-            max_replays: run an overflowed batch again, so often at most; ``None`` to skip instead.
-                See :meth:`ampopt.Optimizer.unscale_and_step`.
-            preserve_rng: replay with the same random state. Needs ``max_replays``.
+            on_gradients: called with the optimizer before each step, skipped ones too; gradients of
+                ``optimizer.master_params()`` are unscaled then, to be changed in place.
+            on_overflow: see the class; ``"skip"``, or ``"replay"`` if ``max_replays`` is given.
+            max_replays: how often a step tries again at most, 100 times if left out. See
+                :meth:`ampopt.Optimizer.unscale_and_step`.
+            preserve_rng: replay with the same random state.
             cuda_graph: capture the step, where there are graphs. Needs an optimizer that is a rule,
                 and a model that is not under ``DistributedDataParallel``.
 
         Raises:
             TypeError: an argument is of the wrong type, or model or optimizer cannot be captured,
-                or the optimizer needs ``max_replays``.
+                or the optimizer needs ``on_overflow="replay"``.
             ValueError: an argument is out of range, or two of them do not go together.
         """
-        for name, value in (("model", model), ("loss_fn", loss_fn)):
+        called = {"model": model, "loss_fn": loss_fn}
+        if on_gradients is not None:
+            called["on_gradients"] = on_gradients
+        for name, value in called.items():
             if not callable(value):
                 raise TypeError(f"{name} must be callable, got {type(value).__name__}")
         if not isinstance(optimizer, Optimizer):
@@ -127,34 +151,35 @@ class TrainStep:
                 "or call ampopt.patch_optimizer(optimizer)"
             )
         if precision is None:
-            precision = _of_autocast(autocast)
-        elif autocast is not _NOT_GIVEN:
+            precision = of_autocast(autocast)
+        elif autocast is not NOT_GIVEN:
             raise ValueError("precision says what autocast does: leave autocast= out")
         else:
-            _check_masters(precision, optimizer)
-            scale = precision.loss_scale() if scale is _NOT_GIVEN else scale
+            check_masters(precision, optimizer)
+            scale = precision.loss_scale() if scale is NOT_GIVEN else scale
         check_count("micro_batches", micro_batches)
         check_max_norm(max_norm)
-        if max_replays is not None:
-            check_count("max_replays", max_replays, least=0)
-            if cuda_graph:
-                raise ValueError(
-                    "max_replays does not go with cuda_graph=True: to replay, the host has to look "
-                    "at each step; leave one of them out"
-                )
-        elif preserve_rng:
-            raise ValueError("preserve_rng is for replays: give max_replays too, 100 for instance")
-        elif optimizer._ampopt.needs_closure:
+        if on_gradients is not None and max_norm is not None:
+            raise ValueError(
+                "max_norm does not go with on_gradients: clip there, by torch.nn.utils."
+                "clip_grad_norm_(optimizer.master_params(), max_norm)"
+            )
+        if on_overflow is None:
+            on_overflow = "skip" if max_replays is None else "replay"
+        check_overflow(on_overflow, max_replays, preserve_rng, cuda_graph)
+        if optimizer._ampopt.needs_closure and on_overflow != "replay":
             raise TypeError(
-                f"{type(optimizer).__name__} evaluates the loss itself: give max_replays, 100 for "
-                "instance, which hands it the evaluation as a closure"
+                f"{type(optimizer).__name__} evaluates the loss itself: give "
+                'on_overflow="replay", which hands it the evaluation as a closure'
             )
         if cuda_graph:
             cuda_graphs.check_capturable(model, optimizer)
         self.model, self.optimizer = model, optimizer
-        self._loss_fn, self._scale = loss_fn, _as_scale(scale)
+        self._loss_fn, self._scale = loss_fn, as_scale(scale)
         self._precision, self._micro_batches, self._max_norm = precision, micro_batches, max_norm
-        self._max_replays, self._preserve_rng = max_replays, preserve_rng
+        self._on_gradients, self._on_overflow = on_gradients, on_overflow
+        self._max_replays = 100 if max_replays is None else max_replays
+        self._preserve_rng = preserve_rng
         self._cuda_graph = cuda_graph
         self._captured: cuda_graphs.Captured | None = None
 
@@ -167,7 +192,8 @@ class TrainStep:
         """Take one step. Does not synchronize, but for what the class says.
 
         Args:
-            inputs: what the model takes.
+            inputs: what the model takes; with ``on_overflow="next_batch"``, an iterator of batches,
+                and nothing else. What ``next`` raises at its end goes through.
             targets: what the loss function takes besides the outputs.
 
         Returns:
@@ -176,22 +202,15 @@ class TrainStep:
             norm before clipping is ``optimizer.grad_norm``. All are on the device and new tensors.
 
         Raises:
-            NonFiniteGradientError: replays did not help; see
+            NonFiniteGradientError: replays, or further batches, did not help; see
                 :meth:`ampopt.Optimizer.unscale_and_step`.
             RuntimeError: the step cannot be captured; the scale was stepped with before.
             TypeError: ``loss_fn`` did not return a tensor of one element.
             ValueError: the batch cannot be divided into micro-batches of equal size.
         """
-        device = self.optimizer._ampopt.home
-        batch = pytree.tree_map_only(Tensor, lambda t: carried(t, device), (inputs, *targets))
-        self._check_divisible(batch)
-        steps = self._capturing_on(device)
-        if steps is None:
-            result = self._run(batch, self._scale, self.optimizer.zero_grad)
-        else:
-            result = steps.step(batch, self._scale, mode=getattr(self.model, "training", None))
-        self._scale = result.scale
-        return result
+        if self._on_overflow == "next_batch":
+            return self._first_finite(inputs, targets)
+        return self._step((inputs, *targets))
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state and the scale's; the model's is the model's. Synchronizes."""
@@ -228,53 +247,103 @@ class TrainStep:
         if self._captured is not None:
             self._captured.forget()
 
-    # --- the parts ---------------------------------------------------------------------------
+    # --- the parts, to be overridden ---------------------------------------------------------
+
+    def forward(self, inputs: Any, *targets: Any) -> Tensor:
+        """The loss of a micro-batch, a tensor of one element; called under autocast."""
+        return self._loss_fn(outputs(self.model, inputs), *targets)
+
+    def backward(self, loss: Tensor, scale: LossScale | None) -> None:
+        """Add the gradients of a micro-batch, scaled. ``loss`` is its part of the batch's."""
+        scale_outputs(loss, scale).backward()
+
+    def update(
+        self, scale: LossScale | None, closure: Callable[[Any], Any] | None = None
+    ) -> StepResult:
+        """Unscale the gradients that are there, call ``on_gradients``, and step or skip.
+
+        Args:
+            scale: that the gradients carry.
+            closure: with ``on_overflow="replay"``, what makes the gradients, from a scale.
+        """
+        optimizer = self.optimizer
+        replays: dict[str, Any] = {}
+        if closure is not None:
+            replays = {"max_replays": self._max_replays, "preserve_rng": self._preserve_rng}
+        if self._on_gradients is None:
+            return optimizer.unscale_and_step(
+                closure, grads_scaled_by=scale, max_norm=self._max_norm, **replays
+            )
+        if closure is None:
+            self._unscale(scale)
+            return optimizer.step_after_unscale()
+
+        def evaluate(given: Any) -> tuple[Any, ...]:
+            return closure(given), *self._unscale(given)
+
+        return optimizer.step_after_unscale(evaluate, current_grad_scale=scale, **replays)
+
+    # --- what calls them -----------------------------------------------------------------------
+
+    def _step(self, batch: Any) -> StepResult:
+        device = self.optimizer._ampopt.home
+        batch = pytree.tree_map_only(Tensor, lambda t: carried(t, device), batch)
+        check_divisible(batch, self._micro_batches)
+        steps = self._capturing_on(device)
+        if steps is None:
+            result = self._run(batch, self._scale, self.optimizer.zero_grad)
+        else:
+            result = steps.step(batch, self._scale, mode=getattr(self.model, "training", None))
+        self._scale = result.scale
+        return result
+
+    def _first_finite(self, batches: Any, rest: Any) -> StepResult:
+        """A step of the first of ``batches`` that does not overflow."""
+        if rest or not isinstance(batches, Iterator):
+            raise TypeError(
+                'on_overflow="next_batch" takes an iterator of batches, such as iter(loader), and '
+                f"nothing else, got {type(batches).__name__}"
+            )
+        result: Any = None
+        for _ in range(self._max_replays + 1):
+            batch = next(batches)
+            result = self._step(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
+            if not result.skipped:
+                return result
+        raise NonFiniteGradientError(
+            f"the gradients of {self._max_replays + 1} batches overflowed, each under a smaller "
+            "scale than the one before",
+            reason="replays",
+            parameters=overflowed(result.found_inf),
+        )
 
     def _run(self, batch: Any, scale: Any, clear: Callable[[], None]) -> StepResult:
         evaluate = functools.partial(self._evaluate, batch, clear)
-        if self._max_replays is not None:
-            return self.optimizer.unscale_and_step(
-                evaluate,
-                grads_scaled_by=scale,
-                max_norm=self._max_norm,
-                max_replays=self._max_replays,
-                preserve_rng=self._preserve_rng,
-            )
+        if self._on_overflow == "replay":
+            return self.update(scale, evaluate)
         loss = evaluate(scale)
-        result = self.optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=self._max_norm)
+        result = self.update(scale)
         return StepResult(loss, result.found_inf, result.scale)
 
     def _evaluate(self, batch: Any, clear: Callable[[], None], scale: Any) -> Tensor:
         """Leave the batch's gradients, scaled, and return its loss."""
         clear()
-        losses = []
-        for inputs, *targets in self._parts(batch):
+        losses, n = [], self._micro_batches
+        for inputs, *targets in parts(batch, n):
             with self._precision.autocast(self.optimizer._ampopt.home.type):
-                loss = self._loss_fn(_outputs(self.model, inputs), *targets)
-                _check_loss(loss)
-                loss = loss / self._micro_batches if self._micro_batches > 1 else loss
-            scale_outputs(loss, scale).backward()
+                loss = self.forward(inputs, *targets)
+                check_loss(loss)
+                loss = loss / n if n > 1 else loss
+            self.backward(loss, scale)
             losses.append(loss.detach())
         return functools.reduce(torch.add, losses)
 
-    def _parts(self, batch: Any) -> Iterator[Any]:
-        n = self._micro_batches
-        if n == 1:
-            yield batch
-            return
-        leaves, structure = pytree.tree_flatten(batch)
-        split = [x.split(len(x) // n) if _has_rows(x) else [x] * n for x in leaves]
-        for part in zip(*split, strict=True):
-            yield pytree.tree_unflatten(part, structure)
-
-    def _check_divisible(self, batch: Any) -> None:
-        n = self._micro_batches
-        for leaf in pytree.tree_leaves(batch) if n > 1 else ():
-            if _has_rows(leaf) and (len(leaf) % n or not len(leaf)):
-                raise ValueError(
-                    f"a batch of {len(leaf)} cannot be divided into micro_batches={n} of equal "
-                    "size: choose a batch size that it divides, and drop_last=True in the loader"
-                )
+    @torch.no_grad()
+    def _unscale(self, scale: Any) -> Unscaled:
+        unscaled = self.optimizer.unscale(grads_scaled_by=scale)
+        assert self._on_gradients is not None
+        self._on_gradients(self.optimizer)
+        return unscaled
 
     def _capturing_on(self, device: torch.device) -> cuda_graphs.Captured | None:
         if not self._cuda_graph or is_looking():  # a replayed graph calls no module
@@ -291,51 +360,3 @@ class TrainStep:
                 "would share; call the step outside of it, it has its own (autocast=)"
             )
         return self._captured
-
-
-def _of_autocast(dtype: Any) -> Precision:
-    if dtype not in (torch.float16, torch.bfloat16, None, _NOT_GIVEN):
-        raise ValueError(f"autocast must be torch.float16, torch.bfloat16 or None, got {dtype!r}")
-    dtype = torch.float16 if dtype is _NOT_GIVEN else dtype
-    return Precision(compute_dtype=dtype or torch.float32)
-
-
-def _check_masters(precision: Any, optimizer: Optimizer) -> None:
-    if not isinstance(precision, Precision):
-        raise TypeError(f"precision must be an ampopt.Precision, got {type(precision).__name__}")
-    if precision.master_weights and not all(
-        group.get("master_weights") for group in optimizer.param_groups
-    ):
-        raise ValueError(
-            f"precision asks for master weights, and {type(optimizer).__name__} was made without: "
-            "give it **precision.optimizer_options"
-        )
-
-
-def _as_scale(scale: Any) -> LossScale | None:
-    if scale is _NOT_GIVEN:
-        raise TypeError("TrainStep needs a loss scale, None for none of it, or precision=")
-    if scale is None or isinstance(scale, LossScale):
-        return scale
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(
-            "scale must be a LossScale, such as ampopt.DynamicLossScale(), a positive number or "
-            f"None, got {type(scale).__name__}{instead_of(scale)}"
-        )
-    return StaticLossScale(float(scale))
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TypeError(f"loss_fn must return a tensor of one element, got {got}")
-
-
-def _outputs(model: Callable[..., Any], inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
-
-
-def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0

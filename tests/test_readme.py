@@ -44,6 +44,8 @@ PRINTED = {
     "From Paddle Fleet": ["32768.0 torch.float32"],
     "From DeepSpeed": ["65536.0"],
     "From Megatron": ["131072.0 5001.0"],
+    "From MindSpore": ["16384.0"],
+    "From NNabla": ["8192.0"],
     "From Keras": ["131072.0"],
     "From JAX: jmp, flax, optax": ["131072.0 5001.0"],
     "Closures and replay": ["loss ['weight', 'bias']"],

@@ -146,6 +146,15 @@ def test_through_overflow_and_growth(graphs, options):
     assert (graphs.captures, graphs.replays) == (1, 6)
 
 
+def test_gradients_are_changed_before_captured_steps(graphs):
+    def halve(optimizer: Any) -> None:
+        for p in optimizer.master_params():
+            p.grad.mul_(0.5)
+
+    both(lambda training: training(1.0, 2.0, 3.0, 1.5, INF, 1.0), on_gradients=halve)
+    assert (graphs.captures, graphs.replays) == (1, 3)
+
+
 def test_learning_rates_change_between_replays(graphs):
     def train(training: Training) -> None:
         group = training.optimizer.param_groups[0]

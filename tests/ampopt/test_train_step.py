@@ -256,9 +256,13 @@ def test_a_state_that_does_not_fit_changes_nothing(state, error, message):
         ({"micro_batches": 2.0}, TypeError, "micro_batches"),
         ({"max_norm": -1.0}, ValueError, "max_norm"),
         ({"max_replays": -1}, ValueError, "max_replays"),
-        ({"preserve_rng": True}, ValueError, "give max_replays too"),
+        ({"preserve_rng": True}, ValueError, "give on_overflow='replay' too"),
         ({"max_replays": 1, "cuda_graph": True}, ValueError, "does not go with cuda_graph"),
-        ({"optimizer": "lbfgs"}, TypeError, "LBFGS evaluates the loss itself: give max_replays"),
+        (
+            {"optimizer": "lbfgs"},
+            TypeError,
+            'LBFGS evaluates the loss itself: give on_overflow="replay"',
+        ),
         ({"optimizer": "plain", "cuda_graph": True}, TypeError, "a rule, .* got Plain"),
     ],
 )
@@ -289,3 +293,120 @@ def test_a_loss_of_several_elements_is_refused():
     step = TrainStep(model, torch.nn.MSELoss(reduction="none"), optimizer, 1.0)
     with pytest.raises(TypeError, match=r"one element, got shape \(4, 1\)"):
         step(*batch())
+
+
+# --- parts of one's own ---------------------------------------------------------------------------
+
+
+def clip_by_value(optimizer: Any) -> None:
+    torch.nn.utils.clip_grad_value_(optimizer.master_params(), 0.25)
+
+
+@pytest.mark.parametrize("on_overflow", ["skip", "replay", "next_batch"])
+@pytest.mark.parametrize("cls", [ampopt.AdamW, HostCounted])
+def test_on_gradients_sees_them_unscaled_before_each_step(cls, on_overflow):
+    results = []
+    for by_hook in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = made(cls)
+        scale: Any = DynamicLossScale(init_scale=64.0, growth_interval=2)
+        step = TrainStep(
+            model, MSE, optimizer, scale, on_gradients=clip_by_value, on_overflow=on_overflow
+        )
+        for _ in range(3):
+            inputs, targets = batch()
+            if by_hook:
+                given = (iter([(inputs, targets)]),) if on_overflow == "next_batch" else batch()
+                scale = step(*given).scale
+                continue
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = MSE(model(inputs), targets)
+            scale_outputs(loss, scale).backward()
+            optimizer.unscale(grads_scaled_by=scale)
+            clip_by_value(optimizer)
+            scale = optimizer.step_after_unscale().scale
+        results.append((everything(optimizer), scale.item()))
+    assert results[0] == results[1]
+
+
+def test_a_subclass_accumulates_in_float32():
+    """The one of the docstring, with half-precision parameters, against one big float32 batch."""
+
+    class Accumulating(TrainStep):
+        def backward(self, loss: torch.Tensor, scale: Any) -> None:
+            super().backward(loss, scale)
+            self.optimizer.accumulate(grads_scaled_by=scale)
+
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    optimizer = ampopt.SGD(model.parameters(), lr=1.0, master_weights=True)
+    with torch.no_grad():
+        model.weight.zero_()
+    step = Accumulating(model, torch.sum, optimizer, 1.0, autocast=None, micro_batches=4)  # type: ignore[arg-type]
+    step(torch.tensor([[1024.0], [4.0], [4.0], [4.0]]).bfloat16())
+    (master,) = optimizer.master_params()
+    assert master.item() == -(1024 + 12) / 4
+
+
+def test_parts_are_called_in_their_order():
+    called = []
+
+    class Told(TrainStep):
+        def forward(self, inputs: Any, *targets: Any) -> torch.Tensor:
+            called.append("forward")
+            return super().forward(inputs, *targets)
+
+        def backward(self, loss: torch.Tensor, scale: Any) -> None:
+            called.append("backward")
+            super().backward(loss, scale)
+
+        def update(self, scale: Any, closure: Any = None) -> Any:
+            called.append("update")
+            return super().update(scale, closure)
+
+    model, optimizer = made()
+    Told(model, MSE, optimizer, DynamicLossScale(), micro_batches=2)(*batch())
+    assert called == ["forward", "backward"] * 2 + ["update"]
+
+
+# --- the next batch -------------------------------------------------------------------------------
+
+
+def test_an_overflow_takes_the_next_batch():
+    """As stepping with each in turn, until one is not skipped."""
+    batches = [batch(), batch(bad_row=0), batch(bad_row=1), batch(), batch(), batch(bad_row=2)]
+    model, optimizer = made()
+    start = DynamicLossScale(init_scale=64.0, growth_interval=3)
+    step = TrainStep(model, MSE, optimizer, start, on_overflow="next_batch")
+    feed = iter([batches[0], *map(list, batches[1:])])
+    results = [step(feed) for _ in range(3)]
+    assert [result.scale.item() for result in results] == [64.0, 16.0, 16.0]
+    assert not any(result.skipped for result in results)
+    with pytest.raises(StopIteration):
+        step(feed)
+    other, reference = made()
+    by_hand(other, reference, DynamicLossScale(init_scale=64.0, growth_interval=3), batches)
+    assert everything(optimizer) == everything(reference)
+
+
+def test_it_takes_so_many_at_most():
+    model, optimizer = made()
+    step = TrainStep(
+        model, MSE, optimizer, DynamicLossScale(), on_overflow="next_batch", max_replays=2
+    )
+    before = bits(list(model.parameters()))
+    feed = iter([batch(bad_row=0)] * 9)
+    with pytest.raises(ampopt.NonFiniteGradientError, match="of 3 batches overflowed") as raised:
+        step(feed)
+    assert raised.value.reason == "replays" and len(raised.value.parameters) == 4
+    assert bits(list(model.parameters())) == before
+    assert len(list(feed)) == 6
+    assert step.scale is not None and step.scale.item() == 2.0**13
+
+
+@pytest.mark.parametrize("given", [batch(), ([batch()],), (iter([batch()]), 1.0)])
+def test_it_takes_an_iterator(given):
+    model, optimizer = made()
+    step = TrainStep(model, MSE, optimizer, DynamicLossScale(), on_overflow="next_batch")
+    with pytest.raises(TypeError, match="takes an iterator of batches, such as iter"):
+        step(*given)
