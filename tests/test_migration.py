@@ -44,7 +44,24 @@ def megatron(system):
     }
 
 
+def paddle(system):
+    return {
+        "scale": [system.scale],
+        "incr_ratio": 2.0,
+        "decr_ratio": system.decr_ratio,
+        "incr_every_n_steps": system._incr_every_n_steps,
+        "decr_every_n_nan_or_inf": system._decr_every_n_nan_or_inf,
+        "incr_count": system._incr_count,
+        "decr_count": system._decr_count,
+    }
+
+
 GUIDES = {
+    "paddle": (
+        "Going on from a checkpoint of Paddle's",
+        SYSTEMS["paddle"],
+        lambda scale_of, system: scale_of(paddle(system)),
+    ),
     "deepspeed without ZeRO": (
         "From DeepSpeed",
         DeepSpeed,
