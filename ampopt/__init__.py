@@ -46,6 +46,8 @@ from ampopt.loss_scale.static import StaticLossScale
 from ampopt.nonfinite import FirstNonFinite, NonFiniteOutput, first_nonfinite
 from ampopt.optim import (
     ASGD,
+    LAMB,
+    LARS,
     LBFGS,
     SGD,
     Adadelta,
@@ -58,6 +60,7 @@ from ampopt.optim import (
     Lion,
     Muon,
     NAdam,
+    NovoGrad,
     RAdam,
     RMSprop,
     Rprop,
@@ -85,6 +88,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ASGD",
+    "LAMB",
+    "LARS",
     "LBFGS",
     "SGD",
     "Adadelta",
@@ -105,6 +110,7 @@ __all__ = [
     "NORMS",
     "NonFiniteGradientError",
     "NonFiniteOutput",
+    "NovoGrad",
     "Optimizer",
     "Precision",
     "RAdam",

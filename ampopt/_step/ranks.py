@@ -1,6 +1,5 @@
 """One decision for all ranks that share a model."""
 
-import contextlib
 import math
 import sys
 import zlib
@@ -39,13 +38,7 @@ class Agreement:
     """The ranks that decide together, and which of them counts what towards their norm."""
 
     def __init__(
-        self,
-        param_groups: Sequence[dict[str, Any]],
-        groups: Sequence[Any],
-        mesh: Any,
-        *,
-        told: bool,
-        meets: bool,
+        self, param_groups: Sequence[dict[str, Any]], groups: Sequence[Any], mesh: Any, told: bool
     ) -> None:
         """Begin.
 
@@ -56,12 +49,9 @@ class Agreement:
             mesh: that all spread parameters are on; ``None`` if there is no such.
             told: whether the user has named these ranks, or FSDP1 has, so that what is not spread
                 is a part of the model, unless its param group says otherwise.
-            meets: whether their step is one that works on whole tensors, so that the ranks of a
-                mesh meet within it, for each gradient.
         """
         self._groups = groups
         self._told, self._mesh = told, mesh
-        self._meets = meets and mesh is not None
         self._replicated = [_is_replicated(group) for group in param_groups]
         every = torch.distributed.get_process_group_ranks(groups[0]) if told else _ranks_of(mesh)
         self._is_first = torch.distributed.get_rank() == min(every)
@@ -96,7 +86,7 @@ class Agreement:
         return not any(place and placement.is_replicate() for place, placement in copies)
 
     def reduce(
-        self, found: Partials, flag: Tensor | None, device: torch.device, *, present: int
+        self, found: Partials, flag: Tensor | None, device: torch.device, *, present: bool
     ) -> tuple[Partials, Tensor]:
         """What all ranks have found, by one all-reduce on the device: the same on each of them.
 
@@ -104,7 +94,7 @@ class Agreement:
             found: what this rank has.
             flag: a flag from elsewhere, more than 0 for overflow, to be joined.
             device: where the decision is made.
-            present: how many gradients this rank has.
+            present: whether this rank has gradients.
 
         Returns:
             It, as one part; and how many ranks have gradients, of one element.
@@ -113,10 +103,10 @@ class Agreement:
             RuntimeError: see :meth:`_add_up`.
         """
         clips = found.squares is not None
-        asked = clips, 0, self._params, present if self._meets else 0
+        asked = clips, False, self._params
         flags = found.flags
         seen = isinstance(flags, list) and any(flags)
-        said = _said((seen, 0, present > 0), asked, device)
+        said = _numbers((seen, 0.0, present, *asked), device)
         overflows, squares, ranks, *_ = said.split(1)
         if not isinstance(flags, list) and flags.numel():
             overflows.copy_(flags.amax())
@@ -131,21 +121,17 @@ class Agreement:
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """``flag``, more than 0 for overflow, of all ranks: by one all-reduce on the device."""
         given = torch.as_tensor(flag, device=device)
-        return self.reduce(Partials([], None), given, device, present=1)[0].flags_on(device)
+        return self.reduce(Partials([], None), given, device, present=True)[0].flags_on(device)
 
     def abstain(self, device: torch.device) -> None:
         """Have the others judge their gradients, when this rank cannot; without a norm."""
-        with contextlib.suppress(RuntimeError):  # what ended this rank says more
-            self.reduce(Partials([], None), None, device, present=0)
+        self.reduce(Partials([], None), None, device, present=False)
 
-    def closures(
-        self, device: torch.device, evaluation: int, *, finite: bool, raised: bool
-    ) -> tuple[bool, bool]:
+    def closures(self, device: torch.device, *, finite: bool, raised: bool) -> tuple[bool, bool]:
         """What has come of the closure. Synchronizes.
 
         Args:
             device: where decisions are made.
-            evaluation: how many times the step has evaluated it, 1 or more.
             finite: whether its loss is, on this rank.
             raised: whether it has, on this rank.
 
@@ -155,8 +141,8 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`_add_up`.
         """
-        asked = False, evaluation, self._params, 0
-        said = _said((not finite, raised, 0), asked, device)
+        asked = False, True, self._params
+        said = _numbers((not finite, raised, False, *asked), device)
         self._add_up(said, asked)
         doubts, raises, *_ = said.tolist()
         return not doubts, raises > 0
@@ -180,62 +166,37 @@ class Agreement:
                     "a rule that sums up over parameters needs them on one mesh; these are on "
                     "several, of which none covers the others: make an optimizer for each"
                 )
-            self._all_reduce(each, _groups_of(self._mesh))
+            for group in _groups_of(self._mesh):
+                torch.distributed.all_reduce(each, torch.distributed.ReduceOp.SUM, group)
             said = totals.clone()
-        self._all_reduce(said, self._groups)
+        for group in self._groups:
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.SUM, group)
         n = totals.numel()
         return (each if len(said) == n else said[:-n].view_as(each)), said[-n:]
 
-    def _all_reduce(self, tensor: Tensor, groups: Sequence[Any]) -> None:
-        """Add up what the ranks of ``groups`` have in ``tensor``.
-
-        Raises:
-            RuntimeError: they cannot, as where not all have come within the timeout of their group.
-        """
-        try:
-            for group in groups:
-                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM, group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"the all-reduce by which {self._size} ranks decide together has failed: {error}. "
-                "If it was waited for in vain, not all of them have come: each has to make every "
-                "call of unscale, unscale_and_step and a scaler's step, with gradients or without"
-            ) from error
-
-    def _add_up(self, said: Tensor, asked: "Asked") -> None:
+    def _add_up(self, said: Tensor, asked: tuple[bool, bool, int]) -> None:
         """Add up what all ranks say, and refuse to go on where they are not asked for the same.
 
         Args:
-            said: see :func:`_said`.
-            asked: that is in it.
+            said: three numbers to add up, and ``asked``.
+            asked: three that have to be alike, by :data:`_APART`.
 
         Raises:
-            RuntimeError: they are not, or have different parameters; or not all have come. Where
-                the host would have to wait to see that, only the first time that this rank is
-                ``asked`` for this.
+            RuntimeError: they are not, or have different parameters. Where the host would have to
+                wait to see that, only the first time that this rank is ``asked`` for this.
         """
-        self._all_reduce(said, self._groups)
+        for group in self._groups:
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.SUM, group)
         known = _KNOWN.setdefault(self._groups[0], set())
         if backend_for(said.device).host_sees or not (asked in known or captures(said.device)):
             known.add(asked)
-            words = said.tolist()[-2 * len(asked) :]
-            sums = zip(words[: len(asked)], words[len(asked) :], strict=True)
-            for word, found, what in zip(asked, sums, _APART, strict=True):
-                if found != (word * self._size, word * word * self._size):
+            for word, total, what in zip(asked, said.tolist()[-len(asked) :], _APART, strict=True):
+                if total != word * self._size:
                     raise RuntimeError(f"{what}; nothing has been stepped")
 
 
-Asked = tuple[bool, int, int, int]
-"""What ranks are to be asked for alike: to clip; which evaluation of a closure this is, or 0; a
-number of their parameters; how many gradients they have, where their step meets for each."""
-
-
-def _said(found: tuple[int, int, int], asked: Asked, device: torch.device) -> Tensor:
-    """Three numbers to add up, ``asked``, and its squares: sums of both tell any difference.
-
-    No device waits for the host to bring them, nor the host for a device.
-    """
-    numbers = (*found, *asked, *(word * word for word in asked))
+def _numbers(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """As a tensor; no device waits for the host to bring them, nor the host for a device."""
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=widest(device), device=device)
     there = torch.zeros(len(numbers), dtype=widest(device), device=device)
@@ -247,16 +208,14 @@ def _said(found: tuple[int, int, int], asked: Asked, device: torch.device) -> Te
 
 _APART = (
     "max_norm is given on some ranks only: give it on all that decide together, or on none",
-    "some ranks step with a closure and others without, or evaluate it more often, which cannot "
-    "decide together: let all of them do the same",
+    "some ranks step with a closure and others without, which cannot decide together: let all of "
+    "them do the same",
     "ranks have different parameters, where all of them hold the same ones, in parts or in copies: "
     "make the optimizer of the same parameters, in the same order, on every rank, or leave "
     "replicated=True out of a param group whose parameters differ from rank to rank",
-    "some ranks have gradients that others have not, and all have to take part in this step, which "
-    "works on whole DTensors: give every rank the same ones, zeros where need be, or none",
 )
 
-_KNOWN: WeakKeyDictionary[Any, set[Asked]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, set[tuple[bool, bool, int]]] = WeakKeyDictionary()
 """What the ranks of a process group have been asked for alike."""
 
 
@@ -266,12 +225,12 @@ class Vote:
 
     Attributes:
         agreement: of which ranks.
-        present: how many gradients this rank has, or just 1 for some.
+        present: whether this rank has gradients.
         ranks: how many ranks have gradients, of one element, once it has been called.
     """
 
     agreement: Agreement
-    present: int = 1
+    present: bool = True
     ranks: Tensor | None = None
 
     def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
@@ -281,14 +240,14 @@ class Vote:
 
 
 def agreement(
-    param_groups: Sequence[dict[str, Any]], process_group: Any = None, *, meets: bool = False
+    param_groups: Sequence[dict[str, Any]], process_group: Any = None
 ) -> Agreement | None:
     """The ranks that decide together about these parameters; ``None`` if this one does alone.
 
     Those are the ranks of ``process_group``; without one, those of the default group if FSDP1 has
     flattened the parameters, or else of the meshes that they are on. All of them take part, with
     gradients or without, as a rank that does not would leave the others waiting. May create a
-    process group, for which all ranks have to come by. For ``meets`` see :class:`Agreement`.
+    process group, for which all ranks have to come by.
 
     Raises:
         RuntimeError: the meshes do not show which ranks those are.
@@ -311,8 +270,7 @@ def agreement(
                     f"process_group lacks the ranks {lacks} of {mesh}, which have parts of the "
                     "same parameters: give a group that has them"
                 )
-        mesh = _covering(meshes)
-        return Agreement(param_groups, [process_group], mesh, told=True, meets=meets)
+        return Agreement(param_groups, [process_group], _covering(meshes), told=True)
     if not meshes:
         return None
     mesh = _covering(meshes)
@@ -322,15 +280,14 @@ def agreement(
             "one mesh, by its dimensions, as in mesh['dp'] and mesh['tp'], or give the optimizer "
             "the process_group of all their ranks"
         )
-    return Agreement(param_groups, _groups_of(mesh), mesh, told=False, meets=meets)
+    return Agreement(param_groups, _groups_of(mesh), mesh, told=False)
 
 
 class LastAgreement:
     """The agreement of one optimizer, made anew once what it is made of has changed."""
 
-    def __init__(self, *, meets: bool) -> None:
-        """Begin with none. For ``meets`` see :class:`Agreement`."""
-        self._meets = meets
+    def __init__(self) -> None:
+        """Begin with none."""
         self._of: Any = None
         self._params: list[Any] = []  # which are alive, so that no other has the identity of one
         self._agreement: Agreement | None = None
@@ -340,7 +297,7 @@ class LastAgreement:
         members = [list(map(id, group["params"])) for group in param_groups]
         of = members, told(param_groups, process_group), is_fsdp1(param_groups)
         if of != self._of:
-            self._agreement = agreement(param_groups, process_group, meets=self._meets)
+            self._agreement = agreement(param_groups, process_group)
             self._of, self._params = of, [p for group in param_groups for p in group["params"]]
         return self._agreement
 
@@ -361,8 +318,7 @@ def check_process_group(given: Any) -> None:
     ):
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup, such as "
-            "torch.distributed.group.WORLD, or mesh.get_group() of a DeviceMesh, or None, got "
-            f"{type(given).__name__}"
+            f"torch.distributed.group.WORLD, or None, got {type(given).__name__}"
         )
     if outside or distributed.get_rank(given) < 0:
         raise ValueError(

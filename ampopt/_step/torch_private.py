@@ -234,10 +234,6 @@ def flattened(mesh: Any) -> Any:
 
 # --- measuring ------------------------------------------------------------------------------------
 
-
-def spin(cycles: int) -> None:
-    """Keep a CUDA device busy for so long, so that ``ampopt.bench`` times what is queued behind it.
-
-    Gone: multiply a large matrix instead.
-    """
-    torch.cuda._sleep(cycles)  # pyright: ignore[reportPrivateImportUsage]
+spin: Any = torch.cuda._sleep  # pyright: ignore[reportPrivateImportUsage]
+"""Keeps a CUDA device busy for so many cycles, so that ``ampopt.bench`` times what is queued behind
+it. Gone: multiply a large matrix instead."""

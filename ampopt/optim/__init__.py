@@ -8,10 +8,13 @@ from ampopt.optim.adamax import Adamax
 from ampopt.optim.adamw import AdamW
 from ampopt.optim.adan import Adan
 from ampopt.optim.asgd import ASGD
+from ampopt.optim.lamb import LAMB
+from ampopt.optim.lars import LARS
 from ampopt.optim.lbfgs import LBFGS
 from ampopt.optim.lion import Lion
 from ampopt.optim.muon import Muon
 from ampopt.optim.nadam import NAdam
+from ampopt.optim.novograd import NovoGrad
 from ampopt.optim.radam import RAdam
 from ampopt.optim.rmsprop import RMSprop
 from ampopt.optim.rprop import Rprop
@@ -22,6 +25,8 @@ from ampopt.optim.sparse_adam import SparseAdam
 
 __all__ = [
     "ASGD",
+    "LAMB",
+    "LARS",
     "LBFGS",
     "SGD",
     "Adadelta",
@@ -34,6 +39,7 @@ __all__ = [
     "Lion",
     "Muon",
     "NAdam",
+    "NovoGrad",
     "RAdam",
     "RMSprop",
     "Rprop",

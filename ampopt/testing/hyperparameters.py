@@ -41,6 +41,15 @@ _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "AdamW": {**_ADAM, "amsgrad": _FLAG},
     "Adamax": _ADAM,
     "Adan": {**_ADAM, "betas": st.tuples(*[_BELOW_ONE] * 3), "no_prox": _FLAG},
+    "LAMB": {**_ADAM, "bias_correction": _FLAG},
+    "LARS": {
+        **_COMMON,
+        "momentum": _BELOW_ONE,
+        "dampening": st.sampled_from([0.0, 0.5]),
+        "trust_coefficient": st.floats(0.01, 1.0),
+        "nesterov": _FLAG,
+        "adapt": _FLAG,
+    },
     "LBFGS": {
         "lr": _LR,
         "max_iter": st.integers(1, 5),
@@ -60,6 +69,7 @@ _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "momentum_decay": st.floats(0.0, 0.5),
         "decoupled_weight_decay": _FLAG,
     },
+    "NovoGrad": {**_ADAM, "grad_averaging": _FLAG},
     "RAdam": {**_ADAM, "decoupled_weight_decay": _FLAG},
     "RMSprop": {
         **_COMMON,

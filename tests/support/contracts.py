@@ -63,6 +63,11 @@ _OF_EACH: dict[str, dict[str, Any]] = {
         "several_groups": False,
         "independent_parameters": False,
     },
+    # Norms are sums of elements, in the order in which they are in memory, and what cancels to
+    # nothing has no direction, and steps as far as anything.
+    "LAMB": {"layout_changes_no_bit": False, "continuous": False},
+    "LARS": {"layout_changes_no_bit": False, "continuous": False},
+    "NovoGrad": {"layout_changes_no_bit": False, "continuous": False},
     # Signs are what it goes by.
     "Lion": {"continuous": False},
     # torch's Muon divides by the number of rows, and by norms, and rounds to bfloat16.
@@ -73,9 +78,8 @@ _OF_EACH: dict[str, dict[str, Any]] = {
     },
     # The learning rate is where step sizes begin, and signs are what they go by.
     "Rprop": {"continuous": False, "zero_lr_is_still": False},
-    "ScheduleFreeAdamW": {"modes": ("train", "eval")},
     # Before there is an estimate of the Hessian, and where a gradient is 0, it goes by signs, too.
-    "Sophia": {"continuous": False, "calls": ("update_hessian",)},
+    "Sophia": {"continuous": False},
     "SparseAdam": {
         "dense_gradients": False,
         "sparse_gradients": True,

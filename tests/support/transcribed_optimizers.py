@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Adan", "ScheduleFreeAdamW", "Sophia", "transcribed"]
+__all__ = ["LAMB", "LARS", "Adan", "NovoGrad", "ScheduleFreeAdamW", "Sophia", "transcribed"]
 
 
 class Transcribed(torch.optim.Optimizer):
@@ -55,25 +55,58 @@ class Adan(Transcribed):
         state["neg_pre_grad"] = -g
 
 
+class LAMB(Transcribed):
+    """``FusedLAMB`` of NVIDIA/apex with ``use_nvlamb=True`` and no clipping."""
+
+    def one(self, p, g, state, lr, betas, eps, weight_decay, bias_correction, **_):
+        beta1, beta2 = betas
+        m = state.setdefault("exp_avg", torch.zeros_like(p))
+        v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        if bias_correction:
+            m, v = m / (1 - beta1 ** state["step"]), v / (1 - beta2 ** state["step"])
+        update = m / (v.sqrt() + eps) + weight_decay * p
+        size, length = p.double().norm(), update.double().norm()
+        ratio = size / length if size > 0 and length > 0 else 1.0
+        p.sub_(lr * ratio * update)
+
+
+class LARS(Transcribed):
+    """``LARS`` of kozistr/pytorch_optimizer, which adapts what ``adapt`` says."""
+
+    def one(
+        self, p, g, state, lr, momentum, dampening, weight_decay, trust_coefficient, nesterov,
+        adapt, **_,
+    ):  # fmt: skip
+        size = p.double().norm()
+        length = g.double().norm() + weight_decay * size
+        ratio = trust_coefficient * size / length if size > 0 and length > 0 else 1.0
+        g = (g + weight_decay * p) * (ratio if adapt else 1.0)
+        if momentum:
+            buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
+            buffer.mul_(momentum).add_(g, alpha=1 - dampening)
+            g = g + momentum * buffer if nesterov else buffer
+        p.sub_(lr * g)
+
+
+class NovoGrad(Transcribed):
+    """``NovoGrad`` of kozistr/pytorch_optimizer."""
+
+    def one(self, p, g, state, lr, betas, eps, weight_decay, grad_averaging, **_):
+        beta1, beta2 = betas
+        squares = g.double().square().sum()
+        first = state["step"] == 1
+        v = squares if first else beta2 * state["exp_avg_sq"] + (1 - beta2) * squares
+        g = g / (v.sqrt() + eps) + weight_decay * p
+        g = g * (1 - beta1) if grad_averaging and not first else g
+        state["exp_avg"] = g if first else beta1 * state["exp_avg"] + g
+        state["exp_avg_sq"] = v
+        p.sub_(lr * state["exp_avg"])
+
+
 class ScheduleFreeAdamW(Transcribed):
     """``AdamWScheduleFree`` of facebookresearch/schedule_free."""
-
-    trains = True
-
-    @torch.no_grad()
-    def _switch(self, trains: bool) -> None:
-        for group in self.param_groups:
-            beta1, _ = group["betas"]
-            for p in group["params"]:
-                if trains != self.trains and "z" in self.state[p]:
-                    p.lerp_(end=self.state[p]["z"], weight=1 - (beta1 if trains else 1 / beta1))
-        self.trains = trains
-
-    def train(self) -> None:
-        self._switch(True)
-
-    def eval(self) -> None:
-        self._switch(False)
 
     def one(self, p, g, state, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, **_):
         beta1, beta2 = betas

@@ -6,8 +6,11 @@ from ampopt_kernels.rules.adam import adam
 from ampopt_kernels.rules.adamax import adamax
 from ampopt_kernels.rules.adan import adan
 from ampopt_kernels.rules.asgd import asgd
+from ampopt_kernels.rules.lamb import lamb
+from ampopt_kernels.rules.lars import lars
 from ampopt_kernels.rules.lion import lion
 from ampopt_kernels.rules.nadam import nadam
+from ampopt_kernels.rules.novograd import novograd
 from ampopt_kernels.rules.radam import radam
 from ampopt_kernels.rules.rmsprop import rmsprop
 from ampopt_kernels.rules.rprop import rprop
@@ -22,8 +25,11 @@ __all__ = [
     "adamax",
     "adan",
     "asgd",
+    "lamb",
+    "lars",
     "lion",
     "nadam",
+    "novograd",
     "radam",
     "rmsprop",
     "rprop",

@@ -240,7 +240,7 @@ class Triton(Backend):
             "NORM": decision.norm is not None,
             "DROP": request.drop,
             "ADVANCE": h is not None,
-            "STORE": not first,
+            "PREVIEW": first,
             "BEFORE": keep_all if rule is None else rule.before_reduce,
             "SCALARS": scalars,
             "ARGUMENTS": takes,

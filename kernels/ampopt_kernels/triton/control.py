@@ -36,7 +36,7 @@ def control_kernel(
     NORM: tl.constexpr,
     DROP: tl.constexpr,
     ADVANCE: tl.constexpr,
-    STORE: tl.constexpr,
+    PREVIEW: tl.constexpr,
     BEFORE: tl.constexpr,
     SCALARS: tl.constexpr,
     ARGUMENTS: tl.constexpr,
@@ -82,7 +82,7 @@ def control_kernel(
         NORM: compute norm and clip coefficient.
         DROP: skip an overflowed step.
         ADVANCE: advance the rows.
-        STORE: store the scalar states; otherwise only ``h_out``.
+        PREVIEW: write ``h_out`` alone, and leave the scalar states as they are.
         BEFORE: the ``before_reduce`` of the rule, which ``SCALARS`` goes on from if ``N_TERMS``.
         SCALARS: the ``scalars`` of the rule, or its ``before_reduce`` before there are sums.
         ARGUMENTS: how many ``SCALARS`` takes, of ``(s, h, flags, sums, totals)``.
@@ -109,13 +109,13 @@ def control_kernel(
         for start in range(0, n_rows, ROWS):
             if ARGUMENTS == 2:
                 _advance(
-                    skip, start, table, hyper, sums, totals, h_out, n_rows, 0, STORE, BEFORE,
+                    skip, start, table, hyper, sums, totals, h_out, n_rows, 0, PREVIEW, BEFORE,
                     SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, N_TERMS,
                     COLUMNS, ROWS,
                 )  # fmt: skip
             for i in tl.static_range(len(FLAG_SETS)):
                 _advance(
-                    skip, start, table, hyper, sums, totals, h_out, n_rows, i, STORE, BEFORE,
+                    skip, start, table, hyper, sums, totals, h_out, n_rows, i, PREVIEW, BEFORE,
                     SCALARS, ARGUMENTS, N_HYPER, N_STATES, N_SCALARS, STORED, FLAG_SETS, N_TERMS,
                     COLUMNS, ROWS,
                 )  # fmt: skip
@@ -210,7 +210,7 @@ def _advance(
     h_out,
     n_rows,
     FLAG_SET: tl.constexpr,
-    STORE: tl.constexpr,
+    PREVIEW: tl.constexpr,
     BEFORE: tl.constexpr,
     SCALARS: tl.constexpr,
     ARGUMENTS: tl.constexpr,
@@ -254,7 +254,7 @@ def _advance(
         )
     # Spread before it is compared: Triton's interpreter cannot spread a boolean.
     skips = skip + tl.zeros((ROWS,), tl.float64)
-    for i in tl.static_range(N_SCALARS * STORE):
+    for i in tl.static_range(0 if PREVIEW else N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
         stored = live & (address != 0) & (skips <= 0)
         tl.store(address.to(tl.pointer_type(STORED[i])), new_s[i].to(STORED[i]), mask=stored)

@@ -53,6 +53,34 @@ PEERS = [
         ),
     ),
     Peer(
+        ampopt.LAMB,
+        {"lr": 0.01, "weight_decay": 0.1},
+        lambda params: transcribed_optimizers.LAMB(
+            params, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1, bias_correction=True
+        ),
+    ),
+    Peer(
+        ampopt.LARS,
+        {"lr": 0.1, "weight_decay": 0.1, "nesterov": True, "trust_coefficient": 0.01},
+        lambda params: transcribed_optimizers.LARS(
+            params,
+            lr=0.1,
+            momentum=0.9,
+            dampening=0.0,
+            weight_decay=0.1,
+            trust_coefficient=0.01,
+            nesterov=True,
+            adapt=True,
+        ),
+    ),
+    Peer(
+        ampopt.NovoGrad,
+        {"lr": 0.01, "weight_decay": 0.1, "grad_averaging": True},
+        lambda params: pytorch_optimizer.NovoGrad(
+            params, lr=0.01, weight_decay=0.1, grad_averaging=True
+        ),
+    ),
+    Peer(
         ampopt.ScheduleFreeAdamW,
         {"lr": 0.01, "weight_decay": 0.1, "warmup_steps": 100, "r": 1.0},
         lambda params: pytorch_optimizer.ScheduleFreeAdamW(
@@ -137,6 +165,9 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("weight_decay", -0.5),
     ("rho", -1.0),
     ("bs", 0),
+    ("momentum", -0.5),
+    ("dampening", -0.5),
+    ("trust_coefficient", -1.0),
     ("warmup_steps", -1),
     ("weight_lr_power", -1.0),
 ]
