@@ -22,7 +22,7 @@ from torch import nn
 from train_digits import Digits, accuracy, batches, load_digits, make_model
 
 import ampopt
-from ampopt_kernels import Rule, State, jit, tl
+from ampopt_kernels import Rule, State, jit, sign
 from ampopt_kernels.language import INTERPRETED
 
 
@@ -32,8 +32,7 @@ def lion_update(p, g, state, h, flags):
     lr, beta1, beta2, weight_decay = h
     momentum = state[0]
     mean = beta1 * momentum + (1 - beta1) * g
-    sign = tl.where(mean > 0, 1.0, tl.where(mean < 0, -1.0, 0.0))
-    p = p - lr * (sign + weight_decay * p)
+    p = p - lr * (sign(mean) + weight_decay * p)
     return p, (beta2 * momentum + (1 - beta2) * g,)
 
 
