@@ -84,7 +84,7 @@ def backend_for(device: torch.device) -> Backend:
     Raises:
         RuntimeError: the chosen backend cannot run there.
     """
-    name = get_backend()
+    name = _chosen or get_backend()
     if _looks_away and device.type == "cpu" and name != "triton":
         return Eager(reads_cpu=False)
     if name == "auto":

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, ranks, torch_scaler
+from ampopt._step import closures, gradients, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.ordinary import Ordinary
-from ampopt._step.replay import Replay, check_closure, check_loss, check_verdict, step_with
 from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
-from ampopt._step.stepping import Attached, Pending, Stepping, readable
+from ampopt._step.stepping import Attached, Pending, readable
 from ampopt._step.uncompiled import uncompiled
 from ampopt.loss_scale.given import request_for, successor_of
-from ampopt.results import StepResult, Unscaled, as_flag
+from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.step import Request
 
 __all__ = ["Optimizer", "check_max_norm", "unscale_and_step"]
@@ -438,37 +437,10 @@ class Optimizer(torch.optim.Optimizer):
                 "step_after_unscale(closure) needs current_grad_scale, the scale to begin with: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        scale = ours.scale(current_grad_scale)
-        agreement = None if scale is None else ours.agreement()
-
-        def evaluate(given: Any) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-            try:
-                returned = closure(given)
-            except Exception:
-                if agreement is not None and ours.pending is None:
-                    agreement.abstain(ours.home)  # from the unscale of the others
-                raise
-            if not isinstance(returned, tuple) or len(returned) != 3:
-                raise TypeError(
-                    "the closure of step_after_unscale must return (loss, found_inf, scale), got "
-                    f"{type(returned).__name__}: return (loss, *optimizer.unscale(scale))"
-                )
-            if ours.pending is None and given is not None:
-                raise RuntimeError(
-                    "the closure of step_after_unscale must call unscale(grads_scaled_by=scale) "
-                    "after the backward pass; a closure that leaves gradients scaled belongs to "
-                    "unscale_and_step"
-                )
-            ours.pending = None
-            check_verdict(*returned)
-            return returned[0], lambda: returned[1:]
-
-        return _step_replayed(
+        return closures.step_after_unscale(
             self,
             closure,
-            evaluate,
             current_grad_scale,
-            agreement=agreement,
             max_replays=max_replays,
             preserve_rng=preserve_rng,
         )
@@ -516,15 +488,12 @@ def unscale_and_step(
         check_max_norm(max_norm)
     write = write and scale is not None
     if closure is not None:
-        ours.refuse_unfinished("unscale_and_step(closure)")
-        judges = scale is not None or max_norm is not None
-        request_under = functools.partial(request_for, max_norm=max_norm, write=write)
-        return _step_replayed(
+        return closures.unscale_and_step(
             optimizer,
             closure,
-            functools.partial(_evaluate, ours, closure, request_under if judges else None),
             grads_scaled_by,
-            agreement=ours.agreement() if judges else None,
+            max_norm=max_norm,
+            write=write,
             max_replays=max_replays,
             preserve_rng=preserve_rng,
         )
@@ -539,38 +508,6 @@ def unscale_and_step(
     successor = successor_of(scale, decision)
     ours.mark_stepped(scale, successor)
     return StepResult(returned, ours.flag(decision), successor)
-
-
-def _evaluate(
-    ours: Stepping,
-    closure: Callable[[Any], Any],
-    request_under: Callable[[Any], Request] | None,
-    given: Any,
-) -> tuple[Any, Callable[[], tuple[Any, Any]]]:
-    """One evaluation of a closure for :class:`Replay`, under the scale ``given``."""
-    scale = ours.scale(given)
-    loss = closure(given)
-    if ours.sums.is_open:
-        raise RuntimeError(
-            "the closure of unscale_and_step called accumulate, whose sums no replay can take "
-            "back: let its backward passes add up under the scale that it is given"
-        )
-    if ours.pending is not None:
-        raise RuntimeError(
-            "the closure of unscale_and_step must leave the gradients scaled, but called "
-            "unscale; a closure that unscales belongs to step_after_unscale(closure, "
-            "current_grad_scale=scale)"
-        )
-    if request_under is None:
-        return loss, lambda: (None, None)
-    check_loss(loss)
-
-    def verdict() -> tuple[Any, Any]:
-        decision = ours.judge(request_under(scale))
-        found_inf = 0.0 if decision is None else decision.found_inf
-        return found_inf, successor_of(scale, decision)
-
-    return loss, verdict
 
 
 def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
@@ -599,37 +536,6 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     # would have done it.
     ours.end_pending()
     return StepResult(attempt.returned, pending.found_inf, pending.successor)
-
-
-def _step_replayed(
-    optimizer: Optimizer,
-    closure: Callable[[Any], Any],
-    evaluate: Callable[[Any], tuple[Any, Callable[[], tuple[Any, Any]]]],
-    given: Any,
-    *,
-    agreement: ranks.Agreement | None,
-    max_replays: int,
-    preserve_rng: bool,
-) -> StepResult:
-    check_closure(closure)
-    if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
-        raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
-    ours, groups = optimizer._ampopt, optimizer.param_groups
-    replay = Replay(
-        torch.enable_grad()(evaluate),
-        given,
-        max_replays=max_replays,
-        preserve_rng=preserve_rng,
-        devices=dict.fromkeys(p.device for group in groups for p in group["params"]),
-        offenders=ours.offenders,
-        meet=None if agreement is None else functools.partial(agreement.closures, ours.home),
-    )
-    with ours.restored_on_failure(replay.restore_rng):
-        loss = step_with(optimizer.step, replay)
-    ours.mark_given(given, replay.successor)
-    ours.mark_given(replay.scale, replay.successor)
-    found_inf = ours.no_overflow() + float(replay.overflowed)
-    return StepResult(loss, as_flag(found_inf), replay.successor)
 
 
 def _showing(cls: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:

@@ -61,13 +61,8 @@ class StepResult(NamedTuple):
         return overflowed(self.found_inf)
 
 
-class _Culprits:
+class _Culprits(tuple[Found, ...]):
     """What is behind a flag, which it holds on to."""
-
-    __slots__ = ("found",)
-
-    def __init__(self, found: Sequence[Found]) -> None:
-        self.found = found
 
     def __reduce__(self) -> Any:
         # A copy or a file has the mark alone, as something that torch loads with weights_only=True.
@@ -95,5 +90,5 @@ def overflowed(found_inf: Tensor) -> list[str]:
     culprits = getattr(found_inf, "_culprits", None)
     if not isinstance(culprits, _Culprits) or not found_inf > 0:
         return []
-    names = [name for part in culprits.found for name in part.overflowed()]
+    names = [name for part in culprits for name in part.overflowed()]
     return list(dict.fromkeys(names))  # several micro-batches may have found one

@@ -44,7 +44,24 @@ def megatron(system):
     }
 
 
+def paddle(system):
+    return {
+        "scale": [system.scale],
+        "incr_ratio": 2.0,
+        "decr_ratio": system.decr_ratio,
+        "incr_every_n_steps": system._incr_every_n_steps,
+        "decr_every_n_nan_or_inf": system._decr_every_n_nan_or_inf,
+        "incr_count": system._incr_count,
+        "decr_count": system._decr_count,
+    }
+
+
 GUIDES = {
+    "paddle": (
+        "Going on from a checkpoint of Paddle's",
+        SYSTEMS["paddle"],
+        lambda scale_of, system: scale_of(paddle(system)),
+    ),
     "deepspeed without ZeRO": (
         "From DeepSpeed",
         DeepSpeed,
@@ -108,6 +125,7 @@ def names(tmp_path_factory):
 @pytest.mark.parametrize("case", GUIDES)
 @given(window=st.integers(1, 6), hysteresis=st.integers(1, 3), before=histories, after=histories)
 @example(window=2, hysteresis=2, before=[True] * 5, after=[False] * 3 + [True] * 4)
+@example(window=3, hysteresis=3, before=[False, True], after=[True, True, False])
 @example(window=3, hysteresis=2, before=[True] + [False] * 9, after=[False] * 3 + [True] * 2)
 def test_a_scale_goes_on_as_it_would_there(case, names, window, hysteresis, before, after):
     heading, make, adopted = GUIDES[case]

@@ -42,6 +42,7 @@ PRINTED = {
     "From torch.amp": ["True True"],
     "From apex": ["65536.0"],
     "From Paddle Fleet": ["32768.0 torch.float32"],
+    "Going on from a checkpoint of Paddle's": ["131072.0"],
     "From DeepSpeed": ["65536.0"],
     "From Megatron": ["131072.0 5001.0"],
     "From MindSpore": ["16384.0"],

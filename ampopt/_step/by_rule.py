@@ -41,8 +41,8 @@ class ByRule(Stepping):
 
     def attempt(self, request: Request) -> Attempt:
         """See :class:`Stepping`."""
-        self.check_step()
         optimizer = self.optimizer
+        optimizer.check_step()
         if is_watched(optimizer, self._step):
             self.rule.decision = None
             self.asked = request

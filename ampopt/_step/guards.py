@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ampopt._step import dtensor, ranks
+from ampopt._step import dtensor
+from ampopt._step.ranks import REPLICATED
 from ampopt_kernels.cpu.objects import Contents, Layouts, addresses
 
 if TYPE_CHECKING:
@@ -52,16 +53,19 @@ class Guards:
         """
         optimizer = steps.optimizer
         groups = optimizer.param_groups
-        self._flags, self._present, self._masters, self._spread = flags, present, masters, spread
+        self._present, self._masters, self._spread = present, masters, spread
         self._params = list(chain.from_iterable(group["params"] for group in groups))
         kept = set(present)
         self._absent = [p for p in self._params if p not in kept]
-        self._told = ranks.told(groups, optimizer.process_group)
-        self._state = optimizer.state
+        self._process_group, self._state = optimizer.process_group, optimizer.state
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
-        self._members = [group["params"] for group in groups]
-        self._contents = Contents([*self._members, self._state, *of_params])
+        self._groups = [
+            (group["params"], own, group.get(REPLICATED))
+            for group, own in zip(groups, flags, strict=True)
+        ]
+        members = [group["params"] for group in groups]
+        self._contents = Contents([*members, self._state, *of_params])
         # An object may stay and what it refers to be exchanged, as by an assignment to its data.
         self._held = [*self._params, *(master for _, master in masters), *states]
         self._addresses = addresses(self._here(self._held))
@@ -71,18 +75,27 @@ class Guards:
 
     def gradients(self, steps: "RuleSteps") -> list[Tensor] | None:
         """The gradients of this step as kernels see them; ``None`` if anything else has changed."""
-        optimizer = steps.optimizer
-        members = [group["params"] for group in optimizer.param_groups]
+        optimizer, rule = steps.optimizer, steps.rule
+        if len(optimizer.param_groups) != len(self._groups):
+            return None
+        for group, (members, flags, replicated) in zip(
+            optimizer.param_groups, self._groups, strict=True
+        ):
+            if (
+                group["params"] is not members
+                or rule.flag_values(group) != flags
+                or group.get(REPLICATED) != replicated
+            ):
+                return None
+        for param in self._absent:
+            if param.grad is not None:
+                return None
         if not (
-            len(members) == len(self._members)
-            and all(map(operator.is_, members, self._members))
-            and optimizer.state is self._state
+            optimizer.state is self._state
+            and optimizer.process_group is self._process_group
             and self._contents.unchanged()
             and addresses(self._here(self._held)) == self._addresses
             and self._params_laid_out.fit(self._here(self._params))
-            and [steps.rule.flag_values(g) for g in optimizer.param_groups] == self._flags
-            and ranks.told(optimizer.param_groups, optimizer.process_group) == self._told
-            and all(param.grad is None for param in self._absent)
         ):
             return None
         grads = list(map(_grad_of, self._present))

@@ -37,20 +37,22 @@ class Ordinary(Stepping):
         own_step: bool = False,
         make_state: StateMaker | None = None,
         never_written: frozenset[str] = frozenset(),
+        meets: bool = False,
         rule: RuleSteps | None = None,
     ) -> None:
         """Begin.
 
         Args:
             optimizer: to step.
-            own_step: whether its step is another than that of the class that the next two are of.
+            own_step: whether its step is another than that of the class that the next three are of.
             make_state: ``make_state(optimizer, param)`` makes the state that a first step would, as
                 it would be before; after which the step allows transactions.
             never_written: keys of the state whose tensors the step replaces and never writes (see
                 :class:`Snapshot`).
+            meets: whether it works on whole ``DTensor``s, so that ranks meet within it.
             rule: that ``super().step()`` runs, in a step around one.
         """
-        super().__init__(optimizer, rule)
+        super().__init__(optimizer, rule, meets=meets and not own_step)
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
         self._skipper: Skipper | None = None

@@ -112,7 +112,9 @@ def judge_held(
     staged = gradients.Staged()
     rows, grads = gradients.rows(holders, staged, agreement, whose, written=write)
     works = works_of(rows, grads, uploads)
-    vote = ranks.Vote(agreement) if agreement is not None and request.asks else None
+    vote = None
+    if agreement is not None and request.asks:
+        vote = ranks.Vote(agreement, len(holders))
     decision = run(backend_for, works, replace(request, write=write, apply=False, agree=vote))
     staged.store()
     return decision

@@ -135,8 +135,7 @@ class Plan:
 
     def take_hyper(self, steps: "RuleSteps") -> None:
         """Take up the hyperparameters of this step."""
-        rule = steps.rule
-        hyper = [rule.hyper_values(group) for group in steps.optimizer.param_groups]
+        hyper = list(map(steps.rule.hyper_values, steps.optimizer.param_groups))
         for work in self.works:
             work.hyper = hyper
 
@@ -146,7 +145,8 @@ class Plan:
         Autograd is told of the writes, which kernels make behind its back, so that a backward pass
         through a graph that needs the old values is refused, as after a step of torch's.
         """
-        self._staged.store()
+        if self._staged.copies:
+            self._staged.store()
         bump_versions(self._present)
         for work in self.works:
             work.grads = []  # whose memory the next backward pass may need

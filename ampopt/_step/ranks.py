@@ -1,5 +1,6 @@
 """One decision for all ranks that share a model."""
 
+import contextlib
 import math
 import sys
 import zlib
@@ -38,7 +39,13 @@ class Agreement:
     """The ranks that decide together, and which of them counts what towards their norm."""
 
     def __init__(
-        self, param_groups: Sequence[dict[str, Any]], groups: Sequence[Any], mesh: Any, told: bool
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        groups: Sequence[Any],
+        mesh: Any,
+        *,
+        told: bool,
+        meets: bool,
     ) -> None:
         """Begin.
 
@@ -49,9 +56,12 @@ class Agreement:
             mesh: that all spread parameters are on; ``None`` if there is no such.
             told: whether the user has named these ranks, or FSDP1 has, so that what is not spread
                 is a part of the model, unless its param group says otherwise.
+            meets: whether their step is one that works on whole tensors, so that the ranks of a
+                mesh meet within it, for each gradient.
         """
         self._groups = groups
         self._told, self._mesh = told, mesh
+        self._meets = meets and mesh is not None
         self._replicated = [_is_replicated(group) for group in param_groups]
         every = torch.distributed.get_process_group_ranks(groups[0]) if told else _ranks_of(mesh)
         self._is_first = torch.distributed.get_rank() == min(every)
@@ -86,7 +96,7 @@ class Agreement:
         return not any(place and placement.is_replicate() for place, placement in copies)
 
     def reduce(
-        self, found: Partials, flag: Tensor | None, device: torch.device, *, present: bool
+        self, found: Partials, flag: Tensor | None, device: torch.device, *, present: int
     ) -> tuple[Partials, Tensor]:
         """What all ranks have found, by one all-reduce on the device: the same on each of them.
 
@@ -94,7 +104,7 @@ class Agreement:
             found: what this rank has.
             flag: a flag from elsewhere, more than 0 for overflow, to be joined.
             device: where the decision is made.
-            present: whether this rank has gradients.
+            present: how many gradients this rank has.
 
         Returns:
             It, as one part; and how many ranks have gradients, of one element.
@@ -103,10 +113,10 @@ class Agreement:
             RuntimeError: see :meth:`_add_up`.
         """
         clips = found.squares is not None
-        asked = clips, False, self._params
+        asked = clips, 0, self._params, present if self._meets else 0
         flags = found.flags
         seen = isinstance(flags, list) and any(flags)
-        said = _numbers((seen, 0.0, present, *asked), device)
+        said = _said((seen, 0, present > 0), asked, device)
         overflows, squares, ranks, *_ = said.split(1)
         if not isinstance(flags, list) and flags.numel():
             overflows.copy_(flags.amax())
@@ -121,17 +131,21 @@ class Agreement:
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """``flag``, more than 0 for overflow, of all ranks: by one all-reduce on the device."""
         given = torch.as_tensor(flag, device=device)
-        return self.reduce(Partials([], None), given, device, present=True)[0].flags_on(device)
+        return self.reduce(Partials([], None), given, device, present=1)[0].flags_on(device)
 
     def abstain(self, device: torch.device) -> None:
         """Have the others judge their gradients, when this rank cannot; without a norm."""
-        self.reduce(Partials([], None), None, device, present=False)
+        with contextlib.suppress(RuntimeError):  # what ended this rank says more
+            self.reduce(Partials([], None), None, device, present=0)
 
-    def closures(self, device: torch.device, *, finite: bool, raised: bool) -> tuple[bool, bool]:
+    def closures(
+        self, device: torch.device, evaluation: int, *, finite: bool, raised: bool
+    ) -> tuple[bool, bool]:
         """What has come of the closure. Synchronizes.
 
         Args:
             device: where decisions are made.
+            evaluation: how many times the step has evaluated it, 1 or more.
             finite: whether its loss is, on this rank.
             raised: whether it has, on this rank.
 
@@ -141,8 +155,8 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`_add_up`.
         """
-        asked = False, True, self._params
-        said = _numbers((not finite, raised, False, *asked), device)
+        asked = False, evaluation, self._params, 0
+        said = _said((not finite, raised, 0), asked, device)
         self._add_up(said, asked)
         doubts, raises, *_ = said.tolist()
         return not doubts, raises > 0
@@ -166,37 +180,62 @@ class Agreement:
                     "a rule that sums up over parameters needs them on one mesh; these are on "
                     "several, of which none covers the others: make an optimizer for each"
                 )
-            for group in _groups_of(self._mesh):
-                torch.distributed.all_reduce(each, torch.distributed.ReduceOp.SUM, group)
+            self._all_reduce(each, _groups_of(self._mesh))
             said = totals.clone()
-        for group in self._groups:
-            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.SUM, group)
+        self._all_reduce(said, self._groups)
         n = totals.numel()
         return (each if len(said) == n else said[:-n].view_as(each)), said[-n:]
 
-    def _add_up(self, said: Tensor, asked: tuple[bool, bool, int]) -> None:
+    def _all_reduce(self, tensor: Tensor, groups: Sequence[Any]) -> None:
+        """Add up what the ranks of ``groups`` have in ``tensor``.
+
+        Raises:
+            RuntimeError: they cannot, as where not all have come within the timeout of their group.
+        """
+        try:
+            for group in groups:
+                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM, group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the all-reduce by which {self._size} ranks decide together has failed: {error}. "
+                "If it was waited for in vain, not all of them have come: each has to make every "
+                "call of unscale, unscale_and_step and a scaler's step, with gradients or without"
+            ) from error
+
+    def _add_up(self, said: Tensor, asked: "Asked") -> None:
         """Add up what all ranks say, and refuse to go on where they are not asked for the same.
 
         Args:
-            said: three numbers to add up, and ``asked``.
-            asked: three that have to be alike, by :data:`_APART`.
+            said: see :func:`_said`.
+            asked: that is in it.
 
         Raises:
-            RuntimeError: they are not, or have different parameters. Where the host would have to
-                wait to see that, only the first time that this rank is ``asked`` for this.
+            RuntimeError: they are not, or have different parameters; or not all have come. Where
+                the host would have to wait to see that, only the first time that this rank is
+                ``asked`` for this.
         """
-        for group in self._groups:
-            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.SUM, group)
+        self._all_reduce(said, self._groups)
         known = _KNOWN.setdefault(self._groups[0], set())
         if backend_for(said.device).host_sees or not (asked in known or captures(said.device)):
             known.add(asked)
-            for word, total, what in zip(asked, said.tolist()[-len(asked) :], _APART, strict=True):
-                if total != word * self._size:
+            words = said.tolist()[-2 * len(asked) :]
+            sums = zip(words[: len(asked)], words[len(asked) :], strict=True)
+            for word, found, what in zip(asked, sums, _APART, strict=True):
+                if found != (word * self._size, word * word * self._size):
                     raise RuntimeError(f"{what}; nothing has been stepped")
 
 
-def _numbers(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """As a tensor; no device waits for the host to bring them, nor the host for a device."""
+Asked = tuple[bool, int, int, int]
+"""What ranks are to be asked for alike: to clip; which evaluation of a closure this is, or 0; a
+number of their parameters; how many gradients they have, where their step meets for each."""
+
+
+def _said(found: tuple[int, int, int], asked: Asked, device: torch.device) -> Tensor:
+    """Three numbers to add up, ``asked``, and its squares: sums of both tell any difference.
+
+    No device waits for the host to bring them, nor the host for a device.
+    """
+    numbers = (*found, *asked, *(word * word for word in asked))
     if device.type == "cpu":
         return torch.tensor(numbers, dtype=widest(device), device=device)
     there = torch.zeros(len(numbers), dtype=widest(device), device=device)
@@ -208,14 +247,16 @@ def _numbers(numbers: Sequence[float], device: torch.device) -> Tensor:
 
 _APART = (
     "max_norm is given on some ranks only: give it on all that decide together, or on none",
-    "some ranks step with a closure and others without, which cannot decide together: let all of "
-    "them do the same",
+    "some ranks step with a closure and others without, or evaluate it more often, which cannot "
+    "decide together: let all of them do the same",
     "ranks have different parameters, where all of them hold the same ones, in parts or in copies: "
     "make the optimizer of the same parameters, in the same order, on every rank, or leave "
     "replicated=True out of a param group whose parameters differ from rank to rank",
+    "some ranks have gradients that others have not, and all have to take part in this step, which "
+    "works on whole DTensors: give every rank the same ones, zeros where need be, or none",
 )
 
-_KNOWN: WeakKeyDictionary[Any, set[tuple[bool, bool, int]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, set[Asked]] = WeakKeyDictionary()
 """What the ranks of a process group have been asked for alike."""
 
 
@@ -225,12 +266,12 @@ class Vote:
 
     Attributes:
         agreement: of which ranks.
-        present: whether this rank has gradients.
+        present: how many gradients this rank has, or just 1 for some.
         ranks: how many ranks have gradients, of one element, once it has been called.
     """
 
     agreement: Agreement
-    present: bool = True
+    present: int = 1
     ranks: Tensor | None = None
 
     def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
@@ -240,14 +281,14 @@ class Vote:
 
 
 def agreement(
-    param_groups: Sequence[dict[str, Any]], process_group: Any = None
+    param_groups: Sequence[dict[str, Any]], process_group: Any = None, *, meets: bool = False
 ) -> Agreement | None:
     """The ranks that decide together about these parameters; ``None`` if this one does alone.
 
     Those are the ranks of ``process_group``; without one, those of the default group if FSDP1 has
     flattened the parameters, or else of the meshes that they are on. All of them take part, with
     gradients or without, as a rank that does not would leave the others waiting. May create a
-    process group, for which all ranks have to come by.
+    process group, for which all ranks have to come by. For ``meets`` see :class:`Agreement`.
 
     Raises:
         RuntimeError: the meshes do not show which ranks those are.
@@ -270,7 +311,8 @@ def agreement(
                     f"process_group lacks the ranks {lacks} of {mesh}, which have parts of the "
                     "same parameters: give a group that has them"
                 )
-        return Agreement(param_groups, [process_group], _covering(meshes), told=True)
+        mesh = _covering(meshes)
+        return Agreement(param_groups, [process_group], mesh, told=True, meets=meets)
     if not meshes:
         return None
     mesh = _covering(meshes)
@@ -280,14 +322,15 @@ def agreement(
             "one mesh, by its dimensions, as in mesh['dp'] and mesh['tp'], or give the optimizer "
             "the process_group of all their ranks"
         )
-    return Agreement(param_groups, _groups_of(mesh), mesh, told=False)
+    return Agreement(param_groups, _groups_of(mesh), mesh, told=False, meets=meets)
 
 
 class LastAgreement:
     """The agreement of one optimizer, made anew once what it is made of has changed."""
 
-    def __init__(self) -> None:
-        """Begin with none."""
+    def __init__(self, *, meets: bool) -> None:
+        """Begin with none. For ``meets`` see :class:`Agreement`."""
+        self._meets = meets
         self._of: Any = None
         self._params: list[Any] = []  # which are alive, so that no other has the identity of one
         self._agreement: Agreement | None = None
@@ -297,7 +340,7 @@ class LastAgreement:
         members = [list(map(id, group["params"])) for group in param_groups]
         of = members, told(param_groups, process_group), is_fsdp1(param_groups)
         if of != self._of:
-            self._agreement = agreement(param_groups, process_group)
+            self._agreement = agreement(param_groups, process_group, meets=self._meets)
             self._of, self._params = of, [p for group in param_groups for p in group["params"]]
         return self._agreement
 
@@ -318,7 +361,8 @@ def check_process_group(given: Any) -> None:
     ):
         raise TypeError(
             "process_group must be a torch.distributed.ProcessGroup, such as "
-            f"torch.distributed.group.WORLD, or None, got {type(given).__name__}"
+            "torch.distributed.group.WORLD, or mesh.get_group() of a DeviceMesh, or None, got "
+            f"{type(given).__name__}"
         )
     if outside or distributed.get_rank(given) < 0:
         raise ValueError(

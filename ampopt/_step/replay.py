@@ -60,8 +60,9 @@ class Replay:
                 :meth:`restore_rng`.
             devices: whose random state that is, besides the CPU's.
             offenders: names of the parameters whose gradients are not finite now.
-            meet: ``meet(finite=, raised=)``, of this rank: whether it is finite on all of those
-                that evaluate together, and whether any has raised. ``None`` if it is alone.
+            meet: ``meet(evaluation, finite=, raised=)``, of this rank and of its so many-th
+                evaluation: whether it is finite on all of those that evaluate together, and whether
+                any has raised. ``None`` if it is alone.
         """
         self._evaluate = evaluate
         self.scale = self.successor = scale
@@ -69,7 +70,7 @@ class Replay:
         self._max_replays = max_replays
         self._devices = [d for d in devices if d.type in ACCELERATORS]
         self._offenders = offenders
-        self._meet = meet
+        self._meet, self._evaluations = meet, 0
         self._rng_before = self._rng_state() if preserve_rng else None
 
     def __call__(self) -> Any:
@@ -105,16 +106,17 @@ class Replay:
 
     def _evaluated(self) -> tuple[Any, bool, bool, Callable[[], tuple[Any, Any]]]:
         """Loss, whether it is finite here and on all ranks, and what gives the verdict."""
+        self._evaluations += 1
         try:
             loss, verdict = self._evaluate(self.scale)
         except Exception:
             if self._meet is not None:
-                self._meet(finite=True, raised=True)
+                self._meet(self._evaluations, finite=True, raised=True)
             raise
         finite = self.scale is None or _finite(loss)
         if self._meet is None:
             return loss, finite, finite, verdict
-        everywhere, raised = self._meet(finite=finite, raised=False)
+        everywhere, raised = self._meet(self._evaluations, finite=finite, raised=False)
         if raised:
             raise RuntimeError(
                 "the closure has raised on another rank, which says why; parameters and state are "

@@ -76,12 +76,15 @@ class Stepping(ABC):
             somebody has put on the instance, or a closure. ``None`` outside of a control point.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: RuleSteps | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rule: RuleSteps | None, *, meets: bool = False
+    ) -> None:
         """Begin, with nothing pending.
 
         Args:
             optimizer: to step, which is not kept alive.
             rule: see above.
+            meets: whether ranks meet within its step; see :class:`ampopt._step.ranks.Agreement`.
         """
         self._optimizer = weakref.ref(optimizer)
         self.rule = rule
@@ -94,7 +97,7 @@ class Stepping(ABC):
         self.grad_norm: Tensor | None = None
         self.uploads: dict[torch.device, Uploads] = {} if rule is None else rule.uploads
         self.asked: Request | None = None
-        self._agreement = ranks.LastAgreement()
+        self._agreement = ranks.LastAgreement(meets=meets)
         self._fixed_skip_by: str | None = None
         self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
 

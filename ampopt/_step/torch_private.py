@@ -234,6 +234,10 @@ def flattened(mesh: Any) -> Any:
 
 # --- measuring ------------------------------------------------------------------------------------
 
-spin: Any = torch.cuda._sleep  # pyright: ignore[reportPrivateImportUsage]
-"""Keeps a CUDA device busy for so many cycles, so that ``ampopt.bench`` times what is queued behind
-it. Gone: multiply a large matrix instead."""
+
+def spin(cycles: int) -> None:
+    """Keep a CUDA device busy for so long, so that ``ampopt.bench`` times what is queued behind it.
+
+    Gone: multiply a large matrix instead.
+    """
+    torch.cuda._sleep(cycles)  # pyright: ignore[reportPrivateImportUsage]

@@ -93,7 +93,7 @@ def request_for(scale: AnyScale | None, **asked: Any) -> Request:
         return Request(check=False, **asked)
     return Request(
         scale=scale._value,
-        drop=scale.drop_overflow_update,
+        drop=scale._drop,
         policy=scale._policy,
         counters=scale._counters,
         **asked,

@@ -50,7 +50,7 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
     all ranks have to have its gradient, or none.
     """
 
-    _ampopt = Attached(Ordinary, make_state=_state_of)
+    _ampopt = Attached(Ordinary, make_state=_state_of, meets=True)
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
 

@@ -24,7 +24,7 @@ class Muon(Optimizer, torch.optim.Muon):
 
     Constructor, defaults and results are torch's, and so is the step: it orthogonalizes whole
     matrices, in bfloat16, which no elementwise rule can. It does not synchronize, nor do control
-    points without a closure.
+    points without a closure. On ``DTensor``s all ranks have to have a gradient, or none.
 
     Args:
         params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn:
@@ -32,7 +32,7 @@ class Muon(Optimizer, torch.optim.Muon):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
     """
 
-    _ampopt = Attached(Ordinary, make_state=_make_state)
+    _ampopt = Attached(Ordinary, make_state=_make_state, meets=True)
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
 

@@ -66,6 +66,15 @@ class Plain:
             torch.nn.utils.clip_grad_norm_(self.params, max_norm)
         self.optimizer.step()
 
+    def call(self, name: str, gradients: Sequence[Blueprint | None] | None) -> None:
+        """A call of the optimizer's own, by name, with these gradients if it takes some."""
+        if gradients is not None:
+            set_gradients(self.params, gradients)
+            for p in self.params:
+                if p.grad is not None:
+                    p.grad = p.grad.to(p.dtype)
+        getattr(self.optimizer, name)()
+
     def set_learning_rate(self, lr: float) -> None:
         """Of all groups."""
         set_learning_rate(self.optimizer, lr)
@@ -102,6 +111,12 @@ class Double:
             self.plain.step(max_norm)
             same = torch.equal(torch.get_rng_state(), after)
         assert same, "the step drew other random numbers than a plain one"
+
+    def call(self, name: str, gradients: Any, before: Tensor) -> None:
+        """A call of the optimizer's own, which began with torch's random state ``before``."""
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(before)
+            self.plain.call(name, gradients)
 
     def check(self, params: Sequence[Parameter], optimizer: Any) -> None:
         """Parameters are the same bits, and so is each state that both have."""

@@ -21,6 +21,8 @@ __all__ = [
 
 _SHOWN = 16
 """Elements of a tensor that a failure shows."""
+_PLACES = 5
+"""In which results differ, that a failure shows."""
 
 
 class Bits(NamedTuple):
@@ -90,13 +92,17 @@ def everything(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def assert_same(actual: Any, expected: Any, what: str) -> None:
-    """Two results of :func:`bits` are equal; else the error names each place where they differ.
+    """Two results of :func:`bits` are equal; else the error names places where they differ.
+
+    Of a tensor, the first element that does.
 
     Raises:
         AssertionError: they differ.
     """
     if actual != expected:
-        raise AssertionError("\n".join([f"{what}:", *_differences(actual, expected, "")]))
+        found = list(_differences(actual, expected, ""))
+        more = [f"  and in {len(found) - _PLACES} more places"] if len(found) > _PLACES else []
+        raise AssertionError("\n".join([f"{what}:", *found[:_PLACES], *more]))
 
 
 def _differences(actual: Any, expected: Any, where: str) -> Iterator[str]:
@@ -106,11 +112,29 @@ def _differences(actual: Any, expected: Any, where: str) -> Iterator[str]:
     elif isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
         for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
             yield from _differences(one, other, f"{where}[{index}]")
-    elif actual != expected:
+    elif actual == expected:
+        return
+    elif isinstance(actual, Bits) and isinstance(expected, Bits) and actual[:2] == expected[:2]:
+        yield "  " + _first_difference(actual, expected, where or "it")
+    else:
         got, wanted = repr(actual), repr(expected)
         if len(got) + len(wanted) > 2000:  # a random generator's state
             got, wanted = "other bits", "what was expected"
         yield f"  {where or 'it'} is {got}, not {wanted}"
+
+
+def _first_difference(actual: Bits, expected: Bits, where: str) -> str:
+    got, wanted = (torch.frombuffer(bytearray(b.data), dtype=b.dtype) for b in (actual, expected))
+    size, n = actual.dtype.itemsize, len(got)
+    places = [
+        i
+        for i in range(n)
+        if actual.data[i * size : (i + 1) * size] != expected.data[i * size : (i + 1) * size]
+    ]
+    at = torch.unravel_index(torch.tensor(places[0]), actual.shape)
+    element = f"[{', '.join(str(int(i)) for i in at)}]" if actual.shape else ""
+    rest = f" ({len(places)} of {n} elements differ)" if n > 1 else ""
+    return f"{where}{element} is {got[places[0]].item()}, not {wanted[places[0]].item()}{rest}"
 
 
 @contextmanager

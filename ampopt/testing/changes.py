@@ -1,6 +1,8 @@
 """The state machine's calls between steps: scales, learning rates, checkpoints, copies, groups."""
 
 import copy
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,12 +31,14 @@ class Saved(NamedTuple):
         params: copies.
         scale: the scale, and the account of it.
         moment: of the training beside.
+        mode: of the optimizer.
     """
 
     optimizer: bytes
     params: list[Tensor]
     scale: tuple[str, Any, float, int]
     moment: int
+    mode: str | None
 
 
 class Changes(Machine):
@@ -85,6 +89,46 @@ class Changes(Machine):
         set_learning_rate(self.optimizer, lr)
         self.beside.tell("set_learning_rate", lr)
 
+    @precondition(lambda self: self.takes_tensors)
+    @rule(lr=st.sampled_from([0.5, 0.125]))
+    @call
+    def set_learning_rate_tensor(self, lr: float) -> None:
+        """One tensor for all groups, and another one each time; beside it is a number."""
+        tensor = torch.tensor(lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = tensor
+        self.beside.tell("set_learning_rate", lr)
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether a learning rate may be one."""
+        claimed = self.claims.tensor_learning_rates
+        is_rule = isinstance(self.optimizer, ampopt.ElementwiseOptimizer)
+        return is_rule if claimed is None else claimed
+
+    # --- calls of its own ------------------------------------------------------------------------
+
+    def switch_to(self, mode: str) -> None:
+        """Call what switches the mode."""
+        before = torch.get_rng_state()
+        getattr(self.optimizer, mode)()
+        self.mode = mode
+        self.beside.tell("call", mode, None, before)
+
+    def call_own(self, name: str) -> None:
+        """Call another of its methods, with the gradients that there are if it takes a scale."""
+        method, before = getattr(self.optimizer, name), torch.get_rng_state()
+        if "grads_scaled_by" not in inspect.signature(method).parameters:
+            method()
+            self.beside.tell("call", name, None, before)
+            return
+        if self.kind == "none" and (self.overflows or not any(self.held)):
+            return  # nothing is checked
+        result = method(grads_scaled_by=self.scale)
+        held = tuple(self.held)
+        happened = functools.partial(self.beside.tell, "call", name, held, before)
+        self.account_for(result, before, happened)
+
     # --- checkpoints -----------------------------------------------------------------------------
 
     @precondition(lambda self: self.pending is None and self.claims.checkpoints)
@@ -121,12 +165,14 @@ class Changes(Machine):
         """All that there is to save."""
         params = [p.detach().clone() for p in self.params]
         scale = self.kind, copy.deepcopy(self.scale), self.number, self.finite
-        return Saved(written(self.optimizer.state_dict()), params, scale, self.beside.now)
+        state = written(self.optimizer.state_dict())
+        return Saved(state, params, scale, self.beside.now, self.mode)
 
     def restore(self, saved: Saved) -> None:
         """Optimizer and scale."""
         self.optimizer.load_state_dict(loaded(saved.optimizer))
         self.kind, scale, self.number, self.finite = saved.scale
+        self.mode = saved.mode
         self.scale = copy.deepcopy(scale)
         if isinstance(scale, ampopt.LossScale):
             self.scale.load_state_dict(scale.state_dict())

@@ -15,7 +15,7 @@ from hypothesis.errors import HypothesisException
 from hypothesis.vendor.pretty import pretty
 
 import ampopt
-from ampopt.testing import strategies
+from ampopt.testing import failures, strategies
 from ampopt.testing.blueprints import History
 from ampopt.testing.device import as_on_a_device
 
@@ -83,6 +83,15 @@ class Claims:
         independent_parameters: what happens to a parameter depends on no other one, so that neither
             their order nor their groups matter.
         zero_lr_is_still: with a learning rate of 0 no parameter moves.
+        finite_steps: steps with finite gradients leave parameters finite.
+        tensor_learning_rates: the learning rate of a group may be a tensor, and a new one each
+            step; ``None`` for what its kind does: a rule takes them.
+        modes: names of methods that switch its mode, such as ``("train", "eval")``. It begins in
+            the first, and in another a step is a ``RuntimeError``.
+        calls: names of further methods that a training calls, such as ``"update_hessian"``. One
+            that takes ``grads_scaled_by`` is called with gradients, and has to be skipped as a step
+            is and to return the flag and the next scale; without it, it does the same with
+            gradients that carry no scale. Others are called with nothing.
         leaves_gradients: a step writes to no ``p.grad``.
         checkpoints: ``state_dict`` holds all there is, and ``torch.load`` takes it by default.
         deepcopies: ``copy.deepcopy`` of optimizer and parameters works.
@@ -108,6 +117,10 @@ class Claims:
     continuous: ClassVar[bool] = True
     independent_parameters: ClassVar[bool] = True
     zero_lr_is_still: ClassVar[bool] = True
+    finite_steps: ClassVar[bool] = True
+    tensor_learning_rates: ClassVar[bool | None] = None
+    modes: ClassVar[tuple[str, ...]] = ()
+    calls: ClassVar[tuple[str, ...]] = ()
     leaves_gradients: ClassVar[bool] = True
     checkpoints: ClassVar[bool] = True
     deepcopies: ClassVar[bool] = True
@@ -115,6 +128,14 @@ class Claims:
     sync_free: ClassVar[bool] = False
     on_device: ClassVar[tuple[bool, ...]] = (False, True)
     settings: ClassVar[hypothesis.settings | None] = None
+    failure: failures.Failure | None = None
+
+    @pytest.fixture(autouse=True)
+    def _summed_up(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """What fails is told once more at the end of pytest's report."""
+        yield
+        if self.failure is not None:
+            failures.summary_of(request.config).note(type(self).__name__, self.failure)
 
     def make(self, params: Any) -> Any:
         """The optimizer of ``params``, which is what any torch optimizer takes.
@@ -127,10 +148,11 @@ class Claims:
     def reference(self, params: Any, **options: Any) -> torch.optim.Optimizer:
         """An optimizer to trust, of float64 ``params``, that should end where yours does.
 
-        By default yours, as ``make`` makes it, whose mathematics is then its own measure: only what
-        float32 and a sequence of calls do to it is seen. Another implementation shows more, such as
-        torch's where yours is a faster one, or ten lines without a kernel. Only ``step()`` and
-        ``add_param_group`` are called, and ``lr`` of its groups is set.
+        **Without it, wrong mathematics passes**: by default it is yours, as ``make`` makes it, and
+        only what float32 and a sequence of calls do to it is seen. Another implementation shows
+        more, such as torch's where yours is a faster one, or ten lines without a kernel. Only
+        ``step()``, ``add_param_group``, ``modes`` and ``calls`` are called, and ``lr`` of its
+        groups is set.
 
         Args:
             params: a list of parameters, or of groups.
@@ -192,6 +214,9 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
                     _SNIPPET.format(cls=cls.__name__, test=name, arguments="\n".join(lines))
                 )
                 error.example = drawn  # type: ignore[attr-defined]
+                self.failure = failures.of_example(name, error, drawn, claims)
+                for explanation in self.failure.explanations:
+                    hypothesis.note(f"If it is not meant to: {explanation} in {cls.__name__}.")
                 raise
 
         draws = {key: of(cls) for key, of in arguments.items()}

@@ -5,6 +5,7 @@ import pytest
 from ampopt.testing.calls import Calls
 from ampopt.testing.closures import Closures
 from ampopt.testing.compilation import Compilation
+from ampopt.testing.finiteness import Finiteness
 from ampopt.testing.scaling import Scaling
 from ampopt.testing.sequences import Sequences
 from ampopt.testing.skipping import Skipping
@@ -17,7 +18,9 @@ __all__ = ["OptimizerContract"]
 @pytest.mark.filterwarnings("ignore:.* in float16, as torch's:UserWarning")
 # Overflows are drawn in any number.
 @pytest.mark.filterwarnings("ignore:the loss scale has fallen:UserWarning")
-class OptimizerContract(Skipping, Scaling, Storage, Calls, Closures, Sequences, Compilation):
+class OptimizerContract(
+    Skipping, Scaling, Finiteness, Storage, Calls, Closures, Sequences, Compilation
+):
     """Every invariant that loss scaling needs of an optimizer, as tests of pytest's.
 
     Subclass it in a test file under a name that pytest collects, and say how to make yours::
@@ -32,6 +35,9 @@ class OptimizerContract(Skipping, Scaling, Storage, Calls, Closures, Sequences, 
     break without. Examples are drawn by Hypothesis under the caller's profile (but for deadlines,
     of which there are none), and shrink; a failure prints code that runs its example again. For
     any :class:`ampopt.Optimizer`, with an ordinary ``step()`` or a rule.
+
+    **Is the mathematics right?** Nothing here knows, unless ``reference`` returns another
+    implementation to compare with: without one, the optimizer is its own measure.
 
     What the optimizer does beyond the ordinary, or does not do, is said by attributes: see
     :class:`~ampopt.testing.claims.Claims`. What is not claimed is skipped, and in the report.

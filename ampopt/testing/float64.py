@@ -49,6 +49,16 @@ class Float64:
         for plain in (self.model, *self.rounded):
             plain.set_learning_rate(lr)
 
+    def call(self, name: str, gradients: Any, *_: Tensor) -> None:
+        """A call of the optimizer's own, by name, with these gradients if it takes some."""
+        old = [p.detach().clone() for p in self.model.params]
+        with torch.random.fork_rng(devices=[]):
+            self.model.call(name, gradients)
+            for plain, mode in zip(self.rounded, self.modes, strict=True):
+                with mode:
+                    plain.call(name, gradients)
+        self.note_moves(old)
+
     def add(self, param: Blueprint, lr: float) -> None:
         """One more parameter, in a group of its own."""
         for plain in (self.model, *self.rounded):
@@ -75,6 +85,10 @@ class Float64:
                 with mode:
                     plain.step(max_norm)
         self.steps += 1
+        self.note_moves(old)
+
+    def note_moves(self, old: list[Tensor]) -> None:
+        """Since parameters were ``old``."""
         for i, p in enumerate(self.model.params):
             self.moved[i] += (p.detach() - old[i]).abs()
             for plain in self.rounded:
@@ -92,11 +106,15 @@ class Float64:
             allowed = self.allowed(i)
             off = (p.detach().double() - model.detach()).abs()
             # Said so that NaN is off where it is not allowed.
-            if (~(off <= allowed) & allowed.isfinite()).any():
+            places = (~(off <= allowed) & allowed.isfinite()).nonzero()
+            if len(places):
+                at = tuple(places[0].tolist())
+                element = f"[{', '.join(map(str, at))}]" if at else ""
+                of = f" (and {len(places)} of {p.numel()} elements are off)" * (p.numel() > 1)
                 raise AssertionError(
-                    f"parameter {i} beside a training in float64:\n"
-                    f"  it is {p.tolist()}, not {model.tolist()},\n"
-                    f"  and off by {off.tolist()}, where rounding explains {allowed.tolist()}"
+                    f"parameter {i}{element} is {p[at].item()}, and in float64 {model[at].item()}: "
+                    f"off by {off[at].item():.3g}, where rounding explains "
+                    f"{allowed[at].item():.3g}{of}"
                 )
 
 

@@ -1,7 +1,7 @@
 """A state machine that makes any calls of an optimizer, and keeps account of what should happen."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -45,6 +45,7 @@ def call(rule: Any) -> Any:
     @functools.wraps(rule)
     def counted(self: "Machine", *args: Any, **drawn: Any) -> None:
         self.calls += 1
+        self.called.append(rule.__name__)
         rule(self, *args, **drawn)
         self.check()
 
@@ -59,6 +60,8 @@ class Machine(RuleBasedStateMachine):
 
     Attributes:
         claims: what is claimed of the optimizer.
+        calls: how many were made.
+        called: their names.
         last: the machine that ran last.
     """
 
@@ -69,7 +72,7 @@ class Machine(RuleBasedStateMachine):
         """Nothing is made yet."""
         super().__init__()
         Machine.last = self
-        self.calls = 0
+        self.calls, self.called = 0, []
         self.params: list[Parameter] = []
         self.entered = ExitStack()
         self.pending: bool | None = None  # whether an unscale is, and found an overflow
@@ -86,6 +89,7 @@ class Machine(RuleBasedStateMachine):
             self.entered.enter_context(as_on_a_device())
         seed()
         self.make, self.dtype = make, params[0].dtype
+        self.mode = self.claims.modes[0] if self.claims.modes else None
         self.params = [p.parameter() for p in params]
         self.optimizer = make(list(self.params))
         self.beside = Beside(lambda: beside(params))
@@ -108,6 +112,12 @@ class Machine(RuleBasedStateMachine):
         for out_of_order in refused:
             with pytest.raises(RuntimeError, match="unscale"):
                 out_of_order()
+        if not (self.trains or self.overflows) and any(self.held):
+            with pytest.raises(RuntimeError):
+                self.optimizer.unscale_and_step(grads_scaled_by=self.number)
+            for p, held in zip(self.params, self.held, strict=True):
+                p.grad = None if held is None else held.tensor(self.number)
+            self.beside.training.check(self.params, self.optimizer)
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -134,7 +144,7 @@ class Machine(RuleBasedStateMachine):
                 (uncoalesced_values(p.grad) if p.grad.is_sparse else p.grad).view(-1)[-1] = bad[1]
 
     # Hypothesis takes the first rule most often, and orders them by arguments and then by name.
-    @precondition(lambda self: self.pending is None)
+    @precondition(lambda self: self.may_step)
     @rule()
     @call
     def advance(self) -> None:
@@ -142,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         self.give_gradients(((1.0, -0.5),) * MOST, None)
         self.take_a_step(None)
 
-    @precondition(lambda self: self.pending is None and self.kind != "none" and self.splits)
+    @precondition(lambda self: self.may_step and self.kind != "none" and self.splits)
     @rule()
     @call
     def advance_edited(self) -> None:
@@ -173,7 +183,7 @@ class Machine(RuleBasedStateMachine):
 
     # --- steps -----------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.pending is None and self.kind != "none" and self.splits)
+    @precondition(lambda self: self.may_step and self.kind != "none" and self.splits)
     @rule()
     @call
     def unscale(self) -> None:
@@ -222,9 +232,19 @@ class Machine(RuleBasedStateMachine):
         self.stepped(self.optimizer.step_after_unscale(), before)
 
     @property
+    def may_step(self) -> bool:
+        """Nothing is pending, and the mode is that to step in."""
+        return self.pending is None and self.trains
+
+    @property
+    def trains(self) -> bool:
+        """Whether the mode is that to step in."""
+        return self.mode in (None, *self.claims.modes[:1])
+
+    @property
     def may_step_at_once(self) -> bool:
-        """Nothing is pending; and without a scale, which checks nothing, gradients are finite."""
-        return self.pending is None and (self.kind != "none" or not self.overflows)
+        """It may; and without a scale, which checks nothing, gradients are finite."""
+        return self.may_step and (self.kind != "none" or not self.overflows)
 
     def take_a_step(self, max_norm: float | None) -> None:
         """Both at once, and clipping between."""
@@ -251,14 +271,18 @@ class Machine(RuleBasedStateMachine):
 
     def stepped(self, result: Any, before: Tensor, max_norm: float | None = None) -> None:
         """Check what a step says, and do what it should have done."""
+        assert result.skipped is self.overflows
+        self.account_for(result, before, functools.partial(self.happened, before, max_norm))
+
+    def account_for(self, result: Any, before: Tensor, happened: Callable[[], None]) -> None:
+        """Check what is said of gradients; if they are to be used, it has ``happened``."""
         overflows, gradients = self.overflows, any(self.held)
         assert bool(result.found_inf > 0) is overflows
-        assert result.skipped is overflows
         if overflows or not gradients:
             same = torch.equal(torch.get_rng_state(), before)
             assert same, "a step that did not happen drew random numbers"
         else:
-            self.happened(before, max_norm)
+            happened()
         self.scale = result.scale
         if overflows and self.kind in ("number", "dynamic"):
             floor = FLOOR if self.kind == "dynamic" else 0.0

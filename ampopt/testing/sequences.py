@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import hypothesis
+import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
@@ -13,8 +14,9 @@ from ampopt.testing.beside import Double
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.changes import Changes, kinds
 from ampopt.testing.claims import Claims, check_claims, maker, settings_of
+from ampopt.testing.failures import of_calls
 from ampopt.testing.float64 import Float64
-from ampopt.testing.machine import MOST, call
+from ampopt.testing.machine import MOST, Machine, call
 
 __all__ = ["Sequences"]
 
@@ -39,7 +41,7 @@ class Sequences(Claims):
         What two calls do, one by one, right, they may do wrong in a row, and a long run makes all
         of them.
         """
-        _run(type(self), False, "plain_steps")
+        _run(self, False, "plain_steps")
 
     def test_any_sequence_of_calls_is_near_float64(self) -> None:
         """Any calls in any order end near where a float64 ``reference`` ends with those batches.
@@ -50,7 +52,7 @@ class Sequences(Claims):
         from ``reference``. How near: as rounding in the parameter's dtype may explain, see
         :class:`ampopt.testing.float64.Float64`.
         """
-        _run(type(self), True, "plain_steps", "continuous")
+        _run(self, True, "plain_steps", "continuous")
 
     @classmethod
     def machine(cls) -> Changes:
@@ -63,13 +65,20 @@ class Sequences(Claims):
         return _machine_of(cls, True)()
 
 
-def _run(cls: type[Sequences], of_float64: bool, *claims: str) -> None:
+def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
+    cls = type(contract)
     check_claims(cls, claims)
     settings = hypothesis.settings(
         settings_of(cls),
         suppress_health_check=tuple(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
     )
-    run_state_machine_as_test(_machine_of(cls, of_float64), settings=settings)
+    machine = _machine_of(cls, of_float64)
+    try:
+        run_state_machine_as_test(machine, settings=settings)
+    except (Exception, pytest.fail.Exception) as error:
+        test = f"test_any_sequence_of_calls{'_is_near_float64' * of_float64}"
+        contract.failure = of_calls(test, error, Machine.last.called, claims)
+        raise
 
 
 @functools.cache
@@ -82,7 +91,7 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
     norms = [None]
     if contract.dense_gradients:  # torch clips no sparse ones
         # What a norm is, to the bit, depends on the order of its sum.
-        norms += [LARGE, 0.5] if of_float64 else [LARGE]
+        norms = [0.5, 2.0, None] if of_float64 else [None, LARGE]
 
     class OfContract(Changes):
         claims = contract
@@ -124,6 +133,25 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
         @call
         def unscale_and_step(self, max_norm: float | None) -> None:
             self.take_a_step(max_norm)
+
+        @precondition(lambda self: self.may_step and of_float64 and contract.dense_gradients)
+        @rule(max_norm=st.sampled_from(norms))
+        @call
+        def advance_clipped(self, max_norm: float | None) -> None:
+            self.give_gradients(((1.0, -0.5),) * MOST, None)
+            self.take_a_step(max_norm)
+
+        @precondition(lambda self: bool(contract.modes) and self.pending is None)
+        @rule(mode=st.sampled_from(contract.modes or ("",)))
+        @call
+        def switch(self, mode: str) -> None:
+            self.switch_to(mode)
+
+        @precondition(lambda self: bool(contract.calls) and self.pending is None)
+        @rule(name=st.sampled_from(contract.calls or ("",)))
+        @call
+        def call_it(self, name: str) -> None:
+            self.call_own(name)
 
     # Hypothesis prints calls of `state = <this name>()`, which is then how to run them again.
     name = "float64_machine" if of_float64 else "machine"

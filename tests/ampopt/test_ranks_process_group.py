@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
+from ampopt._step import ranks
 
 START = (torch.tensor([1.0, -2.0, 0.5]), torch.tensor([4.0, 0.25]))
 STEPS = ((None, 2.0), ("nan", 1.0), (None, 4.0))
@@ -157,6 +159,80 @@ def test_ranks_that_do_not_agree_are_told_so_on_each_of_them(two_ranks, what):
     expected = {"max_norm": "max_norm is given on some ranks only"}
     expected |= {"parameters": "have different parameters", "closure": "step with a closure and"}
     assert all(text.startswith("RuntimeError") and expected[what] in text for text in texts)
+
+
+class Evaluating(Plain):
+    """Evaluates the closure more often on rank 1."""
+
+    def step(self, closure: Any = None) -> Any:
+        for _ in range(1 + torch.distributed.get_rank()):
+            closure()
+        return super().step()
+
+
+def evaluated_apart() -> list[str]:
+    """The messages of two steps."""
+    p, texts = Parameter(torch.ones(1)), []
+    optimizer = Evaluating([p], lr=0.5)
+    optimizer.process_group = world()
+
+    def closure(scale: Any) -> float:
+        p.grad = torch.ones(1)
+        return 1.0
+
+    for _ in range(2 - torch.distributed.get_rank()):
+        try:
+            optimizer.unscale_and_step(closure, 1.0)
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_ranks_that_evaluate_a_closure_more_often_are_told_so(two_ranks):
+    for texts in two_ranks.run(evaluated_apart, timeout=10):
+        assert len(texts) == 1
+        assert "or evaluate it more often" in texts[0]
+
+
+def digested(digests: list[int]) -> str:
+    """What a rank is told whose parameters have one of these numbers."""
+    p = Parameter(torch.ones(1))
+    optimizer = ampopt.SGD([p], lr=0.5, process_group=world())
+    p.grad = torch.ones(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "_digest", lambda _: digests[torch.distributed.get_rank()])
+        try:
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_whose_parameters_are_the_mean_of_others_is_told_too(four_ranks):
+    texts = four_ranks.run(digested, [1, 2, 3, 2], timeout=10)
+    assert all("have different parameters" in text for text in texts)
+    assert four_ranks.run(digested, [2, 2, 2, 2]) == [""] * 4
+
+
+def waiting() -> str:
+    """What the one rank is told that comes."""
+    group = torch.distributed.new_group([0, 1], timeout=timedelta(seconds=1))
+    p = Parameter(torch.ones(1))
+    optimizer = ampopt.SGD([p], lr=0.5, process_group=group)
+    p.grad = torch.ones(1)
+    if torch.distributed.get_rank() == 0:
+        try:
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+        except RuntimeError as error:
+            assert p.item() == 1.0
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_waits_in_vain_is_told_who_has_to_come(two_ranks):
+    first, _ = two_ranks.run(waiting, timeout=10)
+    assert "the all-reduce by which 2 ranks decide together has failed" in first
+    assert "each has to make every call" in first
 
 
 @pytest.mark.parametrize("what", ["raises", "raises, unscaled"])

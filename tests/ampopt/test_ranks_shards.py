@@ -310,6 +310,30 @@ def test_a_rank_without_gradients_takes_part(two_ranks, name, max_norm, form):
     assert scales[:3] == [8.0, 16.0, 16.0]  # where nobody has gradients, it learns nothing
 
 
+def with_gradients_of(which: int, name: str) -> str:
+    """What is said where these ranks have gradients, under a step that works on whole tensors."""
+    p: Any = Parameter(placed(torch.ones(4, 2), *meshes("fsdp")[0][:2]))
+    optimizer = named(name)([p])
+    if which in (2, torch.distributed.get_rank()):
+        p.grad = placed(torch.ones(4, 2), p.device_mesh, p.placements) if which == 2 else p * 1.0
+    before = bits(dtensor.local(p))
+    try:
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    except RuntimeError as error:
+        assert bits(dtensor.local(p)) == before
+        return str(error)
+    assert (bits(dtensor.local(p)) != before) == (which == 2)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_gradients_of_some_ranks_only_are_refused_where_all_have_to_step(two_ranks, name):
+    texts = two_ranks.run(with_gradients_of, 1, name, timeout=10)
+    assert all("some ranks have gradients that others have not" in text for text in texts)
+    assert two_ranks.run(with_gradients_of, 2, name) == two_ranks.run(with_gradients_of, 3, name)
+    assert two_ranks.run(with_gradients_of, 3, name) == ["", ""]
+
+
 def evaluated(nan_on: int) -> tuple[str, str]:
     """What comes of a closure whose loss is not finite on one rank."""
     p: Any = Parameter(placed(torch.ones(4), *meshes("fsdp")[0][:2]))

@@ -78,8 +78,9 @@ _OF_EACH: dict[str, dict[str, Any]] = {
     },
     # The learning rate is where step sizes begin, and signs are what they go by.
     "Rprop": {"continuous": False, "zero_lr_is_still": False},
+    "ScheduleFreeAdamW": {"modes": ("train", "eval")},
     # Before there is an estimate of the Hessian, and where a gradient is 0, it goes by signs, too.
-    "Sophia": {"continuous": False},
+    "Sophia": {"continuous": False, "calls": ("update_hessian",)},
     "SparseAdam": {
         "dense_gradients": False,
         "sparse_gradients": True,

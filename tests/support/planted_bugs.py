@@ -418,6 +418,18 @@ class NeedsElements(Plain):
                     p.sub_(group["lr"] * p.grad / (p.grad.abs().max() + 1))
 
 
+@planted(
+    "divides by the norm of a gradient, which may be 0",
+    "finite_gradients_leave_finite_parameters",
+)
+class Normalizes(Plain):
+    def update(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    p.sub_(group["lr"] * p.grad / p.grad.norm())
+
+
 # What runs on CPUs alone.
 
 
@@ -646,6 +658,81 @@ class FirstScale(OwnHooks):
         if isinstance(grads_scaled_by, ampopt.StaticLossScale):
             grads_scaled_by = self.__dict__.setdefault("static", grads_scaled_by)
         return super().unscale(grads_scaled_by)
+
+
+@planted(
+    "moves parameters in a second call, whatever the gradients",
+    "any_sequence_of_calls",
+    **FEW,
+    calls=("look_ahead",),
+    checkpoints=False,
+    deepcopies=False,
+)
+class MovesOnAnything(OwnHooks):
+    @torch.no_grad()
+    def look_ahead(self, grads_scaled_by=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / float(grads_scaled_by or 1.0))
+        result = self.unscale(grads_scaled_by)
+        self.zero_grad()
+        return result
+
+
+@planted(
+    "steps in the mode to evaluate in",
+    "any_sequence_of_calls",
+    **FEW,
+    modes=("train", "eval"),
+    checkpoints=False,
+    deepcopies=False,
+)
+class StepsInAnyMode(Plain):
+    def train(self):
+        self.trains = True
+
+    def eval(self):
+        self.trains = False
+
+
+@planted(
+    "keeps its mode where a checkpoint has it not",
+    "any_sequence_of_calls",
+    **FEW,
+    modes=("train", "eval"),
+    deepcopies=False,
+)
+class KeepsMode(StepsInAnyMode):
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not self.__dict__.get("trains", True):
+            raise RuntimeError("call train() first")
+        return super().step(closure)
+
+
+@planted(
+    "goes by the learning rate that it was made with where that of a group is a tensor",
+    "any_sequence_of_calls",
+    **FEW,
+    tensor_learning_rates=True,
+)
+class TakesNumbers(Decayed):
+    def lr_of(self, group):
+        return self.defaults["lr"] if isinstance(group["lr"], Tensor) else group["lr"]
+
+
+@planted(
+    "forgets ``max_norm`` where there is a scale",
+    "any_sequence_of_calls_is_near_float64",
+    **FEW,
+    reference=lambda self, params: Decayed(params),
+)
+class ForgetsToClip(Decayed):
+    def unscale_and_step(self, closure=None, grads_scaled_by=None, *, max_norm=None, **keywords):
+        if grads_scaled_by is not None:
+            max_norm = None
+        return super().unscale_and_step(closure, grads_scaled_by, max_norm=max_norm, **keywords)
 
 
 @planted(

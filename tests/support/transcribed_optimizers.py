@@ -108,6 +108,23 @@ class NovoGrad(Transcribed):
 class ScheduleFreeAdamW(Transcribed):
     """``AdamWScheduleFree`` of facebookresearch/schedule_free."""
 
+    trains = True
+
+    @torch.no_grad()
+    def _switch(self, trains: bool) -> None:
+        for group in self.param_groups:
+            beta1, _ = group["betas"]
+            for p in group["params"]:
+                if trains != self.trains and "z" in self.state[p]:
+                    p.lerp_(end=self.state[p]["z"], weight=1 - (beta1 if trains else 1 / beta1))
+        self.trains = trains
+
+    def train(self) -> None:
+        self._switch(True)
+
+    def eval(self) -> None:
+        self._switch(False)
+
     def one(self, p, g, state, lr, betas, eps, weight_decay, warmup_steps, r, weight_lr_power, **_):
         beta1, beta2 = betas
         k = state["step"] - 1

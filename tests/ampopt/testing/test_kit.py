@@ -13,7 +13,15 @@ from support import torch_options
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.testing import assert_bitwise_unchanged, inject_overflow
+from ampopt.testing import (
+    Blueprint,
+    History,
+    assert_bitwise_unchanged,
+    assert_same,
+    bits,
+    inject_overflow,
+)
+from ampopt.testing.failures import Summary, explanations, of_calls, of_example
 from ampopt.testing.saving import loaded, written
 
 ROOT = Path(__file__).parents[3]
@@ -58,6 +66,84 @@ def test_a_strangers_file_is_tested_and_reported(tmp_path):
     assert "make must return an ampopt.Optimizer, got SGD" in done.stdout
     assert "TestNotOurs().replay(" in done.stdout
     assert "1 failed" in done.stdout, done.stdout
+
+
+FAILING = """
+import hypothesis, torch, ampopt
+from ampopt.testing import OptimizerContract
+
+hypothesis.settings.register_profile("theirs", max_examples=15, derandomize=True, database=None)
+hypothesis.settings.load_profile("theirs")
+
+class Flat(ampopt.Optimizer):
+    def __init__(self, params, lr=0.5):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.add_(p)
+                    p.reshape(-1).sub_(group["lr"] * p.grad.reshape(-1))
+
+class TestFlat(OptimizerContract):
+    closures = False
+
+    def make(self, params):
+        return Flat(params)
+"""
+
+
+def test_failures_are_summed_up_the_smallest_first_with_the_claim_that_explains_each(tmp_path):
+    (tmp_path / "test_flat.py").write_text(FAILING, encoding="utf-8")
+    options = ["-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
+    names = "leaves_gradients_alone or layout_does_not_matter"
+    done = outside(tmp_path, *options, "-k", names)
+    _, summary = done.stdout.split(" ampopt.testing ")
+    lines = summary.splitlines()[1:]
+    assert lines[0] == "TestFlat: 2 invariants not kept; the smallest example first"
+    assert lines[1].startswith("test_a_step_leaves_gradients_alone (1 parameter, 1 element, ")
+    assert lines[2].startswith("    the step wrote to p.grad: [0]")
+    assert lines[3] == "    if it is not meant to: leaves_gradients = False"
+    assert lines[4].startswith("test_layout_does_not_matter (1 parameter, ")
+    assert "any_layout = False" in lines[6]
+
+
+def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
+    summary = Summary()
+    params = (Blueprint((2, 0), (), torch.float64), Blueprint((2, 2), (1.0,), layout="transposed"))
+    history = History(params, ((None, None),), (False,), (1,))
+    error = AssertionError("off" * 100)
+    for _ in range(20):
+        claims = ("plain_steps", "checkpoints")
+        summary.note("TestMine", of_example("test_it", error, {"history": history}, claims))
+    summary.note("TestMine", of_calls("test_that", error, ["advance", "load"], ("plain_steps",)))
+    lines = list(summary.lines())
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 110
+    assert lines[1] == "test_that (2 calls)"
+    assert lines[3] == "    if it is not meant to: checkpoints = False"
+    assert list(explanations(("plain_steps", "checkpoints"), {"history": history})) == [
+        "checkpoints = False",
+        "shapes = strategies.shapes(min_side=1), for it takes no empty parameter",
+        "any_layout = False",
+        "several_groups = False",
+        "dtypes = (torch.float32,)",
+    ]
+
+
+def test_of_a_tensor_the_first_element_that_differs_is_named():
+    one, other = torch.arange(600.0).reshape(20, 30), torch.arange(600.0).reshape(20, 30)
+    other[3, 5:] = -1.0
+    with pytest.raises(AssertionError) as found:
+        assert_same(bits({"a": [one]}), bits({"a": [other]}), "two results")
+    message = "two results:\n  ['a'][0][3, 5] is 95.0, not -1.0 (25 of 600 elements differ)"
+    assert str(found.value) == message
+    with pytest.raises(AssertionError, match="it is -0.0, not 0.0$"):
+        assert_same(bits(torch.tensor(-0.0)), bits(torch.tensor(0.0)), "zeros")
+    with pytest.raises(AssertionError, match=r"and in 15 more places$"):
+        assert_same(bits(list(one)), bits(list(one + 1)), "many")
 
 
 def test_what_is_missing_is_named_and_only_asked_for_by_the_kit(tmp_path):

@@ -21,6 +21,7 @@ from ampopt_kernels import (
     minimum,
     power,
     rules,
+    sign,
     sqrt_rn,
     tl,
     torch_language,
@@ -222,7 +223,7 @@ def uses_all_there_is(x):
     z = z + tl.log(y) + tl.log2(y) + tl.sqrt(y) + tl.rsqrt(y) + tl.sigmoid(x)
     for i in tl.static_range(2):
         z = z + tl.where((x > i) & (y < 4) | ~(x > -1), x, y)
-    z = maximum(minimum(z, 4.0), x)
+    z = maximum(minimum(z, 4.0), x) * sign(x)
     return z + div_rn(x, y) + sqrt_rn(y) + as_float32(x) + power(y, 2.0)
 
 

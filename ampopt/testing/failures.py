@@ -1,0 +1,141 @@
+"""What is said of failures: which claim would explain one, and all of them, the smallest first."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampopt.testing.blueprints import History
+
+__all__ = ["Failure", "Summary", "explanations", "of_calls", "of_example", "summary_of"]
+
+_LINES = 24
+"""Of a summary, at most: a screen."""
+_WIDTH = 100
+_PLUGIN = "ampopt.testing summary"
+_BY_CALL = {
+    "save": "checkpoints",
+    "load": "checkpoints",
+    "deepcopy": "deepcopies",
+    "add_group": "several_groups",
+}
+"""What an optimizer claims that takes part in a call of the state machine."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One invariant that does not hold, with the example that it was shrunk to.
+
+    Attributes:
+        test: its name.
+        size: of the example, in words.
+        order: by which the smallest comes first.
+        message: what was found.
+        explanations: what to claim, if the optimizer is not meant to keep the invariant.
+    """
+
+    test: str
+    size: str
+    order: tuple[int, ...]
+    message: str
+    explanations: tuple[str, ...]
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """As a summary shows it."""
+        yield f"{self.test} ({self.size})"
+        found = [line.strip() for line in self.message.splitlines() if line.strip()]
+        yield "    " + _cut(" ".join(found[:2]) or "no message")
+        if self.explanations:
+            yield "    " + _cut(f"if it is not meant to: {', or '.join(self.explanations)}")
+
+
+def of_example(
+    test: str, error: BaseException, drawn: Mapping[str, Any], claims: Iterable[str]
+) -> Failure:
+    """The failure of a test that was given ``drawn``, of an invariant that needs ``claims``."""
+    history = drawn.get("history")
+    size, order = "an example", (0,)
+    if isinstance(history, History):
+        steps, params = len(history.steps), len(history.params)
+        size, order = history.size, (sum(p.numel for p in history.params), params, steps)
+    return Failure(test, size, order, str(error), tuple(explanations(claims, drawn)))
+
+
+def of_calls(
+    test: str, error: BaseException, called: Iterable[str], claims: Iterable[str]
+) -> Failure:
+    """The failure of a sequence of calls, which are given by name."""
+    called = list(called)
+    by_call = (_BY_CALL[name] for name in called if name in _BY_CALL)
+    size = f"{len(called)} call{'' if len(called) == 1 else 's'}"
+    told = tuple(explanations(dict.fromkeys((*claims, *by_call)), {}))
+    return Failure(test, size, (len(called),), str(error), told)
+
+
+def explanations(claims: Iterable[str], drawn: Mapping[str, Any]) -> Iterator[str]:
+    """What a class may say if its optimizer does not keep an invariant on purpose.
+
+    Args:
+        claims: that the invariant needs.
+        drawn: the example. It is as simple as can be, so what it has still is needed to fail.
+    """
+    yield from (f"{claim} = False" for claim in claims if claim != "plain_steps")
+    history = drawn.get("history")
+    if not isinstance(history, History):
+        return
+    tensors = [*history.params, *(grad for step in history.steps for grad in step if grad)]
+    if not all(tensor.numel for tensor in tensors):
+        yield "shapes = strategies.shapes(min_side=1), for it takes no empty parameter"
+    if any(tensor.layout in ("strided", "transposed", "channels_last") for tensor in tensors):
+        yield "any_layout = False"
+    if history.groups:
+        yield "several_groups = False"
+    if any(tensor.dtype == torch.float64 for tensor in tensors):
+        yield "dtypes = (torch.float32,)"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
+
+
+class Summary:
+    """A plugin of pytest's, which tells at the end what failed of each contract."""
+
+    def __init__(self) -> None:
+        """Nothing has failed yet."""
+        self._failed: dict[str, list[Failure]] = {}
+
+    def note(self, contract: str, failure: Failure) -> None:
+        """Remember a failure of the class ``contract``."""
+        self._failed.setdefault(contract, []).append(failure)
+
+    def lines(self) -> Iterator[str]:
+        """A screen of them, the smallest example of each contract first."""
+        for contract, failed in self._failed.items():
+            failed = sorted(failed, key=lambda failure: failure.order)
+            number = f"{len(failed)} invariant{'' if len(failed) == 1 else 's'}"
+            shown = [line for failure in failed for line in failure.lines]
+            whole = len(shown) < _LINES
+            yield f"{contract}: {number} not kept; the smallest example first"
+            yield from shown if whole else shown[: _LINES - 2]
+            if not whole:
+                yield "and more: mend the first, and run again"
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print them below the reports of pytest's."""
+        lines = list(self.lines())
+        if lines:
+            terminalreporter.section("ampopt.testing")
+            for line in lines:
+                terminalreporter.write_line(line)
+
+
+def summary_of(config: Any) -> Summary:
+    """The summary of a run of pytest's."""
+    summary = config.pluginmanager.get_plugin(_PLUGIN)
+    if summary is None:
+        summary = Summary()
+        config.pluginmanager.register(summary, _PLUGIN)
+    return summary
