@@ -65,7 +65,8 @@ class Row:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The arithmetic dtype: float64 for float64 gradients or parameters, else float32."""
-        return arithmetic(*self.dtypes[:2])
+        given = (self.grad_dtype,) if self.param is None else (self.grad_dtype, self.param.dtype)
+        return arithmetic(*given)
 
 
 @dataclass

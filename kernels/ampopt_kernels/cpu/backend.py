@@ -29,6 +29,12 @@ class Cpu(Eager):
     name = "eager"
     host_sees = True
 
+    def prepare(self, work: Work) -> None:
+        """See :meth:`Backend.prepare`."""
+        made = pieces_of(work)
+        if made.prepared_by is not self:
+            made.prepared_by = self if self._prepare(work) else None
+
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""
         parts: list[tuple[Tensor, torch.dtype, bool, Sequence[int]]]
@@ -75,7 +81,6 @@ class Cpu(Eager):
         sums = torch.zeros(len(work.rows), n_terms, dtype=torch.float64, device="cpu")
         if skip > 0:
             return sums
-        self._prepare_once(work)
         last, h = None, ()
         for block, piece in pieces_of(work).pieces:
             if block is not last:
@@ -95,8 +100,6 @@ class Cpu(Eager):
         rule = work.rule
         assert rule is not None
         made = pieces_of(work)
-        if not skip > 0 and decision.sums is None:  # else they are prepared
-            self._prepare_once(work)
         last, h, varies = None, (), False
         for block, piece in made.pieces:
             grad = piece.gather(work, again=False)
@@ -134,13 +137,8 @@ class Cpu(Eager):
             for grad in grads
         )
 
-    def _prepare_once(self, work: Work) -> None:
-        made = pieces_of(work)
-        if made.prepared_by is not self:
-            made.prepared_by = self if self._prepare(work) else None
-
     def _prepare(self, work: Work) -> bool:
-        """Do beforehand what may fail; return whether that was all, for all steps."""
+        """:meth:`prepare`; return whether that was all, for all steps."""
         return True
 
     def _sum(

@@ -79,7 +79,7 @@ class Compiled(Cpu):
             return
         start = time.perf_counter()
         super()._apply(rule, piece, tensors, h)
-        self._note_spent(_key(rule, piece, tensors[0], len(h)), start)
+        self._note_spent(_key(rule, piece, len(h)), start)
 
     def _sum(
         self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
@@ -88,7 +88,7 @@ class Compiled(Cpu):
             return piece.sums(array("d", h), tensors)
         start = time.perf_counter()
         sums = super()._sum(rule, piece, tensors, h)
-        self._note_spent(_key(rule, piece, tensors[0], len(h), reduces=True), start)
+        self._note_spent(_key(rule, piece, len(h), reduces=True), start)
         return sums
 
     def _note_spent(self, key: _Key, start: float) -> None:
@@ -105,19 +105,17 @@ class Compiled(Cpu):
         return super()._surely_finite(grads)
 
     def _prepare(self, work: Work) -> bool:
-        # While nothing has changed yet that a failure would leave half done.
         rule = work.rule
         assert rule is not None
         decided, used = True, False
         for block, piece in pieces_of(work).pieces:
             if piece.param.numel():
                 widths = rule.widths(len(work.hyper[block.group]))
-                grad = piece.gather(work, again=False)
-                key = _key(rule, piece, grad, 2 + widths.update)
+                key = _key(rule, piece, 2 + widths.update)
                 piece.function = self._function(key)
                 keys = [key]
                 if rule.reduces:
-                    keys.append(_key(rule, piece, grad, 2 + widths.reduce, reduces=True))
+                    keys.append(_key(rule, piece, 2 + widths.reduce, reduces=True))
                     piece.sums = self._function(keys[1])
                 used = used or piece.function is not None
                 decided = decided and all(
@@ -218,8 +216,8 @@ class _Sums:
         return parts.sum(1)
 
 
-def _key(rule: Rule, piece: Piece, grad: Tensor, width: int, *, reduces: bool = False) -> _Key:
+def _key(rule: Rule, piece: Piece, width: int, *, reduces: bool = False) -> _Key:
     """What :func:`source_of` takes for a piece and its gradients."""
     stored = piece.rest[: len(rule.state_for(piece.flags))] if reduces else piece.rest
-    dtypes = tuple(t.dtype for t in (grad, piece.param, *stored))
-    return rule, piece.flags, dtypes, width, reduces
+    dtypes = tuple(t.dtype for t in (piece.param, *stored))
+    return rule, piece.flags, (piece.rows[0].grad_dtype, *dtypes), width, reduces
