@@ -26,9 +26,9 @@ An overflowed step is skipped where the gradients are, and the host waits for no
 - In loops of others: ``ampopt.integrations`` for Lightning, Accelerate and transformers.
 - On many ranks: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``, which is
   loaded when it is asked for, and so not listed here: the module behind it takes seconds.
-- To look: ``first_nonfinite`` names the module that overflows, ``profile`` says where the host
-  waits, ``set_backend`` chooses what runs, ``python -m ampopt`` says what is here, and
-  ``python -m ampopt.bench`` how fast.
+- To look: ``Watch`` notes what overflows and when, ``first_nonfinite`` names the module that does,
+  ``profile`` says where the host waits, ``set_backend`` chooses what runs, ``python -m ampopt``
+  says what is here, and ``python -m ampopt.bench`` how fast.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,7 @@ from ampopt.scheduler_gate import lr_scheduler_gate
 from ampopt.third_party import extend, patch_optimizer
 from ampopt.together import unscale_and_step
 from ampopt.train_step import TrainStep
+from ampopt.watching.watch import Watch
 
 if TYPE_CHECKING:
     from ampopt.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer as _Zero
@@ -124,6 +125,7 @@ __all__ = [
     "StepResult",
     "TrainStep",
     "Unscaled",
+    "Watch",
     "autocast",
     "averaged",
     "cast",

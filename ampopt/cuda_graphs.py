@@ -213,7 +213,9 @@ class Captured:
             ours.grad_norm = capture.norm.clone()
         decision = capture.decision
         ours.rule.decision = decision and replace(
-            decision, factors=decision.factors_on_device.clone()
+            decision,
+            factors=decision.factors_on_device.clone(),
+            scaled_by=None if scale is None else scale._value,
         )
         run_step_hooks(optimizer)
         found = () if decision is None else [part.kept() for part in decision.found]

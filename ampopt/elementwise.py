@@ -137,12 +137,13 @@ class ElementwiseOptimizer(Optimizer):
         try:
             self.check_step()
             loss = evaluated(closure)
-            request = ours.asked or Request(check=False)
+            judged = None if ours.pending is None else ours.pending.decision
+            request = ours.asked or Request(check=False, judged=judged)
         finally:
             ours.asked = None  # whatever the closure does, it is for this step alone
         if left is not None:
             request = left.request
-        decision = ours.rule.step(request)
+        decision = ours.rule.step(ours.asking(request))
         ours.note_norm(request, decision)
         if left is not None:
             left.put_back(self, decision)

@@ -345,7 +345,7 @@ class Optimizer(torch.optim.Optimizer):
             decision = ours.unscale(request_for(scale))
         found_inf = ours.flag(decision)
         successor = successor_of(scale, decision)
-        ours.pending = Pending(found_inf, scale, successor)
+        ours.pending = Pending(found_inf, scale, successor, decision)
         return Unscaled(found_inf, successor)
 
     @uncompiled
@@ -531,7 +531,9 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     if pending.scale is None:
         return StepResult(optimizer.step(), pending.found_inf, None)
     drop = pending.scale.drop_overflow_update
-    attempt = ours.attempt(Request(check=False, found_inf=pending.found_inf, drop=drop))
+    attempt = ours.attempt(
+        Request(check=False, found_inf=pending.found_inf, drop=drop, judged=pending.decision)
+    )
     # Stepping or not, unless a step hook has raised. Not every wrapper's step has hooks that
     # would have done it.
     ours.end_pending()

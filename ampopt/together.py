@@ -84,6 +84,8 @@ def unscale_and_step(
     for optimizer in optimizers:
         optimizer._ampopt.check_gradients()
     request = request_for(scale, max_norm=max_norm)
+    for optimizer in optimizers:
+        request = optimizer._ampopt.asking(request)
     decision = judge(groups, request, uploads=uploads, process_group=process_group)
     successor = successor_of(scale, decision)
     step = Request(check=False) if decision is None else _step_after(request, decision)
@@ -105,7 +107,13 @@ def _step_after(request: Request, decision: Decision) -> Request:
         coefficient = decision.clip
         wide = torch.ones_like(coefficient) if scale is None else scale.reshape(()).to(coefficient)
         scale = wide / coefficient
-    return Request(scale=scale, check=False, found_inf=decision.found_inf, drop=request.drop)
+    return Request(
+        scale=scale,
+        check=False,
+        found_inf=decision.found_inf,
+        drop=request.drop,
+        judged=decision,
+    )
 
 
 def _checked(optimizers: Any) -> list[Optimizer]:

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.overflow import judge_held
@@ -52,7 +51,7 @@ class ByRule(Stepping):
                 self.asked = None
         else:
             with torch.no_grad():
-                self.note_norm(request, self.rule.step(request))
+                self.note_norm(request, self.rule.step(self.asking(request)))
             mark_as_called(optimizer)
         return Attempt(self.rule.decision)
 
@@ -62,10 +61,10 @@ class ByRule(Stepping):
         if self.rule.need_torch():
             gradients.check(self.optimizer.param_groups)
             decision = self.unscale(request)
-            self.asked = Request(check=False)
+            self.asked = Request(check=False, judged=decision)
             return decision
         gradients.check(self.optimizer.param_groups)
-        judged = replace(request, max_norm=None)
+        judged = replace(self.asking(request), max_norm=None)
         decision = judge_held(
             self.masters.holders(written=False),
             gradients.owners(self.optimizer.param_groups),
@@ -80,7 +79,11 @@ class ByRule(Stepping):
             return None
         # The step that follows unscales and clips as it reads the gradients.
         self.asked = Request(
-            scale=request.scale, check=False, max_norm=request.max_norm, write=request.write
+            scale=request.scale,
+            check=False,
+            max_norm=request.max_norm,
+            write=request.write,
+            judged=decision,
         )
         return decision
 
@@ -93,7 +96,6 @@ class ByRule(Stepping):
         return None
 
     @property
-    def skip_flag(self) -> Tensor | None:
+    def decided(self) -> Decision | None:
         """See :class:`Stepping`."""
-        decision = self.rule.decision
-        return None if decision is None else decision.skip
+        return self.rule.decision

@@ -58,6 +58,8 @@ class Ordinary(Stepping):
         self._skipper: Skipper | None = None
         self._decision: Decision | None = None  # that the step is under, while it and hooks run
         self._is_over = False  # that step, and its post-hooks run
+        self._around: Decision | None = None  # that the last step was taken around, before hooks
+        self._around_which: Decision | None = None  # in its post-hooks
 
     @property
     def skipper(self) -> Skipper:
@@ -80,7 +82,9 @@ class Ordinary(Stepping):
 
     def around(self, step: Callable[[], Any], request: Request) -> Attempt:
         """Unscale and call ``step``, within the hooks, as ``request`` says, or skip it."""
-        return self._under_decision(request, functools.partial(self._step_or_skip, step))
+        attempt = self._under_decision(request, functools.partial(self._step_or_skip, step))
+        self._around = attempt.decision
+        return attempt
 
     def judge(self, request: Request) -> Decision | None:
         """Judge what a closure left in the gradients, and make them ready for ``step()``."""
@@ -97,6 +101,11 @@ class Ordinary(Stepping):
         return Snapshot(self.optimizer, shared=self._never_written)
 
     @property
+    def decided(self) -> Decision | None:
+        """See :class:`Stepping`."""
+        return self._decision if self._is_over else self._around_which
+
+    @property
     def skip_flag(self) -> Tensor | None:
         """See :class:`Stepping`.
 
@@ -108,6 +117,7 @@ class Ordinary(Stepping):
         """See :class:`Stepping`."""
         super().step_is_over()
         self._is_over = self._decision is not None
+        self._around_which, self._around = self._around, None
 
     # --- a step, or none --------------------------------------------------------------------------
 

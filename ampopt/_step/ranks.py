@@ -128,6 +128,15 @@ class Agreement:
         one = overflows.clamp(max=1.0).to(torch.float32)
         return Partials(one, squares if clips else None), ranks
 
+    def gathered(self, taken: Any) -> list[Any]:
+        """What all ranks have ``taken``, an object each. Synchronizes; all of them have to ask."""
+        every = [taken]
+        for group in self._groups:
+            others: list[Any] = [None] * torch.distributed.get_world_size(group)
+            torch.distributed.all_gather_object(others, every, group)
+            every = [one for other in others for one in other]
+        return every
+
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """``flag``, more than 0 for overflow, of all ranks: by one all-reduce on the device."""
         given = torch.as_tensor(flag, device=device)

@@ -5,7 +5,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 
 import torch
@@ -35,11 +35,13 @@ class Pending:
         found_inf: what it found.
         scale: that it was given.
         successor: of it.
+        decision: what it has decided; ``None`` without gradients or scale.
     """
 
     found_inf: Tensor
     scale: AnyScale | None
     successor: Any
+    decision: Decision | None = None
 
 
 class Attempt(NamedTuple):
@@ -74,6 +76,7 @@ class Stepping(ABC):
         asked: what the next call of ``optimizer.step`` is to do. The one value that cannot be an
             argument: between a control point and our step there may be hooks, a wrapper that
             somebody has put on the instance, or a closure. ``None`` outside of a control point.
+        watch: who notes what there is in the gradients, an :class:`ampopt.Watch`.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class Stepping(ABC):
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.pending: Pending | None = None
+        self.watch: Any = None
         self.sums = Accumulation(optimizer)
         self.grad_norm: Tensor | None = None
         self.uploads: dict[torch.device, Uploads] = {} if rule is None else rule.uploads
@@ -145,8 +149,20 @@ class Stepping(ABC):
 
     @property
     @abstractmethod
+    def decided(self) -> Decision | None:
+        """In a step post-hook: the decision that its step was taken under, if it was under one."""
+
+    @property
     def skip_flag(self) -> Tensor | None:
         """In a step post-hook: more than 0 if its step was skipped; ``None`` if certainly not."""
+        return None if self.decided is None else self.decided.skip
+
+    def asking(self, request: Request) -> Request:
+        """``request`` with what is to be found out besides, unless that was."""
+        judged = request.judged
+        if self.watch is None or (judged is not None and judged.measured):
+            return request
+        return replace(request, measure=True)
 
     def step_is_over(self) -> None:
         """``optimizer.step`` was called, whoever did, and its post-hooks are about to run."""
@@ -155,11 +171,15 @@ class Stepping(ABC):
     def attempt_with_sums(self, request: Request) -> Attempt:
         """As :meth:`attempt`, with what was accumulated; the decision is that on all of it."""
         self.check_gradients()
-        decision = self.take_sums(request)
+        decision = self.take_sums(self.asking(request))
         self.sums.unhook()
         found_inf = None if decision is None else decision.found_inf
         step = Request(
-            check=False, found_inf=found_inf, drop=request.drop, max_norm=request.max_norm
+            check=False,
+            found_inf=found_inf,
+            drop=request.drop,
+            max_norm=request.max_norm,
+            judged=decision,
         )
         try:
             return self.attempt(step)._replace(decision=decision)
@@ -176,7 +196,7 @@ class Stepping(ABC):
         """
         if self.rule is not None and request.scale is not None:
             self.rule.need_torch()  # refuses sparse gradients where the step would
-        decision = self.masters.unscale(request, self.agreement(), self.uploads)
+        decision = self.masters.unscale(self.asking(request), self.agreement(), self.uploads)
         self.note_norm(request, decision)
         return decision
 

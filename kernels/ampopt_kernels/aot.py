@@ -32,6 +32,7 @@ import torch
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
+from ampopt_kernels.ledger import Attempt, Part, zeros
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Request, Row, Work, run
@@ -42,7 +43,7 @@ __all__ = ["Case", "Launch", "Report", "cases", "count_hyper", "launches", "main
 TARGETS = ("sm_80", "sm_90", "gfx942")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 REQUESTS = (
-    "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned",
+    "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned", "watched",
     "accumulate", "accumulate anew", "accumulate or reject",
 )  # fmt: skip
 """What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
@@ -157,7 +158,7 @@ class Report:
         if self.error:
             return f"{line} failed {self.error}"
         line += f" ok registers={self.registers} spills={self.spills}"
-        if self.kernel in ("control", "sum"):
+        if self.kernel in ("control", "sum", "watch"):
             return line  # reads a few numbers for each parameter
         vectorized = "yes" if self.vectorized else "no"
         return f"{line} vectorized={vectorized} barriers={self.barriers} bytes={self.bytes:g}"
@@ -204,6 +205,7 @@ def launches(case: Case) -> list[Launch]:
         "scaled norm": Request(scale=scale, max_norm=1.0),
         "unscale": Request(scale=scale, write=True, apply=False),
         "unaligned": Request(scale=scale),
+        "watched": Request(scale=scale, measure=True),
         "accumulate": Request(scale=scale, accumulate=True, apply=False),
         "accumulate anew": Request(scale=scale, accumulate=True, apply=False),
         "accumulate or reject": Request(
@@ -212,7 +214,12 @@ def launches(case: Case) -> list[Launch]:
     }[case.request]
     recorded: list[Launch] = []
     backend = Triton(lambda device, kernel, n, given: recorded.append(Launch(kernel, given)))
-    run(lambda _: backend, [work], request)
+    decision = run(lambda _: backend, [work], request)
+    if request.measure:
+        norm = torch.zeros(())
+        attempt = Attempt(1, decision.skip, decision.found_inf, norm, scale, norm)
+        where = (zeros(1, 1, work.device), attempt, decision.found[0], [Part(0, 1, 0)])
+        backend.note(*where, work.uploads, notes_step=True)
     return recorded
 
 

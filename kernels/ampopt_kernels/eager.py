@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.found import Found
+from ampopt_kernels.found import Found, measured
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Work
@@ -51,15 +51,15 @@ class Eager(Backend):
         if request.scale is not None:
             look = Tensor.item if self._reads(work.device) else _wide
             inverse = reciprocal(look(request.scale))
-        flags, rows, squares, wide = [], [], [], widest(work.device)
+        flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
         norms = request.max_norm is not None
         for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
             dtype = row.compute_dtype
             if not grad.numel():
                 continue
             factor = _cast(inverse, dtype)
+            unscaled = grad.to(dtype) * factor if request.write or request.measure else grad
             if request.write:
-                unscaled = grad.to(dtype) * factor
                 low, high = unscaled.aminmax()
                 grad.copy_(unscaled)
                 norm = torch.linalg.vector_norm(unscaled, dtype=wide) if norms else None
@@ -69,13 +69,15 @@ class Eager(Backend):
                 norm = torch.linalg.vector_norm(grad, dtype=wide) * inverse if norms else None
             flags.append(~(low.isfinite() & high.isfinite()))
             rows.append(place)
+            if request.measure:
+                measures.append(measured(unscaled, row.counted))
             if norm is not None and row.counted:
                 squares.append(norm * norm)
         judged = _made(flags, torch.float32, work.device)
         return Partials(
             judged,
             _made(squares, wide, work.device) if norms else None,
-            (Found(judged, rows, work.owners),),
+            (Found(judged, rows, work.owners, torch.stack(measures) if measures else None),),
         )
 
     def accumulate(self, work: Work, request: Request) -> Partials:
@@ -156,6 +158,8 @@ class Eager(Backend):
             scale=scale,
             counters=counters,
             found=() if partials is None else partials.found,
+            scaled_by=request.scale,
+            judged=request.judged,
         )
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:

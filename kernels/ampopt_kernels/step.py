@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.found import NOBODY, Found, Owner
+from ampopt_kernels.ledger import Attempt, Ledger, Part, note
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.sums import AgreeOnSums, Sums, over_all
@@ -138,6 +139,8 @@ class Request:
         agree: makes of what was found here, and of :attr:`found_inf`, what all ranks have found,
             as one part on the device that it is given.
         agree_on_sums: likewise of what a rule has summed up over parameters.
+        measure: measure the gradients for who watches them; see :class:`Found`.
+        judged: the decision that was made of these gradients before, whose step this is.
     """
 
     scale: Tensor | None = None
@@ -152,10 +155,12 @@ class Request:
     apply: bool = True
     agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
     agree_on_sums: AgreeOnSums | None = None
+    measure: bool = False
+    judged: "Decision | None" = None
 
     @property
     def asks(self) -> bool:
-        """Whether there is anything to find out: an overflow, or a norm."""
+        """Whether there is anything to agree on: an overflow, or a norm."""
         return self.check or self.max_norm is not None
 
 
@@ -212,6 +217,8 @@ class Decision:
             rule that reduces, what ``rule.before_reduce`` gave.
         found: see :class:`Partials`.
         sums: what the rule has summed up over parameters, once all have it.
+        scaled_by: the factor that the gradients carried.
+        judged: see :class:`Request`.
     """
 
     found_inf: Tensor
@@ -222,6 +229,13 @@ class Decision:
     h: Tensor | None = None
     found: tuple[Found, ...] = ()
     sums: Sums | None = None
+    scaled_by: Tensor | None = None
+    judged: "Decision | None" = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether the gradients were measured; see :class:`Found`."""
+        return any(part.measures is not None for part in self.found)
 
     @functools.cached_property
     def factors_on_device(self) -> Tensor:
@@ -296,6 +310,19 @@ class Backend(ABC):
         Advances the scalars first, unless ``decision.h`` says that control did.
         """
 
+    def note(
+        self,
+        ledger: Ledger,
+        attempt: Attempt,
+        found: Found | None,
+        parts: Sequence[Part],
+        uploads: Uploads,
+        *,
+        notes_step: bool,
+    ) -> None:
+        """Add a step to a ledger; see :func:`ampopt_kernels.ledger.note`."""
+        note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
+
 
 def run(
     backend_for: Callable[[torch.device], Backend], works: Sequence[Work], request: Request
@@ -315,7 +342,7 @@ def run(
         backends.append(backend_for(work.device))
         if request.apply:
             backends[-1].prepare(work)
-    detects = request.asks or request.write or request.accumulate
+    detects = request.asks or request.write or request.measure or request.accumulate
     asked = [_on(work.device, request) for work in (works if detects else works[:1])]
     partials = None
     if detects:

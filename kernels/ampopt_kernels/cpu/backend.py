@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.bundles import Piece, pieces_of
+from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.native import PART
 from ampopt_kernels.cpu.sums import halved, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
@@ -52,13 +53,16 @@ class Cpu(Eager):
         parts = [part for part in parts if part[0].numel()]
         grads = [grad for grad, *_ in parts]
         squares = None if request.max_norm is None else self._sums_of_squares(grads)
-        # Where unscaling makes nothing larger.
-        finite = 0 <= inverse <= 1 and (
-            self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
-        )
+        found = (found_in(work, inverse),) if request.measure else ()
+        if found:
+            finite = not any(found[0].flags)
+        else:
+            # Where unscaling makes nothing larger.
+            finite = 0 <= inverse <= 1 and (
+                self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
+            )
         flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype, *_ in parts]
-        found = ()
-        if any(flags):
+        if any(flags) and not found:
             among = [
                 row for flag, part in zip(flags, parts, strict=True) if flag for row in part[3]
             ]

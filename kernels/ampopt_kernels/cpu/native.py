@@ -57,6 +57,8 @@ def loops() -> ctypes.CDLL:
     made.all_finite.argtypes = (pointer, pointer, pointer, count, count)
     made.sums_of_squares.argtypes = (pointer, pointer, pointer, count, count, pointer)
     made.sums_of_squares.restype = None
+    made.measure.argtypes = (pointer, pointer, pointer, count, count, pointer, pointer)
+    made.measure.restype = None
     made.common.argtypes, made.common.restype = (pointer, count), ctypes.c_double
     numbers = made
     return made

@@ -7,6 +7,7 @@ import math
 import operator
 from array import array
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from ampopt_kernels.cpu import native
 from ampopt_kernels.cpu.objects import addresses
 
-__all__ = ["all_finite", "can_square", "common", "sums_of_squares"]
+__all__ = ["all_finite", "can_square", "common", "measures", "sums_of_squares"]
 
 _DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 
@@ -42,6 +43,25 @@ def sums_of_squares(tensors: list[Tensor]) -> list[float]:
     threads = torch.get_num_threads()
     native.loops().sums_of_squares(*starts, len(sums), threads, sums.buffer_info()[0])
     return sums.tolist()
+
+
+def measures(tensors: list[Tensor], bounds: Iterable[tuple[int, ...]]) -> Tensor:
+    """Of dense CPU tensors of dtypes that rules take, as they are: float64, shape (tensors, 5).
+
+    Whether a magnitude reaches the last of its ``bounds``; the largest that does not; how many of
+    these reach the first; how many of those do not reach the second; the sum of squares.
+
+    Args:
+        tensors: to be read once.
+        bounds: three magnitudes of each, as the integers that have their bits.
+    """
+    found = torch.empty(len(tensors), 5, dtype=torch.float64, device="cpu")
+    numbers = (*_located(tensors), array("q", chain.from_iterable(bounds)))
+    where, dtypes, sizes, three = (x.buffer_info()[0] for x in numbers)
+    threads = torch.get_num_threads()
+    loop = native.loops().measure
+    loop(where, dtypes, sizes, len(tensors), threads, three, found.data_ptr())
+    return found
 
 
 def common(tensor: Tensor) -> float | None:

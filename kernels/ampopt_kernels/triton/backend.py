@@ -1,6 +1,6 @@
 """The triton backend: three multi-tensor launches over a table of addresses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.native import want_object_loops
-from ampopt_kernels.found import Found
+from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
+from ampopt_kernels.ledger import Attempt, Ledger, Part
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.triton.accumulate import accumulate_kernel
@@ -19,6 +20,8 @@ from ampopt_kernels.triton.launch import THREADS, Launcher, launch
 from ampopt_kernels.triton.reduce import reduce_kernel, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
+from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.triton.watch import watch_kernel
 
 __all__ = ["BLOCK", "Triton"]
 
@@ -76,6 +79,11 @@ class Triton(Backend):
         squares = torch.empty(
             table.n_blocks if norm else 0, dtype=torch.float64, device=work.device
         )
+        measures = torch.empty(
+            (table.n_blocks if request.measure else 0, MEASURES),
+            dtype=torch.float64,
+            device=work.device,
+        )
         for group in table.launches:
             arguments = {
                 "table": table.rows,
@@ -85,18 +93,21 @@ class Triton(Backend):
                 "scale": flags if request.scale is None else request.scale,
                 "flags": flags,
                 "squares": squares,
+                "measures": measures,
                 "DTYPE": _DTYPES[group.like.grad_dtype],
                 "COMPUTE": _DTYPES[group.like.compute_dtype],
                 "ALIGN": group.align,
                 "HAS_SCALE": request.scale is not None,
                 "WRITE": request.write,
                 "NORM": norm,
+                "MEASURE": request.measure,
                 "COLUMNS": table.columns,
                 "BLOCK": BLOCK,
                 "AHEAD": AHEAD * THREADS // (group.like.grad_dtype.itemsize * BLOCK),
             }
             self._launch(work.device, detect_kernel, group.programs, arguments)
-        found = Found(flags, table.row_of_block, work.owners)
+        measured = measures if request.measure else None
+        found = Found(flags, table.row_of_block, work.owners, measured)
         return Partials(flags, squares if norm else None, (found,))
 
     def accumulate(self, work: Work, request: Request) -> Partials:
@@ -142,6 +153,8 @@ class Triton(Backend):
             counters=torch.empty(2, dtype=torch.int32, device=device) if has_policy else None,
             h=_h_table(work, to_reduce=_reduces(work)) if request.apply else None,
             found=() if partials is None else partials.found,
+            scaled_by=request.scale,
+            judged=request.judged,
         )
         self._launch_control(work, request, partials, decision, decide=True)
         return decision
@@ -164,6 +177,47 @@ class Triton(Backend):
         given = {"parts": parts, "spans": spans, "sums": sums, "N_TERMS": n_terms, "PARTS": PARTS}
         self._launch(work.device, sum_kernel, len(work.rows), given)
         return sums
+
+    def note(
+        self,
+        ledger: Ledger,
+        attempt: Attempt,
+        found: Found | None,
+        parts: Sequence[Part],
+        uploads: Uploads,
+        *,
+        notes_step: bool,
+    ) -> None:
+        """See :meth:`Backend.note`. One launch."""
+        device, numbers = ledger.numbers.device, ledger.numbers
+        if found is None or found.measures is None:
+            parts = ()
+        where = uploads.get("parts", [x for p in parts for x in p], torch.int64, device)
+        given = [attempt.skip, attempt.overflow, attempt.cause, attempt.scale, attempt.norm]
+        skip, overflow, cause, scale, norm = (numbers if x is None else x for x in given)
+        arguments = {
+            "flags": numbers if found is None else found.flags_on(device),
+            "measures": numbers if found is None or found.measures is None else found.measures,
+            "parts": where,
+            "n_parts": len(parts),
+            "numbers": numbers,
+            "places": ledger.places,
+            "number": attempt.number,
+            "at": (attempt.number - 1) % len(ledger.ring),
+            "skip": skip,
+            "overflow": overflow,
+            "cause": cause,
+            "scale": scale,
+            "norm": norm,
+            "HAS_SKIP": attempt.skip is not None,
+            "HAS_OVERFLOW": attempt.overflow is not None,
+            "HAS_CAUSE": attempt.cause is not None,
+            "HAS_SCALE": attempt.scale is not None,
+            "HAS_NORM": attempt.norm is not None,
+            "STEP": notes_step,
+            "BLOCK": ROWS,
+        }
+        self._launch(device, watch_kernel, 1 + len(parts), arguments)
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""

@@ -14,12 +14,14 @@ def detect_kernel(
     scale,
     flags,
     squares,
+    measures,
     DTYPE: tl.constexpr,
     COMPUTE: tl.constexpr,
     ALIGN: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     WRITE: tl.constexpr,
     NORM: tl.constexpr,
+    MEASURE: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -37,12 +39,14 @@ def detect_kernel(
         flags: float32, one for each of ``blocks``: 1 if it has a non-finite value, else 0.
         squares: float64, one for each of ``blocks``: sum of squares, 0 of a row that does not
             count; written if ``NORM``.
+        measures: float64, four for each of ``blocks``; see ``found``. Written if ``MEASURE``.
         DTYPE: of the gradients.
         COMPUTE: the arithmetic dtype.
         ALIGN: a power of two that divides every address.
         HAS_SCALE: whether the gradients are scaled.
         WRITE: whether to store the unscaled gradients.
         NORM: whether to sum squares.
+        MEASURE: whether to measure the gradients.
         COLUMNS: width of the table.
         BLOCK: elements at a time.
         AHEAD: blocks that are on their way from memory at once.
@@ -62,6 +66,9 @@ def detect_kernel(
     whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
     bad = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)
+    largest = tl.zeros((BLOCK,), COMPUTE)
+    used = tl.zeros((BLOCK,), tl.int32)
+    flushed = tl.zeros((BLOCK,), tl.int32)
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
     lanes = tl.arange(0, BLOCK)
     for offset in range(0, whole, AHEAD * BLOCK):
@@ -71,8 +78,10 @@ def detect_kernel(
         for i in tl.static_range(AHEAD):
             x = blocks_read[i].to(COMPUTE) * inverse  # pyright: ignore
             bad = bad | _not_finite(x)
-            if NORM:
+            if NORM or MEASURE:
                 total = _plus_square(total, x)
+            if MEASURE:
+                largest, used, flushed = _measured(largest, used, flushed, x)
             if WRITE:
                 tl.store(grad + offset + i * BLOCK + lanes, rounded(x, DTYPE))
     for offset in range(whole, end, BLOCK):
@@ -81,14 +90,23 @@ def detect_kernel(
         x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
         # A masked lane is 0; NaN if the reciprocal overflowed, but so then are others.
         bad = bad | _not_finite(x)
-        if NORM:
+        if NORM or MEASURE:
             total = _plus_square(total, x)
+        if MEASURE:
+            largest, used, flushed = _measured(largest, used, flushed, x)
         if WRITE:
             tl.store(grad + at, rounded(x, DTYPE), mask=live)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
-    if NORM:
+    if NORM or MEASURE:
         counted = tl.load(row + COLUMNS - 3)
-        tl.store(squares + program, tl.where(counted != 0, tl.sum(total, 0), 0.0))
+        square = tl.where(counted != 0, tl.sum(total, 0), 0.0)
+        if NORM:
+            tl.store(squares + program, square)
+        if MEASURE:
+            tl.store(measures + 4 * program, tl.max(largest, 0).to(tl.float64))
+            tl.store(measures + 4 * program + 1, tl.sum(used, 0).to(tl.float64))
+            tl.store(measures + 4 * program + 2, tl.sum(flushed, 0).to(tl.float64))
+            tl.store(measures + 4 * program + 3, square)
 
 
 @jit
@@ -102,3 +120,13 @@ def _plus_square(total, x):
     # exact in it either way.
     wide = x.to(tl.float64)
     return tl.fma(wide, wide, total)
+
+
+@jit
+def _measured(largest, used, flushed, x):
+    magnitude = tl.abs(x)
+    finite = tl.where(magnitude < float("inf"), magnitude, 0.0)
+    largest = tl.maximum(largest, finite)
+    used = used + (finite > 0).to(tl.int32)
+    flushed = flushed + ((finite > 0) & (finite <= 2.0**-25)).to(tl.int32)
+    return largest, used, flushed

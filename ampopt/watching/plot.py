@@ -1,0 +1,63 @@
+"""The picture of what a watch has read."""
+
+from typing import Any
+
+from ampopt.watching.report import worst_first
+
+__all__ = ["draw"]
+
+SHOWN = 30
+"""Parameters in the picture at most."""
+
+
+def draw(read: dict[str, Any], path: Any) -> None:
+    """Draw scale, norm and skips over the steps, and below what each parameter did.
+
+    Raises:
+        ImportError: there is no matplotlib.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "watch.plot() draws with matplotlib, which cannot be imported here: pip install "
+            "matplotlib, or print(watch) for a table"
+        ) from error
+    worst = worst_first(read)[:SHOWN]
+    figure = Figure(figsize=(9, 4.5 + 0.22 * len(worst)), layout="constrained")
+    FigureCanvasAgg(figure)  # whatever the program draws with
+    over_steps, of_layers = figure.subplots(2, 1, height_ratios=[4, 1 + 0.22 * len(worst)])
+    _draw_steps(over_steps, read["recent"])
+    _draw_parameters(of_layers, worst)
+    figure.savefig(path)
+
+
+def _draw_steps(axes: Any, recent: list[dict[str, Any]]) -> None:
+    for name, color in (("scale", "tab:blue"), ("norm", "tab:gray")):
+        known = [(step["step"], step[name]) for step in recent if step[name] is not None]
+        if known:
+            axes.step(*zip(*known, strict=True), where="mid", label=name, color=color)
+    axes.set_yscale("log", base=2)
+    skipped = [step["step"] for step in recent if step["skipped"]]
+    for at in skipped:
+        axes.axvline(at, color="tab:red", linewidth=0.8, alpha=0.6)
+    axes.set_title(f"{len(skipped)} of the last {len(recent)} steps skipped (red)")
+    axes.set_xlabel("step")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+
+
+def _draw_parameters(axes: Any, worst: list[tuple[str, dict[str, Any]]]) -> None:
+    columns = ("overflows", "largest", "underflow")
+    values = [[told[column] for column in columns] for _, told in worst]
+    tops = [max([row[i] for row in values], default=0) or 1 for i in range(len(columns))]
+    shares = [[value / top for value, top in zip(row, tops, strict=True)] for row in values]
+    if values:
+        axes.imshow(shares, aspect="auto", cmap="OrRd", vmin=0, vmax=1)
+    for y, row in enumerate(values):
+        for x, value in enumerate(row):
+            shown = f"{value:.1%}" if columns[x] == "underflow" else f"{value:.3g}"
+            axes.text(x, y, shown, ha="center", va="center", fontsize=8)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(worst)), [name for name, _ in worst], fontsize=8)

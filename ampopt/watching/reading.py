@@ -1,0 +1,182 @@
+"""What a watch has noted, on its way to the host, and as a dict once it is there."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampopt_kernels.devices import ACCELERATORS, current, stream
+from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, Ledger
+
+__all__ = ["Reading", "Taken", "described", "take"]
+
+GatherRanks = Callable[["Taken"], "list[Taken]"]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """All that a watch had noted at one moment, in the host's memory.
+
+    Attributes:
+        steps: attempts so far.
+        parameters: the five numbers of each by name; see :mod:`ampopt_kernels.ledger`.
+        totals: skips in a row, and skips by cause.
+        recent: shape (steps, RING), oldest first.
+    """
+
+    steps: int
+    parameters: dict[str, list[float]]
+    totals: list[float]
+    recent: list[list[float]]
+
+
+class Reading:
+    """What :meth:`ampopt.Watch.read_later` gives: a copy that is on its way."""
+
+    def __init__(
+        self,
+        steps: int,
+        forgotten: int,
+        copies: "Sequence[tuple[list[str], Ledger]]",
+        events: Sequence[Any],
+        gather: GatherRanks | None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            steps: attempts when it was taken.
+            forgotten: how many of the first of them are in no ring.
+            copies: of the ledgers, that of the steps first, with the names of their parameters.
+            events: that are done when the copies are there.
+            gather: brings together what all ranks have taken; ``None`` where one decides alone.
+        """
+        self._steps, self._forgotten = steps, forgotten
+        self._copies, self._events = copies, events
+        self._gather = gather
+
+    def done(self) -> bool:
+        """Whether :meth:`result` need not wait for a device. Never waits."""
+        return all(event.query() for event in self._events)
+
+    def result(self) -> dict[str, Any]:
+        """What :meth:`ampopt.Watch.read` would have given then. Waits until that is here.
+
+        Where ranks decide together, all of them have to ask.
+        """
+        taken = self.taken()
+        return described(taken if self._gather is None else merged(self._gather(taken)))
+
+    def taken(self) -> Taken:
+        """The numbers of this rank. Waits until they are here."""
+        for event in self._events:
+            event.synchronize()
+        _, steps = self._copies[0]
+        ring = steps.ring
+        first = max(self._forgotten, self._steps - len(ring))
+        order = [number % len(ring) for number in range(first, self._steps)]
+        return Taken(
+            self._steps,
+            {
+                name: row
+                for names, ledger in self._copies
+                for name, row in zip(names, ledger.parameters.tolist(), strict=True)
+            },
+            steps.totals.tolist(),
+            ring[order].tolist(),
+        )
+
+    def latest(self) -> dict[str, Any]:
+        """The last step, and the totals, of this rank. Waits until they are here."""
+        _, steps = self._copies[0]
+        for event in self._events:
+            event.synchronize()
+        entry = steps.ring[(self._steps - 1) % len(steps.ring)].tolist()
+        in_a_row, *by_cause = steps.totals.tolist()
+        told = {**_step(self._steps, entry), "skips": int(sum(by_cause))}
+        return {**told, "skips_in_a_row": int(in_a_row)}
+
+    def worst_share(self) -> tuple[float, str]:
+        """The largest share of flushed gradients, and the parameter whose it is."""
+        shares = []
+        for names, ledger in self._copies:
+            table = ledger.parameters
+            share = table[:, 4] / table[:, 3].clamp(min=1)
+            if len(names):
+                place = int(share.argmax())
+                shares.append((float(share[place]), names[place]))
+        return max(shares, default=(0.0, ""))
+
+
+def take(ledger: Ledger) -> tuple[Ledger, Any]:
+    """A copy of ``ledger`` in the host's memory, and the event after which it is there.
+
+    Does not wait for an accelerator.
+    """
+    numbers = ledger.numbers
+    if numbers.device.type not in ACCELERATORS:
+        return Ledger(numbers.clone() if numbers.is_cpu else numbers.cpu(), ledger.places), None
+    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+    with current(numbers.device):
+        copy.copy_(numbers, non_blocking=True)
+        event = torch.get_device_module(numbers.device).Event()
+        event.record(stream(numbers.device))
+    return Ledger(copy, ledger.places), event
+
+
+def described(taken: Taken) -> dict[str, Any]:
+    """What :meth:`ampopt.Watch.read` returns."""
+    in_a_row, *by_cause = taken.totals
+    first = taken.steps - len(taken.recent) + 1
+    return {
+        "steps": taken.steps,
+        "skips": int(sum(by_cause)),
+        "skips_in_a_row": int(in_a_row),
+        "skipped_by": {cause: int(n) for cause, n in zip(CAUSES, by_cause, strict=True)},
+        "parameters": {name: _parameter(row) for name, row in taken.parameters.items()},
+        "recent": [_step(first + i, entry) for i, entry in enumerate(taken.recent)],
+    }
+
+
+def _parameter(row: Sequence[float]) -> dict[str, Any]:
+    largest, overflows, last, used, flushed = row
+    return {
+        "overflows": int(overflows),
+        "last_overflow": int(last) or None,
+        "largest": largest,
+        "underflow": flushed / used if used else 0.0,
+    }
+
+
+def _step(number: int, entry: Sequence[float]) -> dict[str, Any]:
+    cause, scale, norm, squares = entry
+    if norm < 0:
+        norm = None if squares < 0 else math.sqrt(squares)
+    return {
+        "step": number,
+        "skipped": cause > 0,
+        "scale": None if scale < 0 else scale,
+        "norm": norm,
+    }
+
+
+def merged(ranks: Sequence[Taken]) -> Taken:
+    """What ranks that decide together have noted, as one.
+
+    Of a parameter that several have, in parts or alike, an overflow counts once a step on the rank
+    that has seen most of them. Squares add up to the norm.
+    """
+    parameters: dict[str, list[float]] = {}
+    for taken in ranks:
+        for name, row in taken.parameters.items():
+            known = parameters.setdefault(name, [0.0] * COLUMNS)
+            largest = [max(a, b) for a, b in zip(known[:3], row[:3], strict=True)]
+            parameters[name] = largest + [a + b for a, b in zip(known[3:], row[3:], strict=True)]
+    first = ranks[0]
+    recent = [list(entry) for entry in first.recent]
+    for taken in ranks[1:]:
+        for entry, other in zip(recent, taken.recent, strict=True):
+            squares = [x for x in (entry[RING - 1], other[RING - 1]) if x >= 0]
+            entry[RING - 1] = sum(squares) if squares else -1.0
+    return Taken(first.steps, parameters, first.totals, recent)

@@ -1,0 +1,152 @@
+"""What a watch keeps on a device: numbers of each parameter and of each step, and how they add up.
+
+All of them are in one vector, so that one copy brings them to the host::
+
+    largest, overflows, last overflow, used, flushed     of each parameter
+    skips in a row, skips by each cause                  of the steps
+    cause, scale, norm, squares                          of each of the last steps, in a ring
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.found import Found
+from ampopt_kernels.tensors import widest
+from ampopt_kernels.triton.uploads import Uploads
+
+__all__ = ["CAUSES", "COLUMNS", "RING", "Attempt", "Ledger", "Part", "note", "zeros"]
+
+COLUMNS = 5
+"""Numbers of each parameter: the attempts are counted from 1, and 0 is none."""
+CAUSES = ("overflow", "norm", "loss")
+"""Why a step is skipped; counted from 1, and 0 is a step that was taken."""
+RING = 4
+"""Numbers of each step; what it has not is ``NOT_GIVEN``."""
+NOT_GIVEN = -1.0
+
+
+class Part(NamedTuple):
+    """Where what was found of one parameter is, and where it goes.
+
+    Attributes:
+        first: of its parts.
+        parts: how many they are.
+        place: of the parameter in the ledger.
+    """
+
+    first: int
+    parts: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The vector of one device, and its parts as views.
+
+    Attributes:
+        numbers: ``widest``, all that there is.
+        places: how many parameters there is room for.
+    """
+
+    numbers: Tensor
+    places: int
+
+    @property
+    def parameters(self) -> Tensor:
+        """Shape (places, COLUMNS)."""
+        return self.numbers[: COLUMNS * self.places].view(-1, COLUMNS)
+
+    @property
+    def totals(self) -> Tensor:
+        """Skips in a row, and skips by cause."""
+        start = COLUMNS * self.places
+        return self.numbers[start : start + 1 + len(CAUSES)]
+
+    @property
+    def ring(self) -> Tensor:
+        """Shape (last, RING)."""
+        return self.numbers[COLUMNS * self.places + 1 + len(CAUSES) :].view(-1, RING)
+
+
+def zeros(places: int, last: int, device: torch.device) -> Ledger:
+    """A ledger of nothing yet, with a ring for ``last`` steps."""
+    size = COLUMNS * places + 1 + len(CAUSES) + RING * last
+    return Ledger(torch.zeros(size, dtype=widest(device), device=device), places)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One step that was taken or skipped, as a ledger notes it. Tensors are of one element.
+
+    Attributes:
+        number: counted from 1.
+        skip: more than 0 if it was skipped; ``None`` if certainly not.
+        overflow: more than 0 if gradients overflowed.
+        cause: of a skip for something else, counted as in ``CAUSES``; 0 or ``None`` for none.
+        scale: that the gradients carried; ``None`` for none.
+        norm: of all gradients, if somebody asked for it.
+    """
+
+    number: int
+    skip: Tensor | None = None
+    overflow: Tensor | None = None
+    cause: Tensor | None = None
+    scale: Tensor | None = None
+    norm: Tensor | None = None
+
+
+def note(
+    ledger: Ledger,
+    attempt: Attempt,
+    found: Found | None,
+    parts: Sequence[Part],
+    uploads: Uploads,
+    *,
+    notes_step: bool,
+) -> None:
+    """Add one step to a ledger, by torch's operations. Does not synchronize.
+
+    Args:
+        ledger: to add to.
+        attempt: that was made; its tensors are on the ledger's device.
+        found: in the gradients, measured, part by part a row; ``None`` if nobody has looked.
+        parts: of parameters of this ledger.
+        uploads: what the device holds of earlier steps.
+        notes_step: whether the step itself is noted here too.
+    """
+    device, wide = ledger.numbers.device, ledger.numbers.dtype
+    zero = torch.zeros((), dtype=wide, device=device)
+    skipped = zero if attempt.skip is None else (attempt.skip.reshape(()) > 0).to(wide)
+    squares, overflowed = torch.full_like(zero, NOT_GIVEN), zero
+    if found is not None and found.measures is not None and parts:
+        firsts = uploads.get("parts", [p.first for p in parts], torch.int64, device)
+        places = uploads.get("places", [p.place for p in parts], torch.int64, device)
+        flags = found.flags_on(device).to(wide)[firsts]
+        largest, used, flushed, sums = found.measures.to(device, wide)[firsts].unbind(1)
+        table = ledger.parameters[places]
+        table[:, 0] = torch.maximum(table[:, 0], largest)
+        table[:, 1] += flags
+        table[:, 2] = torch.where(flags > 0, attempt.number, table[:, 2])
+        table[:, 3] += used * (1 - skipped)
+        table[:, 4] += flushed * (1 - skipped)
+        ledger.parameters[places] = table
+        overflowed = flags.amax()
+        squares = torch.where(overflowed > 0, float("inf"), sums.sum())
+    if not notes_step:
+        return
+    found_inf = skipped if attempt.overflow is None else attempt.overflow.reshape(())
+    other = zero if attempt.cause is None else attempt.cause.reshape(()).to(wide)
+    cause = skipped * torch.where((found_inf > 0) | (other == 0), 1.0, other)
+    totals = ledger.totals
+    totals[0] = (totals[0] + 1) * skipped
+    totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause
+    entry = [cause, *(_given(x, zero) for x in (attempt.scale, attempt.norm)), squares]
+    ledger.ring[(attempt.number - 1) % len(ledger.ring)] = torch.stack(entry)
+
+
+def _given(value: Tensor | None, like: Tensor) -> Tensor:
+    return torch.full_like(like, NOT_GIVEN) if value is None else value.reshape(()).to(like)

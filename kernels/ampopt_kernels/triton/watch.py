@@ -1,0 +1,115 @@
+"""Watch: one launch that adds a step to a ledger."""
+
+from ampopt_kernels.language import kernel, tl
+
+__all__ = ["watch_kernel"]
+
+
+@kernel
+def watch_kernel(
+    flags,
+    measures,
+    parts,
+    n_parts,
+    numbers,
+    places,
+    number,
+    at,
+    skip,
+    overflow,
+    cause,
+    scale,
+    norm,
+    HAS_SKIP: tl.constexpr,
+    HAS_OVERFLOW: tl.constexpr,
+    HAS_CAUSE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add what detect found of one parameter, or, in the last program, the step itself.
+
+    Args:
+        flags: float32, of each block of detect's.
+        measures: float64, four of each.
+        parts: int64, (n_parts, 3): first block, blocks and place of each parameter.
+        n_parts: how many parameters; there is one program more.
+        numbers: float64, the ledger; see ``ledger``.
+        places: of parameters in it.
+        number: of the attempt, from 1.
+        at: its place in the ring.
+        skip: one element, more than 0 if the step was skipped; read if ``HAS_SKIP``.
+        overflow: one element, more than 0 if gradients overflowed; read if ``HAS_OVERFLOW``.
+        cause: one element, of a skip for something else; read if ``HAS_CAUSE``.
+        scale: one element; read if ``HAS_SCALE``.
+        norm: one element; read if ``HAS_NORM``.
+        HAS_SKIP: whether it may have been skipped.
+        HAS_OVERFLOW: whether gradients were judged.
+        HAS_CAUSE: whether there are other causes.
+        HAS_SCALE: whether gradients were scaled.
+        HAS_NORM: whether somebody asked for the norm.
+        STEP: whether the step is noted here.
+        BLOCK: blocks at a time.
+    """
+    program = tl.program_id(0)
+    skipped = tl.full((), 0.0, tl.float64)
+    if HAS_SKIP:
+        skipped = tl.where(tl.load(skip) > 0, 1.0, 0.0).to(tl.float64)
+    lanes = tl.arange(0, BLOCK)
+    if program < n_parts:
+        first = tl.load(parts + 3 * program)
+        count = tl.load(parts + 3 * program + 1)
+        row = numbers + 5 * tl.load(parts + 3 * program + 2)
+        flag = tl.zeros((BLOCK,), tl.float32)
+        largest = tl.zeros((BLOCK,), tl.float64)
+        used = tl.zeros((BLOCK,), tl.float64)
+        flushed = tl.zeros((BLOCK,), tl.float64)
+        for start in range(0, count, BLOCK):
+            live = start + lanes < count
+            block = first + start + lanes
+            flag = tl.maximum(flag, tl.load(flags + block, mask=live, other=0.0))
+            largest = tl.maximum(largest, tl.load(measures + 4 * block, mask=live, other=0.0))
+            used += tl.load(measures + 4 * block + 1, mask=live, other=0.0)
+            flushed += tl.load(measures + 4 * block + 2, mask=live, other=0.0)
+        overflowed = tl.max(flag, 0) > 0
+        tl.store(row, tl.maximum(tl.load(row), tl.max(largest, 0)))
+        tl.store(row + 1, tl.load(row + 1) + tl.where(overflowed, 1.0, 0.0))
+        tl.store(row + 2, tl.where(overflowed, number.to(tl.float64), tl.load(row + 2)))
+        tl.store(row + 3, tl.load(row + 3) + tl.sum(used, 0) * (1.0 - skipped))
+        tl.store(row + 4, tl.load(row + 4) + tl.sum(flushed, 0) * (1.0 - skipped))
+    elif STEP:
+        squares = tl.zeros((BLOCK,), tl.float64)
+        flag = tl.zeros((BLOCK,), tl.float32)
+        for part in range(0, n_parts):
+            first = tl.load(parts + 3 * part)
+            count = tl.load(parts + 3 * part + 1)
+            for start in range(0, count, BLOCK):
+                live = start + lanes < count
+                block = first + start + lanes
+                flag = tl.maximum(flag, tl.load(flags + block, mask=live, other=0.0))
+                squares += tl.load(measures + 4 * block + 3, mask=live, other=0.0)
+        square = tl.where(tl.max(flag, 0) > 0, float("inf"), tl.sum(squares, 0))
+        square = tl.where(n_parts > 0, square, -1.0)
+        found = skipped
+        if HAS_OVERFLOW:
+            found = tl.where(tl.load(overflow) > 0, 1.0, 0.0).to(tl.float64)
+        other = tl.full((), 0.0, tl.float64)
+        if HAS_CAUSE:
+            other = tl.load(cause).to(tl.float64)
+        why = skipped * tl.where((found > 0) | (other == 0), 1.0, other)
+        totals = numbers + 5 * places
+        tl.store(totals, (tl.load(totals) + 1.0) * skipped)
+        for i in tl.static_range(1, 4):
+            tl.store(totals + i, tl.load(totals + i) + tl.where(why == i, 1.0, 0.0))
+        entry = totals + 4 + 4 * at
+        tl.store(entry, why)
+        given = tl.full((), -1.0, tl.float64)
+        if HAS_SCALE:
+            given = tl.load(scale).to(tl.float64)
+        tl.store(entry + 1, given)
+        total = tl.full((), -1.0, tl.float64)
+        if HAS_NORM:
+            total = tl.load(norm).to(tl.float64)
+        tl.store(entry + 2, total)
+        tl.store(entry + 3, square)

@@ -1,0 +1,75 @@
+"""A watch on each of several ranks is read as one."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import ampopt
+
+INF = float("inf")
+
+
+def watched_by_parts() -> Any:
+    """A part of the model on each rank, and one that both hold alike; the second overflows once."""
+    rank = torch.distributed.get_rank()
+    part, shared = Parameter(torch.ones(3)), Parameter(torch.ones(2))
+    groups: Any = [
+        {"params": [(f"part{rank}", part)]},
+        {"params": [("shared", shared)], "replicated": True},
+    ]
+    optimizer = ampopt.SGD(groups, process_group=torch.distributed.group.WORLD)
+    watch = ampopt.Watch(optimizer)
+    overflowed = []
+    for step in range(3):
+        part.grad = torch.full((3,), 2.0 * (rank + 1))
+        shared.grad = torch.full((2,), 4.0)
+        if rank and step == 1:
+            part.grad[1] = INF
+        overflowed += optimizer.unscale_and_step(grads_scaled_by=2.0).overflowed
+    return watch.read(), overflowed, sorted(watch.state_dict()["parameters"])
+
+
+def test_names_and_counts_of_all_ranks_are_in_one_reading(two_ranks):
+    (first, none, mine), (second, one, theirs) = two_ranks.run(watched_by_parts)
+    assert repr(first) == repr(second)
+    assert (mine, theirs) == (["part0", "shared"], ["part1", "shared"])
+    assert (none, one) == ([], ["part1"])
+    assert (first["steps"], first["skips"], first["skips_in_a_row"]) == (3, 1, 0)
+    told = first["parameters"]
+    assert {name: told[name]["overflows"] for name in told} == {"part0": 0, "part1": 1, "shared": 0}
+    assert told["part1"]["last_overflow"] == 2
+    assert [told[name]["largest"] for name in ("part0", "part1", "shared")] == [1.0, 2.0, 2.0]
+    norm = math.sqrt(3 * 1.0 + 3 * 4.0 + 2 * 4.0)
+    assert [step["norm"] for step in first["recent"]] == [
+        pytest.approx(norm),
+        INF,
+        first["recent"][0]["norm"],
+    ]
+
+
+def shards() -> Any:
+    """One parameter in two shards, which overflow together and then one alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    param = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = ampopt.AdamW([("weight", param)])
+    watch = ampopt.Watch(optimizer)
+    for bad in ((0, 3), (0,), ()):
+        whole = torch.ones(4)
+        whole[list(bad)] = INF
+        param.grad = distribute_tensor(whole, mesh, [Shard(0)])
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    return watch.read()
+
+
+def test_a_parameter_in_shards_is_one(two_ranks):
+    for read in two_ranks.run(shards):
+        assert read["skips"] == 2
+        assert read["parameters"]["weight"]["overflows"] == 2
+        assert read["parameters"]["weight"]["last_overflow"] == 2
+        assert read["recent"][2]["norm"] == 2.0
