@@ -93,9 +93,9 @@ class TestTrainDigits:
         assert f"error: {arguments[0]}" in capsys.readouterr().err
 
 
-def stopped(*arguments):
-    """The exit status of ``train_digits.py`` where it stops before it does anything."""
-    main = runpy.run_path(str(EXAMPLES / "train_digits.py"))["main"]
+def stopped(*arguments, example="train_digits.py"):
+    """The exit status of an example where it stops before it does anything."""
+    main = runpy.run_path(str(EXAMPLES / example))["main"]
     with pytest.raises(SystemExit) as status:
         main(arguments)
     return status.value.code
@@ -114,6 +114,56 @@ def test_closure_replay(tmp_path):
     assert (name16, name32) == ("float16", "float32")
     assert float(loss16) == pytest.approx(float(loss32), rel=0.05)
     assert float(accuracy16) >= float(accuracy32) - 1 > 95
+
+
+class TestTrainText:
+    def test_every_level_is_shown_beside_float32(self, tmp_path):
+        picture = tmp_path / "picture.png"
+        done = run(
+            "train_text.py", "--size", "tiny", "--seeds", "2", "--output", str(picture),
+            cwd=tmp_path,
+        )  # fmt: skip
+        header, *rows, where, spread, o3, verdict = output(done).splitlines()
+        assert header.split() == "held-out loss steps/second peak memory skipped".split()
+        table = {row[:14].strip(): row[14:].split() for row in rows}
+        assert list(table) == ["O0", "O1", "O2", "O3", "bfloat16", "O0, seed 1"]
+        loss = {name: float(row[0]) for name, row in table.items()}
+        apart = abs(loss["O0"] - loss["O0, seed 1"])
+        for name in ("O0", "O1", "O2", "bfloat16"):
+            assert 2 < loss[name] < 3.6  # of log(256), which is 5.5
+        assert all(float(row[1]) > 0 for row in table.values())
+        megabytes = {name: float(row[2]) for name, row in table.items()}
+        assert megabytes["O3"] < megabytes["O2"] < megabytes["O0"]
+        skipped = {name: int(row[-1]) for name, row in table.items()}
+        assert skipped["O0"] == skipped["bfloat16"] == 0 and max(skipped.values()) < 5
+        assert where == f"picture: {picture}"
+        assert spread.startswith("float32 from 2 seeds: ") and f"{apart:.3f}" in spread
+        above = re.match(r"O3 is (\S+) above that: small second moments are zero", o3)
+        assert above is not None and not float(above[1]) < 1
+        assert verdict.startswith("O1, O2, bfloat16: no further above it")
+        assert "O2: 100%" in done.stderr and "skipped=" in done.stderr  # the progress bars
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    def test_a_level_that_falls_behind_is_a_failure(self, monkeypatch, tmp_path, capsys):
+        module = runpy.run_path(str(EXAMPLES / "train_text.py"))
+        fallen = {"O0": 2.0, "O1": 2.1, "O2": 2.4, "O3": 9.0, "bfloat16": float("nan")}
+
+        def train(name, text, size, seed):
+            held_out = fallen[name] + 0.2 * seed
+            return module["Run"](name, [3.0], [False], held_out, 1.0, 1.0)
+
+        monkeypatch.setitem(module["main"].__globals__, "train", train)
+        with pytest.raises(SystemExit, match=r"apart: O2 by 0.3000, bfloat16 by nan"):
+            module["main"](["--seeds", "2", "--output", str(tmp_path / "picture.png")])
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [("--steps", "0"), ("--seeds", "0"), ("--device", "nowhere"), ("--size", "huge")],
+        ids=lambda arguments: arguments[0],
+    )
+    def test_bad_arguments(self, arguments, capsys):
+        assert stopped(*arguments, example="train_text.py") == 2
+        assert f"{arguments[0]}" in capsys.readouterr().err
 
 
 def test_train_sharded(tmp_path):

@@ -19,7 +19,7 @@ same, as its list for CPUs is shorter. Where each was read, and what it leaves o
   used; here the optimizer keeps them. With a scale of 1, as above.
 - ``nnabla-half``: NNabla ``type_config="half"``, with the schedule of
   ``python/src/nnabla/experimental/mixed_precision_training.py``. That retries an overflowed update
-  on new data, up to 100 times; this skips it.
+  on new data, up to 100 times: ``TrainStep(on_overflow="next_batch")``.
 """
 
 from collections.abc import Mapping

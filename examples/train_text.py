@@ -1,0 +1,361 @@
+"""Train a transformer at every level of precision, and say what each costs and gains.
+
+The text is English, and ships with Python: what ``help("topics")`` prints, some 700 KB of it, read
+byte by byte. The same network, from the same weights, sees the same batches five times:
+
+    O0        float32
+    O1        float32 weights, autocast to float16 by lists of operators, a dynamic loss scale
+    O2        a float16 network, float32 master weights, a dynamic loss scale
+    O3        float16 and nothing else, so that Adam divides by moments that have become zero
+    bfloat16  float32 weights, autocast to bfloat16, no scale to speak of
+
+Float32 is trained from several seeds, and the others, O3 aside, must come as low on text that none
+has seen as those are apart, or the script says so and fails. A level is a value,
+``ampopt.Precision.like("O2")``, and a training step one object, ``ampopt.TrainStep``: nothing else
+differs between the runs.
+
+    python examples/train_text.py
+    python examples/train_text.py --device cuda --size gpt2-small --output levels.png
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+import ampopt
+from ampopt import Precision
+
+READ_EVERY = 20
+"""Steps between two looks at the device."""
+HELD_OUT = 0.1
+"""The share of the text that nothing is trained on."""
+
+LEVELS: dict[str, Precision] = {
+    "O0": Precision.like("O0"),
+    "O1": Precision.like("O1"),
+    "O2": Precision.like("O2"),
+    "O3": Precision.like("O3"),
+    "bfloat16": Precision(compute_dtype=torch.bfloat16, scaling=1.0),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A network, and how it is trained."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    lr: float
+
+
+SIZES = {
+    "tiny": Size(layers=1, width=32, heads=2, context=32, batch=8, steps=40, lr=4e-3),
+    "small": Size(layers=2, width=96, heads=4, context=64, batch=16, steps=200, lr=4e-3),
+    "gpt2-small": Size(layers=12, width=768, heads=12, context=1024, batch=8, steps=600, lr=6e-4),
+}
+
+
+class Block(nn.Module):
+    """Attention to what came before, and a network for each position."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attended = nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: (batch, position, width), and so is the result."""
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.queries_keys_values(self.before_attention(x)).chunk(3, dim=-1)
+        )
+        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attended(attention.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Transformer(nn.Module):
+    """Reads bytes and says what the next one may be."""
+
+    def __init__(self, size: Size) -> None:
+        """Make the layers."""
+        super().__init__()
+        self.bytes = nn.Embedding(256, size.width)
+        self.positions = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm, self.next = nn.LayerNorm(size.width), nn.Linear(size.width, 256)
+        for embedding in (self.bytes, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x``: bytes, (batch, position); the result: logits, (batch, position, 256)."""
+        places = torch.arange(x.shape[1], device=x.device)
+        return self.next(self.norm(self.blocks(self.bytes(x) + self.positions(places))))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all positions."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@dataclass
+class Text:
+    """Bytes to train on, and others to judge by."""
+
+    train: Tensor
+    held_out: Tensor
+
+    @staticmethod
+    def load(device: str) -> "Text":
+        """The help that ships with Python, the same topics held out always."""
+        text = "\n".join(topics[name] for name in sorted(topics)).encode()
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device, torch.long)
+        n = round(len(data) * (1 - HELD_OUT))
+        return Text(data[:n], data[n:])
+
+    def batches(self, size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Windows from anywhere in the text, and the same moved on by a byte."""
+        generator = torch.Generator().manual_seed(seed)
+        window = torch.arange(size.context + 1, device=self.train.device)
+        while True:
+            starts = torch.randint(
+                len(self.train) - len(window), (size.batch, 1), generator=generator
+            )
+            windows = self.train[starts.to(window.device) + window]
+            yield windows[:, :-1], windows[:, 1:]
+
+    def held_out_windows(self, size: Size) -> tuple[Tensor, Tensor]:
+        """32 windows that cover it evenly."""
+        window = torch.arange(size.context + 1, device=self.held_out.device)
+        last = len(self.held_out) - len(window)
+        starts = torch.linspace(0, last, 32, device=window.device).long()[:, None]
+        windows = self.held_out[starts + window]
+        return windows[:, :-1], windows[:, 1:]
+
+
+@dataclass
+class Run:
+    """What one training run left behind; the lists have one entry a step."""
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    held_out: float = math.nan
+    steps_per_second: float = 0.0
+    megabytes: float = 0.0
+
+    def note(self, unread: list[Tensor]) -> None:
+        """Read what the device has to say of some steps, and forget it there. Synchronizes."""
+        for loss, found_inf in torch.stack(unread).tolist():
+            self.losses.append(loss)
+            self.skipped.append(found_inf > 0)
+        unread.clear()
+
+
+def train(name: str, text: Text, size: Size, seed: int) -> Run:
+    """Train a new network at the level called ``name``."""
+    device, precision = text.train.device, LEVELS[name]
+    torch.manual_seed(seed)
+    model = precision.prepare(Transformer(size).to(device))
+    optimizer = ampopt.AdamW(
+        model.parameters(), lr=size.lr, betas=(0.9, 0.95), **precision.optimizer_options
+    )
+    warm_up = max(size.steps // 10, 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda at: min((at + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * at / size.steps)),
+    )
+    step = ampopt.TrainStep(
+        model, cross_entropy, optimizer, precision=precision, max_norm=1.0,
+        cuda_graph=device.type == "cuda",
+    )  # fmt: skip
+
+    run, unread = Run(name if seed == 0 else f"{name}, seed {seed}"), []
+    batches = text.batches(size, seed)
+    measured = size.steps // 4  # what comes before is spent on caches, compilers and captures
+    started = 0.0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with tqdm(itertools.islice(batches, size.steps), run.name, size.steps, unit="step") as progress:
+        for at, (inputs, targets) in enumerate(progress, 1):
+            loss, found_inf, _ = step(inputs, targets)
+            schedule.step()
+            unread.append(torch.stack([loss, found_inf]))
+            if at % READ_EVERY == 0 or at in (measured, size.steps):
+                run.note(unread)
+                progress.set_postfix(loss=f"{run.losses[-1]:.3f}", skipped=sum(run.skipped))
+            if at == measured:
+                started = time.perf_counter()
+    run.steps_per_second = (size.steps - measured) / (time.perf_counter() - started)
+    run.megabytes = memory(model, optimizer, precision, next(batches)) / 1e6
+    inputs, targets = text.held_out_windows(size)
+    with torch.no_grad(), precision.autocast(device.type):
+        run.held_out = cross_entropy(model(inputs), targets).item()
+    return run
+
+
+def memory(model: nn.Module, optimizer: Any, precision: Precision, batch: Any) -> int:
+    """Bytes at the peak of a step: measured on a GPU; else counted.
+
+    Counted are parameters, gradients, the optimizer's state, and what the backward pass keeps.
+    """
+    inputs, targets = batch
+    if inputs.is_cuda:
+        return torch.cuda.max_memory_allocated(inputs.device)
+    kept: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    params = list(model.parameters())
+    with (
+        torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
+        precision.autocast(inputs.device.type),
+    ):
+        loss = cross_entropy(model(inputs), targets)  # whose graph keeps what is counted
+    state = [x for s in optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
+    counted = [*params, *(p.grad for p in params if p.grad is not None), *state]
+    mine = {p.untyped_storage().data_ptr() for p in params}
+    del loss
+    return sum(x.numel() * x.element_size() for x in counted) + sum(
+        n for place, n in kept.items() if place not in mine
+    )
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The runs side by side, as text."""
+    row = "{:<14}{:>15}{:>14}{:>13}{:>10}".format
+    lines = [row("", "held-out loss", "steps/second", "peak memory", "skipped")]
+    for run in runs:
+        speed, size = f"{run.steps_per_second:.2f}", f"{run.megabytes:.1f} MB"
+        lines.append(row(run.name, f"{run.held_out:.4f}", speed, size, sum(run.skipped)))
+    return "\n".join(lines)
+
+
+def draw(runs: Sequence[Run], others: Sequence[Run], path: Path) -> None:
+    """The losses on the left, with those of other seeds in grey; bars of speed and memory."""
+    # Okabe and Ito's colours, which colour-blind readers can tell apart.
+    colors = dict(zip(LEVELS, ["#000000", "#56B4E9", "#E69F00", "#D55E00", "#009E73"], strict=True))
+    grey = "#666666"
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    losses, speed, size = figure.subplot_mosaic([["loss", "speed"], ["loss", "memory"]],
+                                                width_ratios=(2, 1)).values()  # fmt: skip
+    for at, run in enumerate(others):
+        label = "float32 from other seeds" if at == 0 else None
+        losses.plot(smooth(run.losses), color=grey, alpha=0.3, linewidth=1.5, label=label)
+    for run, width in zip(runs, (6.0, 4.0, 2.6, 1.4, 1.4), strict=True):  # they hide each other
+        label = f"{run.name}: {run.held_out:.3f} on held-out text"
+        losses.plot(smooth(run.losses), color=colors[run.name], linewidth=width, label=label)
+    seen = smooth(runs[0].losses)
+    losses.set_ylim(0.95 * min(seen), 1.05 * max(seen))  # which O3 leaves
+    losses.set_ylabel("training loss, mean of ten steps")
+    losses.set_xlabel("step")
+    losses.set_title("A transformer on Python's own help, at each level of precision", loc="left")
+    losses.legend(frameon=False)
+    names = [run.name for run in runs]
+    for axes, values, title in (
+        (speed, [run.steps_per_second for run in runs], "steps per second"),
+        (size, [run.megabytes for run in runs], "peak memory, MB"),
+    ):
+        bars = axes.barh(names, values, color=[colors[name] for name in names])
+        axes.bar_label(bars, [f"{value:.3g}" for value in values], padding=3)
+        axes.set_title(title, loc="left", fontsize="medium")
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.set_xticks([])
+    for axes in (losses, speed, size):
+        axes.spines[["top", "right"]].set_visible(False)
+    losses.grid(axis="y", color=grey, alpha=0.2, linewidth=0.6)
+    figure.savefig(path, dpi=110)
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """The mean of each step and the nine before it."""
+    return [statistics.fmean(losses[max(at - 9, 0) : at + 1]) for at in range(len(losses))]
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description="Train a transformer at every level of precision, and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--size", choices=SIZES, default="small", help="of the network")
+    parser.add_argument("--steps", type=int, help="of each run; by default, what the size says")
+    parser.add_argument("--seeds", type=int, default=3, help="of float32, to see how far they part")
+    parser.add_argument("--device", default="cpu", help="where to train, such as cpu or cuda")
+    parser.add_argument(
+        "--output", type=Path, default=Path("train_text.png"), help="where the picture goes"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:  # torch says it either way
+        parser.error(f"--device {options.device}: {error}")
+    for name in ("steps", "seeds"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name} must be 1 or more, got {getattr(options, name)}")
+    if not options.output.parent.is_dir():
+        parser.error(f"--output: there is no folder {options.output.parent}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run every level, print the table, draw the picture, and check the losses."""
+    options = parse(arguments)
+    # O3 is here to show what this warning is about.
+    warnings.filterwarnings("ignore", "AdamW keeps .* in float16")
+    size: Any = SIZES[options.size]
+    if options.steps is not None:
+        size = Size(**{**vars(size), "steps": options.steps})
+    text = Text.load(options.device)
+    others = [train("O0", text, size, seed) for seed in range(1, options.seeds)]
+    runs = [train(name, text, size, seed=0) for name in LEVELS]
+    draw(runs, others, options.output)
+
+    print(table([*runs, *others]))
+    print(f"picture: {options.output}")
+    full, *low = runs
+    seeds = [run.held_out for run in (full, *others)]
+    spread, mean = max(seeds) - min(seeds), statistics.fmean(seeds)
+    print(f"float32 from {len(seeds)} seeds: {mean:.4f} on average, {spread:.4f} apart")
+    behind = {run.name: run.held_out - mean for run in low}
+    print(f"O3 is {behind.pop('O3'):.4f} above that: small second moments are zero in float16")
+    if others:
+        failed = {name: by for name, by in behind.items() if not by <= spread}
+        if failed:
+            raise SystemExit(
+                "more above float32's average than its seeds are apart: "
+                + ", ".join(f"{name} by {by:.4f}" for name, by in failed.items())
+            )
+        print(f"{', '.join(behind)}: no further above it than the seeds are apart")
+
+
+if __name__ == "__main__":
+    main()
