@@ -250,11 +250,11 @@ class TrainStep:
     # --- the parts, to be overridden ---------------------------------------------------------
 
     def forward(self, inputs: Any, *targets: Any) -> Tensor:
-        """The loss of a micro-batch, a tensor of one element; called under autocast."""
+        """The loss of the micro-batch ``(inputs, *targets)``, of one element; under autocast."""
         return self._loss_fn(outputs(self.model, inputs), *targets)
 
     def backward(self, loss: Tensor, scale: LossScale | None) -> None:
-        """Add the gradients of a micro-batch, scaled. ``loss`` is its part of the batch's."""
+        """Add the gradients of ``loss``, a micro-batch's part of the batch's, times ``scale``."""
         scale_outputs(loss, scale).backward()
 
     def update(

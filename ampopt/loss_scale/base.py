@@ -145,6 +145,9 @@ class LossScale(AnyScale):
         The one thing that changes a scale in place. Its successors and the tensors it has handed
         out stay as they are.
 
+        Args:
+            state_dict: what :meth:`state_dict` of a scale or a scaler returned.
+
         Raises:
             TypeError: an entry is of the wrong type.
             ValueError: an entry is missing, unknown or out of range, or the state is that of

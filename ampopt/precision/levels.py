@@ -105,11 +105,15 @@ class Precision:
         return cls(**{**LEVELS[name], **overrides})
 
     def prepare(self, model: _M) -> _M:
-        """Cast the model in place, as :func:`ampopt.cast` does, and return it."""
+        """Cast ``model`` in place, as :func:`ampopt.cast` does, and return it."""
         return cast(model, self.param_dtype, self.keep, self.output_dtype)
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
-        """The context in which to call the model and the loss function."""
+        """The context in which to call the model and the loss function.
+
+        Args:
+            device_type: where the model is, as ``"cuda"``.
+        """
         if self.allow or self.deny:
             return autocast(device_type, self.compute_dtype, self.allow, self.deny)
         if self.compute_dtype == self.param_dtype:

@@ -73,13 +73,13 @@ def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The state of every parameter, in the order of the groups."""
+    """The state of every parameter of ``optimizer``, in the order of the groups."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     return [bits(dict(optimizer.state[p])) if p in optimizer.state else None for p in params]
 
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that a skipped or abandoned step must leave as it was, random state included."""
+    """All of ``optimizer`` that a skipped step must leave as it was, and the random state."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     known = set(params)
     return {
@@ -95,6 +95,11 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
     """Two results of :func:`bits` are equal; else the error names places where they differ.
 
     Of a tensor, the first element that does.
+
+    Args:
+        actual: what there is.
+        expected: what should be.
+        what: begins the message.
 
     Raises:
         AssertionError: they differ.
@@ -148,6 +153,9 @@ def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]
     Example:
         >>> with assert_bitwise_unchanged(optimizer):  # doctest: +SKIP
         ...     train_step(batch_that_overflows)
+
+    Args:
+        optimizer: any of torch's or ours.
 
     Raises:
         AssertionError: something changed; the message names each entry, old value and new.

@@ -111,14 +111,20 @@ def _laid_out(plain: Tensor, layout: Layout) -> Tensor:
 def set_gradients(
     params: Iterable[Parameter], step: Iterable[Blueprint | None], scale: float = 1.0
 ) -> None:
-    """Give each parameter its gradient times ``scale``, fresh, in the gradient's own layout."""
+    """Give each parameter its gradient times ``scale``, fresh, in the gradient's own layout.
+
+    Args:
+        params: the parameters.
+        step: for each of them the gradient's blueprint, or ``None``.
+        scale: a factor.
+    """
     for p, grad in zip(params, step, strict=True):
         p.grad = None if grad is None else grad.tensor(scale)
 
 
 @dataclass(frozen=True, repr=False)
 class Scale(_Code):
-    """A loss scale of some kind to build, and the number it stands for."""
+    """A loss scale to build, of the ``kind`` that is named, and the ``number`` it stands for."""
 
     kind: Literal["none", "number", "tensor", "vector", "static", "dynamic"]
     number: float = 1.0

@@ -173,7 +173,12 @@ class Claims:
         return strategies.histories(**{**settings, **changed})
 
     def replay(self, test: str, **arguments: Any) -> None:
-        """Run one invariant on one example, as a failure prints it."""
+        """Run one invariant on one example, as a failure prints it.
+
+        Args:
+            test: the name of the invariant.
+            arguments: its example.
+        """
         claims, _ = _marked(type(self), test)._invariant
         _run(self, _marked(type(self), test), claims, **arguments)
 

@@ -145,7 +145,16 @@ def parameters(
     of_shapes: st.SearchStrategy[tuple[int, ...]] | None = None,
     layouts: bool = True,
 ) -> list[Blueprint]:
-    """One to ``max_size`` parameters, each of any of ``dtypes``, in a layout of its own."""
+    """One to ``max_size`` parameters, each of any of ``dtypes``, in a layout of its own.
+
+    Args:
+        draw: given by Hypothesis.
+        dtypes: see above.
+        max_size: see above.
+        max_elements: of a parameter.
+        of_shapes: a strategy of shapes, in place of :func:`shapes` up to ``max_elements``.
+        layouts: whether they may be other than contiguous.
+    """
     count = draw(st.integers(1, max_size))
     if of_shapes is None:
         of_shapes = shapes(max_elements)
@@ -194,7 +203,7 @@ def spoilable(step: Sequence[Blueprint | None]) -> bool:
 def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprint | None, ...]:
     """The same gradients with an infinity or NaN at one place of one of them.
 
-    The gradients must have an element.
+    The gradients, ``step``, must have an element.
     """
     holders = [i for i, grad in enumerate(step) if spoilable([grad])]
     i = draw(st.sampled_from(holders))
@@ -217,7 +226,7 @@ def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprin
 
 
 def powers_of_two(least: int = -24, most: int = 24) -> st.SearchStrategy[float]:
-    """Scales by which multiplication is exact."""
+    """Scales by which multiplication is exact, from ``2**least`` to ``2**most``."""
     return st.integers(least, most).map(lambda n: 2.0**n)
 
 
@@ -229,7 +238,7 @@ def any_scales() -> st.SearchStrategy[float]:
 
 @st.composite
 def loss_scales(draw: st.DrawFn, *, off: bool = True, least: int = -24, most: int = 24) -> Scale:
-    """A scale of every kind, and with ``off`` none at all, by a power of two."""
+    """A scale of every kind, and with ``off`` none at all, from ``2**least`` to ``2**most``."""
     kinds = ("none",) * off + ("number", "tensor", "vector", "static", "dynamic")
     kind = draw(st.sampled_from(kinds))
     return Scale(kind, 1.0 if kind == "none" else draw(powers_of_two(least, most)))
@@ -283,7 +292,14 @@ def non_finite_steps(
     of_shapes: st.SearchStrategy[tuple[int, ...]] | None = None,
     **of_gradients: Any,
 ) -> tuple[list[Blueprint], tuple[Blueprint | None, ...]]:
-    """Parameters and gradients with edge values, one of which is spoiled."""
+    """Parameters and gradients with edge values, one of which is spoiled.
+
+    Args:
+        draw: given by Hypothesis.
+        dtypes: that parameters may have.
+        of_shapes: a strategy of shapes that they may have; ``None`` for :func:`shapes`.
+        of_gradients: as for :func:`gradients`.
+    """
     params = draw(
         parameters(dtypes=dtypes, of_shapes=of_shapes).filter(lambda ps: any(p.numel for p in ps))
     )

@@ -119,7 +119,11 @@ def survey(
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """A row in Markdown for each optimizer: how many invariants it keeps, and which it does not."""
+    """A row in Markdown for each optimizer: how many invariants it keeps, and which it does not.
+
+    Args:
+        findings: of :func:`survey`.
+    """
     lines = ["| Optimizer | Keeps | Breaks |", "|---|---|---|"]
     for finding in findings:
         if finding.refused is not None:
@@ -133,7 +137,12 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def plot(findings: Sequence[Finding], path: str) -> None:
-    """Draw the table: a square for each optimizer and invariant. Needs matplotlib."""
+    """Draw the table: a square for each optimizer and invariant. Needs matplotlib.
+
+    Args:
+        findings: of :func:`survey`.
+        path: of the picture.
+    """
     import matplotlib
 
     matplotlib.use("agg")

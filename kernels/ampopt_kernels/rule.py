@@ -193,14 +193,14 @@ class Rule:
         return replace(self, scalars=self.scalars64, scalars64=None)
 
     def flag_values(self, group: Mapping[str, Any]) -> tuple[bool, ...]:
-        """The flags of one param group. Reads no device tensor."""
+        """The flags of the param group ``group``. Reads no device tensor."""
         flags: list[bool] = []
         for value in self._entries(group, self.flags):
             flags.append(isinstance(value, Tensor) or bool(value))
         return tuple(flags)
 
     def hyper_values(self, group: Mapping[str, Any]) -> list[float | Tensor]:
-        """The hyperparameters of one param group, laid flat in the order of ``h``."""
+        """The hyperparameters of the param group ``group``, laid flat in the order of ``h``."""
         flat: list[float | Tensor] = []
         for value in self._entries(group, self.hyper):
             flat.extend(value if isinstance(value, (tuple, list)) else (value,))
@@ -273,7 +273,7 @@ class Rule:
         return torch_language.dividing(given)
 
     def width(self, n_hyper: int) -> int:
-        """How many scalars ``update`` takes as ``h``, given so many hyperparameters."""
+        """How many scalars ``update`` takes as ``h``, given ``n_hyper`` hyperparameters."""
         return self.widths(n_hyper).update
 
     @functools.cached_property

@@ -1,0 +1,98 @@
+"""The reference, which is made of docstrings: nothing public goes without, nor any argument."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+MODULES = (
+    "ampopt",
+    "ampopt.integrations",
+    "ampopt.testing",
+    "ampopt.testing.strategies",
+    "ampopt.testing.survey",
+    "ampopt_kernels",
+)
+"""Those whose ``__all__`` is what users may rely on. What imports a framework is not here."""
+
+_OURS = ("ampopt.", "ampopt_kernels.")
+
+
+def described(module: str) -> Iterator[tuple[str, Any, str]]:
+    """Name, object and docstring of what the module shows, and of the methods of its classes."""
+    shown = importlib.import_module(module)
+    for name in shown.__all__:
+        value = getattr(shown, name)
+        if not callable(value) or not getattr(value, "__module__", "").startswith(_OURS):
+            continue  # a constant, or somebody else's
+        yield f"{module}.{name}", value, value.__doc__ or ""
+        if not isinstance(value, type):
+            continue
+        theirs = [cls for cls in value.__mro__[:-1] if not cls.__module__.startswith(_OURS)]
+        inherited = {key for cls in theirs for key in vars(cls)} - {"__init__"}
+        for cls in value.__mro__:
+            if not cls.__module__.startswith(_OURS):
+                continue
+            for key, member in vars(cls).items():
+                if key.startswith("test_") or key in inherited:
+                    continue  # run by pytest; or described where it is from
+                member = getattr(member, "fget", None) or getattr(member, "__func__", member)
+                if inspect.isfunction(member) and (key == "__init__" or not key.startswith("_")):
+                    said = inspect.getdoc(member) or ""
+                    if key == "__init__":
+                        said += f"\n{cls.__doc__}"
+                    yield f"{module}.{name}.{key}", member, said
+
+
+def undescribed_arguments(function: Any, said: str) -> list[str]:
+    """Those that the docstring names nowhere: not in ``Args:``, and not in its sentences.
+
+    None where it sends the reader to another docstring.
+    """
+    if re.search(r"\bsee (:\w+:|the class)", said):
+        return []
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    ignored = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [p.name for p in parameters if p.kind not in ignored and not p.name.startswith("_")]
+    return [
+        name
+        for name in names
+        if name not in ("self", "cls")
+        if not re.search(rf"``[^`]*\b{name}\b[^`]*``", said)
+        if not re.search(rf"^\s*(\*{{0,2}}\w+,\s+)*\*{{0,2}}{name}(,\s+\w+)*:", said, re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_everything_public_has_a_docstring(module):
+    assert [name for name, _, said in described(module) if not said.strip()] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_argument_is_described(module):
+    missing = {
+        name: left
+        for name, value, said in described(module)
+        if not isinstance(value, type) and (left := undescribed_arguments(value, said))
+    }
+    assert missing == {}
+
+
+SAID = """Take ``x``.
+
+Args:
+    least, most: bounds.
+"""
+
+
+def test_what_is_missing_is_found():
+    def function(x, depth, *rest, least=0, most=1): ...
+
+    assert undescribed_arguments(function, SAID) == ["depth"]
+    assert undescribed_arguments(function, SAID.replace("bounds", "see :func:`other`")) == []
