@@ -235,8 +235,8 @@ class Optimizer(torch.optim.Optimizer):
         """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
         self._ampopt.refuse_unfinished("copying or pickling")
         copied = super().__getstate__()
-        if vars(self).get("process_group") is not None:
-            copied["process_group"] = ranks.Carried(self.process_group)
+        if (named := self._ampopt.process_group) is not None:
+            copied["process_group"] = ranks.Carried(named)
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:

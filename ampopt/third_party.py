@@ -14,6 +14,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from ampopt import optim
+from ampopt._step.ranks import check_process_group
 from ampopt._step.stepping import Stepping
 from ampopt._step.torch_private import HOOKS, is_wrapped_by_scheduler, put_step_hooks
 from ampopt._step.transaction import SKIP_BY
@@ -47,6 +48,10 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
     What their class defines is left as it is, control points included: an author's ``unscale``,
     ``unscale_and_step``, ``step_after_unscale`` or ``grad_norm`` wins over ours, and so does an
     attribute that an instance has under such a name, as ``pending``.
+
+    The constructor also takes ``process_group``, of the ranks that decide together (see
+    :class:`ampopt.Optimizer`), unless theirs does: then, and where they have an attribute of this
+    name, it is theirs, and ours is for ``ampopt.GradScaler`` and ``ampopt.unscale_and_step``.
 
     The same class is returned for the same ``cls``; subclass it, rather than writing to it, to set
     ``skip_by``. It can be pickled, and so can its instances, wherever ``cls`` can. For a class of
@@ -142,11 +147,17 @@ def _extended(cls: type) -> type:
         raise _taken(cls)
     kept = {name: inspect.getattr_static(cls, name) for name in theirs & _OURS}
 
+    takes_group = "process_group" in inspect.signature(cls.__init__).parameters
+
     @functools.wraps(cls.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        group = None if takes_group else kwargs.pop("process_group", None)
+        check_process_group(group)
         cls.__init__(self, *args, **kwargs)
         _refuse_private(cls, self)
         _complete(self, cls)
+        if group is not None:
+            self._ampopt.decide_with(group)
 
     namespace = {
         "__doc__": cls.__doc__,
@@ -202,5 +213,8 @@ def _complete(optimizer: Any, cls: type) -> None:
         vars(optimizer).setdefault(name, OrderedDict())
     theirs = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
     if theirs not in SKIP_BY:
-        optimizer._ampopt.ignore_skip_by()  # they have another use for the name
+        optimizer._ampopt.leave("skip_by")  # they have another use for the name
+    extends = getattr(type(optimizer), "_extends", None)
+    if extends and any("process_group" in names for names in (vars(optimizer), dir(extends))):
+        optimizer._ampopt.leave("process_group")
     put_step_hooks(optimizer)  # around the step of a class that made no instance yet

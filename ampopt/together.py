@@ -150,7 +150,7 @@ def _checked(optimizers: Any) -> list[Optimizer]:
 
 def _agreed(optimizers: list[Optimizer]) -> Any:
     """The process group that some of them have."""
-    given = [optimizer.process_group for optimizer in optimizers]
+    given = [optimizer._ampopt.process_group for optimizer in optimizers]
     groups = list(dict.fromkeys(group for group in given if group is not None))
     if len(groups) > 1:
         raise ValueError(

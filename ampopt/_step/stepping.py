@@ -102,7 +102,8 @@ class Stepping(ABC):
         self.uploads: dict[torch.device, Uploads] = {} if rule is None else rule.uploads
         self.asked: Request | None = None
         self._agreement = ranks.LastAgreement(meets=meets)
-        self._fixed_skip_by: str | None = None
+        self._theirs: set[str] = set()
+        self._process_group: Any = None  # where the optimizer has another use for the name
         self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -113,11 +114,24 @@ class Stepping(ABC):
     @property
     def skip_by(self) -> str:
         """How an ordinary step is skipped."""
-        return self._fixed_skip_by or self.optimizer.skip_by
+        return "auto" if "skip_by" in self._theirs else self.optimizer.skip_by
 
-    def ignore_skip_by(self) -> None:
-        """What the optimizer has under that name is not meant for us."""
-        self._fixed_skip_by = "auto"
+    @property
+    def process_group(self) -> Any:
+        """The ranks that decide together, as far as the user has named them."""
+        named = "process_group" not in self._theirs
+        return self.optimizer.process_group if named else self._process_group
+
+    def decide_with(self, process_group: Any) -> None:
+        """The user names these ranks."""
+        if "process_group" in self._theirs:
+            self._process_group = process_group
+        else:
+            self.optimizer.process_group = process_group
+
+    def leave(self, name: str) -> None:
+        """What the optimizer has under ``name`` is not meant for us."""
+        self._theirs.add(name)
 
     def __reduce__(self) -> Any:
         """A copy of an optimizer, however it is made, begins anew; see :class:`Attached`."""
@@ -245,8 +259,7 @@ class Stepping(ABC):
 
     def agreement(self) -> ranks.Agreement | None:
         """The ranks that decide with this one; ``None`` if it decides alone."""
-        optimizer = self.optimizer
-        return self._agreement.now(optimizer.param_groups, optimizer.process_group)
+        return self._agreement.now(self.optimizer.param_groups, self.process_group)
 
     def no_overflow(self) -> Tensor:
         """A flag that says so."""

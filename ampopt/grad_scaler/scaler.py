@@ -409,8 +409,9 @@ class GradScaler(ScheduledScaler):
             scale = self._replicas[device]
         group = self.process_group
         inner = getattr(getattr(optimizer, "unscale", None), "__self__", optimizer)
-        if group is not None and isinstance(inner, Optimizer) and inner.process_group is None:
-            inner.process_group = group
+        if group is not None and isinstance(inner, Optimizer):
+            if inner._ampopt.process_group is None:
+                inner._ampopt.decide_with(group)
         self._records.append(Record(optimizer, optimizer.param_groups, scale, group))
         return self._records[-1]
 

@@ -186,3 +186,58 @@ def test_a_sharded_model_is_trained_as_a_whole_one(two_ranks, name):
         skipped, scales = ({step[i] for step in told} for i in range(2))
         assert skipped == ({0.0} if "replays" in name else {0.0, 1.0})
         assert len(scales) > 1
+
+
+class OnTheirRanks(torch.optim.SGD):
+    """Somebody else's, who has a use of their own for ``process_group``."""
+
+    def __init__(self, params: Any, process_group: Any = None) -> None:
+        super().__init__(params, lr=0.5)
+        self.process_group = process_group
+
+
+class OnSomeRanks(torch.optim.SGD):
+    """Somebody else's, who keeps something under that name without being given it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.5)
+        self.process_group = torch.distributed.group.WORLD
+
+
+def overflowing_on_one_rank(theirs: str) -> tuple[float, float]:
+    """The scales that follow, by itself and under a scaler that is told of ranks."""
+    world, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
+    p = torch.nn.Parameter(torch.ones(1))
+    optimizer: Any = {
+        "none, ours given": lambda: ampopt.extend(Strangers)([p], process_group=world),
+        "an attribute": lambda: ampopt.extend(OnSomeRanks)([p]),
+        "an attribute, patched": lambda: ampopt.patch_optimizer(OnSomeRanks([p])),
+        "an attribute, ours given": lambda: ampopt.extend(OnSomeRanks)([p], process_group=world),
+        "an argument": lambda: ampopt.extend(OnTheirRanks)([p], process_group="theirs"),
+    }[theirs]()
+    kept = optimizer.__getstate__().get("process_group")  # as copies have it
+    assert (kept is not None) == ("ours" in theirs)
+    p.grad = torch.full((1,), float("inf") if rank else 4.0)
+    by_itself = optimizer.unscale_and_step(grads_scaled_by=4.0).scale.item()
+    scaler = ampopt.GradScaler("cpu", init_scale=4.0, process_group=world)
+    scaler.scale(torch.ones(()))
+    p.grad = torch.full((1,), float("inf") if rank else 4.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return by_itself, scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "together"),
+    [
+        ("none, ours given", True),
+        ("an attribute", False),
+        ("an attribute, patched", False),
+        ("an attribute, ours given", True),
+        ("an argument", False),
+    ],
+)
+def test_a_strangers_process_group_is_not_taken_for_ours(two_ranks, theirs, together):
+    first, second = two_ranks.run(overflowing_on_one_rank, theirs)
+    assert first == (2.0 if together else 4.0, 2.0)
+    assert second == (2.0, 2.0)
