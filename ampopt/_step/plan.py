@@ -14,6 +14,7 @@ from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.guards import Guards
 from ampopt._step.overflow import works_of
 from ampopt._step.rank_sums import RankSums
+from ampopt._step.rule_state import state_of
 from ampopt._step.state_buffers import lay_end_to_end
 from ampopt._step.torch_private import check_for_fused, overlaps_itself
 from ampopt_kernels.check_rule.on_numbers import try_out
@@ -67,7 +68,7 @@ class Plan:
             for place, (group, p) in enumerate(present)
             if (master := keeper.of(groups[group], p)) is not None
         ]
-        states = [steps.state_of(p, flags[group]) for group, p in present]
+        states = [state_of(steps, p, flags[group]) for group, p in present]
         if _widen_scalars(rule, states):
             rule = rule.with_float64_scalars
         for part in (*rule.state, *rule.scalar_state):

@@ -8,21 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt._step import dtensor, gradients, ranks
+from ampopt._step import gradients, ranks
 from ampopt._step.masters import Masters, has_masters, needs_master
 from ampopt._step.overflow import decided_elsewhere, device_of, judge_held
 from ampopt._step.plan import Plan, check_plannable
+from ampopt._step.rule_state import state_of
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.transaction import Skipper, skipper_of
 from ampopt.backend import backend_for
 from ampopt_kernels.found import NOBODY
-from ampopt_kernels.rule import MASTER, PARAM, Rule, State
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request, run
-from ampopt_kernels.tensors import real, widest
-from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = ["RuleSteps"]
@@ -32,6 +30,7 @@ class RuleSteps:
     """The steps of one :class:`ampopt.ElementwiseOptimizer`.
 
     Attributes:
+        complete_state: see the constructor.
         masters: of its parameters.
         uploads: what devices hold of earlier steps.
         plan: what the last step worked on; ``None`` before the first.
@@ -59,7 +58,7 @@ class RuleSteps:
         """
         self._optimizer = weakref.ref(optimizer)
         self._torchs_step, self._rule = torchs_step, rule
-        self._complete_state, self._torch_needs_state = complete_state, torch_needs_state
+        self.complete_state, self._torch_needs_state = complete_state, torch_needs_state
         self.masters = Masters(optimizer)
         self.uploads: dict[torch.device, Uploads] = {}
         self.plan: Plan | None = None
@@ -201,57 +200,6 @@ class RuleSteps:
         whose = [NOBODY] * len(present)
         judge_held(present, whose, unscale, None, None, write=True, uploads=self.uploads)
 
-    def state_of(self, param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
-        """The state of ``param``, made where it is missing, and on the device where it is not."""
-        optimizer, rule = self.optimizer, self.rule
-        if not rule.has_state(flags):
-            return optimizer.state.get(param, {})  # as in torch's, where there is nothing to keep
-        state = optimizer.state[param]
-        master = state.get(MASTER)
-        like = param if master is None else master
-        scalars = rule.scalar_state_for(flags)
-        if scalars and self._complete_state is not None:
-            self._complete_state(state)
-        for part in rule.state_for(flags):
-            value = state.get(part.name)
-            if value is not None and dtensor.is_spread(value) != dtensor.is_spread(param):
-                raise RuntimeError(
-                    f"{part.name} of {gradients.name_of(optimizer.param_groups, param)} is a "
-                    f"{type(value).__name__}, which the parameter is not: load it with "
-                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which "
-                    "places states as their parameters"
-                )
-            dtype = _dtype_of(part, like)
-            if value is not None and (master is not None or part.dtype is not None):
-                # From torch, or from a run without masters: in the parameter's dtype.
-                state[part.name] = value.to(dtype)
-            if value is None:
-                mine = torch.empty_like(dtensor.local(like), dtype=dtype)
-                if part.init == PARAM:
-                    mine.copy_(dtensor.local(like))
-                else:
-                    real(mine).fill_(self._initial(part, param))
-                state[part.name] = dtensor.spread_like(mine, like)
-        undeclared = [state.get(part.name) for part in scalars if part.dtype is None]
-        dtype = _scalar_dtype(undeclared, param.device)
-        for part in scalars:
-            own = widest(param.device) if part.dtype == torch.float64 else part.dtype or dtype
-            value = state.get(part.name)
-            if value is None:
-                value = torch.zeros((), dtype=own, device=param.device)
-                value.fill_(self._initial(part, param))
-            state[part.name] = _scalar(value, own, param.device)
-        return state
-
-    def _initial(self, part: State, param: Tensor) -> Any:
-        """The value of ``part`` before the first step. Reads no device tensor."""
-        if not isinstance(part.init, str):
-            return part.init
-        groups = self.optimizer.param_groups
-        group = next(g for g in groups if any(p is param for p in g["params"]))
-        value = group[part.init]
-        return value.detach().reshape(()) if isinstance(value, Tensor) else value
-
     # --- as torch does ----------------------------------------------------------------------------
 
     def _step_as_torch(self, request: Request) -> Decision | None:
@@ -261,7 +209,7 @@ class RuleSteps:
             for group, param in gradients.present(optimizer.param_groups):
                 if not optimizer.state.get(param):
                     flags = self.rule.flag_values(optimizer.param_groups[group])
-                    self.state_of(param, flags)
+                    state_of(self, param, flags)
         agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
         decision = self.masters.unscale(request, agreement, self.uploads)
         # Hooks of torch's class have run around ours.
@@ -296,25 +244,3 @@ class RuleSteps:
                     stacklevel=2,
                 )
                 return
-
-
-def _dtype_of(part: State, like: Tensor) -> torch.dtype:
-    """Of a state beside the parameter, or master, ``like``."""
-    dtype = part.dtype or like.dtype
-    return dtype.to_complex() if like.is_complex() else dtype
-
-
-def _scalar_dtype(values: list[Any], device: torch.device) -> torch.dtype:
-    """Of the scalar states of a parameter: torch's, float64 where that is the default dtype."""
-    kept = [value.dtype for value in values if isinstance(value, Tensor)]
-    wide = torch.float64 in (kept or [torch.get_default_dtype()])
-    return widest(device) if wide else torch.float32
-
-
-def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar state, from wherever a checkpoint of torch's may keep it."""
-    if not isinstance(value, Tensor):
-        return torch.full((), float(value), dtype=dtype, device=device)
-    if value.device == device and value.dtype == dtype and value.ndim == 0:
-        return value
-    return carried(value.detach().reshape(()), device, dtype)

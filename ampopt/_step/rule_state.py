@@ -1,0 +1,90 @@
+"""The state that a rule keeps of a parameter: made, completed, and taken as checkpoints have it."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import dtensor, gradients
+from ampopt_kernels.rule import MASTER, PARAM, State
+from ampopt_kernels.tensors import real, widest
+from ampopt_kernels.transfers import carried
+
+if TYPE_CHECKING:
+    from ampopt._step.rule_steps import RuleSteps
+
+__all__ = ["state_of"]
+
+
+def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
+    """The state of ``param``, made where it is missing, and on the device where it is not."""
+    optimizer, rule = steps.optimizer, steps.rule
+    if not rule.has_state(flags):
+        return optimizer.state.get(param, {})  # as in torch's, where there is nothing to keep
+    state = optimizer.state[param]
+    master = state.get(MASTER)
+    like = param if master is None else master
+    scalars = rule.scalar_state_for(flags)
+    if scalars and steps.complete_state is not None:
+        steps.complete_state(state)
+    for part in rule.state_for(flags):
+        value = state.get(part.name)
+        if value is not None and dtensor.is_spread(value) != dtensor.is_spread(param):
+            raise RuntimeError(
+                f"{part.name} of {gradients.name_of(optimizer.param_groups, param)} is a "
+                f"{type(value).__name__}, which the parameter is not: load it with "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which "
+                "places states as their parameters"
+            )
+        dtype = _dtype_of(part, like)
+        if value is not None and (master is not None or part.dtype is not None):
+            # From torch, or from a run without masters: in the parameter's dtype.
+            state[part.name] = value.to(dtype)
+        if value is None:
+            mine = torch.empty_like(dtensor.local(like), dtype=dtype)
+            if part.init == PARAM:
+                mine.copy_(dtensor.local(like))
+            else:
+                real(mine).fill_(_initial(part, optimizer.param_groups, param))
+            state[part.name] = dtensor.spread_like(mine, like)
+    undeclared = [state.get(part.name) for part in scalars if part.dtype is None]
+    dtype = _scalar_dtype(undeclared, param.device)
+    for part in scalars:
+        own = widest(param.device) if part.dtype == torch.float64 else part.dtype or dtype
+        value = state.get(part.name)
+        if value is None:
+            value = torch.zeros((), dtype=own, device=param.device)
+            value.fill_(_initial(part, optimizer.param_groups, param))
+        state[part.name] = _scalar(value, own, param.device)
+    return state
+
+
+def _initial(part: State, groups: list[dict[str, Any]], param: Tensor) -> Any:
+    """The value of ``part`` before the first step. Reads no device tensor."""
+    if not isinstance(part.init, str):
+        return part.init
+    group = next(g for g in groups if any(p is param for p in g["params"]))
+    value = group[part.init]
+    return value.detach().reshape(()) if isinstance(value, Tensor) else value
+
+
+def _dtype_of(part: State, like: Tensor) -> torch.dtype:
+    """Of a state beside the parameter, or master, ``like``."""
+    dtype = part.dtype or like.dtype
+    return dtype.to_complex() if like.is_complex() else dtype
+
+
+def _scalar_dtype(values: list[Any], device: torch.device) -> torch.dtype:
+    """Of the scalar states of a parameter: torch's, float64 where that is the default dtype."""
+    kept = [value.dtype for value in values if isinstance(value, Tensor)]
+    wide = torch.float64 in (kept or [torch.get_default_dtype()])
+    return widest(device) if wide else torch.float32
+
+
+def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scalar state, from wherever a checkpoint of torch's may keep it."""
+    if not isinstance(value, Tensor):
+        return torch.full((), float(value), dtype=dtype, device=device)
+    if value.device == device and value.dtype == dtype and value.ndim == 0:
+        return value
+    return carried(value.detach().reshape(()), device, dtype)
