@@ -16,6 +16,7 @@ PRINTED = {
     "The swap": [],
     "An optimizer of your own": ["[0.9999, 1.0001, 1.0000]"],
     "Writing an optimizer": ["[0.9000, 1.0000, 1.0000]"],
+    "What a rule may say": ["[0.8559, 0.8079]"],
     "Clipping, and looking at gradients": [],
     "Gradient accumulation": [],
     "Losses with scales of their own": ["65536.0 65536.0"],
