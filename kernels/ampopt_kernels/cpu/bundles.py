@@ -218,7 +218,8 @@ class Block:
     def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
         """Scalar states of each row, hyperparameters, and flags."""
         none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
-        s = tuple(none if s is None else s.double() for s in self.scalars)
+        # Copies of those that are float64 too: a rule may hand on what will have been advanced.
+        s = tuple(none if s is None else s.to(torch.float64, copy=True) for s in self.scalars)
         # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
         # and the same step among others of the same count would have another result.
         wide = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in hyper[self.group])
