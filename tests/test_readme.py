@@ -15,8 +15,11 @@ import ampopt
 PRINTED = {
     "The swap": [],
     "An optimizer of your own": ["[0.9999, 1.0001, 1.0000]"],
-    "Writing an optimizer": ["[0.9000, 1.0000, 1.0000]"],
-    "What a rule may say": ["[0.8559, 0.8079]"],
+    "Lion, one formula": ["[0.7500, 1.2500, 1.0000]"],
+    "Adam, numbers of a step and flags": ["tensor(2.)", "[0.5000, 1.5000]"],
+    "LAMB, sums over a parameter": ["[2.6464, 4.3536]"],
+    "Schedule-free SGD, modes": ["[0.2500, 1.7500]"],
+    "A step that is no rule": ["[0.9000, 1.0000, 1.0000]"],
     "Clipping, and looking at gradients": [],
     "Gradient accumulation": [],
     "Losses with scales of their own": ["65536.0 65536.0"],
