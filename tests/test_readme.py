@@ -57,7 +57,16 @@ PRINTED = {
     "Loss scales": ["262144.0"],
     "An optimizer of somebody else's": ["True"],
     "Testing your optimizer": ["True"],
-    "Watching for overflow": ["loss 6 2", "the output of '2' (Linear) is not finite: float16", "2"],
+    "In every step": [
+        "4 steps, 1 skipped, the last under a scale of 2^15.",
+        "weight          1     3            4     0.0%",
+        "{'overflow': 1, 'norm': 0, 'loss': 0} 2",
+    ],
+    "Once more, to find the module": [
+        "loss 6 2",
+        "the output of '2' (Linear) is not finite: float16",
+        "2",
+    ],
     "Attempting to unscale FP16 gradients.": ["0.0"],
     "unscale_() has already been called on this optimizer since the last update().": ["False"],
     "mat1 and mat2 must have the same dtype, but got Float and Half": [
