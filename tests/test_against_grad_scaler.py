@@ -50,6 +50,16 @@ def test_was_it_left_out():
     assert result.skipped is True
 
 
+def test_where_did_it_overflow():
+    assert not [name for name in dir(torch.amp.GradScaler) if "overflow" in name]
+    params = {"good": parameter(1.0), "bad": parameter(float("inf"))}
+    ours = ampopt.SGD(params.items())
+    watch = ampopt.Watch(ours)
+    assert ours.unscale_and_step(grads_scaled_by=2.0).overflowed == ["bad"]
+    counts = {name: noted["overflows"] for name, noted in watch.read()["parameters"].items()}
+    assert counts == {"good": 0, "bad": 1}
+
+
 def test_a_gradient_overflows_by_unscaling():
     theirs = torch.optim.SGD([parameter(1e37)], lr=0.1)
     scaler_at(2.0**-10, theirs).step(theirs)
