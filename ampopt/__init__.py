@@ -26,6 +26,7 @@ An overflowed step is skipped where the gradients are, and the host waits for no
 - In loops of others: ``ampopt.integrations`` for Lightning, Accelerate and transformers.
 - On many ranks: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``, which is
   loaded when it is asked for, and so not listed here: the module behind it takes seconds.
+- To skip for more than overflow: ``skip_when`` a gradient norm or a loss is out of the ordinary.
 - To look: ``Watch`` notes what overflows and when, ``first_nonfinite`` names the module that does,
   ``profile`` says where the host waits, ``set_backend`` chooses what runs, ``python -m ampopt``
   says what is here, and ``python -m ampopt.bench`` how fast.
@@ -75,6 +76,7 @@ from ampopt.precision.levels import Precision
 from ampopt.profiling import profile
 from ampopt.results import StepResult, Unscaled
 from ampopt.scheduler_gate import lr_scheduler_gate
+from ampopt.skipping.when import skip_when
 from ampopt.third_party import extend, patch_optimizer
 from ampopt.together import unscale_and_step
 from ampopt.train_step import TrainStep
@@ -139,6 +141,7 @@ __all__ = [
     "run_in",
     "scale_outputs",
     "set_backend",
+    "skip_when",
     "unscale_and_step",
 ]
 

@@ -357,6 +357,7 @@ class Optimizer(torch.optim.Optimizer):
         max_norm: float | None = None,
         max_replays: int = 100,
         preserve_rng: bool = False,
+        loss: Any = None,
     ) -> StepResult:
         """Unscale the gradients and step, or skip the step if one of them is not finite.
 
@@ -377,6 +378,7 @@ class Optimizer(torch.optim.Optimizer):
             max_replays: how often an evaluation may be run again.
             preserve_rng: give replays the random state of the first attempt (torch's generators of
                 the CPU and of the parameters' CUDA devices), and put it back if they do not help.
+            loss: without a closure, the unscaled loss, for :class:`ampopt.skip_when`.
 
         Returns:
             ``StepResult(loss, found_inf, scale)``.
@@ -395,6 +397,7 @@ class Optimizer(torch.optim.Optimizer):
             max_norm=max_norm,
             max_replays=max_replays,
             preserve_rng=preserve_rng,
+            loss=loss,
         )
 
     @uncompiled
@@ -479,6 +482,7 @@ def unscale_and_step(
     max_replays: int = 100,
     preserve_rng: bool = False,
     write: bool = False,
+    loss: Any = None,
 ) -> StepResult:
     """As the method of ``optimizer``; ``write`` leaves unscaled gradients in ``p.grad``."""
     ours = optimizer._ampopt
@@ -504,7 +508,8 @@ def unscale_and_step(
     if scale is None and max_norm is None:
         return StepResult(optimizer.step(), ours.flag(None), None)
     attempt = ours.attempt_with_sums if ours.sums.is_open else ours.attempt
-    decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
+    with ours.told(loss):
+        decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     successor = successor_of(scale, decision)
     ours.mark_stepped(scale, successor)
     return StepResult(returned, ours.flag(decision), successor)

@@ -322,7 +322,8 @@ class TrainStep:
         if self._on_overflow == "replay":
             return self.update(scale, evaluate)
         loss = evaluate(scale)
-        result = self.update(scale)
+        with self.optimizer._ampopt.told(loss):
+            result = self.update(scale)
         return StepResult(loss, result.found_inf, result.scale)
 
     def _evaluate(self, batch: Any, clear: Callable[[], None], scale: Any) -> Tensor:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.overflow import judge_held
@@ -61,7 +62,7 @@ class ByRule(Stepping):
         if self.rule.need_torch():
             gradients.check(self.optimizer.param_groups)
             decision = self.unscale(request)
-            self.asked = Request(check=False, judged=decision)
+            self.asked = Request(check=False, found_inf=_other(decision), judged=decision)
             return decision
         gradients.check(self.optimizer.param_groups)
         judged = replace(self.asking(request), max_norm=None)
@@ -81,6 +82,7 @@ class ByRule(Stepping):
         self.asked = Request(
             scale=request.scale,
             check=False,
+            found_inf=_other(decision),
             max_norm=request.max_norm,
             write=request.write,
             judged=decision,
@@ -99,3 +101,8 @@ class ByRule(Stepping):
     def decided(self) -> Decision | None:
         """See :class:`Stepping`."""
         return self.rule.decision
+
+
+def _other(decision: Decision | None) -> Tensor | None:
+    """More than 0 if the step is to be skipped for something else than overflow."""
+    return None if decision is None else decision.cause

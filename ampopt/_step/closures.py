@@ -64,8 +64,9 @@ def unscale_and_step(
         check_loss(loss)
 
         def verdict() -> tuple[Any, Any]:
-            decision = ours.judge(request_for(scale, max_norm=max_norm, write=write))
-            found_inf = 0.0 if decision is None else decision.found_inf
+            with ours.told(loss):
+                decision = ours.judge(request_for(scale, max_norm=max_norm, write=write))
+            found_inf = 0.0 if decision is None else decision.overflow
             return found_inf, successor_of(scale, decision)
 
         return loss, verdict
@@ -92,6 +93,11 @@ def step_after_unscale(
         preserve_rng: give replays the random state of the first attempt.
     """
     ours = optimizer._ampopt
+    if ours.causes:
+        raise RuntimeError(
+            "step_after_unscale(closure): the closure would be run again after a skip_when, which "
+            "no smaller scale mends: use unscale_and_step(closure, grads_scaled_by=scale)"
+        )
     agreement = None if ours.scale(given) is None else ours.agreement()
 
     def evaluate(now: Any) -> tuple[Any, Verdict]:
@@ -147,4 +153,6 @@ def _replayed(
     ours.mark_given(given, replay.successor)
     ours.mark_given(replay.scale, replay.successor)
     found_inf = ours.no_overflow() + float(replay.overflowed)
+    if ours.causes and ours.decided is not None:
+        found_inf = found_inf + ours.decided.found_inf
     return StepResult(loss, as_flag(found_inf), replay.successor)

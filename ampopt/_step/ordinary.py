@@ -89,6 +89,12 @@ class Ordinary(Stepping):
     def judge(self, request: Request) -> Decision | None:
         """Judge what a closure left in the gradients, and make them ready for ``step()``."""
         gradients.check(self.optimizer.param_groups)
+        if self.causes:
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step(closure) cannot be skipped once it has "
+                "evaluated the closure, as skip_when wants it: step without a closure, with "
+                "unscale_and_step(grads_scaled_by=scale, loss=loss)"
+            )
         return self.unscale(request)
 
     def check_gradients(self) -> None:

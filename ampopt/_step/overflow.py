@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks
-from ampopt.backend import backend_for
+from ampopt._step.other_causes import decide
 from ampopt_kernels.found import Owner
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Request, Row, Work, run
+from ampopt_kernels.step import Decision, Request, Row, Work
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
@@ -73,7 +73,7 @@ def decided_elsewhere(
         return None
     vote = ranks.Vote(agreement, present=present)
     asked = replace(request, write=False, apply=False, agree=vote)
-    decision = run(backend_for, [Work(device, [])], asked)
+    decision = decide([Work(device, [])], asked)
     if decision.scale is None or decision.counters is None:
         return decision
     assert vote.ranks is not None and request.scale is not None and request.counters is not None
@@ -115,7 +115,7 @@ def judge_held(
     vote = None
     if agreement is not None and request.asks:
         vote = ranks.Vote(agreement, len(holders))
-    decision = run(backend_for, works, replace(request, write=write, apply=False, agree=vote))
+    decision = decide(works, replace(request, write=write, apply=False, agree=vote))
     staged.store()
     return decision
 

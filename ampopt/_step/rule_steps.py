@@ -12,15 +12,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import gradients, ranks
 from ampopt._step.masters import Masters, has_masters, needs_master
+from ampopt._step.other_causes import decide
 from ampopt._step.overflow import decided_elsewhere, device_of, judge_held
 from ampopt._step.plan import Plan, check_plannable
 from ampopt._step.rule_state import state_of
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.transaction import Skipper, skipper_of
-from ampopt.backend import backend_for
 from ampopt_kernels.found import NOBODY
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Request, run
+from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = ["RuleSteps"]
@@ -177,7 +177,7 @@ class RuleSteps:
         plan.take_hyper(self)
         before = request.write and plan.writes_gradients
         asked = request if before is request.write else replace(request, write=before)
-        decision = run(backend_for, plan.works, asked)
+        decision = decide(plan.works, asked)
         plan.finish()
         if request.write and not before:
             self._unscale_used(request)

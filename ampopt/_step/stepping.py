@@ -77,6 +77,8 @@ class Stepping(ABC):
             argument: between a control point and our step there may be hooks, a wrapper that
             somebody has put on the instance, or a closure. ``None`` outside of a control point.
         watch: who notes what there is in the gradients, an :class:`ampopt.Watch`.
+        causes: for which steps are skipped besides, each an :class:`ampopt.skip_when`.
+        loss: of the step that a control point takes, if the caller gave it.
     """
 
     def __init__(
@@ -97,6 +99,8 @@ class Stepping(ABC):
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.pending: Pending | None = None
         self.watch: Any = None
+        self.causes: tuple[Any, ...] = ()
+        self.loss: Tensor | None = None
         self.sums = Accumulation(optimizer)
         self.grad_norm: Tensor | None = None
         self.uploads: dict[torch.device, Uploads] = {} if rule is None else rule.uploads
@@ -174,9 +178,48 @@ class Stepping(ABC):
     def asking(self, request: Request) -> Request:
         """``request`` with what is to be found out besides, unless that was."""
         judged = request.judged
-        if self.watch is None or (judged is not None and judged.measured):
-            return request
-        return replace(request, measure=True)
+        if self.watch is not None and not (judged is not None and judged.measured):
+            request = replace(request, measure=True)
+        if self.causes and request.check:
+            known = [cause for cause, _ in request.causes]
+            own = ((c, self._loss_for(c)) for c in self.causes if c not in known)
+            request = replace(request, causes=(*request.causes, *own))
+        return request
+
+    def _loss_for(self, cause: Any) -> Tensor | None:
+        if cause.needs_loss and self.loss is None:
+            raise RuntimeError(
+                "skip_when(loss=...) needs the loss of the step: give it to the control point, "
+                "optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use "
+                "ampopt.TrainStep"
+            )
+        return self.loss if cause.needs_loss else None
+
+    @contextmanager
+    def told(self, loss: Any) -> Iterator[None]:
+        """Within this, gradients are judged that are those of ``loss``, if it is not ``None``.
+
+        Raises:
+            TypeError: it is no loss.
+        """
+        if loss is None:
+            yield
+            return
+        if isinstance(loss, (int, float)):
+            loss = torch.tensor(float(loss), device="cpu")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"loss must be a number or a tensor of one element, got {got}")
+        self.loss = loss
+        try:
+            yield
+        finally:
+            self.loss = None
+
+    def plan_anew(self) -> None:
+        """Something else is to be found out from now on: a captured step is captured again."""
+        if self.rule is not None:
+            self.rule.plan = None
 
     def step_is_over(self) -> None:
         """``optimizer.step`` was called, whoever did, and its post-hooks are about to run."""

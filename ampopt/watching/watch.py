@@ -98,14 +98,14 @@ class Watch:
         self._grow()
         self._hook: Any = optimizer.register_step_post_hook(self._note)
         ours.watch = self
-        self._plan_anew()
+        ours.plan_anew()
 
     def close(self) -> None:
         """Watch no longer. What was noted can still be read; logs are written to the end."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = self.optimizer._ampopt.watch = None
-            self._plan_anew()
+            self.optimizer._ampopt.plan_anew()
             self._write_logs(wait=True)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Watch:
                 Attempt(
                     self._steps,
                     skip=decision.skip,
-                    overflow=judged.found_inf,
+                    cause=judged.cause,
                     scale=judged.scaled_by,
                     norm=norm,
                 )
@@ -362,11 +362,6 @@ class Watch:
 
     def _taken(self) -> Taken:
         return self.read_later().taken()
-
-    def _plan_anew(self) -> None:
-        """A captured step has to be captured again."""
-        if self.optimizer._ampopt.rule is not None:
-            self.optimizer._ampopt.rule.plan = None
 
     def _refuse_closed(self, call: str) -> None:
         if self._hook is None:

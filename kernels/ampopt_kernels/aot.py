@@ -217,7 +217,7 @@ def launches(case: Case) -> list[Launch]:
     decision = run(lambda _: backend, [work], request)
     if request.measure:
         norm = torch.zeros(())
-        attempt = Attempt(1, decision.skip, decision.found_inf, norm, scale, norm)
+        attempt = Attempt(1, decision.skip, norm, scale, norm)
         where = (zeros(1, 1, work.device), attempt, decision.found[0], [Part(0, 1, 0)])
         backend.note(*where, work.uploads, notes_step=True)
     return recorded

@@ -85,7 +85,6 @@ class Attempt:
     Attributes:
         number: counted from 1.
         skip: more than 0 if it was skipped; ``None`` if certainly not.
-        overflow: more than 0 if gradients overflowed.
         cause: of a skip for something else, counted as in ``CAUSES``; 0 or ``None`` for none.
         scale: that the gradients carried; ``None`` for none.
         norm: of all gradients, if somebody asked for it.
@@ -93,7 +92,6 @@ class Attempt:
 
     number: int
     skip: Tensor | None = None
-    overflow: Tensor | None = None
     cause: Tensor | None = None
     scale: Tensor | None = None
     norm: Tensor | None = None
@@ -138,9 +136,8 @@ def note(
         squares = torch.where(overflowed > 0, float("inf"), sums.sum())
     if not notes_step:
         return
-    found_inf = skipped if attempt.overflow is None else attempt.overflow.reshape(())
     other = zero if attempt.cause is None else attempt.cause.reshape(()).to(wide)
-    cause = skipped * torch.where((found_inf > 0) | (other == 0), 1.0, other)
+    cause = skipped * torch.where(other > 0, other, 1.0)
     totals = ledger.totals
     totals[0] = (totals[0] + 1) * skipped
     totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause

@@ -141,6 +141,7 @@ class Request:
         agree_on_sums: likewise of what a rule has summed up over parameters.
         measure: measure the gradients for who watches them; see :class:`Found`.
         judged: the decision that was made of these gradients before, whose step this is.
+        causes: for which to skip besides, each with the loss, if it is to know that.
     """
 
     scale: Tensor | None = None
@@ -157,6 +158,7 @@ class Request:
     agree_on_sums: AgreeOnSums | None = None
     measure: bool = False
     judged: "Decision | None" = None
+    causes: tuple[tuple[Any, Tensor | None], ...] = ()
 
     @property
     def asks(self) -> bool:
@@ -219,6 +221,7 @@ class Decision:
         sums: what the rule has summed up over parameters, once all have it.
         scaled_by: the factor that the gradients carried.
         judged: see :class:`Request`.
+        cause: for which it is skipped if not for overflow, as counted in ``ledger``; 0 for none.
     """
 
     found_inf: Tensor
@@ -231,6 +234,13 @@ class Decision:
     sums: Sums | None = None
     scaled_by: Tensor | None = None
     judged: "Decision | None" = None
+    cause: Tensor | None = None
+
+    @property
+    def overflow(self) -> Tensor:
+        """:attr:`found_inf`, but 0 where another cause has made it."""
+        found_inf = self.found_inf
+        return found_inf if self.cause is None else found_inf * (self.cause == 0)
 
     @property
     def measured(self) -> bool:

@@ -193,8 +193,8 @@ class Triton(Backend):
         if found is None or found.measures is None:
             parts = ()
         where = uploads.get("parts", [x for p in parts for x in p], torch.int64, device)
-        given = [attempt.skip, attempt.overflow, attempt.cause, attempt.scale, attempt.norm]
-        skip, overflow, cause, scale, norm = (numbers if x is None else x for x in given)
+        given = (attempt.skip, attempt.cause, attempt.scale, attempt.norm)
+        skip, cause, scale, norm = (numbers if x is None else x for x in given)
         arguments = {
             "flags": numbers if found is None else found.flags_on(device),
             "measures": numbers if found is None or found.measures is None else found.measures,
@@ -205,12 +205,10 @@ class Triton(Backend):
             "number": attempt.number,
             "at": (attempt.number - 1) % len(ledger.ring),
             "skip": skip,
-            "overflow": overflow,
             "cause": cause,
             "scale": scale,
             "norm": norm,
             "HAS_SKIP": attempt.skip is not None,
-            "HAS_OVERFLOW": attempt.overflow is not None,
             "HAS_CAUSE": attempt.cause is not None,
             "HAS_SCALE": attempt.scale is not None,
             "HAS_NORM": attempt.norm is not None,

@@ -16,12 +16,10 @@ def watch_kernel(
     number,
     at,
     skip,
-    overflow,
     cause,
     scale,
     norm,
     HAS_SKIP: tl.constexpr,
-    HAS_OVERFLOW: tl.constexpr,
     HAS_CAUSE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -40,12 +38,10 @@ def watch_kernel(
         number: of the attempt, from 1.
         at: its place in the ring.
         skip: one element, more than 0 if the step was skipped; read if ``HAS_SKIP``.
-        overflow: one element, more than 0 if gradients overflowed; read if ``HAS_OVERFLOW``.
         cause: one element, of a skip for something else; read if ``HAS_CAUSE``.
         scale: one element; read if ``HAS_SCALE``.
         norm: one element; read if ``HAS_NORM``.
         HAS_SKIP: whether it may have been skipped.
-        HAS_OVERFLOW: whether gradients were judged.
         HAS_CAUSE: whether there are other causes.
         HAS_SCALE: whether gradients were scaled.
         HAS_NORM: whether somebody asked for the norm.
@@ -91,13 +87,10 @@ def watch_kernel(
                 squares += tl.load(measures + 4 * block + 3, mask=live, other=0.0)
         square = tl.where(tl.max(flag, 0) > 0, float("inf"), tl.sum(squares, 0))
         square = tl.where(n_parts > 0, square, -1.0)
-        found = skipped
-        if HAS_OVERFLOW:
-            found = tl.where(tl.load(overflow) > 0, 1.0, 0.0).to(tl.float64)
         other = tl.full((), 0.0, tl.float64)
         if HAS_CAUSE:
             other = tl.load(cause).to(tl.float64)
-        why = skipped * tl.where((found > 0) | (other == 0), 1.0, other)
+        why = skipped * tl.where(other > 0, other, 1.0)
         totals = numbers + 5 * places
         tl.store(totals, (tl.load(totals) + 1.0) * skipped)
         for i in tl.static_range(1, 4):

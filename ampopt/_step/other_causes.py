@@ -1,0 +1,75 @@
+"""Skips for other causes than overflow, decided between what detect found and the decision."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt.backend import backend_for
+from ampopt_kernels.step import Decision, Partials, Request, Work, run
+from ampopt_kernels.tensors import widest
+from ampopt_kernels.transfers import carried
+
+__all__ = ["decide"]
+
+
+def decide(works: Sequence[Work], request: Request) -> Decision:
+    """As :func:`ampopt_kernels.step.run`, with the causes of ``request``, if it has any."""
+    if not (request.causes and request.check):
+        return run(backend_for, works, request)
+    causes = _OtherCauses(request)
+    measures = any(cause.needs_norm for cause, _ in request.causes)
+    max_norm = float("inf") if request.max_norm is None and measures else request.max_norm
+    return causes.settled(
+        run(backend_for, works, replace(request, agree=causes, max_norm=max_norm))
+    )
+
+
+class _OtherCauses:
+    """Joins further causes to the flag of a step, and keeps them from the loss scale."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._cause: Tensor | None = None
+
+    def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
+        """What all ranks have found, with a flag for whatever the step is to be skipped for."""
+        if self._request.agree is not None:
+            found, flag = self._request.agree(found, flag, device), None
+        flags = found.flags_on(device)
+        bad = flags.amax() > 0 if flags.numel() else torch.zeros((), device=device) > 0
+        if flag is not None:
+            bad = bad | (flag.reshape(()) > 0)
+        values: dict[str, Tensor] = {}
+        if found.squares is not None:
+            values["norm"] = found.squares.sum().sqrt()
+        total: Any = torch.zeros((), dtype=widest(device), device=device)
+        said = []
+        for cause, loss in self._request.causes:
+            if loss is not None:
+                values["loss"] = carried(loss.detach().reshape(()), device, widest(device))
+            why, judged = cause.judge(values)
+            said.append((cause, dict(values), judged))
+            total = torch.where(total > 0, total, why)
+        self._cause = torch.where(bad, 0.0, total)
+        for cause, its_values, judged in said:
+            cause.learn(its_values, judged, self._cause, bad)
+        joined = (bad | (self._cause > 0)).to(torch.float32).reshape(1)
+        return Partials(joined, found.squares, found.found)
+
+    def settled(self, decision: Decision) -> Decision:
+        """``decision``, of which the scale learns nothing if there was another cause."""
+        request, cause = self._request, self._cause
+        assert cause is not None
+        decision = replace(decision, cause=cause)
+        if decision.scale is None or decision.counters is None:
+            return decision
+        assert request.scale is not None and request.counters is not None
+        device, learns = decision.scale.device, cause == 0
+        return replace(
+            decision,
+            scale=torch.where(learns, decision.scale, carried(request.scale, device)),
+            counters=torch.where(learns, decision.counters, carried(request.counters, device)),
+        )
