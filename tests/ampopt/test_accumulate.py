@@ -180,6 +180,20 @@ def test_rejecting_leaves_no_trace_of_what_was_rejected(backend):
     assert accumulated(INF, 1.0, INF, -3.0) == accumulated(2.0, -6.0)
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_plain_step_takes_what_was_not_rejected(bad):
+    """And nothing if that is nothing, as of gradients of 0."""
+    params = params_of()
+    optimizer = ampopt.SGD(params, lr=0.5)
+    expected = [p.detach() - 0.5 * (2.0 if bad < 2 else 0.0) for p in params]
+    for place in range(2):
+        give(params, *[INF if place < bad else 1.0] * 2)
+        optimizer.accumulate(grads_scaled_by=1.0, drop="micro_batch")
+    optimizer.step()
+    for p, value in zip(params, expected, strict=True):
+        assert torch.equal(p.detach(), value)
+
+
 @every_backend
 def test_a_sum_that_overflows_skips(backend):
     params = params_of()
