@@ -46,6 +46,9 @@ def test_a_plan_outlasts_ordinary_steps(implementation):
     [
         lambda model, optimizer: setattr(model.weight, "data", model.weight.data.clone()),
         lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.0),
+        lambda model, optimizer: optimizer.param_groups[0].update(replicated=True),
+        lambda model, optimizer: optimizer.param_groups[0].update(params=[*model.parameters()]),
+        lambda model, optimizer: setattr(optimizer, "state", copy.copy(optimizer.state)),
         lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
         lambda model, optimizer: optimizer.add_param_group({"params": [torch.zeros(2)]}),
         lambda model, optimizer: model.bias.requires_grad_(False),
