@@ -1,7 +1,10 @@
 """The built wheel holds both packages, and works with nothing of the checkout in reach."""
 
+import email
+import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -62,6 +65,33 @@ def test_holds_what_the_checkout_holds(wheel):
     metadata = {name for name in names if ".dist-info/" in name}
     assert names - metadata == packages
     assert {name.rpartition("/")[2] for name in metadata} >= {"METADATA", "LICENSE"}
+
+
+def test_is_what_the_source_distribution_builds(wheel, tmp_path):
+    code = f"import hatchling.build; hatchling.build.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+    (source,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert inside >= {"pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO"}
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as ours, zipfile.ZipFile(wheel) as theirs:
+        assert ours.namelist() == theirs.namelist()
+        assert all(ours.read(name) == theirs.read(name) for name in ours.namelist())
+
+
+def test_metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
+        fields = email.message_from_bytes(archive.read(name))
+    assert (fields["Name"], fields["License-Expression"]) == ("ampopt", "MIT")
+    assert fields["Requires-Python"] == ">=3.10"
+    versions = re.findall(r"Python :: 3\.(\d+)$", "\n".join(fields.get_all("Classifier", [])), re.M)
+    assert versions[0] == "10" and "Typing :: Typed" in fields.get_all("Classifier", [])
+    assert fields.get_all("Project-URL") is None  # there is no page of its own yet
+    needed = [r for r in fields.get_all("Requires-Dist", []) if "extra ==" not in r]
+    assert [re.split("[>; ]", r)[0] for r in needed] == ["torch", "triton"]
 
 
 def test_works_from_an_empty_folder(wheel, tmp_path):
