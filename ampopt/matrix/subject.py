@@ -120,12 +120,10 @@ class Subject:
         """Go on from there."""
         next(self._model.parameters()).copy_(numbers)
 
-    def everything(self) -> list[Any]:
-        """A copy of the weight, and of all that the optimizer remembers of it."""
-        found: list[Any] = [self.weight()]
-        for state in self.optimizer.state.values():
-            found += [whole(v) if isinstance(v, Tensor) else v for v in state.values()]
-        return found
+    def everything(self) -> list[Tensor]:
+        """A copy of the weight, and of the tensors that the optimizer remembers of it."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [self.weight(), *(whole(value) for value in states if isinstance(value, Tensor))]
 
 
 def whole(tensor: Any) -> Tensor:
