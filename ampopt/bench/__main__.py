@@ -195,13 +195,14 @@ def _note(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m ampopt.bench", description=__doc__)
-    known = contenders.optimizers()
+    known, others = contenders.optimizers(), contenders.others()
     parser.add_argument(
         "--optimizer",
         action="append",
-        choices=known,
+        choices=[*known, *others],
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(known)}",
+        help=f"repeatable; default: all of {', '.join(known)}; beside them: {', '.join(others)}, "
+        "of which those that torch lacks are beside pytorch_optimizer's",
     )
     parser.add_argument(
         "--workload",

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 import ampopt
+from ampopt.bench import lacking
+from ampopt.bench.lacking import LACKING
 from ampopt.bench.workloads import SCALE
 
-__all__ = ["AMPOPT", "TORCH", "Contender", "enter", "names", "optimizers"]
+__all__ = ["AMPOPT", "TORCH", "Contender", "enter", "names", "optimizers", "others"]
 
 AMPOPT = "ampopt"
 TORCH = ("for-loop", "foreach", "fused")
 _OTHERS = ("apex", "optimi")
 
+_NO_RULE = ("Adafactor", "Muon")
 _MAX_NORM = 1.0
 _NEVER = 1 << 30
 """Growth interval: a scale that grew in one run and not in another would not be the same work."""
@@ -55,6 +58,14 @@ def optimizers() -> list[str]:
     ]
 
 
+def others() -> list[str]:
+    """Those that are measured where they are asked for: of which torch has no fused one, or none.
+
+    The columns of torch's implementations are pytorch_optimizer's of those that torch lacks.
+    """
+    return [*LACKING, *(name for name in _NO_RULE if hasattr(torch.optim, name))]
+
+
 def names(device: torch.device) -> tuple[str, ...]:
     """The columns: torch's, ampopt, and on a GPU what else can be imported."""
     others = _OTHERS if device.type == "cuda" else ()
@@ -68,6 +79,10 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> Contender:
         NotImplementedError: it has no such optimizer, or not for such parameters.
     """
     settings = _SETTINGS.get(optimizer, {})
+    if optimizer in LACKING:
+        settings = LACKING[optimizer].ours
+        if name in TORCH:
+            return _under_scaler(name, lacking.enter(name, optimizer, params), params)
     if name == AMPOPT:
         return _ampopt(getattr(ampopt, optimizer)(params, **settings))
     makers = {"apex": _apex, "optimi": _optimi}

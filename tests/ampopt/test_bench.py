@@ -18,6 +18,7 @@ from ampopt.bench import (
     contenders,
     first_steps,
     host,
+    lacking,
     launches,
     measure,
     memory,
@@ -64,6 +65,16 @@ def test_finds_the_optimizers_that_torch_has_too():
     found = contenders.optimizers()
     assert {"SGD", "Adam", "AdamW", "RMSprop"} <= set(found)
     assert not {"Optimizer", "ElementwiseOptimizer", "LBFGS"} & set(found)
+
+
+def test_what_torch_lacks_is_measured_beside_another_package_and_no_rule_has_no_floor(tiny, capsys):
+    others = contenders.others()
+    assert {"Lion", "Adan", "LAMB", "NovoGrad", "ScheduleFreeAdamW", "Muon"} <= set(others)
+    run("--optimizer", "Lion", "--optimizer", "Adafactor", "--workload", "large", "--repeats", "2")
+    shown = capsys.readouterr().out
+    assert re.search(r"^Lion +large +no +\d", shown, re.M)
+    assert re.search(r"^Adafactor +large +no +\d", shown, re.M)
+    assert "torch has no Lion, and pytorch_optimizer none fused" in shown
 
 
 def test_tables_and_json_have_every_row_and_column(tiny, tmp_path, capsys):
@@ -238,8 +249,11 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch, c
     assert "needs matplotlib" in capsys.readouterr().err
 
 
+SAME = [name for name in lacking.LACKING if name != "LAMB"]  # of which there are several formulas
+
+
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("optimizer", contenders.optimizers())
+@pytest.mark.parametrize("optimizer", [*contenders.optimizers(), *SAME])
 def test_contenders_do_the_same_work(optimizer, clip):
     workload = workloads.Workload("some", ((3, 5), (7,), (300,)))
     reached = {}
