@@ -9,6 +9,7 @@ from ampopt._step import torch_scaler
 from ampopt._step.by_rule import ByRule
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import Ordinary
+from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
 from ampopt._step.replay import evaluated
 from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.state_buffers import shares_storage
@@ -74,6 +75,14 @@ class ElementwiseOptimizer(Optimizer):
     Whatever else writes to the parameter from then on is lost to the next step, unless it writes
     to the master or drops it (``del optimizer.state[p]["master_param"]``).
 
+    **Stochastic rounding.** With ``param_rounding="stochastic"``, a bfloat16 parameter without a
+    master is rounded up or down by chance after each step, so that on average it moves by what the
+    step says, where steps below half of its last place would be lost. States are rounded to the
+    nearest, and so are parameters of other dtypes. The chances follow from the place of the
+    parameter in the optimizer, that of the element in it, and how many steps were taken, which the
+    state has as ``rounding_key``: a skipped step takes none, a run repeats itself bit for bit, on
+    every backend, and on any number of ranks that have shards of the first dimension.
+
     **Layouts.** Parameters, gradients and states may be laid out in memory each in its own way;
     where they differ, a step makes copies. Parameters may share storage, one beside another or
     interleaved. Which of two updates an element of both of them gets is not defined.
@@ -100,21 +109,41 @@ class ElementwiseOptimizer(Optimizer):
     _ampopt = Attached(_stepping)
     _step_supports_amp_scaling = torch_scaler.LeftToStep()  # the step below heeds what is left
 
-    def __init__(self, *args: Any, master_weights: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        master_weights: bool = False,
+        param_rounding: str = "nearest",
+        **kwargs: Any,
+    ) -> None:
         """Make the optimizer.
 
         Args:
             *args: what the base classes take: ``params`` and ``defaults``, or as torch's optimizer.
             master_weights: keep a float32 master of each float16 and bfloat16 parameter; see the
                 class. Also an option of a param group.
+            param_rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without
+                masters; see the class. Also an option of a param group.
             **kwargs: what the base classes take.
+
+        Raises:
+            ValueError: ``param_rounding`` is another, or does not go with ``differentiable``.
         """
+        check_rounding(param_rounding)
         super().__init__(*args, **kwargs)
-        if master_weights:
+        options: dict[str, Any] = {"master_weights": True} if master_weights else {}
+        if param_rounding != "nearest":
+            options[PARAM_ROUNDING] = param_rounding
+        if options:
             # Of groups that are added later, too.
-            self.defaults = {**self.defaults, "master_weights": True}
+            self.defaults = {**self.defaults, **options}
             for group in self.param_groups:
-                group.setdefault("master_weights", True)
+                group.update({**options, **group})
+        if self.defaults.get("differentiable") and any(map(is_stochastic, self.param_groups)):
+            raise ValueError(
+                "param_rounding='stochastic' does not go with differentiable=True, which takes "
+                "torch's own step: leave one of them out"
+            )
         if self.defaults.get("differentiable") and any(map(has_masters, self.param_groups)):
             raise ValueError(
                 "master_weights=True does not go with differentiable=True, which takes torch's own "
@@ -195,17 +224,30 @@ class ElementwiseOptimizer(Optimizer):
         return Unscaled(ours.flag(decision), successor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch does; ``master_weights`` may be one of its options."""
+        """Add a param group, as torch does; ``master_weights`` may be one of its options.
+
+        So may be ``param_rounding``.
+
+        Raises:
+            ValueError: ``param_rounding`` is no way to round.
+        """
+        check_rounding(param_group.get(PARAM_ROUNDING, "nearest"))
         super().add_param_group(param_group)
         self._ampopt.rule.remember_dtypes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as torch does, of this or torch's optimizer. Nothing is cast.
 
-        Whether there are master weights is decided here, not by the checkpoint.
+        Whether there are master weights, and how parameters are rounded, is decided here, not by
+        the checkpoint.
         """
         kept = [has_masters(group) for group in self.param_groups]
+        roundings = [group.get(PARAM_ROUNDING) for group in self.param_groups]
         super().load_state_dict(state_dict)
+        for group, rounding in zip(self.param_groups, roundings, strict=True):
+            group.pop(PARAM_ROUNDING, None)
+            if rounding is not None:
+                group[PARAM_ROUNDING] = rounding
         for group, masters in zip(self.param_groups, kept, strict=True):
             group.pop("master_weights", None)
             if masters:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.guards import Guards
 from ampopt._step.overflow import works_of
+from ampopt._step.param_rounding import keys_of, position_of
 from ampopt._step.rank_sums import RankSums
 from ampopt._step.rule_state import state_of
 from ampopt._step.state_buffers import lay_end_to_end
@@ -86,6 +87,7 @@ class Plan:
         held = [
             s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]
         ]
+        held += [row.keys for row in rows if row.keys is not None]
         spread = any(dtensor.is_spread(p) for group in groups for p in group["params"])
         self._guards = Guards(steps, flags, self._present, masters, held, grads, spread=spread)
         self.writes_gradients = all(
@@ -103,6 +105,7 @@ class Plan:
         local, agreement = dtensor.local, self.agreement
         master = masters.of(optimizer.param_groups[group], param)
         holder = masters.holder(optimizer.param_groups[group], param)
+        keys = keys_of(optimizer, optimizer.param_groups[group], param)
         p = gradients.real(local(param.detach() if master is None else master))
         copy = None if master is None else staged.dense(local(param.detach()), p, written=True)
         grad = staged.dense(gradients.values_of(holder), p, written=False)
@@ -122,6 +125,8 @@ class Plan:
             group=group,
             counted=agreement is None or agreement.counts(param, group),
             owner=owner,
+            keys=keys,
+            position=0 if keys is None else position_of(param),
         )
         return row, grad
 

@@ -14,6 +14,7 @@ from ampopt._step import gradients, ranks
 from ampopt._step.masters import Masters, has_masters, needs_master
 from ampopt._step.other_causes import decide
 from ampopt._step.overflow import decided_elsewhere, device_of, judge_held
+from ampopt._step.param_rounding import is_stochastic
 from ampopt._step.plan import Plan, check_plannable
 from ampopt._step.rule_state import state_of
 from ampopt._step.step_hooks import beneath_hooks
@@ -123,10 +124,14 @@ class RuleSteps:
         for index, param in gradients.present(optimizer.param_groups):
             assert param.grad is not None
             if param.grad.layout != torch.strided:
-                masters = has_masters(optimizer.param_groups[index])
-                if optimizer.sparse_gradients and not masters:
+                group, how = optimizer.param_groups[index], ""
+                if has_masters(group):
+                    how = " with master_weights=True"
+                elif is_stochastic(group):
+                    how = " with param_rounding='stochastic'"
+                if optimizer.sparse_gradients and not how:
                     return True
-                how = " with master_weights=True" * (optimizer.sparse_gradients and masters)
+                how *= optimizer.sparse_gradients
                 raise RuntimeError(
                     f"{type(optimizer).__name__}{how} does not support sparse gradients, which "
                     f"{gradients.name_of(optimizer.param_groups, param)} has; make the layer with "

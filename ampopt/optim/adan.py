@@ -28,6 +28,8 @@ class Adan(ElementwiseOptimizer):
         maximize: go up.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
@@ -52,6 +54,7 @@ class Adan(ElementwiseOptimizer):
         *,
         maximize: bool = False,
         master_weights: bool = False,
+        param_rounding: str = "nearest",
         process_group: Any = None,
     ) -> None:
         """Make the optimizer; see the class."""
@@ -67,5 +70,9 @@ class Adan(ElementwiseOptimizer):
             "maximize": maximize,
         }
         super().__init__(
-            params, defaults, master_weights=master_weights, process_group=process_group
+            params,
+            defaults,
+            master_weights=master_weights,
+            param_rounding=param_rounding,
+            process_group=process_group,
         )

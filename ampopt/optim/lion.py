@@ -28,6 +28,8 @@ class Lion(ElementwiseOptimizer):
         maximize: go up.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
@@ -48,6 +50,7 @@ class Lion(ElementwiseOptimizer):
         *,
         maximize: bool = False,
         master_weights: bool = False,
+        param_rounding: str = "nearest",
         process_group: Any = None,
     ) -> None:
         """Make the optimizer; see the class."""
@@ -56,5 +59,9 @@ class Lion(ElementwiseOptimizer):
         check_not_negative(weight_decay=weight_decay)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
-            params, defaults, master_weights=master_weights, process_group=process_group
+            params,
+            defaults,
+            master_weights=master_weights,
+            param_rounding=param_rounding,
+            process_group=process_group,
         )

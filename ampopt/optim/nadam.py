@@ -25,6 +25,8 @@ class NAdam(ElementwiseOptimizer, torch.optim.NAdam):
         differentiable: take torch's own step.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: the step count and ``mu_product`` are 0-d tensors on the parameter's device,
@@ -51,6 +53,7 @@ class NAdam(ElementwiseOptimizer, torch.optim.NAdam):
             capturable: bool = False,
             differentiable: bool = False,
             master_weights: bool = False,
+            param_rounding: str = "nearest",
             process_group: Any = None,
         ) -> None:
             """Make the optimizer; see the class."""

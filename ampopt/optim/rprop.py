@@ -24,6 +24,8 @@ class Rprop(ElementwiseOptimizer, torch.optim.Rprop):
         differentiable: take torch's own step.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: the step count is a 0-d tensor on the parameter's device, whatever
@@ -47,6 +49,7 @@ class Rprop(ElementwiseOptimizer, torch.optim.Rprop):
             maximize: bool = False,
             differentiable: bool = False,
             master_weights: bool = False,
+            param_rounding: str = "nearest",
             process_group: Any = None,
         ) -> None:
             """Make the optimizer; see the class."""

@@ -42,6 +42,8 @@ class Sophia(ElementwiseOptimizer):
         maximize: go up.
         master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
             :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
+        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
+            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
@@ -64,6 +66,7 @@ class Sophia(ElementwiseOptimizer):
         bs: int = 5120,
         maximize: bool = False,
         master_weights: bool = False,
+        param_rounding: str = "nearest",
         process_group: Any = None,
     ) -> None:
         """Make the optimizer; see the class."""
@@ -80,7 +83,11 @@ class Sophia(ElementwiseOptimizer):
             "maximize": maximize,
         }
         super().__init__(
-            params, defaults, master_weights=master_weights, process_group=process_group
+            params,
+            defaults,
+            master_weights=master_weights,
+            param_rounding=param_rounding,
+            process_group=process_group,
         )
 
     def update_hessian(self, grads_scaled_by: Any = None) -> Unscaled:

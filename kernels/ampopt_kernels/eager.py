@@ -17,6 +17,7 @@ from ampopt_kernels.found import Found, measured
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Work
+from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
 
@@ -203,13 +204,19 @@ class Eager(Backend):
         for row, whole, h in zip(work.rows, work.grads, advanced, strict=True):
             dtype = row.compute_dtype
             h = tuple(_cast(x, dtype) for x in h)
-            n = 1 + len(row.state)
-            for grad, *stored in _chunks(whole, *row.written):
+            n, position = 1 + len(row.state), row.position
+            tensors = (whole, *row.written)
+            if row.keys is not None:  # positions are those in memory
+                tensors = tuple(map(flat, tensors))
+            for grad, *stored in _chunks(*tensors):
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 param, *state = (t.to(dtype) for t in stored[:n])
                 update = rule.torch_update_in(dtype)
                 param, state = update(param, g, tuple(state), h, row.flags)
                 copy = () if row.copy is None else (param,)
+                if row.keys is not None:
+                    param = stochastically(param, position, row.keys)
+                    position += grad.numel()
                 for old, new in zip(stored, (param, *state, *copy), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
 

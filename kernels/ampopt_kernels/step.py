@@ -19,6 +19,7 @@ from ampopt_kernels.found import NOBODY, Found, Owner
 from ampopt_kernels.ledger import Attempt, Ledger, Part, note
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import AgreeOnSums, Sums, over_all
 from ampopt_kernels.tensors import arithmetic, widest
 from ampopt_kernels.transfers import carried
@@ -36,6 +37,8 @@ class Row:
     ``None`` where the flags leave one out. A row that is only to be read has no ``param``. Where
     ``param`` is a float32 master, ``copy`` is the low-precision parameter that gets it rounded.
     Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
+    A bfloat16 parameter that is rounded stochastically has ``keys``, of which each step takes one,
+    0-d int64, and the ``position`` of its first element in the whole; see ``stochastic``.
     """
 
     grad_dtype: torch.dtype
@@ -47,6 +50,8 @@ class Row:
     group: int = 0
     counted: bool = True
     owner: Owner = NOBODY
+    keys: Tensor | None = None
+    position: int = 0
 
     @property
     def written(self) -> tuple[Tensor, ...]:
@@ -59,9 +64,9 @@ class Row:
         return (self.grad_dtype, *(t.dtype for t in self.written))
 
     @property
-    def kind(self) -> tuple[tuple[torch.dtype, ...], tuple[bool, ...], bool]:
-        """What one launch must have in common: dtypes, compile-time flags, and being copied."""
-        return self.dtypes, self.flags, self.copy is not None
+    def kind(self) -> tuple[Any, ...]:
+        """What one launch must have in common: dtypes, flags, being copied, how it is rounded."""
+        return self.dtypes, self.flags, self.copy is not None, self.keys is not None
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -381,6 +386,8 @@ def run(
                 (*step[:2], replace(step[2], sums=s)) for step, s in zip(steps, known, strict=True)
             ]
         for backend, work, its_own in steps:
+            if keys := [row.keys for row in work.rows if row.keys is not None]:
+                take_keys(keys, its_own.skip)
             backend.update(work, its_own)
     return decision
 

@@ -18,7 +18,8 @@ from ampopt_kernels.cpu.sums import halved, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Partials, Request, Work
+from ampopt_kernels.step import Decision, Partials, Request, Row, Work
+from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.tensors import arithmetic, flat
 
 __all__ = ["Cpu", "apply_rule", "updated"]
@@ -118,7 +119,11 @@ class Cpu(Eager):
             if piece.copies is not None:
                 piece.copies.load()
             tensors = (grad, piece.param, *piece.rest)
-            if not varies:
+            if piece.rows[0].keys is not None:
+                for row, (start, end, own) in zip(piece.rows, piece.each(h), strict=True):
+                    part = [t[start:end] for t in tensors]
+                    self._apply(rule, piece, part, own, _chances(row))
+            elif not varies:
                 self._apply(rule, piece, tensors, h)
             else:
                 for start, end, own in piece.alike(h):
@@ -152,19 +157,35 @@ class Cpu(Eager):
         return sum_terms(rule, piece.flags, tensors, h)
 
     def _apply(
-        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+        self,
+        rule: Rule,
+        piece: Piece,
+        tensors: Sequence[Tensor],
+        h: tuple[float, ...],
+        chances: tuple[int, int] | None = None,
     ) -> None:
         """Apply the rule to ``tensors`` of a piece, or a part of them; see :func:`apply_rule`."""
-        apply_rule(rule, piece.flags, tensors, h)
+        apply_rule(rule, piece.flags, tensors, h, chances)
+
+
+def _chances(row: Row) -> tuple[int, int]:
+    """Position and key to round a parameter stochastically by."""
+    assert row.keys is not None
+    return row.position, int(row.keys)
 
 
 def apply_rule(
-    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[float, ...]
+    rule: Rule,
+    flags: tuple[bool, ...],
+    tensors: Sequence[Tensor],
+    h: tuple[float, ...],
+    chances: tuple[int, int] | None = None,
 ) -> None:
     """Apply ``rule`` to flat gradient, parameter and states, in place.
 
     One tensor more than the rule has states is a copy of the parameter, which is written.
-    ``h`` begins with the reciprocal of the scale and the clip coefficient.
+    ``h`` begins with the reciprocal of the scale and the clip coefficient. With ``chances``, the
+    position of the first element and a key, the parameter is rounded stochastically.
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     inverse, clip, *rest = h
@@ -175,6 +196,9 @@ def apply_rule(
         if not (inverse == 1 and clip == 1):
             g = g * inverse * clip
         new = updated(rule, flags, g, [t.to(dtype) for t in stored], tuple(rest))
+        if chances is not None:
+            position, key = chances
+            new = (stochastically(new[0], position + start, key), *new[1:])
         for old, value in zip(stored, new, strict=True):
             old.copy_(value)
 

@@ -40,7 +40,7 @@ disk in a millisecond and so is taken up at once. Without any patience a program
 test perhaps, would start a compiler for each rule.
 """
 
-_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, bool]
+_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, bool, bool]
 
 
 class Compiled(Cpu):
@@ -70,15 +70,23 @@ class Compiled(Cpu):
         self._factors: tuple[Any, array[float]] = (None, array("d"))
 
     def _apply(
-        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+        self,
+        rule: Rule,
+        piece: Piece,
+        tensors: Sequence[Tensor],
+        h: tuple[float, ...],
+        chances: tuple[int, int] | None = None,
     ) -> None:
+        if chances is not None and piece.function is not None:
+            piece.function(array("d", (*h, *chances)), tensors)
+            return
         if piece.function is not None:
             if self._factors[0] is not h:
                 self._factors = (h, array("d", h))
             piece.function(self._factors[1], tensors)
             return
         start = time.perf_counter()
-        super()._apply(rule, piece, tensors, h)
+        super()._apply(rule, piece, tensors, h, chances)
         self._note_spent(_key(rule, piece, len(h)), start)
 
     def _sum(
@@ -141,7 +149,7 @@ class Compiled(Cpu):
             wanted = waits or self._spent.get(key, 0.0) >= self._patience
             loaded = self._loaded(library, wanted, waits)
             if loaded is not None:
-                self._functions[key] = (_Sums if key[-1] else _Function)(loaded)
+                self._functions[key] = (_Sums if key[-2] else _Function)(loaded)
         return self._functions.get(key)
 
     def _library(self, key: _Key) -> tuple[Library | None, bool]:
@@ -220,4 +228,5 @@ def _key(rule: Rule, piece: Piece, width: int, *, reduces: bool = False) -> _Key
     """What :func:`source_of` takes for a piece and its gradients."""
     stored = piece.rest[: len(rule.state_for(piece.flags))] if reduces else piece.rest
     dtypes = tuple(t.dtype for t in (piece.param, *stored))
-    return rule, piece.flags, (piece.rows[0].grad_dtype, *dtypes), width, reduces
+    by_chance = not reduces and piece.rows[0].keys is not None
+    return rule, piece.flags, (piece.rows[0].grad_dtype, *dtypes), width, reduces, by_chance

@@ -18,6 +18,7 @@ import torch
 from ampopt_kernels import torch_language
 from ampopt_kernels.cpu.sums import PART
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.stochastic import CPP
 from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["Source", "source_of"]
@@ -124,6 +125,7 @@ def source_of(
     dtypes: tuple[torch.dtype, ...],
     width: int,
     reduces: bool = False,
+    by_chance: bool = False,
 ) -> Source:
     """``rule`` as C++.
 
@@ -134,6 +136,8 @@ def source_of(
         width: of ``h``: the reciprocal of the scale, the clip coefficient, then what the function
             takes as ``h``.
         reduces: ``reduce`` it is, which takes no copy.
+        by_chance: round the parameter, bfloat16, stochastically. Then ``h`` has two numbers more,
+            the position of the first element and the key.
 
     Raises:
         Exception: of whatever kind, where the rule does what the language has not.
@@ -159,11 +163,18 @@ def source_of(
         return Source(_PREAMBLE + _SUMS.format(**body), program.exact)
     param, state = returned
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
-    for i, (dtype, value) in enumerate(zip(dtypes[1:], new, strict=True), 1):
+    preamble = _PREAMBLE
+    if by_chance:
+        preamble += CPP
+        program.before.append(f"const uint64_t position = h[{width}], key = h[{width + 1}];")
+        value = _cast(param, torch.float32)
+        program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, position + i, key);")
+        dtypes, new = (dtypes[0], *dtypes[2:]), new[1:]
+    for i, (dtype, value) in enumerate(zip(dtypes[1:], new, strict=True), 2 if by_chance else 1):
         rounded = _ROUNDED.get(dtype)
         to = f"{rounded}({_cast(value, torch.float32)})" if rounded else _cast(value, dtype)
         program.each.append(f"t{i}[i] = {to};")
-    return Source(_PREAMBLE + _FUNCTION.format(**program.body), program.exact)
+    return Source(preamble + _FUNCTION.format(**program.body), program.exact)
 
 
 @dataclass

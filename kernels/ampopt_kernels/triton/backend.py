@@ -302,7 +302,7 @@ class Triton(Backend):
             "STORED": tuple(_DTYPES[dtype] for dtype in work.scalar_dtypes),
             "FLAG_SETS": () if table is None else table.flag_sets,
             "N_TERMS": 0 if sums is None else sums.totals.numel(),
-            "COLUMNS": 6 if table is None else table.columns,
+            "COLUMNS": 8 if table is None else table.columns,
             "PARTS": PARTS,
             "ROWS": ROWS,
         }
@@ -328,6 +328,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "FLAGS": row.flags,
                 "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes),
                 "COPIED": row.copy is not None,
+                "BY_CHANCE": row.keys is not None,
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],

@@ -2,7 +2,8 @@
 
 The table has one int64 row for each parameter::
 
-    grad | param | states ... copy | scalar states ... | flags | counted | group | numel
+    grad | param | states ... copy | scalar states ... | keys | position | flags | counted | group
+    | numel
 
 with 0 for what a row has not, and for ``counted`` where it does not count towards the norm.
 ``flags`` is their number among ``Table.flag_sets``. A launch takes those of its programs' (row,
@@ -119,7 +120,9 @@ class Table:
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
             of_flags = flag_sets.index(row.flags) if flag_sets else 0
-            rows += [*addresses, *scalars, of_flags, int(row.counted), row.group, grad.numel()]
+            keys = 0 if row.keys is None else row.keys.data_ptr()
+            rows += [*addresses, *scalars, keys, row.position, of_flags]
+            rows += [int(row.counted), row.group, grad.numel()]
             kinds.setdefault((row.kind, aligned[index]), []).append(index)
         chunk = _chunk(sum(grad.numel() for grad in work.grads))
         blocks: list[int] = []
@@ -141,7 +144,7 @@ class Table:
         return Table(
             rows=get(_name("rows", work), rows, torch.int64, work.device),
             numbers=rows,
-            columns=6 + n_states + n_scalars,
+            columns=8 + n_states + n_scalars,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             row_of_block=blocks[::2],
             spans=spans,

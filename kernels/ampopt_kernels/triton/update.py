@@ -1,6 +1,7 @@
 """Update: one read, one rule, one write for every parameter and its states, or nothing."""
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
+from ampopt_kernels.stochastic import rounded_stochastically
 
 __all__ = ["update_kernel"]
 
@@ -16,6 +17,7 @@ def update_kernel(
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
+    BY_CHANCE: tl.constexpr,
     COMPUTE: tl.constexpr,
     ALIGNS: tl.constexpr,
     N_H: tl.constexpr,
@@ -34,6 +36,7 @@ def update_kernel(
         RULE: the ``update`` of the rule.
         FLAGS: tuple of booleans for the rule.
         DTYPES: of gradient, parameter, each state, and the copy if there is one.
+        BY_CHANCE: whether the parameter, bfloat16, is rounded stochastically.
         COPIED: whether the last is a low-precision copy of the parameter, only written.
         COMPUTE: the arithmetic dtype.
         ALIGNS: powers of two, bytes, that divide the addresses of each.
@@ -62,6 +65,12 @@ def update_kernel(
         # The call must be written in place: a name would hold a number of the kernel's.
         streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
 
+    key = tl.full((), 0, tl.int64)
+    position = key
+    if BY_CHANCE:
+        key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
+        position = tl.load(row + COLUMNS - 5) + start
+
     # From here on 32 bits count, which spares registers: offsets are within the chunk.
     end = tl.minimum(numel - start, CHUNK).to(tl.int32)
     whole = end // BLOCK * BLOCK
@@ -74,18 +83,22 @@ def update_kernel(
             inverse,
             clip,
             h,
+            key,
+            position,
             RULE,
             FLAGS,
             DTYPES,
             COPIED,
+            BY_CHANCE,
             COMPUTE,
             False,
             BLOCK,
         )
     if whole < end:
         _update_block(
-            streams, whole, end, inverse, clip, h, RULE, FLAGS, DTYPES, COPIED, COMPUTE, True, BLOCK
-        )
+            streams, whole, end, inverse, clip, h, key, position,
+            RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, COMPUTE, True, BLOCK,
+        )  # fmt: skip
 
 
 @jit
@@ -96,10 +109,13 @@ def _update_block(
     inverse,
     clip,
     h,
+    key,
+    position,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
+    BY_CHANCE: tl.constexpr,
     COMPUTE: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,7 +136,16 @@ def _update_block(
     if COPIED:
         new = new + (param,)
     for i in tl.static_range(len(new)):
+        value = _rounded(new[i], position + at, key, DTYPES[i + 1], BY_CHANCE and i == 0)
         if MASKED:
-            tl.store(streams[i + 1] + at, rounded(new[i], DTYPES[i + 1]), mask=live)
+            tl.store(streams[i + 1] + at, value, mask=live)
         else:
-            tl.store(streams[i + 1] + at, rounded(new[i], DTYPES[i + 1]))
+            tl.store(streams[i + 1] + at, value)
+
+
+@jit
+def _rounded(x, position, key, DTYPE: tl.constexpr, BY_CHANCE: tl.constexpr):
+    if BY_CHANCE:
+        return rounded_stochastically(x, position, key)
+    else:
+        return rounded(x, DTYPE)

@@ -1,0 +1,73 @@
+"""How steps round bfloat16 parameters that have no master: to the nearest, or stochastically."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step.dtensor import is_spread
+from ampopt._step.masters import needs_master
+from ampopt_kernels.stochastic import STREAM
+
+__all__ = ["PARAM_ROUNDING", "check_rounding", "is_stochastic", "keys_of", "position_of"]
+
+PARAM_ROUNDING = "param_rounding"
+"""The option of a param group."""
+KEYS = "rounding_key"
+"""Where ``optimizer.state[p]`` keeps the key of the last step of ``p``; see ``stochastic``."""
+
+
+def check_rounding(given: Any) -> None:
+    """Refuse what is no way to round.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if given not in ("nearest", "stochastic"):
+        raise ValueError(f"param_rounding must be 'nearest' or 'stochastic', got {given!r}")
+
+
+def is_stochastic(group: dict[str, Any]) -> bool:
+    """Whether bfloat16 parameters of ``group`` are rounded stochastically, if without masters."""
+    return group.get(PARAM_ROUNDING, "nearest") == "stochastic"
+
+
+def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor) -> Tensor | None:
+    """The keys of ``param``, made where they are missing; ``None`` if it is rounded as usual.
+
+    Each parameter has keys of its own, by its place among all.
+    """
+    of_bfloat16 = param.dtype == torch.bfloat16 and not needs_master(group, param)
+    if not (of_bfloat16 and is_stochastic(group)):
+        return None
+    state = optimizer.state[param]
+    kept = state.get(KEYS)
+    if kept is None:
+        params = (p for each in optimizer.param_groups for p in each["params"])
+        kept = STREAM * next(place for place, p in enumerate(params) if p is param)
+    if not isinstance(kept, Tensor) or kept.dtype != torch.int64 or kept.device != param.device:
+        state[KEYS] = torch.full((), int(kept), dtype=torch.int64, device=param.device)
+    return state[KEYS]
+
+
+def position_of(param: Any) -> int:
+    """Where the part of ``param`` that is here begins in the whole.
+
+    Of parameters in shards of their first dimension, as FSDP2's are, ranks so take the chances
+    that one process would.
+    """
+    if not is_spread(param):
+        return 0
+    mesh, sizes = param.device_mesh, list(param.shape)
+    starts = [0] * len(sizes)
+    for rank, ranks, placement in zip(
+        mesh.get_coordinate() or (), mesh.shape, param.placements, strict=False
+    ):
+        if placement.is_shard():
+            dim = placement.dim
+            share = -(-sizes[dim] // ranks)
+            begin = min(rank * share, sizes[dim])
+            starts[dim] += begin
+            sizes[dim] = min(share, sizes[dim] - begin)
+    strides = torch.empty(param.shape, device="meta").stride()
+    return sum(start * stride for start, stride in zip(starts, strides, strict=True))

@@ -1,0 +1,187 @@
+"""Stochastic rounding of bfloat16 parameters: unbiased, reproducible, and consumed by no skip."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import ampopt
+from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.stochastic import STREAM, stochastically
+
+BACKENDS = [
+    "eager",
+    *["compiled"] * bool(cpp_compiler()),
+    *["triton"] * HAS_TRITON,
+]
+BF16 = torch.bfloat16
+ULP = 2.0**-7
+"""Between 1 and 2."""
+
+
+def sgd(params: Any, **options: Any) -> ampopt.SGD:
+    return ampopt.SGD(params, **{"lr": 1.0, "param_rounding": "stochastic", **options})
+
+
+def step(optimizer: Any, grads: list[Any], overflow: bool = False) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = torch.full_like(p, g) if isinstance(g, float) else g.to(p.dtype)
+        if overflow:
+            p.grad.fill_(float("inf"))
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_below_half_of_the_last_place_count_on_average(backend):
+    """To the nearest they are lost. Allowed are four standard deviations."""
+    ampopt.set_backend(backend)
+    moved = []
+    for rounding in ("stochastic", "nearest"):
+        p = Parameter(torch.full((400,), 1.5, dtype=BF16))
+        optimizer = sgd([p], param_rounding=rounding)
+        for _ in range(20):
+            step(optimizer, [0.25 * ULP])
+        moved.append((1.5 - p.double().mean().item()) / ULP)
+    deviation = (20 * 0.25 * 0.75 / 400) ** 0.5
+    assert abs(moved[0] - 5.0) < 4 * deviation
+    assert moved[1] == 0.0
+
+
+def test_it_is_unbiased_and_exact_numbers_stay():
+    """Over 2**16 elements or steps, of both signs, for chances of many sizes."""
+    n = 1 << 16
+    for share in (2.0**-10, 0.125, 0.3, 0.5, 0.999):
+        for sign in (1.0, -1.0):
+            x = torch.full((n,), sign * (1.0 + share * ULP), dtype=torch.float64).float()
+            exact = (x[0].double().abs().item() - 1.0) / ULP
+            deviation = (exact * (1 - exact) / n) ** 0.5
+            for key in (0, 12345, 7 * STREAM + 3):
+                up = (stochastically(x, 10**10, key).abs() > 1.0).double().mean().item()
+                assert abs(up - exact) < 4 * deviation + 2.0**-16
+    of_steps = [stochastically(x[:4], 0, key).abs() > 1.0 for key in range(0, 4096)]
+    assert abs(torch.stack(of_steps).double().mean(0) - exact).max() < 0.01
+    edges = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), -float("inf"), 2.0**-133])
+    assert torch.equal(stochastically(edges, 0, 1).float(), edges)
+    assert stochastically(torch.tensor([float("nan")]), 0, 1).isnan().all()
+
+
+def test_neither_neighbours_nor_steps_nor_parameters_go_together():
+    x = torch.full((1 << 15,), 1.0 + 0.5 * ULP)
+    first, later, other = ((stochastically(x, 0, key) > 1.0).double() for key in (5, 6, 5 + STREAM))
+    pairs = [(first, later), (first, other), (first[1:], first[:-1]), (first[:-1], later[1:])]
+    for a, b in pairs:
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.025
+
+
+def trained(backend: str, skips: bool, resume: bool = False) -> list[torch.Tensor]:
+    ampopt.set_backend(backend)
+    sizes = [(5,), (3, 4), (0,), (70_000,) if backend != "triton" else (700,), (6, 2)]
+    params = [
+        Parameter(torch.linspace(0.5, 2, torch.Size(s).numel()).to(BF16).reshape(s)) for s in sizes
+    ]
+    params[4] = Parameter(params[4].detach().t())
+    optimizer = ampopt.AdamW(params, lr=2.0**-9, param_rounding="stochastic")
+    for i in range(4):
+        if skips and i in (0, 2):
+            before = copy.deepcopy(optimizer.state_dict()["state"])
+            step(optimizer, [1.0] * 5, overflow=True)
+            after = optimizer.state_dict()["state"]
+            assert all(torch.equal(before[k][n], after[k][n]) for k in before for n in before[k])
+        if resume and i == 2:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = ampopt.AdamW(params, lr=2.0**-9, param_rounding="stochastic")
+            optimizer.load_state_dict(saved)
+        step(optimizer, [torch.linspace(-1, i + 1.0, p.numel()).view(p.shape) for p in params])
+    return [t for p in params for t in (p.detach(), *optimizer.state[p].values())]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_skip_consumes_no_chance_and_a_resumed_run_goes_on(backend):
+    plain = trained(backend, skips=False)
+    assert all(map(torch.equal, plain, trained(backend, skips=True)))
+    assert all(map(torch.equal, plain, trained(backend, skips=False, resume=True)))
+
+
+@pytest.mark.skipif("compiled" not in BACKENDS, reason="there is no C++ compiler here")
+def test_compiled_chances_are_those_of_eager():
+    assert all(map(torch.equal, trained("eager", True), trained("compiled", True)))
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="Triton cannot be imported here")
+def test_kernels_take_the_same_chances():
+    ends = []
+    for backend in ("eager", "triton"):
+        ampopt.set_backend(backend)
+        params = [Parameter(torch.full((n,), 1.5, dtype=BF16)) for n in (5, 300)]
+        optimizer = sgd(params)
+        for _ in range(3):
+            step(optimizer, [0.3 * ULP, -0.1 * ULP])
+        ends.append([p.detach() for p in params])
+    assert all(map(torch.equal, *ends))
+
+
+def test_others_are_rounded_to_the_nearest():
+    """Parameters of other dtypes, those with masters, and those of groups that say so."""
+    ampopt.set_backend("eager")
+    half, low = torch.ones(3, dtype=torch.float16), torch.full((3,), 1.5, dtype=BF16)
+    params = [Parameter(half), Parameter(low.clone()), Parameter(low.clone())]
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "master_weights": True},
+        {"params": params[2:], "param_rounding": "nearest"},
+    ]
+    optimizer = sgd(groups)
+    for _ in range(5):
+        step(optimizer, [2.0**-13, 0.25 * ULP, 0.25 * ULP])
+    assert params[0].tolist() == [1.0] * 3
+    assert params[1].tolist() == [1.5 - ULP] * 3
+    assert params[2].tolist() == [1.5] * 3
+    assert all("rounding_key" not in optimizer.state.get(p, {}) for p in params)
+
+
+def test_wrong_values_are_refused():
+    p = Parameter(torch.ones(2, dtype=BF16))
+    for make in (
+        lambda: ampopt.AdamW([p], param_rounding="random"),
+        lambda: ampopt.Lion([p], param_rounding=None),  # type: ignore[arg-type]
+        lambda: ampopt.SGD([{"params": [p], "param_rounding": "up"}]),
+    ):
+        with pytest.raises(ValueError, match="param_rounding must be 'nearest' or 'stochastic'"):
+            make()
+    with pytest.raises(ValueError, match="does not go with differentiable=True"):
+        ampopt.AdamW([p], param_rounding="stochastic", differentiable=True)
+    p.grad = torch.ones(2).to(BF16).to_sparse()
+    with pytest.raises(RuntimeError, match="param_rounding='stochastic' does not support sparse"):
+        sgd([p]).step()
+
+
+def on_shards() -> list[bool]:
+    """Whether parts of parameters on two ranks are bit for bit those of the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    ampopt.set_backend("eager")
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    shapes, places = [(5, 3), (7,), (4,)], [Shard(0), Shard(0), Replicate()]
+    wholes = [Parameter(torch.full(s, 1.5, dtype=BF16)) for s in shapes]
+    parts: list[Any] = [
+        Parameter(distribute_tensor(w.detach().clone(), mesh, [place]))
+        for w, place in zip(wholes, places, strict=True)
+    ]
+    both = [sgd(parts), sgd(wholes)]
+    for _ in range(3):
+        for w, part, place in zip(wholes, parts, places, strict=True):
+            w.grad = torch.full_like(w, 0.3 * ULP)
+            part.grad = distribute_tensor(w.grad.clone(), mesh, [place])
+        for optimizer in both:
+            optimizer.step()
+    ampopt.set_backend("auto")
+    return [torch.equal(a.detach().full_tensor(), b) for a, b in zip(parts, wholes, strict=True)]
+
+
+def test_ranks_take_the_chances_that_one_process_would(two_ranks):
+    assert two_ranks.run(on_shards) == [[True] * 3] * 2
