@@ -40,20 +40,33 @@ class Plan:
             what it does changes. Not those of a dtype that is narrower than the arithmetic, nor
             where it works on copies of them.
         agreement: of the ranks that decide together.
+        apart: why they cannot, where a step that asks them for nothing can be taken all the same.
         rank_sums: how they add up what the rule sums up over parameters, if it does.
     """
 
-    def __init__(self, steps: "RuleSteps") -> None:
+    def __init__(self, steps: "RuleSteps", *, asks: bool) -> None:
         """Make state where it is missing, and the rows.
 
+        Args:
+            steps: whose.
+            asks: whether the first step asks other ranks for anything.
+
         Raises:
-            RuntimeError: see :func:`ampopt._step.gradients.check`; nothing has changed then.
+            RuntimeError: see :func:`ampopt._step.gradients.check`, and
+                :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
         optimizer, keeper = steps.optimizer, steps.masters
         groups, rule = optimizer.param_groups, steps.rule
         check_plannable(steps)
         self._staged = gradients.Staged()
-        self.agreement = ranks.agreement(groups, optimizer.process_group)
+        self.agreement: ranks.Agreement | None = None
+        self.apart: ranks.Apart | None = None
+        try:
+            self.agreement = ranks.agreement(groups, optimizer.process_group)
+        except ranks.Apart as error:
+            if asks or rule.reduces:
+                raise
+            self.apart = error
         self.rank_sums: RankSums | None = None
         if rule.reduces and self.agreement is not None:
             self.rank_sums = RankSums(self.agreement, groups)

@@ -22,6 +22,7 @@ from ampopt_kernels.tensors import widest
 __all__ = [
     "REPLICATED",
     "Agreement",
+    "Apart",
     "Carried",
     "LastAgreement",
     "Vote",
@@ -289,6 +290,10 @@ class Vote:
         return agreed
 
 
+class Apart(RuntimeError):
+    """Parameters do not show which ranks decide together about them."""
+
+
 def agreement(
     param_groups: Sequence[dict[str, Any]], process_group: Any = None, *, meets: bool = False
 ) -> Agreement | None:
@@ -300,7 +305,7 @@ def agreement(
     process group, for which all ranks have to come by. For ``meets`` see :class:`Agreement`.
 
     Raises:
-        RuntimeError: the meshes do not show which ranks those are.
+        Apart: the meshes do not show which ranks those are.
         TypeError: ``process_group`` is none, or ``replicated`` of a param group is no ``bool``.
         ValueError: ``process_group`` lacks this rank, or one of a mesh.
     """
@@ -326,7 +331,7 @@ def agreement(
         return None
     mesh = _covering(meshes)
     if mesh is None:
-        raise RuntimeError(
+        raise Apart(
             f"the parameters are on meshes of which none covers the others: {meshes}. Make them of "
             "one mesh, by its dimensions, as in mesh['dp'] and mesh['tp'], or give the optimizer "
             "the process_group of all their ranks"

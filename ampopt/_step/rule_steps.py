@@ -95,7 +95,7 @@ class RuleSteps:
         self.decision = None  # torch's own step is not to see that of the last one
         plan = self.plan
         if plan is None or not plan.renew(self):
-            plan = self._planned()
+            plan = self._planned(request.asks)
         self.decision = self._step_as_torch(request) if plan is None else self._run(plan, request)
         if on_masters:
             self.masters.drop_gradients()
@@ -162,17 +162,19 @@ class RuleSteps:
 
     # --- by the rule ------------------------------------------------------------------------------
 
-    def _planned(self) -> Plan | None:
+    def _planned(self, asks: bool) -> Plan | None:
         """What this step and the next work on; ``None`` if torch's own step has to do this one."""
         self._warn_of_float16()
         if self.need_torch():
             return None
-        self.plan = Plan(self)
+        self.plan = Plan(self, asks=asks)
         return self.plan
 
     def _run(self, plan: Plan, request: Request) -> Decision | None:
         """One step over all parameters with gradients."""
         agreement = plan.agreement
+        if request.asks and plan.apart is not None:
+            raise plan.apart
         if not plan.works:
             return self._decided_elsewhere(plan, request)
         if agreement is not None and request.asks:

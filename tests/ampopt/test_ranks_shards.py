@@ -357,8 +357,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_alike(two_ranks):
     assert "the loss is nan" in other_text
 
 
-def apart() -> str:
-    """Parameters on meshes that do not show which ranks decide together."""
+def apart(stepped_before: bool) -> str:
+    """What is said of meshes that do not show which ranks decide together, by what asks them."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
@@ -367,12 +367,20 @@ def apart() -> str:
     params: Any = [Parameter(placed(torch.ones(4), mesh, [Shard(0)])) for mesh in (rows, columns)]
     for p in params:
         p.grad = torch.ones_like(p)
+    optimizer = ampopt.AdamW(params)
+    if stepped_before:
+        optimizer.step()  # as torch's does
+        assert all((dtensor.local(p) < 1).all() for p in params)
+    before = bits([dtensor.local(p) for p in params]), len(optimizer.state)
     try:
-        ampopt.AdamW(params).unscale_and_step(grads_scaled_by=2.0)
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
     except RuntimeError as error:
+        assert before == (bits([dtensor.local(p) for p in params]), len(optimizer.state))
         return str(error)
     return ""
 
 
-def test_meshes_that_do_not_cover_each_other_are_refused(four_ranks):
-    assert all("none covers the others" in text for text in four_ranks.run(apart))
+@pytest.mark.parametrize("stepped_before", [False, True])
+def test_meshes_that_do_not_cover_each_other_are_refused(four_ranks, stepped_before):
+    for text in four_ranks.run(apart, stepped_before):
+        assert "none covers the others" in text
