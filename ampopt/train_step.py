@@ -58,7 +58,8 @@ class TrainStep:
 
     **Parts of one's own.** ``on_gradients`` sees the unscaled gradients before each step. A
     subclass may override :meth:`forward`, :meth:`backward` and :meth:`update`, which the loop calls
-    in this order. This one adds micro-batches up in float32, whatever the model's dtype::
+    in this order. This one adds micro-batches up in float32, whatever the model's dtype; it is not
+    captured as a graph::
 
         class Accumulating(ampopt.TrainStep):
             def backward(self, loss, scale):
