@@ -71,7 +71,8 @@ def _initial(part: State, groups: list[dict[str, Any]], param: Tensor) -> Any:
 def _dtype_of(part: State, like: Tensor) -> torch.dtype:
     """Of a state beside the parameter, or master, ``like``."""
     dtype = part.dtype or like.dtype
-    return dtype.to_complex() if like.is_complex() else dtype
+    # Of bfloat16 that is complex64, on a torch that has a narrower one, which fills none, too.
+    return torch.promote_types(dtype, torch.complex32) if like.is_complex() else dtype
 
 
 def _scalar_dtype(values: list[Any], device: torch.device) -> torch.dtype:
