@@ -195,6 +195,17 @@ class Optimizer(torch.optim.Optimizer):
         flag = ours.skip_flag
         return None if flag is None else flag.to(torch.float32)
 
+    @readable
+    def grads_scaled_by(self) -> Tensor | None:
+        """In a step post-hook, the scale that the gradients of the step before carried.
+
+        One element, on the device; ``None`` if they carried none, or nobody knows, as in a plain
+        ``step()`` and after ``scaler.unscale_`` of torch's scaler. What it is elsewhere is not
+        defined. Reading it does not synchronize.
+        """
+        decision = self._ampopt.decided
+        return None if decision is None else (decision.judged or decision).scaled_by
+
     # --- what torch's methods do to a pending unscale: they end it or refuse it -------------------
 
     # They take what the class of an author takes, whose defaults may be others.

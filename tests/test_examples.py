@@ -116,6 +116,19 @@ def test_closure_replay(tmp_path):
     assert float(accuracy16) >= float(accuracy32) - 1 > 95
 
 
+def test_find_the_layer(tmp_path):
+    picture = tmp_path / "picture.png"
+    done = run("find_the_layer.py", "--output", str(picture), cwd=tmp_path)
+    totals, found, *_, verdict = output(done).splitlines()
+    assert totals.startswith("120 steps, ")
+    assert found.startswith("`blocks.2.layer.weight` overflowed ")
+    assert re.fullmatch(
+        r"blocks.2.layer.weight overflowed \d+ times; with blocks.2.layer in float32, 0 times",
+        verdict,
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 class TestTrainText:
     def test_every_level_is_shown_beside_float32(self, tmp_path):
         picture = tmp_path / "picture.png"

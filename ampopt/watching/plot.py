@@ -58,6 +58,7 @@ def _draw_parameters(axes: Any, worst: list[tuple[str, dict[str, Any]]]) -> None
     for y, row in enumerate(values):
         for x, value in enumerate(row):
             shown = f"{value:.1%}" if columns[x] == "underflow" else f"{value:.3g}"
-            axes.text(x, y, shown, ha="center", va="center", fontsize=8)
+            color = "white" if shares[y][x] > 0.6 else "black"
+            axes.text(x, y, shown, ha="center", va="center", fontsize=8, color=color)
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(worst)), [name for name, _ in worst], fontsize=8)

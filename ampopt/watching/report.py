@@ -84,8 +84,9 @@ def _of_overflows(read: dict[str, Any]) -> list[str]:
             "Nothing is being trained any more: go on from a checkpoint, scale included."
         )
     sentences.append(
-        f"Clip, lower the largest scale (max_scale=), or keep the module of `{first}` in float32 "
-        "with ampopt.run_in(module, torch.float32)."
+        "Now and then that is how a scale finds its height. Where it is too often, keep the scale "
+        f"below (max_scale=), or the module of `{first}` in float32, with "
+        "ampopt.run_in(module, torch.float32)."
     )
     return sentences
 

@@ -249,6 +249,17 @@ def test_the_norm_is_the_one_that_clips():
     assert watch.read()["recent"][0]["norm"] == optimizer.grad_norm.item()
 
 
+@pytest.mark.parametrize("way", [in_one_call, in_two_calls, together, with_torchs_scaler])
+def test_a_hook_has_the_scale_of_its_step_too(way):
+    optimizer, params = made()
+    scales = []
+    optimizer.register_step_post_hook(lambda o, *_: scales.append(o.grads_scaled_by))
+    give(params, [[1.0], None, None, None], 4.0)
+    way(optimizer, 4.0)
+    optimizer.step()
+    assert [None if s is None else s.item() for s in scales] == [4.0, None]
+
+
 def test_it_grows_with_the_optimizer():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer)

@@ -1,0 +1,95 @@
+"""Find the layer that overflows: a watch names it, while training goes on and waits for nothing.
+
+    python examples/find_the_layer.py [--steps 120] [--output find_the_layer.png]
+
+A small network is trained in float16 under a loss scale that is raised every ten steps. One of its
+layers works on activations that are 300 times as large as those of the others, so that its
+gradients leave the range of float16 first, now and then. ``ampopt.Watch`` counts that on the
+device; the run ends in its report, its table and its picture, and in a second run with that layer
+in float32, where it overflows no more.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import ampopt
+
+
+class Block(nn.Module):
+    """A residual layer that is given ``loudness`` times its input, by weights as much smaller."""
+
+    def __init__(self, width: int, loudness: float = 1.0) -> None:
+        """Make the layer."""
+        super().__init__()
+        self.loudness = loudness
+        self.layer = nn.Linear(width, width)
+        with torch.no_grad():
+            self.layer.weight.div_(loudness)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of ``x``."""
+        return x + torch.tanh(self.layer(x * self.loudness))
+
+
+class Network(nn.Module):
+    """Four blocks, the third of which is loud."""
+
+    def __init__(self, width: int = 16) -> None:
+        """Make the blocks."""
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width, 300.0 if i == 2 else 1.0) for i in range(4)])
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A number for each row of ``x``."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(steps: int, in_float32: str | None = None) -> ampopt.Watch:
+    """Train, watched, with the layer of that name in float32 if there is one."""
+    torch.manual_seed(0)
+    model = Network()
+    if in_float32 is not None:
+        ampopt.run_in(model.get_submodule(in_float32), torch.float32)
+    optimizer = ampopt.AdamW(model.named_parameters(), lr=1e-4)
+    watch = ampopt.Watch(optimizer)
+    scale = ampopt.DynamicLossScale(init_scale=2.0**10, growth_interval=10)
+    step = ampopt.TrainStep(model, nn.MSELoss(), optimizer, scale, max_norm=1.0)
+    for _ in range(steps):
+        inputs = torch.randn(32, 16)
+        step(inputs, inputs.sum(dim=1, keepdim=True))
+    return watch
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Find the layer, and train again with it in float32."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--output", type=Path, default=Path("find_the_layer.png"))
+    given = parser.parse_args(arguments)
+
+    watch = train(given.steps)
+    print(watch.report())
+    print()
+    print(watch)
+    watch.plot(given.output)
+    print(f"picture: {given.output}")
+
+    told = watch.read()["parameters"]
+    worst = max(told, key=lambda name: told[name]["overflows"])
+    layer = worst.rpartition(".")[0]
+    again = train(given.steps, in_float32=layer).read()["parameters"][worst]
+    print(
+        f"{worst} overflowed {told[worst]['overflows']} times; with {layer} in float32, "
+        f"{again['overflows']} times"
+    )
+
+
+if __name__ == "__main__":
+    main()
