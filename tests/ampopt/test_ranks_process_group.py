@@ -15,7 +15,10 @@ from ampopt._step import ranks
 
 START = (torch.tensor([1.0, -2.0, 0.5]), torch.tensor([4.0, 0.25]))
 STEPS = ((None, 2.0), ("nan", 1.0), (None, 4.0))
-FORMS = ("own", "split", "several", "scaler", "scaler, unscaled", "scaler's group", "others'")
+FORMS = (
+    "own", "split", "several", "scaler", "scaler, unscaled", "scaler's group", "others'",
+    "window", "micro_batch",
+)  # fmt: skip
 
 
 def world() -> Any:
@@ -50,6 +53,11 @@ def trained(form: str, name: str, group: Any, parts: tuple[int, ...]) -> dict[st
         elif form == "split":
             scale = optimizer.unscale(grads_scaled_by=scale).scale
             optimizer.step_after_unscale()
+        elif form in ("window", "micro_batch"):
+            optimizer.accumulate(grads_scaled_by=scale, drop=form)
+            for param, part in zip(params, parts, strict=True):
+                param.grad = gradient(part, None, 2.0)
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0).scale
         elif form == "several":
             scale = ampopt.unscale_and_step([optimizer], scale, max_norm=1.0).scale
         else:

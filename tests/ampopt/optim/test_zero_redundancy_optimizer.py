@@ -25,7 +25,9 @@ def trained(form: str, optimizer: Any, model: Any, rank: int | None) -> list[Any
         ampopt.scale_outputs(loss, scaler._scale if "scaler" in form else scale).backward()
         if step == 1 and rank in (None, 1):
             next(model.parameters()).grad.view(-1)[0] = float("nan")
-        if form == "own":
+        if form == "accumulated":
+            optimizer.accumulate(grads_scaled_by=scale)
+        if form in ("own", "accumulated"):
             scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=0.5).scale
         elif form == "split":
             scale = optimizer.unscale(grads_scaled_by=scale).scale
@@ -33,7 +35,7 @@ def trained(form: str, optimizer: Any, model: Any, rank: int | None) -> list[Any
         else:
             scaler.step(optimizer)
             scaler.update()
-    norm = None if form != "own" else round(float(optimizer.grad_norm), 6)
+    norm = None if optimizer.grad_norm is None else round(float(optimizer.grad_norm), 6)
     scale = scaler.get_scale() if form == "scaler" else scale.item()
     return [[p.tolist() for p in model.parameters()], norm, scale]
 
@@ -54,7 +56,7 @@ def trained_by_ranks(form: str, name: str, bucketed: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", ["ampopt", "fused", "torch"])
-@pytest.mark.parametrize("form", ["own", "split", "scaler"])
+@pytest.mark.parametrize("form", ["own", "accumulated", "split", "scaler"])
 def test_ranks_end_where_one_process_does(two_ranks, form, name):
     model = model_of(False)
     alone = ampopt.AdamW(model.parameters(), lr=0.25)
