@@ -30,6 +30,7 @@ PRINTED = {
         "master weights: False, after ten steps: 1.0",
         "master weights: True, after ten steps: 0.98828125",
     ],
+    "Without masters, but without losing small steps": ["0.99"],
     "Clipping with master weights": ["{torch.float32}"],
     "Choosing dtypes": ["torch.float16 torch.float32"],
     "Operators, models and modules": [
