@@ -39,9 +39,9 @@ def test_a_constructor_shows_the_arguments_that_it_takes(cls):
     assert list(shown.values())[: len(torchs)] == list(torchs.values())
     added = {name: shown[name] for name in list(shown)[len(torchs) :]}
     assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in added.values())
-    of_masters = {"master_weights": False} if cls in BY_RULE else {}
+    of_rules = {"master_weights": False, "param_rounding": "nearest"} if cls in BY_RULE else {}
     assert {name: option.default for name, option in added.items()} == {
-        **of_masters,
+        **of_rules,
         "process_group": None,
     }
 
