@@ -1,4 +1,4 @@
-"""Of the fifteen most used optimizers that torch lacks, nearly all are a rule of 40 lines."""
+"""Of the fifteen most used optimizers that torch lacks, all but one are a rule of 40 lines."""
 
 import ast
 import inspect
@@ -18,20 +18,18 @@ FIFTEEN = [
     *("Lion", "Adan", "Sophia", "ScheduleFreeAdamW", "LAMB", "LARS", "NovoGrad", "AdaBelief"),
     *("Tiger", "SignSGD", "AdEMAMix", "QHAdam", "Yogi", "AdaMod", "Prodigy"),
 ]
-OPTIMIZERS: dict[str, Any] = {
-    name: cls
-    for name in FIFTEEN
-    if (cls := SHORT.get(name) or getattr(ampopt, name, None)) is not None
-}
+OPTIMIZERS: dict[str, Any] = {name: SHORT.get(name) or getattr(ampopt, name) for name in FIFTEEN}
 
 
 def lines_of(rule: Any) -> int:
-    """How many lines its functions and its declaration have."""
+    """How many lines its declaration and its functions have, with those that they call."""
     functions = {rule.update.fn, rule.scalars.fn, rule.before_reduce.fn}
     functions |= {rule.reduce.fn} if rule.reduces else set()
-    own = [fn for fn in functions if fn.__module__ != "ampopt_kernels.rule"]  # not the defaults
     module = inspect.getmodule(rule.update.fn)
     assert module is not None
+    called = {getattr(module, name, None) for fn in functions for name in fn.__code__.co_names}
+    functions |= {of.fn for of in called if hasattr(of, "fn")}
+    own = [fn for fn in functions if fn.__module__ == module.__name__]
     declared = [
         node
         for node in ast.walk(ast.parse(inspect.getsource(module)))
@@ -44,12 +42,11 @@ def lines_of(rule: Any) -> int:
     return sum(counted) + declaration.end_lineno - declaration.lineno + 1
 
 
-def test_at_least_twelve_are_a_rule_of_forty_lines():
+def test_all_but_one_are_a_rule_of_forty_lines():
     lines = {name: lines_of(cls.rule) for name, cls in OPTIMIZERS.items()}
-    assert sum(n > 40 for n in lines.values()) <= len(FIFTEEN) - 12, lines
-    # A few more where there are options that torch's optimizers have, such as maximize.
-    assert max(lines.values()) <= 60, lines
-    assert all(lines[name] <= 40 for name in SHORT), lines
+    assert list(lines) == FIFTEEN
+    assert [name for name, n in lines.items() if n > 40] == ["LAMB"], lines
+    assert lines["LAMB"] <= 50  # with options that the guide's leaves out
 
 
 def train(optimizer: Any, params: list[Parameter], steps: int, scale: float) -> None:

@@ -25,30 +25,20 @@ def _scalars(s, h):
     weight = power(step, r) * of_lr
     weight_sum = weight_sum + weight
     to_z = tl.where(weight_sum > 0, weight / weight_sum, 0.0)
-    return (step, lr_max, weight_sum), (
-        lr,
-        to_z,
-        lr * (beta1 * (1 - to_z) - 1),
-        1 - power(beta2, step),
-        beta2,
-        1 - beta2,
-        eps,
-        weight_decay,
-    )
+    move = lr * (beta1 * (1 - to_z) - 1)
+    averages = (1 - power(beta2, step), beta2, 1 - beta2, eps)
+    return (step, lr_max, weight_sum), (lr, to_z, move, weight_decay) + averages
 
 
 @jit
 def _update(p, g, state, h, flags):
-    WEIGHT_DECAY: tl.constexpr = flags[0]
-    MAXIMIZE: tl.constexpr = flags[1]
-    lr, to_z, move, correction2, beta2, new2, eps, weight_decay = h
+    MAXIMIZE: tl.constexpr = flags[0]
+    lr, to_z, move, weight_decay, correction2, beta2, new2, eps = h
     z = state[0]
     if MAXIMIZE:
         g = -g
     exp_avg_sq = beta2 * state[1] + new2 * g * g
-    direction = div_rn(g, sqrt_rn(div_rn(exp_avg_sq, correction2)) + eps)
-    if WEIGHT_DECAY:
-        direction = direction + weight_decay * p
+    direction = div_rn(g, sqrt_rn(div_rn(exp_avg_sq, correction2)) + eps) + weight_decay * p
     return lerp(p, z, to_z) + move * direction, (z - lr * direction, exp_avg_sq)
 
 
@@ -56,7 +46,7 @@ schedule_free_adamw = Rule(
     update=_update,
     scalars=_scalars,
     hyper=("lr", "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power"),
-    flags=("weight_decay", "maximize"),
+    flags=("maximize",),
     state=(State("z", init="param"), State("exp_avg_sq")),
     # Sums of many small weights, of which float32 would lose the last.
     scalar_state=(
