@@ -102,7 +102,7 @@ class Launch:
         if constants.get("COPIED"):
             on.append("masters")
         if constants.get("BY_CHANCE"):
-            on.append("by chance")
+            on.append("stochastic")
         if constants.get("ALIGN") == 1 or constants.get("ALIGNS", (2,))[0] == 1:
             on.append("unaligned")
         return "+".join(on) or "plain"
