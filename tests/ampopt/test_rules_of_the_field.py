@@ -27,8 +27,9 @@ def lines_of(rule: Any) -> int:
     functions |= {rule.reduce.fn} if rule.reduces else set()
     module = inspect.getmodule(rule.update.fn)
     assert module is not None
-    called = {getattr(module, name, None) for fn in functions for name in fn.__code__.co_names}
-    functions |= {of.fn for of in called if hasattr(of, "fn")}
+    names = {name for fn in functions for name in fn.__code__.co_names}
+    globals_: dict[str, Any] = vars(module)
+    functions |= {globals_[name].fn for name in names if hasattr(globals_.get(name), "fn")}
     own = [fn for fn in functions if fn.__module__ == module.__name__]
     declared = [
         node
