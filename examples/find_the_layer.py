@@ -69,7 +69,7 @@ def train(steps: int, in_float32: str | None = None) -> ampopt.Watch:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Find the layer, and train again with it in float32."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--output", type=Path, default=Path("find_the_layer.png"))
     given = parser.parse_args(arguments)
