@@ -191,6 +191,17 @@ def test_what_is_flushed_is_judged_after_unscaling(exact):
     assert told[NAMES[3]]["underflow"] in (0.0, 0.5)
 
 
+def test_only_steps_that_were_taken_count_for_the_share_that_is_flushed():
+    optimizer, params = made()
+    watch = ampopt.Watch(optimizer)
+    for step in ([[TINY], None, None, [1.0]], [[1.0], None, [INF], [TINY]]):
+        give(params, step, 2.0)
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    told = watch.read()["parameters"]
+    assert (told[NAMES[0]]["underflow"], told[NAMES[3]]["underflow"]) == (1.0, 0.0)
+    assert told[NAMES[0]]["largest"] == 1.0
+
+
 def test_accumulated_gradients_are_seen_as_their_sum():
     optimizer, params = made(ampopt.SGD)
     watch = ampopt.Watch(optimizer)
