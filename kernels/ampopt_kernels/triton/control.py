@@ -244,13 +244,21 @@ def _advance(
     for i in tl.static_range(N_TERMS):
         each = each + (tl.load(sums + at.to(tl.int64) * N_TERMS + i, mask=live, other=1.0),)
         over_all = over_all + (tl.load(totals + i),)
+    # Triton 3.6 takes an element of a compile-time tuple for numbers of the kernel's.
     if ARGUMENTS == 2:
         new_s, new_h = SCALARS(s, h)
     elif ARGUMENTS == 3:
-        new_s, new_h = SCALARS(s, h, FLAG_SETS[FLAG_SET])
+        new_s, new_h = SCALARS(s, h, tl.constexpr(FLAG_SETS[FLAG_SET]))  # pyright: ignore
     else:
         new_s, new_h = with_sums(
-            s, h, FLAG_SETS[FLAG_SET], each, over_all, BEFORE, SCALARS, ARGUMENTS
+            s,
+            h,
+            tl.constexpr(FLAG_SETS[FLAG_SET]),  # pyright: ignore
+            each,
+            over_all,
+            BEFORE,
+            SCALARS,
+            ARGUMENTS,
         )
     # Spread before it is compared: Triton's interpreter cannot spread a boolean.
     skips = skip + tl.zeros((ROWS,), tl.float64)
