@@ -14,6 +14,6 @@ if __name__ == "__main__":
     options = parser.parse_args()
     text = page(optimizers())
     if options.file is None:
-        print(text)
+        print(text, end="")
     else:
         options.file.write_text(text, encoding="utf-8")
