@@ -161,7 +161,7 @@ class skip_when:
         return "loss" in self._watched
 
     def judge(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Why to skip a step with these, and what each history says of its own.
+        """Why to skip a step with these ``values``, and what each history says of its own.
 
         Returns:
             The cause, counted as in :data:`ampopt_kernels.ledger.CAUSES`, 0 for none; 0-d.
@@ -182,7 +182,7 @@ class skip_when:
     def learn(
         self, values: Mapping[str, Tensor], judged: Mapping[str, Tensor], cause: Tensor, bad: Tensor
     ) -> None:
-        """Take in what there was, of a step that was skipped for ``cause``, or was ``bad``."""
+        """Take in ``values``, ``judged`` so, of a step skipped for ``cause``, or ``bad``."""
         for what, history in self._histories.items():
             history.learn(values[what], judged[what], taken=(cause == 0) & ~bad, finite=~bad)
 
