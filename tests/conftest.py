@@ -44,6 +44,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # each of them has a core
 
 
+def pytest_configure(config):
+    """Have xdist keep the order of the tests, where it would begin with the files of most."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items):
+    """Examples first: they are few and long, and other workers would wait for them at the end."""
+    items.sort(key=lambda item: item.path.name != "test_examples.py")
+
+
 def pytest_collection_finish():
     """What is there before the first test stays, so no collection of garbage has to look at it.
 
