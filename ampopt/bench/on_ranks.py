@@ -89,15 +89,17 @@ def _on_ranks(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
             subprocess.Popen(
                 [sys.executable, "-m", __name__, json.dumps({**asked, "rank": rank}), folder],
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
             )
             for rank in range(asked["ranks"])
         ]
-        printed = [process.communicate()[0] for process in processes]
-    for rank, process in enumerate(processes):
+        printed = [process.communicate() for process in processes]
+    for rank, (process, (_, errors)) in enumerate(zip(processes, printed, strict=True)):
         if process.returncode:
-            raise RuntimeError(f"rank {rank} has ended with exit code {process.returncode}")
-    return json.loads(printed[0])
+            last = (errors.splitlines() or [f"exit code {process.returncode}"])[-1]
+            raise RuntimeError(f"rank {rank} has ended: {last}")
+    return json.loads(printed[0][0])
 
 
 def _times(
