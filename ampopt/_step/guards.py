@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ampopt._step import dtensor
+from ampopt._step.param_rounding import PARAM_ROUNDING
 from ampopt._step.ranks import REPLICATED
 from ampopt_kernels.cpu.objects import Contents, Layouts, addresses
 
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Guards"]
 
+_OPTIONS = ("master_weights", PARAM_ROUNDING, REPLICATED)
+"""Of param groups, besides those of their rule."""
+
 
 class Guards:
     """What a plan takes for granted.
 
     That is the very parameters, each in its group, and states; where all of them are in memory and
-    how parameters and gradients are laid out in it; which parameters have gradients; the flags;
-    what the user says of ranks.
+    how parameters and gradients are laid out in it; which parameters have gradients; the flags
+    and other options of the groups.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class Guards:
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
         self._groups = [
-            (group["params"], own, group.get(REPLICATED))
+            (group["params"], own, _options(group))
             for group, own in zip(groups, flags, strict=True)
         ]
         members = [group["params"] for group in groups]
@@ -78,13 +82,13 @@ class Guards:
         optimizer, rule = steps.optimizer, steps.rule
         if len(optimizer.param_groups) != len(self._groups):
             return None
-        for group, (members, flags, replicated) in zip(
+        for group, (members, flags, options) in zip(
             optimizer.param_groups, self._groups, strict=True
         ):
             if (
                 group["params"] is not members
                 or rule.flag_values(group) != flags
-                or group.get(REPLICATED) != replicated
+                or _options(group) != options
             ):
                 return None
         for param in self._absent:
@@ -113,6 +117,10 @@ class Guards:
 
     def _here(self, tensors: list[Tensor]) -> list[Tensor]:
         return dtensor.local_of_each(tensors) if self._spread else tensors
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    return [group.get(name) for name in _OPTIONS]
 
 
 _grad_of: Any = operator.attrgetter("grad")  # over hundreds, half the time of a comprehension

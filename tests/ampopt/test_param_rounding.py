@@ -143,6 +143,21 @@ def test_others_are_rounded_to_the_nearest():
     assert all("rounding_key" not in optimizer.state.get(p, {}) for p in params)
 
 
+@pytest.mark.parametrize(
+    "option, told_by",
+    [("param_rounding", "rounding_key"), ("master_weights", "master_param")],
+)
+def test_an_option_that_a_group_gets_between_steps_counts_from_the_next(option, told_by):
+    p = Parameter(torch.ones(4, dtype=BF16))
+    optimizer = ampopt.SGD([p], lr=1.0)
+    for _ in range(4):
+        step(optimizer, [0.25 * ULP])
+    assert told_by not in optimizer.state.get(p, {})
+    optimizer.param_groups[0][option] = {"param_rounding": "stochastic"}.get(option, True)
+    step(optimizer, [0.25 * ULP])
+    assert told_by in optimizer.state[p]
+
+
 def test_wrong_values_are_refused():
     p = Parameter(torch.ones(2, dtype=BF16))
     for make in (
