@@ -24,6 +24,12 @@ from ampopt_kernels.step import Request
 
 __all__ = ["ElementwiseOptimizer"]
 
+_OPTIONS = {
+    "master_weights": ("master_weights=True", has_masters),
+    PARAM_ROUNDING: ("param_rounding='stochastic'", is_stochastic),
+}
+"""The options of param groups that torch's lack: how each is used, and whether a group does."""
+
 
 def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> Stepping:
     """How an optimizer steps that has a rule: by it, unless its class has a step around it.
@@ -139,16 +145,12 @@ class ElementwiseOptimizer(Optimizer):
             self.defaults = {**self.defaults, **options}
             for group in self.param_groups:
                 group.update({**options, **group})
-        if self.defaults.get("differentiable") and any(map(is_stochastic, self.param_groups)):
-            raise ValueError(
-                "param_rounding='stochastic' does not go with differentiable=True, which takes "
-                "torch's own step: leave one of them out"
-            )
-        if self.defaults.get("differentiable") and any(map(has_masters, self.param_groups)):
-            raise ValueError(
-                "master_weights=True does not go with differentiable=True, which takes torch's own "
-                "step: leave one of them out"
-            )
+        for said, used in _OPTIONS.values():
+            if self.defaults.get("differentiable") and any(map(used, self.param_groups)):
+                raise ValueError(
+                    f"{said} does not go with differentiable=True, which takes torch's own step: "
+                    "leave one of them out"
+                )
 
     @uncompiled
     @torch.no_grad()
@@ -241,17 +243,12 @@ class ElementwiseOptimizer(Optimizer):
         Whether there are master weights, and how parameters are rounded, is decided here, not by
         the checkpoint.
         """
-        kept = [has_masters(group) for group in self.param_groups]
-        roundings = [group.get(PARAM_ROUNDING) for group in self.param_groups]
+        kept = [{k: group[k] for k in _OPTIONS if k in group} for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, rounding in zip(self.param_groups, roundings, strict=True):
-            group.pop(PARAM_ROUNDING, None)
-            if rounding is not None:
-                group[PARAM_ROUNDING] = rounding
-        for group, masters in zip(self.param_groups, kept, strict=True):
-            group.pop("master_weights", None)
-            if masters:
-                group["master_weights"] = True
+        for group, options in zip(self.param_groups, kept, strict=True):
+            for name in _OPTIONS:
+                group.pop(name, None)
+            group.update(options)
             for param in group["params"]:
                 if param in self.state and not needs_master(group, param):
                     self.state[param].pop(MASTER, None)

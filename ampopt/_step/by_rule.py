@@ -59,12 +59,12 @@ class ByRule(Stepping):
     @torch.no_grad()
     def judge(self, request: Request) -> Decision | None:
         """See :class:`Stepping`. Gradients stay scaled, but for torch's own step."""
-        if self.rule.need_torch():
-            gradients.check(self.optimizer.param_groups)
+        torchs = self.rule.need_torch()
+        gradients.check(self.optimizer.param_groups)
+        if torchs:
             decision = self.unscale(request)
             self.asked = Request(check=False, found_inf=_other(decision), judged=decision)
             return decision
-        gradients.check(self.optimizer.param_groups)
         judged = replace(self.asking(request), max_norm=None)
         decision = judge_held(
             self.masters.holders(written=False),

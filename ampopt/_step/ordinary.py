@@ -11,12 +11,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.snapshot import Snapshot
-from ampopt._step.step_hooks import (
-    beneath_hooks,
-    hooked,
-    is_replaced,
-    run_step_hooks,
-)
+from ampopt._step.step_hooks import beneath_hooks, hooked, is_replaced, run_step_hooks
 from ampopt._step.stepping import Attempt, Stepping
 from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import Skipper, skipper_of

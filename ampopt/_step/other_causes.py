@@ -61,15 +61,6 @@ class _OtherCauses:
 
     def settled(self, decision: Decision) -> Decision:
         """``decision``, of which the scale learns nothing if there was another cause."""
-        request, cause = self._request, self._cause
+        cause = self._cause
         assert cause is not None
-        decision = replace(decision, cause=cause)
-        if decision.scale is None or decision.counters is None:
-            return decision
-        assert request.scale is not None and request.counters is not None
-        device, learns = decision.scale.device, cause == 0
-        return replace(
-            decision,
-            scale=torch.where(learns, decision.scale, carried(request.scale, device)),
-            counters=torch.where(learns, decision.counters, carried(request.counters, device)),
-        )
+        return replace(decision, cause=cause).learning_where(cause == 0, self._request)

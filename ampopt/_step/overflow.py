@@ -12,7 +12,6 @@ from ampopt._step.other_causes import decide
 from ampopt_kernels.found import Owner
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request, Row, Work
-from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = [
@@ -74,15 +73,10 @@ def decided_elsewhere(
     vote = ranks.Vote(agreement, present=present)
     asked = replace(request, write=False, apply=False, agree=vote)
     decision = decide([Work(device, [])], asked)
-    if decision.scale is None or decision.counters is None:
+    if decision.scale is None:
         return decision
-    assert vote.ranks is not None and request.scale is not None and request.counters is not None
-    learns = vote.ranks.reshape(()) > 0
-    return replace(
-        decision,
-        scale=torch.where(learns, decision.scale, carried(request.scale, device)),
-        counters=torch.where(learns, decision.counters, carried(request.counters, device)),
-    )
+    assert vote.ranks is not None
+    return decision.learning_where(vote.ranks.reshape(()) > 0, request)
 
 
 @torch.no_grad()

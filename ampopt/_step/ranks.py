@@ -434,6 +434,7 @@ def _digest(params: Iterable[Any]) -> int:
 
 
 def _ranks_of(mesh: Any) -> list[int]:
+    """Of a tensor that is on the CPU, whatever the mesh is of."""
     return mesh.mesh.flatten().tolist()
 
 

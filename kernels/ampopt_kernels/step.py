@@ -247,6 +247,18 @@ class Decision:
         found_inf = self.found_inf
         return found_inf if self.cause is None else found_inf * (self.cause == 0)
 
+    def learning_where(self, learns: Tensor, request: Request) -> "Decision":
+        """This one, but with the schedule as ``request`` has it unless ``learns``, a 0-d bool."""
+        if self.scale is None or self.counters is None:
+            return self
+        assert request.scale is not None and request.counters is not None
+        device = self.scale.device
+        return replace(
+            self,
+            scale=torch.where(learns, self.scale, carried(request.scale, device)),
+            counters=torch.where(learns, self.counters, carried(request.counters, device)),
+        )
+
     @property
     def measured(self) -> bool:
         """Whether the gradients were measured; see :class:`Found`."""
