@@ -45,8 +45,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_configure(config):
-    """Have xdist keep the order of the tests, where it would begin with the files of most."""
+    """Have xdist keep the order of the tests, where it would begin with the files of most.
+
+    And have it stop where a worker ends, which in a test that hangs is its end: see
+    ``faulthandler_timeout``. Else that test would be run, and hang, in eight more of them.
+    """
     config.option.loadscopereorder = False
+    config.option.maxworkerrestart = "0"
 
 
 def pytest_collection_modifyitems(items):
@@ -123,13 +128,15 @@ def backend_of_the_test(request):
 
 @pytest.fixture
 def process_group():
-    """A world of one."""
+    """A world of one, which outlives the models of the test; see ``ampopt.matrix.spread``."""
     dist: Any = torch.distributed
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("this build of torch has no gloo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    held = dist.group.WORLD
     yield
     dist.destroy_process_group()
+    del held
 
 
 def _pool(n: int):

@@ -11,6 +11,13 @@ __all__ = ["ddp", "fsdp2", "tensor_parallel"]
 
 _Spread = Callable[[Module], Any]
 
+_held: list[Any] = []
+"""The group of one that was made last, which so outlives its models.
+
+Where ``DistributedDataParallel`` is the last to let go of a group, its reducer ends the group's
+threads and waits for them with Python's lock held, which one of them may be waiting for.
+"""
+
 
 @contextmanager
 def ddp() -> Iterator[_Spread]:
@@ -44,6 +51,7 @@ def _group_of_one() -> Iterator[Any]:
 
     dist: Any = torch.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _held[:] = [dist.group.WORLD]
     try:
         yield init_device_mesh("cpu", (1,))
     finally:

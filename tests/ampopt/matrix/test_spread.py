@@ -1,0 +1,17 @@
+"""Ways to put a model on ranks."""
+
+import weakref
+
+import torch
+
+from ampopt.matrix.spread import ddp
+
+
+def test_a_group_outlives_its_model():
+    """A reducer that is the last to let go of its group may wait for it forever."""
+
+    def trained():
+        with ddp() as spread:
+            return weakref.ref(spread(torch.nn.Linear(1, 1)).process_group)
+
+    assert trained()() is not None
