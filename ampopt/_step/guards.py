@@ -65,7 +65,7 @@ class Guards:
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
         self._groups = [
-            (group["params"], own, _options(group))
+            (group["params"], own, list(map(group.get, _OPTIONS)))
             for group, own in zip(groups, flags, strict=True)
         ]
         members = [group["params"] for group in groups]
@@ -88,7 +88,7 @@ class Guards:
             if (
                 group["params"] is not members
                 or rule.flag_values(group) != flags
-                or _options(group) != options
+                or list(map(group.get, _OPTIONS)) != options
             ):
                 return None
         for param in self._absent:
@@ -117,10 +117,6 @@ class Guards:
 
     def _here(self, tensors: list[Tensor]) -> list[Tensor]:
         return dtensor.local_of_each(tensors) if self._spread else tensors
-
-
-def _options(group: dict[str, Any]) -> list[Any]:
-    return [group.get(name) for name in _OPTIONS]
 
 
 _grad_of: Any = operator.attrgetter("grad")  # over hundreds, half the time of a comprehension
