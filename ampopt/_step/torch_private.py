@@ -22,11 +22,13 @@ Some private names torch uses on us, which cannot be imported; they stand where 
 """
 
 import operator
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch._compile
+import torch.nn.functional as F
 import torch.nn.utils.stateless
 import torch.optim.optimizer as _optimizer
 import torch.utils._python_dispatch
@@ -46,6 +48,7 @@ __all__ = [
     "check_for_fused",
     "flattened",
     "function_modes",
+    "functional_bodies",
     "global_post_hooks",
     "global_pre_hooks",
     "hooks_of",
@@ -189,6 +192,25 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 function_modes: Any = torch.overrides._get_current_function_mode_stack  # pyright: ignore[reportPrivateImportUsage]
 """The ``TorchFunctionMode`` objects that are on, as torch's checkpointing reads them. Gone:
 ``ampopt.autocast`` has to keep a stack of its own for its ``context_fn``."""
+
+
+def functional_bodies() -> dict[Any, Any]:
+    """Functions of ``torch.nn.functional`` → the same without the call that asks for modes.
+
+    A mode that is on while such a function runs would be asked about it again, without end; and
+    one that is off would not see what it calls. If torch asks otherwise, ``ampopt.autocast`` sees
+    such functions from outside only: not ``"linear"`` in ``torch.nn.MultiheadAttention``.
+    """
+    asking = [name for name in vars(F) if name.startswith("has_torch_function")]
+    names = {**vars(F), **dict.fromkeys(asking, lambda *_: False)}
+    bodies = {}
+    for function in vars(F).values():
+        code = getattr(function, "__code__", None)
+        if code is not None and "handle_torch_function" in code.co_names:
+            body = types.FunctionType(code, names, function.__name__, function.__defaults__)
+            body.__kwdefaults__ = function.__kwdefaults__
+            bodies[function] = body
+    return bodies
 
 
 # --- modules --------------------------------------------------------------------------------------

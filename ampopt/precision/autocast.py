@@ -2,25 +2,22 @@
 
 import contextlib
 import difflib
-import types
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from ampopt._step.torch_private import function_modes
+from ampopt._step.torch_private import function_modes, functional_bodies
+from ampopt.precision.cast import as_tuple
 
 __all__ = ["autocast"]
 
 _CAST = (torch.float16, torch.bfloat16, torch.float32)
-# They keep running statistics in tensors that they are given, so those cannot be copies.
-_KEEP_STATISTICS = ("batch_norm", "instance_norm")
 
 
-class autocast(contextlib.ContextDecorator):
+class autocast:
     """``torch.autocast``, with operators added to its lists by name.
 
     A name means the function wherever it lives: ``"softmax"`` is ``torch.softmax``,
@@ -80,48 +77,37 @@ class autocast(contextlib.ContextDecorator):
             ValueError: a name is in both lists, or no operator has it, or it writes to what it is
                 given.
         """
-        for name, given in (("allow", allow), ("deny", deny)):
-            listed = isinstance(given, Collection) and not isinstance(given, str)
-            if not (listed and all(isinstance(one, str) for one in given)):
-                raise TypeError(f"{name} must be a list of names of operators, got {given!r}")
-        allow, deny = tuple(allow), tuple(deny)
+        allow, deny = as_tuple("allow", allow), as_tuple("deny", deny)
         _check_names(allow, deny)
-        self._arguments = (device_type, dtype, allow, deny, enabled, cache_enabled)
+        low = dict.fromkeys(_spellings(allow), True) | dict.fromkeys(_spellings(deny), False)
+        self._torchs = (device_type, dtype, enabled, cache_enabled)
+        self._lists = _Lists(device_type, low) if low else contextlib.nullcontext()
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> "autocast":
         """Turn it on."""
-        context = self._context()
-        context.__enter__()
-        self._entered.append(context)
+        self._entered.append(self._context())
+        self._entered[-1].__enter__()
         return self
 
-    def __exit__(self, *exc: Any) -> bool | None:
+    def __exit__(self, *exc: Any) -> None:
         """Turn back to what was on before."""
-        return self._entered.pop().__exit__(*exc)
+        self._entered.pop().__exit__(*exc)
 
     @staticmethod
     def context_fn() -> tuple[Any, Any]:
         """For ``torch.utils.checkpoint``, to recompute under the lists that are on now."""
         # torch's checkpointing, which restores torch.autocast itself, reads the stack so, too.
-        stack = function_modes()
-        return contextlib.nullcontext(), _Again([m for m in stack if isinstance(m, _Lists)])
+        return contextlib.nullcontext(), _Again(m for m in function_modes() if type(m) is _Lists)
 
-    def _recreate_cm(self) -> "autocast":
-        """A decorated function gets one of its own for each call, as calls may overlap."""
-        return autocast(*self._arguments)
+    def __call__(self, function: Any) -> Any:
+        """``function``, with this around each of its calls, which may overlap."""
+        return self._context()(function)
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
-        device_type, dtype, allow, deny, enabled, cache_enabled = self._arguments
-        low = dict.fromkeys(_spellings(allow), True)
-        low.update(dict.fromkeys(_spellings(deny), False))
-        with torch.autocast(device_type, dtype, enabled, cache_enabled):
-            if not low:
-                yield
-                return
-            with _Lists(device_type, low):
-                yield
+        with torch.autocast(*self._torchs), self._lists:
+            yield
 
 
 class _Lists(TorchFunctionMode):
@@ -135,73 +121,42 @@ class _Lists(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        low = self._low.get(func.__name__)
-        if (
-            low is None
-            or not torch.is_autocast_enabled(self._device_type)
-            or kwargs.get("out") is not None
-            or kwargs.get("inplace")
-        ):
-            if func.__name__ == "unflatten":  # Dynamo cannot trace the super() in Tensor's method
-                func = torch.unflatten
+        writes = kwargs.get("out") is not None or kwargs.get("inplace")
+        low = None if writes else self._low.get(func.__name__)
+        if low is None or not torch.is_autocast_enabled(self._device_type):
             body = _BODIES.get(func)
             if body is None:
                 return func(*args, **kwargs)
             with self:
                 return body(*args, **kwargs)
         dtype = torch.get_autocast_dtype(self._device_type) if low else torch.float32
-
         args = [self._cast(arg, dtype) for arg in args]
         kwargs = {name: self._cast(arg, dtype) for name, arg in kwargs.items()}
         with torch.autocast(self._device_type, enabled=False):
             return func(*args, **kwargs)
 
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if isinstance(value, Tensor):
-            castable = value.device.type == self._device_type and value.dtype in _CAST
-            return value.to(dtype) if castable else value
-        if type(value) in (list, tuple):  # of tensors, as torch.cat takes
-            return [self._cast(one, dtype) for one in value]
-        return value
+    def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+        if isinstance(x, Tensor) and x.dtype in _CAST and x.device.type == self._device_type:
+            return x.to(dtype)
+        if type(x) in (list, tuple):  # of tensors, as torch.cat takes
+            return [self._cast(one, dtype) for one in x]
+        return x
 
 
-class _Again:
+class _Again(list[_Lists]):
     """Puts lists on again; more than once, as a graph may be gone through more than once."""
 
-    def __init__(self, lists: Sequence[_Lists]) -> None:
-        self._lists = lists
-
     def __enter__(self) -> None:
-        for one in self._lists:
+        for one in self:
             one.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        for one in reversed(self._lists):
+        for one in reversed(self):
             one.__exit__(*exc)
 
 
-def _seen_into() -> dict[Any, Any]:
-    """Functions of ``torch.nn.functional`` → the same without the call that asks for modes.
-
-    A mode that is on while such a function runs would be asked about it again, without end; and
-    one that is off would not see what it calls.
-    """
-    asking = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    names = {**vars(F), **dict.fromkeys(asking, lambda *_: False)}
-    bodies = {}
-    for function in vars(F).values():
-        if isinstance(function, types.FunctionType) and (
-            "handle_torch_function" in function.__code__.co_names
-        ):
-            body = types.FunctionType(
-                function.__code__, names, function.__name__, function.__defaults__
-            )
-            body.__kwdefaults__ = function.__kwdefaults__
-            bodies[function] = body
-    return bodies
-
-
-_BODIES = _seen_into()
+# Dynamo cannot trace the super() in the method of Tensor.
+_BODIES = {**functional_bodies(), Tensor.unflatten: torch.unflatten}
 
 
 def _spellings(names: Collection[str]) -> list[str]:
@@ -210,17 +165,12 @@ def _spellings(names: Collection[str]) -> list[str]:
 
 @torch.compiler.assume_constant_result
 def _check_names(allow: tuple[str, ...], deny: tuple[str, ...]) -> None:
-    both = sorted(set(allow) & set(deny))
-    if both:
-        raise ValueError(f"{both} in both allow and deny: leave each name in one of them")
-    known = {
-        function.__name__.strip("_")
-        for functions in get_overridable_functions().values()
-        for function in functions
-        if not function.__name__.endswith("_") or function.__name__.startswith("__")
-    }
+    known = {f.__name__ for fs in get_overridable_functions().values() for f in fs}
     for name in (*allow, *deny):
-        if name in _KEEP_STATISTICS or name.endswith("_"):
+        if name in allow and name in deny:
+            raise ValueError(f"{name!r} is in both allow and deny: leave it in one of them")
+        # Norms keep running statistics in tensors that they are given, which cannot be copies.
+        if name in ("batch_norm", "instance_norm") or name.endswith("_"):
             raise ValueError(
                 f"{name!r} writes to tensors that it is given, so they cannot be cast: choose the "
                 "dtype of the module with ampopt.cast(keep=...) or ampopt.run_in"

@@ -1,8 +1,8 @@
 """Modules in a dtype: a model with its norms kept in float32, and one that computes in its own."""
 
 import fnmatch
-import functools
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,28 +11,23 @@ from torch.nn.parameter import is_lazy
 
 from ampopt._step.torch_private import NormBase, pytree, with_tensors
 
-__all__ = ["NORMS", "cast", "run_in"]
+__all__ = ["NORMS", "Model", "as_tuple", "cast", "check_dtypes", "run_in"]
 
-NORMS: tuple[type[nn.Module], ...] = (
-    NormBase,  # BatchNorm*, SyncBatchNorm and InstanceNorm*
-    nn.LayerNorm,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-    nn.RMSNorm,
-)
+# NormBase stands for BatchNorm*, SyncBatchNorm and InstanceNorm*.
+NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 """The normalizations of torch, by type: what ``cast`` keeps in float32 unless told otherwise."""
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_CAST, _RUN_IN = "_ampopt_cast", "_ampopt_run_in"  # where a module has the handles of our hooks
-_M = TypeVar("_M", bound=nn.Module)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HANDLES = "_ampopt_cast"  # where a module has those of our hooks
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def cast(
-    model: _M,
+    model: Model,
     dtype: torch.dtype,
     keep: Collection[Any] = NORMS,
     outputs: torch.dtype | None = None,
-) -> _M:
+) -> Model:
     """Have a model's parameters, buffers and inputs in ``dtype``, and some modules in float32.
 
     The model is changed in place: parameters stay the same objects, state-dict keys and tied
@@ -56,31 +51,29 @@ def cast(
         The model.
 
     Raises:
-        TypeError: ``model`` is no module, or an element of ``keep`` is none of those.
-        ValueError: a kept name or module is not in the model, or a tensor cannot be cast: it is
-            quantized, sparse or not initialized, or tied to one that stays in float32. Nothing has
-            changed then.
+        TypeError: ``model`` is no module, or ``keep`` no list of those.
+        ValueError: a kept name or module is not in the model, a dtype is none, or a tensor cannot
+            be cast: it is quantized, sparse or not initialized, or tied to one that stays in
+            float32. Nothing has changed then.
 
     Does not synchronize.
     """
-    _check(model, dtype)
-    kept = _matching(model, keep)
-    wanted = _dtypes(model, dtype, kept)
-    for module in model.modules():
-        _take_off(module, _CAST)
+    check_dtypes(dtype=dtype, outputs=outputs or dtype)
+    kept, wanted = _plan(model, dtype, keep)
+    _take_off_hooks(model)
     for tensor, its_dtype in wanted.items():
         tensor.data = tensor.data.to(its_dtype)
         if tensor.grad is not None:
             tensor.grad = tensor.grad.to(its_dtype)
-    own = {m for outer in model.modules() if _RUN_IN in vars(outer) for m in outer.modules()}
-    for module in kept:
-        if module not in own:
-            _put_on(module, _CAST, torch.float32, dtype)
-    _put_on(model, _CAST, dtype, outputs)
+    within = {inner for own in model.modules() if _runs_in_own(own) for inner in own.modules()}
+    hooks: dict[nn.Module, Any] = dict.fromkeys(kept - within, (torch.float32, dtype))
+    hooks[model] = (torch.float32, outputs or dtype) if model in hooks else (dtype, outputs)
+    for module, (inputs, returned) in hooks.items():
+        _put_on_hooks(module, inputs, returned)
     return model
 
 
-def run_in(module: _M, dtype: torch.dtype) -> _M:
+def run_in(module: Model, dtype: torch.dtype) -> Model:
     """Have one module compute in a dtype of its own, whatever is around it.
 
     Its inputs are cast, and its parameters where they are used; they stay what they are. Autocast
@@ -102,19 +95,18 @@ def run_in(module: _M, dtype: torch.dtype) -> _M:
 
     Does not synchronize.
     """
-    _check(module, dtype)
-    _dtypes(module, dtype)
-    for inner in module.modules():
-        _take_off(inner, _CAST)
-    _take_off(module, _RUN_IN)
-    _put_on(module, _RUN_IN, dtype, dtype)
-    module.__dict__["forward"] = functools.partial(_forward_in, module, dtype)
+    check_dtypes(dtype=dtype)
+    _plan(module, dtype, ())
+    _take_off_hooks(module)
+    module.__dict__["forward"] = partial(_forward_in, module, dtype)
     return module
 
 
 def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    own = dict(_own_tensors(module))
+    apart = {inner for inner in module.modules() if inner is not module and _runs_in_own(inner)}
+    own = {path: t for path, _, t in _tensors(module, apart) if t.is_floating_point()}
     copies = {name: tensor.to(dtype) for name, tensor in own.items()}
+    args, kwargs = _to((args, kwargs), dtype)
     leaves = (*pytree.tree_leaves((args, kwargs)), *own.values(), torch.empty(0))
     device = next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device.type
     with torch.autocast(device, enabled=False), with_tensors(module, copies):
@@ -124,96 +116,99 @@ def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any
             # What was written to a buffer, as to running statistics, is kept.
             same = copies[name] == tensor.to(dtype)
             tensor.copy_(torch.where(same, tensor, copies[name]))
-    return result
+    return _to(result, dtype)
 
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Its parameters and buffers, not those of modules in it, under every name that they have."""
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+def _runs_in_own(module: nn.Module) -> bool:
+    """Whether it computes in a dtype of its own."""
+    return getattr(vars(module).get("forward"), "func", None) is _forward_in
 
 
-def _own_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Floating-point parameters and buffers, but for those of modules with a dtype of their own."""
-    for name, tensor in _tensors_of(module):
-        if tensor.is_floating_point():
-            yield prefix + name, tensor
-    for name, child in module.named_children():
-        if _RUN_IN not in vars(child):
-            yield from _own_tensors(child, f"{prefix}{name}.")
+def _tensors(model: nn.Module, but: Any = None) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Parameters and buffers, under every name, with their modules, but for those in ``but``."""
+    for prefix, module in model.named_modules(but, remove_duplicate=False):
+        for named in (module.named_parameters, module.named_buffers):
+            for path, tensor in named(prefix, recurse=False, remove_duplicate=False):
+                yield path, module, tensor
+
+
+def _to(tree: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in _FLOATS else t, tree)
 
 
 # Partials of functions of the module, as hooks have to be pickled and copied with the model.
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _to(args, dtype), _to(kwargs, dtype)
+    return _to((args, kwargs), dtype)
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, outputs: Any) -> Any:
     return _to(outputs, dtype)
 
 
-def _to(tree: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in FLOATS else t, tree)
-
-
-def _put_on(module: nn.Module, name: str, inputs: torch.dtype, outputs: torch.dtype | None) -> None:
-    before = functools.partial(_cast_inputs, inputs)
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True)]
+def _put_on_hooks(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -> None:
+    handles = [module.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True)]
     if outputs is not None:
-        handles.append(module.register_forward_hook(functools.partial(_cast_outputs, outputs)))
-    module.__dict__[name] = [*module.__dict__.get(name, ()), *handles]
+        handles.append(module.register_forward_hook(partial(_cast_outputs, outputs)))
+    module.__dict__[_HANDLES] = handles
 
 
-def _take_off(module: nn.Module, name: str) -> None:
-    for handle in module.__dict__.pop(name, ()):
-        handle.remove()
+def _take_off_hooks(model: nn.Module) -> None:
+    for module in model.modules():
+        for handle in module.__dict__.pop(_HANDLES, ()):
+            handle.remove()
 
 
-def _check(module: Any, dtype: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(module).__name__}")
-    if dtype not in FLOATS:
-        raise ValueError(f"dtype must be one of {FLOATS}, got {dtype!r}")
+def as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    """The argument ``keep``, ``allow`` or ``deny``, of which a caller may give any collection."""
+    kinds = (str, type, nn.Module) if name == "keep" else (str,)
+    listed = isinstance(values, Collection) and not isinstance(values, (str, type, nn.Module))
+    if not (listed and all(isinstance(one, kinds) for one in values)):
+        what = "types, names and modules" if name == "keep" else "names of operators"
+        raise TypeError(f"{name} must be a list or a tuple of {what}, got {values!r}")
+    return tuple(values)
 
 
-def _matching(model: nn.Module, keep: Collection[Any]) -> list[nn.Module]:
-    """The modules to keep, without those inside of others."""
-    named = dict(model.named_modules())
+def check_dtypes(**dtypes: Any) -> None:
+    """Refuse arguments that are no floating-point dtypes."""
+    for name, dtype in dtypes.items():
+        if dtype not in _FLOATS:
+            raise ValueError(f"{name} must be one of {_FLOATS}, got {dtype!r}")
+
+
+def _plan(model: nn.Module, dtype: torch.dtype, keep: Any) -> tuple[set[Any], dict[Tensor, Any]]:
+    """The modules to keep, and each tensor that can be cast, with the dtype that it gets."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if ".quantized." in type(module).__module__:
+            raise ValueError(f"{name or type(module).__name__} cannot be cast: it is quantized")
+    kept = _matching(model, keep)
+    inside = {inner for outer in kept for inner in outer.modules()}
+    wanted: dict[Tensor, torch.dtype] = {}
+    for path, module, tensor in _tensors(model):
+        if is_lazy(tensor) or tensor.is_quantized or tensor.layout != torch.strided:
+            what = "not initialized" if is_lazy(tensor) else f"{tensor.layout}, {tensor.dtype}"
+            raise ValueError(f"{path} cannot be cast: it is {what}")
+        its = torch.float32 if module in inside else dtype
+        if tensor.is_floating_point() and wanted.setdefault(tensor, its) != its:
+            raise ValueError(f"{path} is tied to a tensor that keep treats otherwise")
+    return kept, wanted
+
+
+def _matching(model: nn.Module, keep: Collection[Any]) -> set[nn.Module]:
+    """The modules that match, without those inside of others."""
+    named = dict(model.named_modules(remove_duplicate=False))
     kept: set[nn.Module] = set()
-    for one in keep:
+    for one in as_tuple("keep", keep):
         if isinstance(one, type):
-            matches = {m for m in named.values() if isinstance(m, one)}
+            matches = {module for module in named.values() if isinstance(module, one)}
         elif isinstance(one, str):
-            matches = {m for name, m in named.items() if fnmatch.fnmatchcase(name, one)}
-        elif isinstance(one, nn.Module):
-            matches = {one} & set(named.values())
+            matches = {module for name, module in named.items() if fnmatch.fnmatchcase(name, one)}
         else:
-            raise TypeError(f"keep takes types, names and modules, got {one!r}")
+            matches = {one} & set(named.values())
         if not matches and not isinstance(one, type):
             raise ValueError(f"keep: no module matches {one!r}; there are {list(named)[1:]}")
         kept |= matches
-    within = {m for outer in kept for m in outer.modules() if m is not outer}
-    return [m for m in named.values() if m in kept - within]
-
-
-def _dtypes(
-    model: nn.Module, dtype: torch.dtype, kept: Collection[nn.Module] = ()
-) -> dict[Tensor, torch.dtype]:
-    """Each tensor of the model that can be cast, with the dtype that it gets."""
-    inside = {m for outer in kept for m in outer.modules()}
-    wanted: dict[Tensor, torch.dtype] = {}
-    for prefix, module in model.named_modules():
-        if ".quantized." in type(module).__module__:
-            raise ValueError(f"{prefix or type(module).__name__} cannot be cast: it is quantized")
-        for name, tensor in _tensors_of(module):
-            path = f"{prefix}.{name}".lstrip(".")
-            if is_lazy(tensor):
-                raise ValueError(f"{path} cannot be cast: it is not initialized")
-            if tensor.is_quantized or tensor.layout != torch.strided:
-                raise ValueError(f"{path} cannot be cast: {tensor.layout}, {tensor.dtype}")
-            its = torch.float32 if module in inside else dtype
-            if tensor.is_floating_point() and wanted.setdefault(tensor, its) != its:
-                raise ValueError(f"{path} is tied to a tensor that keep treats otherwise")
-    return wanted
+    return kept - {inner for outer in kept for inner in outer.modules() if inner is not outer}

@@ -3,21 +3,18 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import nn
 
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.precision.autocast import autocast
-from ampopt.precision.cast import FLOATS, NORMS, cast
+from ampopt.precision.cast import NORMS, Model, as_tuple, cast, check_dtypes
 from ampopt.precision.presets import LEVELS
 
 __all__ = ["Precision"]
-
-_M = TypeVar("_M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -65,14 +62,9 @@ class Precision:
     def __post_init__(self) -> None:
         """Check the values, and make tuples of lists."""
         for name in ("keep", "allow", "deny"):
-            value = getattr(self, name)
-            if isinstance(value, (str, type, nn.Module)):
-                raise TypeError(f"{name} must be a tuple, got {value!r}: write ({value!r},)")
-            object.__setattr__(self, name, tuple(value))
-        for name in ("param_dtype", "compute_dtype", "output_dtype"):
-            value = getattr(self, name)
-            if value not in FLOATS and not (name == "output_dtype" and value is None):
-                raise ValueError(f"{name} must be a floating-point dtype, got {value!r}")
+            object.__setattr__(self, name, as_tuple(name, getattr(self, name)))
+        check_dtypes(param_dtype=self.param_dtype, compute_dtype=self.compute_dtype)
+        check_dtypes(output_dtype=self.output_dtype or self.param_dtype)
         wide = self.compute_dtype.itemsize > 2  # so it is none of autocast's
         if wide and (self.allow or self.deny or self.compute_dtype != self.param_dtype):
             raise ValueError(
@@ -104,7 +96,7 @@ class Precision:
             raise ValueError(f"no level is called {name!r}: choose one of {sorted(LEVELS)}")
         return cls(**{**LEVELS[name], **overrides})
 
-    def prepare(self, model: _M) -> _M:
+    def prepare(self, model: Model) -> Model:
         """Cast ``model`` in place, as :func:`ampopt.cast` does, and return it."""
         return cast(model, self.param_dtype, self.keep, self.output_dtype)
 
@@ -114,11 +106,9 @@ class Precision:
         Args:
             device_type: where the model is, as ``"cuda"``.
         """
-        if self.allow or self.deny:
-            return autocast(device_type, self.compute_dtype, self.allow, self.deny)
-        if self.compute_dtype == self.param_dtype:
+        if self.compute_dtype == self.param_dtype and not (self.allow or self.deny):
             return contextlib.nullcontext()
-        return torch.autocast(device_type, self.compute_dtype)
+        return autocast(device_type, self.compute_dtype, self.allow, self.deny)
 
     @property
     def optimizer_options(self) -> dict[str, Any]:

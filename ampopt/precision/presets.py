@@ -22,52 +22,40 @@ same, as its list for CPUs is shorter. Where each was read, and what it leaves o
   on new data, up to 100 times: ``TrainStep(on_overflow="next_batch")``.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import float16, float32
 
 from ampopt._step.torch_private import BatchNorm
 
 __all__ = ["LEVELS"]
 
-_BOTH_FLOAT32 = tuple(
-    "acos asin binary_cross_entropy_with_logits cosh cosine_similarity cross_entropy cumprod "
-    "cumsum dist erfinv exp expm1 group_norm interpolate layer_norm log log10 log2 "
-    "log_softmax nll_loss norm pow prod reciprocal renorm rsqrt sinh softmax softmin softplus "
-    "sum tan triplet_margin_loss".split()
-)
-_APEX_FLOAT32 = _BOTH_FLOAT32 + tuple(
-    "cosine_embedding_loss hinge_embedding_loss kl_div l1_loss local_response_norm "
-    "margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss "
-    "multilabel_soft_margin_loss normalize poisson_nll_loss smooth_l1_loss soft_margin_loss "
-    "std var".split()
-)
-_PADDLE_FLOAT32 = _BOTH_FLOAT32 + tuple("atanh huber_loss mean square tanhshrink".split())
-_NNABLA_FLOAT32 = ("cross_entropy", "mean", "softmax", "sum")
+_BOTH_FLOAT32 = """acos asin binary_cross_entropy_with_logits cosh cosine_similarity cross_entropy
+    cumprod cumsum dist erfinv exp expm1 group_norm interpolate layer_norm log log10 log2
+    log_softmax nll_loss norm pow prod reciprocal renorm rsqrt sinh softmax softmin softplus
+    sum tan triplet_margin_loss""".split()
+_APEX_FLOAT32 = """cosine_embedding_loss hinge_embedding_loss kl_div l1_loss local_response_norm
+    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss normalize poisson_nll_loss
+    multilabel_soft_margin_loss smooth_l1_loss soft_margin_loss std var""".split()
 
-_FLOAT32: dict[str, Any] = {"keep": (), "scaling": 1.0}
-_LISTS: dict[str, Any] = {"compute_dtype": torch.float16, "keep": ()}
-_HALF: dict[str, Any] = {
-    "param_dtype": torch.float16,
-    "compute_dtype": torch.float16,
-    "output_dtype": torch.float32,
-    "keep": (),
-    "scaling": 1.0,
-}
-_MASTERS: dict[str, Any] = {**_HALF, "keep": (BatchNorm,), "master_weights": True}
+_FLOAT32 = {"keep": (), "scaling": 1.0}
+_LISTS = {"keep": (), "compute_dtype": float16}
+_PADDLE = {**_LISTS, "deny": _BOTH_FLOAT32 + "atanh huber_loss mean square tanhshrink".split()}
+_NNABLA = {**_LISTS, "deny": "cross_entropy mean softmax sum".split(), "scaling": "nnabla"}
+_HALF = {**_FLOAT32, "param_dtype": float16, "compute_dtype": float16, "output_dtype": float32}
+_MASTERS = {**_HALF, "keep": (BatchNorm,), "master_weights": True}
 
-LEVELS: dict[str, Mapping[str, Any]] = {
+LEVELS: dict[str, dict[str, Any]] = {
     "O0": _FLOAT32,
-    "O1": {**_LISTS, "deny": _APEX_FLOAT32, "scaling": "apex"},
+    "O1": {**_LISTS, "deny": _BOTH_FLOAT32 + _APEX_FLOAT32, "scaling": "apex"},
     "O2": {**_MASTERS, "scaling": "apex"},
     "O3": _HALF,
     "torch": {**_LISTS, "scaling": "torch"},
-    "paddle-O1": {**_LISTS, "deny": _PADDLE_FLOAT32, "scaling": "paddle"},
+    "paddle-O1": {**_PADDLE, "scaling": "paddle"},
     "paddle-O2": {**_MASTERS, "scaling": "paddle"},
-    "fleet": {**_LISTS, "deny": _PADDLE_FLOAT32, "scaling": "paddle-fleet"},
+    "fleet": {**_PADDLE, "scaling": "paddle-fleet"},
     "mindspore-O0": _FLOAT32,
     "mindspore-O2": {**_MASTERS, "scaling": "mindspore"},
     "mindspore-O3": {**_HALF, "master_weights": True},
-    "nnabla-half": {**_LISTS, "deny": _NNABLA_FLOAT32, "scaling": "nnabla"},
+    "nnabla-half": _NNABLA,
 }

@@ -135,3 +135,19 @@ def test_an_operator_says_what_it_writes():
         torch.add(ones, 1, out=out)
         ones.exp()
     assert [id(tensor) for tensor in written] == [id(ones), id(out)]
+
+
+def test_functions_in_python_are_had_without_asking_for_modes():
+    seen = []
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    bodies = torch_private.functional_bodies()
+    x = torch.ones(2)
+    with Seen():
+        bodies[torch.nn.functional.softmax](x, dim=-1)
+    assert seen == [torch.Tensor.softmax]
+    assert torch.nn.functional.multi_head_attention_forward in bodies

@@ -161,6 +161,22 @@ def test_names_types_and_modules_to_keep():
     model(IDS)["logits"].sum().backward()
 
 
+def test_a_module_that_is_in_two_places_is_kept_by_either_name():
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model["c"] = model["b"]
+    assert dtypes(ampopt.cast(model, LOW, keep=["c"]))["b.weight"] == FULL
+
+
+@pytest.mark.parametrize("keep", [["*"], [nn.Linear]])
+@pytest.mark.parametrize("outputs", [None, FULL])
+def test_the_model_itself_may_be_kept(keep, outputs):
+    model = ampopt.cast(nn.Linear(8, 2), LOW, keep=keep, outputs=outputs)
+    x = torch.ones(1, 8)
+    expected = nn.functional.linear(x, model.weight, model.bias)
+    got = model(x.to(LOW))
+    assert model.weight.dtype == FULL and torch.equal(got, expected.to(outputs or LOW))
+
+
 def test_what_is_in_a_kept_module_stays_with_it():
     model = ampopt.cast(Net(), LOW, keep=["encoder", nn.LayerNorm, "batch_norm"])
     assert {d for n, d in dtypes(model).items() if n.startswith("encoder")} == {FULL}
@@ -234,6 +250,13 @@ def test_run_in_inside_of_run_in_uses_parameters_as_they_are():
     assert torch.equal(model(x), expected)
 
 
+def test_a_model_with_a_dtype_of_its_own_is_cast_around_it():
+    for inputs in HALVES:
+        model = ampopt.cast(ampopt.run_in(nn.Linear(8, 2), FULL), LOW)
+        assert model.weight.dtype == LOW and model(torch.ones(1, 8, dtype=inputs)).dtype == FULL
+        assert ampopt.cast(model, LOW, outputs=LOW)(torch.ones(1, 8)).dtype == LOW
+
+
 def test_run_in_without_parameters():
     softmax: Any = ampopt.run_in(nn.Softmax(-1), FULL)
     assert softmax(torch.ones(2, 2, dtype=LOW)).dtype == FULL
@@ -286,10 +309,13 @@ def quantized() -> nn.Module:
 BAD = [
     (Net, {"keep": ["encodr*"]}, ValueError, r"no module matches 'encodr\*'.*'encoder'"),
     (Net, {"keep": [nn.Linear(2, 2)]}, ValueError, "no module matches Linear"),
-    (Net, {"keep": [3]}, TypeError, "keep takes types, names and modules, got 3"),
+    (Net, {"keep": [3]}, TypeError, r"keep must be .* of types, names and modules, got \[3\]"),
+    (Net, {"keep": "encoder"}, TypeError, "keep must be a list or a tuple .* got 'encoder'"),
+    (Net, {"keep": nn.LayerNorm}, TypeError, "keep must be a list or a tuple .* got <class"),
     (Net, {"dtype": torch.int8}, ValueError, "dtype must be one of .* got torch.int8"),
+    (Net, {"outputs": "half"}, ValueError, "outputs must be one of .* got 'half'"),
     (tied, {"keep": ["a"]}, ValueError, "b.weight is tied to a tensor that keep treats otherwise"),
-    (sparse, {}, ValueError, "mask cannot be cast: torch.sparse_coo"),
+    (sparse, {}, ValueError, "mask cannot be cast: it is torch.sparse_coo"),
     (quantized, {}, ValueError, "codes cannot be cast: .*torch.qint8"),
     (lambda: nn.LazyLinear(2), {}, ValueError, "weight cannot be cast: it is not initialized"),
     (dict, {}, TypeError, "expected a torch.nn.Module, got dict"),
@@ -306,6 +332,6 @@ def test_what_cannot_be_cast_is_named_and_nothing_changes(make, options, error, 
     if isinstance(model, nn.Module) and not isinstance(model, nn.LazyLinear):
         assert LOW not in dtypes(model).values()
         assert not any(m._forward_pre_hooks for m in model.modules())
-    if "keep" not in options:
+    if not options.keys() & {"keep", "outputs"}:
         with pytest.raises(error, match=message):
             ampopt.run_in(model, options.get("dtype", LOW))
