@@ -70,4 +70,5 @@ def position_of(param: Any) -> int:
             starts[dim] += begin
             sizes[dim] = min(share, sizes[dim] - begin)
     strides = torch.empty(param.shape, device="meta").stride()
-    return sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+    return first * (2 if param.is_complex() else 1)  # which count as two real ones each

@@ -21,6 +21,7 @@ from ampopt._step.torch_private import check_for_fused, overlaps_itself
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.cpu.objects import bump_versions
 from ampopt_kernels.found import Owner
+from ampopt_kernels.random import STREAM
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 
@@ -88,6 +89,10 @@ class Plan:
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
         whose = {owner.key: owner for owner in gradients.owners(groups)}
+        self._streams: dict[int, int] = {}
+        if rule.draws:
+            params = (p for group in groups for p in group["params"])
+            self._streams = {id(p): place * STREAM for place, p in enumerate(params)}
         made = [
             self._row(steps, group, param, state, whose[id(param)])
             for (group, param), state in zip(present, states, strict=True)
@@ -119,6 +124,9 @@ class Plan:
         master = masters.of(optimizer.param_groups[group], param)
         holder = masters.holder(optimizer.param_groups[group], param)
         keys = keys_of(optimizer, optimizer.param_groups[group], param)
+        position = 0
+        if keys is not None or rule.draws:
+            position = self._streams.get(id(param), 0) + position_of(param)
         p = gradients.real(local(param.detach() if master is None else master))
         copy = None if master is None else staged.dense(local(param.detach()), p, written=True)
         grad = staged.dense(gradients.values_of(holder), p, written=False)
@@ -139,7 +147,7 @@ class Plan:
             counted=agreement is None or agreement.counts(param, group),
             owner=owner,
             keys=keys,
-            position=0 if keys is None else position_of(param),
+            position=position,
         )
         return row, grad
 

@@ -14,6 +14,7 @@ from ampopt_kernels.language import (
     sqrt_rn,
     tl,
 )
+from ampopt_kernels.random import rand, randn
 from ampopt_kernels.rule import Rule, State
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "maximum",
     "minimum",
     "power",
+    "rand",
+    "randn",
     "sign",
     "sqrt_rn",
     "tl",

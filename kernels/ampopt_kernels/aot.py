@@ -364,7 +364,7 @@ def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
                 s, h = rule.torch_before_reduce(s, h, flags)
                 sums = rule.torch_reduce_in(torch.float64)(one, one, states, h, flags)
             _, h = rule.torch_scalars(s, h, flags, sums, sums)
-            rule.torch_update(one, one, states, h, flags)
+            rule.torch_update(one, one, states, h, flags, *rule.at(one))
         except (ValueError, IndexError):
             continue
         return n

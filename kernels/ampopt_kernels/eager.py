@@ -206,17 +206,18 @@ class Eager(Backend):
             h = tuple(_cast(x, dtype) for x in h)
             n, position = 1 + len(row.state), row.position
             tensors = (whole, *row.written)
-            if row.keys is not None:  # positions are those in memory
+            if row.keys is not None or rule.draws:  # positions are those in memory
                 tensors = tuple(map(flat, tensors))
             for grad, *stored in _chunks(*tensors):
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 param, *state = (t.to(dtype) for t in stored[:n])
                 update = rule.torch_update_in(dtype)
-                param, state = update(param, g, tuple(state), h, row.flags)
+                at = rule.at(param, position)
+                param, state = update(param, g, tuple(state), h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
                 if row.keys is not None:
                     param = stochastically(param, position, row.keys)
-                    position += grad.numel()
+                position += grad.numel()
                 for old, new in zip(stored, (param, *state, *copy), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
 

@@ -18,6 +18,7 @@ __all__ = [
     "INTERPRETED",
     "as_float32",
     "div_rn",
+    "float_bits",
     "jit",
     "kernel",
     "maximum",
@@ -130,6 +131,12 @@ def sign(x):
 
 
 @jit
+def float_bits(x):
+    """Those of ``x`` as float32, ``tl.uint32``."""
+    return x.to(tl.float32).to(tl.uint32, bitcast=True)
+
+
+@jit
 def as_float32(x):
     """``x`` rounded to float32, as which scalar states are kept, in its own dtype."""
     return x.to(tl.float32).to(x.dtype)
@@ -143,7 +150,7 @@ def rounded(x, DTYPE: tl.constexpr):
     """``x`` in ``DTYPE``, to the nearest, ties to even: what a kernel stores."""
     if _ROUNDS_BY_HAND and DTYPE == tl.bfloat16:
         # Triton's interpreter cuts float32 off where every device rounds it.
-        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)  # by way of float32 everywhere
+        bits = float_bits(x)  # by way of float32 everywhere
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, nearest, bits)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

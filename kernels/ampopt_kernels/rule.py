@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.language import INTERPRETED, jit, tl
+from ampopt_kernels.random import places
 
 __all__ = ["MASTER", "PARAM", "Rule", "State"]
 
@@ -85,7 +86,8 @@ class Rule:
     - of ``tl``: ``abs``, ``ceil``, ``cos``, ``exp``, ``exp2``, ``floor``, ``log``, ``log2``,
       ``rsqrt``, ``sigmoid``, ``sin``, ``sqrt``, ``where``, and ``static_range`` for loops;
     - of ``ampopt_kernels``: ``as_float32``, ``div_rn``, ``maximum``, ``minimum``, ``power``,
-      ``sign``, ``sqrt_rn``, and functions of one's own that are marked ``jit``;
+      ``rand``, ``randn``, ``sign``, ``sqrt_rn``, and functions of one's own that are marked
+      ``jit``;
     - ``if`` of a flag, as in ``NESTEROV: tl.constexpr = flags[0]``.
 
     What else Python would take, such as ``g ** 2`` or ``torch.sign(g)``, Triton refuses: with its
@@ -96,7 +98,7 @@ class Rule:
             of ``state`` are blocks of float32 (float64 for float64 parameters); ``g`` is unscaled
             and clipped; ``h`` is a tuple of scalars; ``flags`` a tuple of compile-time booleans.
             Returns the new ``p`` and a tuple of new states, one for each state that the flags
-            declare.
+            declare. With a sixth argument, ``at``, it has what ``rand`` and ``randn`` take as such.
         hyper: names of param-group entries, numbers or one-element tensors, in the order of ``h``.
             A tuple entry such as ``betas`` is laid flat.
         state: the tensors kept for each parameter, in the order of ``state``.
@@ -181,6 +183,11 @@ class Rule:
         return self.reduce is not None
 
     @functools.cached_property
+    def draws(self) -> bool:
+        """Whether ``update`` takes ``at``, for random numbers; see ``random``."""
+        return len(inspect.signature(self.update.fn).parameters) > 5
+
+    @functools.cached_property
     def scalars_arguments(self) -> int:
         """How many arguments ``scalars`` takes, of ``(s, h, flags, sums, totals)``."""
         return len(inspect.signature(self.scalars.fn).parameters)
@@ -229,6 +236,10 @@ class Rule:
                 f"the rule reads {error.args[0]!r} from each param group, which has "
                 f"{sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults"
             ) from None
+
+    def at(self, p: Tensor, start: int = 0) -> tuple[Any, ...]:
+        """What ``update`` takes besides on torch tensors; see :func:`random.places`."""
+        return (places(p, start),) if self.draws else ()
 
     def torch_update_in(self, dtype: torch.dtype) -> Any:
         """``update`` on torch tensors, with blocks of ``dtype``, float32 or float64."""

@@ -38,7 +38,8 @@ class Row:
     ``param`` is a float32 master, ``copy`` is the low-precision parameter that gets it rounded.
     Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
     A bfloat16 parameter that is rounded stochastically has ``keys``, of which each step takes one,
-    0-d int64, and the ``position`` of its first element in the whole; see ``stochastic``.
+    0-d int64; see ``stochastic``. The chances of its elements, and random numbers of a rule, follow
+    from the ``position`` of the first one in the whole; see ``random``.
     """
 
     grad_dtype: torch.dtype

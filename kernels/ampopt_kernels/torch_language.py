@@ -18,6 +18,7 @@ __all__ = ["bind", "copied", "dividing", "jit"]
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int32, int64 = torch.int32, torch.int64
+uint32 = int64  # torch has no shifts and products of uint32
 static_range = range
 
 
@@ -101,6 +102,12 @@ def _as_float32(x: Any) -> Any:
     return x.to(float32).to(x.dtype) if isinstance(x, torch.Tensor) else ctypes.c_float(x).value
 
 
+def _float_bits(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.to(float32).view(int32).to(int64) & 0xFFFFFFFF
+    return ctypes.c_uint32.from_buffer(ctypes.c_float(x)).value
+
+
 def _maximum(a: Any, b: Any) -> Any:
     if isinstance(a, torch.Tensor):
         return a.clamp_min(b) if not isinstance(b, torch.Tensor) else torch.maximum(a, b)
@@ -120,6 +127,7 @@ def _minimum(a: Any, b: Any) -> Any:
 HELPERS = {
     "as_float32": _as_float32,
     "div_rn": _div_rn,
+    "float_bits": _float_bits,
     "maximum": _maximum,
     "minimum": _minimum,
     "sqrt_rn": sqrt,
@@ -128,10 +136,11 @@ HELPERS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in HELPERS:
+    if name in (*HELPERS, "rand", "randn"):
         raise AttributeError(
             f"the rule uses tl.{name}, which is not the same on every device (another treatment of "
-            f"NaN, or float32 alone): from ampopt_kernels import {name}, and write {name}(...)"
+            "NaN, float32 alone, other random numbers): "
+            f"from ampopt_kernels import {name}, and write {name}(...)"
         )
     offered = sorted(n for n in globals() if n[0] != "_" and n not in _NOT_LANGUAGE)
     raise AttributeError(
@@ -176,8 +185,8 @@ def bind(function: Any, language: Any = None) -> Callable[..., Any]:
     """``function``, a ``jit`` function, as an ordinary one on torch tensors.
 
     Its globals are copied with Triton's language replaced by this module (or by ``language``) and
-    every ``jit`` function it calls bound likewise; its code is not touched. The helpers of
-    ``ampopt_kernels.language`` that the language has itself, its ``HELPERS``, are taken from there.
+    every ``jit`` function it calls bound likewise; its code is not touched. What the language has
+    itself of ``ampopt_kernels.language`` and ``random``, its ``HELPERS``, is taken from there.
     """
     language = _this_module if language is None else language
 
@@ -189,7 +198,8 @@ def bind(function: Any, language: Any = None) -> Callable[..., Any]:
         return bind(value, language) if value is not function and hasattr(value, "fn") else value
 
     fn = function.fn
-    if fn.__module__ == "ampopt_kernels.language" and fn.__name__ in language.HELPERS:
+    helped = ("ampopt_kernels.language", "ampopt_kernels.random")
+    if fn.__module__ in helped and fn.__name__ in language.HELPERS:
         return language.HELPERS[fn.__name__]
     return copied(fn, replaced)
 

@@ -25,6 +25,7 @@ def _update_kernel(
     numbers,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
+    DRAWS: tl.constexpr,
     N_STATES: tl.constexpr,
     N_H: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -36,7 +37,11 @@ def _update_kernel(
     state = ()
     for i in tl.static_range(N_STATES):
         state = state + (tl.load(blocks + (2 + i) * 128 + at),)
-    param, state = RULE(tl.load(blocks + at), tl.load(blocks + 128 + at), state, h, FLAGS)
+    p, g = tl.load(blocks + at), tl.load(blocks + 128 + at)
+    if DRAWS:
+        param, state = RULE(p, g, state, h, FLAGS, (at.to(tl.int64), p))
+    else:
+        param, state = RULE(p, g, state, h, FLAGS)
     new = (param,) + state
     for i in tl.static_range(len(new)):
         tl.store(blocks + i * 128 + at, rounded(new[i], DTYPE))
@@ -197,6 +202,7 @@ def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tupl
     update: dict[str, Any] = {
         "RULE": compilable(rule.update),
         "FLAGS": flags,
+        "DRAWS": rule.draws,
         "N_STATES": len(rule.state_for(flags)),
         "N_H": widths.update,
         "DTYPE": tl.float32,
@@ -209,7 +215,7 @@ def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tupl
         before = {**scalars, "SCALARS": scalars["BEFORE"], "ARGUMENTS": 3, "N_TERMS": 0}
         reduce = {**update, "RULE": compilable(rule.reduce), "N_H": widths.reduce}
         reduce.update(N_TERMS=widths.terms)
-        del reduce["DTYPE"]
+        del reduce["DRAWS"], reduce["DTYPE"]
         kernels = [
             ("before_reduce", _scalars_kernel, {"blocks": "*fp64"}, before),
             ("reduce", _reduce_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, reduce),

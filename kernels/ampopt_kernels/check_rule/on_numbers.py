@@ -63,7 +63,8 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     s, h = _called(f"scalars {its_scalars}", _pair, rule.torch_scalars, s, h, flags, sums, sums)
     _check_scalars(f"scalars of {owner}'s rule", s, h, scalars)
     _check_number(f"scalars of {owner}'s rule", "h", len(h), rule.width(n_hyper), given)
-    update = _Blocks(f"update {its_states}", f"update of {owner}'s rule", h, flags, states)
+    role = f"update of {owner}'s rule"
+    update = _Blocks(f"update {its_states}", role, h, flags, states, rule.draws)
 
     def updated(returned: Any) -> dict[str, Any]:
         p, new = returned
@@ -119,6 +120,7 @@ class _Blocks:
         h: what it takes, of numbers or tensors.
         flags: likewise.
         states: names of states that it takes.
+        draws: whether it takes ``at``.
     """
 
     what: str
@@ -126,6 +128,7 @@ class _Blocks:
     h: tuple[Any, ...]
     flags: tuple[bool, ...]
     states: list[str]
+    draws: bool = False
 
     def check(self, function: Any, named: Callable[[Any], dict[str, Any]]) -> int:
         """Refuse what is not elementwise; return how many blocks ``named`` makes of its result."""
@@ -134,6 +137,7 @@ class _Blocks:
             numbers = tuple(float(x) for x in self.h)
             state = tuple(block + i for i in range(1, 1 + len(self.states)))
             given = (block + 0, -block, state, numbers, self.flags)
+            given += ((block.to(torch.int64), block),) * self.draws
             return _called(self.what, named, function, *given)
 
         block = torch.tensor([0.5, 2.0], device="cpu")

@@ -119,7 +119,7 @@ class Cpu(Eager):
             if piece.copies is not None:
                 piece.copies.load()
             tensors = (grad, piece.param, *piece.rest)
-            if piece.rows[0].keys is not None:
+            if piece.rows[0].keys is not None or rule.draws:
                 for row, (start, end, own) in zip(piece.rows, piece.each(h), strict=True):
                     part = [t[start:end] for t in tensors]
                     self._apply(rule, piece, part, own, _chances(row))
@@ -162,16 +162,15 @@ class Cpu(Eager):
         piece: Piece,
         tensors: Sequence[Tensor],
         h: tuple[float, ...],
-        chances: tuple[int, int] | None = None,
+        chances: tuple[int, ...] = (),
     ) -> None:
         """Apply the rule to ``tensors`` of a piece, or a part of them; see :func:`apply_rule`."""
         apply_rule(rule, piece.flags, tensors, h, chances)
 
 
-def _chances(row: Row) -> tuple[int, int]:
-    """Position and key to round a parameter stochastically by."""
-    assert row.keys is not None
-    return row.position, int(row.keys)
+def _chances(row: Row) -> tuple[int, ...]:
+    """Position and, to round a parameter stochastically by, key."""
+    return (row.position,) if row.keys is None else (row.position, int(row.keys))
 
 
 def apply_rule(
@@ -179,13 +178,14 @@ def apply_rule(
     flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
     h: tuple[float, ...],
-    chances: tuple[int, int] | None = None,
+    chances: tuple[int, ...] = (),
 ) -> None:
     """Apply ``rule`` to flat gradient, parameter and states, in place.
 
     One tensor more than the rule has states is a copy of the parameter, which is written.
-    ``h`` begins with the reciprocal of the scale and the clip coefficient. With ``chances``, the
-    position of the first element and a key, the parameter is rounded stochastically.
+    ``h`` begins with the reciprocal of the scale and the clip coefficient. ``chances`` are the
+    position of the first element, of a rule that draws random numbers, and a key, with which the
+    parameter is rounded stochastically.
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     inverse, clip, *rest = h
@@ -195,10 +195,10 @@ def apply_rule(
         g = grad.to(dtype)
         if not (inverse == 1 and clip == 1):
             g = g * inverse * clip
-        new = updated(rule, flags, g, [t.to(dtype) for t in stored], tuple(rest))
-        if chances is not None:
-            position, key = chances
-            new = (stochastically(new[0], position + start, key), *new[1:])
+        position, *key = (chances[0] + start, *chances[1:]) if chances else (0,)
+        new = updated(rule, flags, g, [t.to(dtype) for t in stored], tuple(rest), position)
+        if key:
+            new = (stochastically(new[0], position, *key), *new[1:])
         for old, value in zip(stored, new, strict=True):
             old.copy_(value)
 
@@ -244,11 +244,17 @@ def _overflows(grad: Tensor, inverse: float, dtype: torch.dtype) -> bool:
 
 
 def updated(
-    rule: Rule, flags: tuple[bool, ...], grad: Tensor, stored: Sequence[Tensor], h: tuple[Any, ...]
+    rule: Rule,
+    flags: tuple[bool, ...],
+    grad: Tensor,
+    stored: Sequence[Tensor],
+    h: tuple[Any, ...],
+    position: int,
 ) -> tuple[Tensor, ...]:
     """What the rule makes of parameter, states and, if there is one more tensor, copy."""
     n = len(rule.state_for(flags))
     update = rule.torch_update_in(grad.dtype)
-    param, state = update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags)
+    at = rule.at(stored[0], position)
+    param, state = update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags, *at)
     copies = len(stored) - 1 - n
     return (param, *state, *[param] * copies)

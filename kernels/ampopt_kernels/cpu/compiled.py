@@ -75,9 +75,9 @@ class Compiled(Cpu):
         piece: Piece,
         tensors: Sequence[Tensor],
         h: tuple[float, ...],
-        chances: tuple[int, int] | None = None,
+        chances: tuple[int, ...] = (),
     ) -> None:
-        if chances is not None and piece.function is not None:
+        if chances and piece.function is not None:
             piece.function(array("d", (*h, *chances)), tensors)
             return
         if piece.function is not None:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from ampopt_kernels import torch_language
+from ampopt_kernels import random, stochastic, torch_language
 from ampopt_kernels.cpu.sums import PART
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.stochastic import CPP
 from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["Source", "source_of"]
@@ -136,8 +135,10 @@ def source_of(
         width: of ``h``: the reciprocal of the scale, the clip coefficient, then what the function
             takes as ``h``.
         reduces: ``reduce`` it is, which takes no copy.
-        by_chance: round the parameter, bfloat16, stochastically. Then ``h`` has two numbers more,
-            the position of the first element and the key.
+        by_chance: round the parameter, bfloat16, stochastically.
+
+    ``h`` has the position of the first element besides if the rule draws random numbers or
+    ``by_chance``, and then the key.
 
     Raises:
         Exception: of whatever kind, where the rule does what the language has not.
@@ -154,8 +155,13 @@ def source_of(
     )
     n_state = len(rule.state_for(flags))
     function = torch_language.bind(rule.reduce if reduces else rule.update, _LANGUAGE)
-    given = (stored[0], grad * inverse * clip, tuple(stored[1 : 1 + n_state]))
-    returned = function(*given, tuple(rest), flags)
+    given = (stored[0], grad * inverse * clip, tuple(stored[1 : 1 + n_state]), tuple(rest), flags)
+    preamble = _PREAMBLE
+    if not reduces and (rule.draws or by_chance):
+        preamble += random.CPP
+        program.before.append(f"const uint64_t position = h[{width}];")
+        given += (program,) * rule.draws
+    returned = function(*given)
     if reduces:
         for k, term in enumerate(returned):
             program.each.append(f"terms[{k}][j] = {_cast(term, torch.float64)};")
@@ -163,10 +169,9 @@ def source_of(
         return Source(_PREAMBLE + _SUMS.format(**body), program.exact)
     param, state = returned
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
-    preamble = _PREAMBLE
     if by_chance:
-        preamble += CPP
-        program.before.append(f"const uint64_t position = h[{width}], key = h[{width + 1}];")
+        preamble += stochastic.CPP
+        program.before.append(f"const uint64_t key = h[{width + 1}];")
         value = _cast(param, torch.float32)
         program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, position + i, key);")
         dtypes, new = (dtypes[0], *dtypes[2:]), new[1:]
@@ -371,6 +376,11 @@ def _div_rn(x: Any, y: Any) -> Any:
     return _made("{0} / {1}", x, y, exact=_varies(x) or _varies(y))
 
 
+def _rand(seed: Any, step: Any, program: Any) -> Any:
+    seed, step = (_cast(x, torch.float32) for x in (seed, step))
+    return program.new(program.compute, f"uniform({seed}, {step}, position + i)", True)
+
+
 def _as_float32(x: Any) -> Any:
     return (
         _made("(float){0}", x)
@@ -410,6 +420,7 @@ class _Language:
             "div_rn": _div_rn,
             "maximum": _extreme("maximum", ">"),
             "minimum": _extreme("minimum", "<"),
+            "rand": _rand,
             "sqrt_rn": _sqrt,
         }
 

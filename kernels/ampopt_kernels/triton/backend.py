@@ -329,6 +329,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes),
                 "COPIED": row.copy is not None,
                 "BY_CHANCE": row.keys is not None,
+                "DRAWS": rule.draws,
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],

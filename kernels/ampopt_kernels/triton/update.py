@@ -18,6 +18,7 @@ def update_kernel(
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
     BY_CHANCE: tl.constexpr,
+    DRAWS: tl.constexpr,
     COMPUTE: tl.constexpr,
     ALIGNS: tl.constexpr,
     N_H: tl.constexpr,
@@ -37,6 +38,7 @@ def update_kernel(
         FLAGS: tuple of booleans for the rule.
         DTYPES: of gradient, parameter, each state, and the copy if there is one.
         BY_CHANCE: whether the parameter, bfloat16, is rounded stochastically.
+        DRAWS: whether the rule takes ``at``, for random numbers.
         COPIED: whether the last is a low-precision copy of the parameter, only written.
         COMPUTE: the arithmetic dtype.
         ALIGNS: powers of two, bytes, that divide the addresses of each.
@@ -66,10 +68,9 @@ def update_kernel(
         streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
 
     key = tl.full((), 0, tl.int64)
-    position = key
+    position = tl.load(row + COLUMNS - 5) + start
     if BY_CHANCE:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
-        position = tl.load(row + COLUMNS - 5) + start
 
     # From here on 32 bits count, which spares registers: offsets are within the chunk.
     end = tl.minimum(numel - start, CHUNK).to(tl.int32)
@@ -90,6 +91,7 @@ def update_kernel(
             DTYPES,
             COPIED,
             BY_CHANCE,
+            DRAWS,
             COMPUTE,
             False,
             BLOCK,
@@ -97,7 +99,7 @@ def update_kernel(
     if whole < end:
         _update_block(
             streams, whole, end, inverse, clip, h, key, position,
-            RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, COMPUTE, True, BLOCK,
+            RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, DRAWS, COMPUTE, True, BLOCK,
         )  # fmt: skip
 
 
@@ -116,6 +118,7 @@ def _update_block(
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
     BY_CHANCE: tl.constexpr,
+    DRAWS: tl.constexpr,
     COMPUTE: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -131,7 +134,11 @@ def _update_block(
         values = values + (x.to(COMPUTE),)
     # Two products, so that clipping rounds as it does on gradients that were unscaled before.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
-    param, state = RULE(values[1], grad, values[2:], h, FLAGS)  # pyright: ignore
+    if DRAWS:
+        where = (position + at, values[1])  # pyright: ignore
+        param, state = RULE(values[1], grad, values[2:], h, FLAGS, where)  # pyright: ignore
+    else:
+        param, state = RULE(values[1], grad, values[2:], h, FLAGS)  # pyright: ignore
     new = (param,) + state
     if COPIED:
         new = new + (param,)

@@ -20,6 +20,8 @@ from ampopt_kernels import (
     maximum,
     minimum,
     power,
+    rand,
+    randn,
     rules,
     sign,
     sqrt_rn,
@@ -228,8 +230,8 @@ def uses_all_there_is(x):
 
 
 @jit
-def all_in_update(p, g, state, h, flags):
-    return p - uses_all_there_is(g), state
+def all_in_update(p, g, state, h, flags, at):
+    return p - uses_all_there_is(g) + rand(h[0], h[1], at) + randn(h[0], h[1], at), state
 
 
 @jit
@@ -242,7 +244,7 @@ ALL = Rule(update=all_in_update, scalars=all_in_scalars, hyper=HYPER)
 
 @needs_triton
 def test_all_there_is_compiles():
-    source = inspect.getsource(uses_all_there_is.fn)
+    source = inspect.getsource(uses_all_there_is.fn) + inspect.getsource(all_in_update.fn)
     for name in documented(of_tl=True) | documented(of_tl=False):
         assert re.search(rf"\b(tl\.)?{name}\(", source), name
     by_triton.check(ALL, (), 2, "Author")
