@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.preloaded import Preloaded
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -15,23 +16,51 @@ EXAMPLES = ROOT / "examples"
 NOT_OURS = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
 
 
-def run(example, *arguments, cwd, **environment):
-    settings = {
+OPTIONS = ("-W", "error", "-W", NOT_OURS)
+# What they import, torch's compiler with an optimizer, too.
+IMPORTED = ("ampopt", "torch._dynamo", "sklearn.datasets", "matplotlib.pyplot", "tqdm")
+
+
+def settings():
+    kept = {
         name: value
         for name, value in os.environ.items()
         if name not in ("TRITON_INTERPRET", "AMPOPT_BACKEND")
     }
     # With eager, no run is long enough to have its rule compiled, which would take a while.
-    settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    settings["AMPOPT_BACKEND"] = "eager"
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-W", NOT_OURS, str(EXAMPLES / example), *arguments],
-        env=settings | environment,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    return {**kept, "PYTHONPATH": path, "AMPOPT_BACKEND": "eager"}
+
+
+@pytest.fixture(scope="module")
+def preloaded():
+    """``None`` where what is imported may have started threads that a fork lacks."""
+    if sys.platform != "linux":
+        yield None
+        return
+    server = Preloaded(IMPORTED, OPTIONS, settings())
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def run(preloaded, tmp_path):
+    """Runs an example; in Triton's interpreter, which is chosen by an import, from the start."""
+
+    def run(example, *arguments, **environment):
+        environment = settings() | environment
+        if preloaded is not None and "TRITON_INTERPRET" not in environment:
+            return preloaded.run(EXAMPLES / example, arguments, tmp_path, environment)
+        return subprocess.run(
+            [sys.executable, *OPTIONS, str(EXAMPLES / example), *arguments],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+
+    return run
 
 
 def output(done):
@@ -44,9 +73,9 @@ def percentages(text):
 
 
 class TestTrainDigits:
-    def test_float16_reaches_float32(self, tmp_path):
+    def test_float16_reaches_float32(self, run, tmp_path):
         picture = tmp_path / "picture.png"
-        done = run("train_digits.py", "--epochs", "12", "--output", str(picture), cwd=tmp_path)
+        done = run("train_digits.py", "--epochs", "12", "--output", str(picture))
         *_, header, full, half, where, verdict = output(done).splitlines()
         assert header.split() == "test accuracy steps skipped final scale time".split()
         assert full.split()[0] == "float32" and half.split()[0] == "float16"
@@ -69,9 +98,9 @@ class TestTrainDigits:
         assert width > 600 and height > 400
         assert 20_000 < len(content) < 400_000
 
-    def test_falling_short_is_a_failure(self, tmp_path):
+    def test_falling_short_is_a_failure(self, run, tmp_path):
         # In one epoch float16 skips half of the steps, so it cannot reach float32.
-        done = run("train_digits.py", "--epochs", "1", cwd=tmp_path)
+        done = run("train_digits.py", "--epochs", "1")
         assert done.returncode == 1
         assert "percentage points behind float32, more than the 1 allowed" in done.stderr
         assert "Traceback" not in done.stderr
@@ -101,8 +130,8 @@ def stopped(*arguments, example="train_digits.py"):
     return status.value.code
 
 
-def test_closure_replay(tmp_path):
-    lines = output(run("closure_replay.py", cwd=tmp_path)).splitlines()
+def test_closure_replay(run):
+    lines = output(run("closure_replay.py")).splitlines()
     # Five halvings here; the exact number is the processor's rounding.
     assert re.fullmatch(
         r"step 1, evaluation  1: loss 2\.3026, scale 2\^24 2\^23 2\^22 .*\d overflowed", lines[0]
@@ -116,9 +145,9 @@ def test_closure_replay(tmp_path):
     assert float(accuracy16) >= float(accuracy32) - 1 > 95
 
 
-def test_find_the_layer(tmp_path):
+def test_find_the_layer(run, tmp_path):
     picture = tmp_path / "picture.png"
-    done = run("find_the_layer.py", "--output", str(picture), cwd=tmp_path)
+    done = run("find_the_layer.py", "--output", str(picture))
     totals, found, *_, verdict = output(done).splitlines()
     assert totals.startswith("120 steps, ")
     assert found.startswith("`blocks.2.layer.weight` overflowed ")
@@ -130,11 +159,10 @@ def test_find_the_layer(tmp_path):
 
 
 class TestTrainText:
-    def test_every_level_is_shown_beside_float32(self, tmp_path):
+    def test_every_level_is_shown_beside_float32(self, run, tmp_path):
         picture = tmp_path / "picture.png"
         done = run(
             "train_text.py", "--size", "tiny", "--seeds", "2", "--output", str(picture),
-            cwd=tmp_path,
         )  # fmt: skip
         header, *rows, where, spread, o3, verdict = output(done).splitlines()
         assert header.split() == "held-out loss steps/second peak memory skipped".split()
@@ -179,9 +207,9 @@ class TestTrainText:
         assert f"{arguments[0]}" in capsys.readouterr().err
 
 
-def test_train_sharded(tmp_path):
+def test_train_sharded(run, tmp_path):
     picture = tmp_path / "picture.png"
-    done = run("train_sharded.py", "--steps", "8", "--output", str(picture), cwd=tmp_path)
+    done = run("train_sharded.py", "--steps", "8", "--output", str(picture))
     *_, two, one, resumed, on_four, where, verdict = output(done).splitlines()
     for line, name, steps in (
         (two, "2 ranks", 8),
@@ -200,8 +228,8 @@ def test_train_sharded(tmp_path):
     assert "UserWarning" not in done.stderr and "step/s" in done.stderr
 
 
-def test_two_optimizers(tmp_path):
-    done = run("two_optimizers.py", "--epochs", "12", cwd=tmp_path)
+def test_two_optimizers(run):
+    done = run("two_optimizers.py", "--epochs", "12")
     happened, *drawing, real, drawn = output(done).splitlines()
     skips = re.fullmatch(
         r"steps skipped: (\d+) by the critic, (\d+) by the generator; "
@@ -219,21 +247,17 @@ def test_two_optimizers(tmp_path):
 
 
 class TestCustomLion:
-    def test_trains_in_both_precisions(self, tmp_path):
-        full, half, hint = output(
-            run("custom_lion.py", "--steps", "200", cwd=tmp_path)
-        ).splitlines()
+    def test_trains_in_both_precisions(self, run, tmp_path):
+        full, half, hint = output(run("custom_lion.py", "--steps", "200")).splitlines()
         assert full.startswith("Lion in float32") and full.endswith(" 0 of 200 steps skipped")
         assert half.startswith("Lion in float16") and not half.endswith(" 0 of 200 steps skipped")
         assert percentages(full)[0] > 90
         assert percentages(half)[0] > 90
         assert "TRITON_INTERPRET=1" in hint
 
-    def test_runs_on_triton_too(self, tmp_path):
+    def test_runs_on_triton_too(self, run):
         pytest.importorskip("triton")
-        lines = output(
-            run("custom_lion.py", "--steps", "1", cwd=tmp_path, TRITON_INTERPRET="1")
-        ).splitlines()
+        lines = output(run("custom_lion.py", "--steps", "1", TRITON_INTERPRET="1")).splitlines()
         said, difference = lines[-1].split(": ")
         assert said == "largest difference between the eager and triton backends"
         # Where rounding turns a sign, a parameter is 2e-3 off after a step; there are twelve.
@@ -241,9 +265,9 @@ class TestCustomLion:
 
 
 class TestOwnKernel:
-    def test_both_ways_to_skip_agree(self, tmp_path):
+    def test_both_ways_to_skip_agree(self, run):
         pytest.importorskip("triton")
-        done = run("own_kernel.py", "--steps", "45", cwd=tmp_path, TRITON_INTERPRET="1")
+        done = run("own_kernel.py", "--steps", "45", TRITON_INTERPRET="1")
         full, told, controlled, verdict = output(done).splitlines()
         assert full.startswith("float32, a plain step()") and full.endswith(
             " 0 of 45 steps skipped"
@@ -255,15 +279,15 @@ class TestOwnKernel:
         assert percentages(told)[0] > 85
         assert verdict.startswith("both float16 runs ended in the same weights, bit for bit")
 
-    def test_without_a_gpu_it_says_what_to_do(self, tmp_path):
+    def test_without_a_gpu_it_says_what_to_do(self, run):
         pytest.importorskip("triton")
-        done = run("own_kernel.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+        done = run("own_kernel.py", CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 1
         assert done.stderr == "no GPU: run it with TRITON_INTERPRET=1, in Triton's interpreter\n"
 
 
-def test_sam(tmp_path):
-    sgd, full, half, verdict = output(run("sam.py", "--epochs", "10", cwd=tmp_path)).splitlines()
+def test_sam(run):
+    sgd, full, half, verdict = output(run("sam.py", "--epochs", "10")).splitlines()
     assert sgd.startswith("SGD in float32") and full.startswith("SAM in float32")
     assert sgd.endswith(", 210 steps, 0 evaluations run again")
     assert full.endswith(", 210 steps, 0 evaluations run again")
@@ -273,8 +297,8 @@ def test_sam(tmp_path):
     assert verdict == "SAM in float16 reached float32's accuracy within 2 points"
 
 
-def test_property_test_your_optimizer(tmp_path):
-    done = run("property_test_your_optimizer.py", cwd=tmp_path)
+def test_property_test_your_optimizer(run):
+    done = run("property_test_your_optimizer.py")
     lines = output(done).splitlines()
     assert re.fullmatch(r"Wrong fails \d invariants:", lines[0])
     assert "  test_training_goes_on_as_if_skipped_steps_had_never_been" in lines
