@@ -13,6 +13,7 @@ go on. A table and a picture compare their losses.
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -130,26 +131,34 @@ def train(begin: int, end: int, spoiled: int, checkpoint: str) -> list[dict[str,
     return attempts
 
 
-def on(ranks: int, *arguments: Any) -> None:
-    """Run this file on so many ranks of this machine."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_TORCHRUN)}
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--nproc-per-node", str(ranks), __file__, *map(str, arguments)]
-    subprocess.run(command, env=environment, check=True)
-
-
-_OF_TORCHRUN = ("RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_", "MASTER_", "TORCHELASTIC")
-
-
-def run(begin: int, steps: int, folder: str) -> None:
+def run(begin: int, steps: int, folder: str, **meeting: Any) -> None:
     """One run on the ranks that there are: every rank writes down what it saw."""
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", **meeting)
     ranks, rank = dist.get_world_size(), dist.get_rank()
     attempts = train(begin, steps, steps // 4, f"{folder}/checkpoint")
     Path(folder, f"{begin}-{ranks}-{rank}.json").write_text(json.dumps(attempts))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def run_on(ranks: int, begin: int, steps: int, folder: str) -> None:
+    """A run on so many new processes, forked from one that has the imports behind it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ampopt", "torch._dynamo", "torch.distributed.fsdp"])
+    with tempfile.TemporaryDirectory() as place:
+        meeting = {"init_method": f"file://{place}/met", "world_size": ranks}
+        processes = [
+            context.Process(
+                target=run, args=(begin, steps, folder), kwargs={**meeting, "rank": rank}
+            )
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit(f"the run on {ranks} from step {begin} failed")
 
 
 def compare(steps: int, folder: str, picture: Path) -> bool:
@@ -200,18 +209,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=explained)
     parser.add_argument("--steps", type=int, default=60, help="to take (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("train_sharded.png"), help="picture")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--begin", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 4 or options.steps % 2:
         parser.error(f"argument --steps: must be even, 4 or more, got {options.steps}")
-    given = ("--steps", options.steps)
-    if options.folder:
-        run(options.begin, options.steps, options.folder)
-        return 0
     if "RANK" not in os.environ:
-        on(2, *given, "--output", options.output)
-        return 0
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*launcher, "--nproc-per-node", "2", __file__, *sys.argv[1:]]
+        return subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
     if os.environ["WORLD_SIZE"] != "2":
         parser.error("two ranks are to begin: torchrun --nproc-per-node 2")
     folder = os.path.join(tempfile.gettempdir(), f"train_sharded-{os.environ['MASTER_PORT']}")
@@ -220,7 +224,7 @@ def main() -> int:
     if os.environ["RANK"] != "0":
         return 0
     for begin, ranks in ((0, 1), (options.steps // 2, 1), (options.steps // 2, 4)):
-        on(ranks, *given, "--folder", folder, "--begin", begin)
+        run_on(ranks, begin, options.steps, folder)
     fine = compare(options.steps, folder, options.output)
     shutil.rmtree(folder)
     print("every run came to the same losses, and its ranks skipped alike" if fine else "PARTED")
