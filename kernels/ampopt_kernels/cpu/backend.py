@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.bundles import Piece, pieces_of
+from ampopt_kernels.cpu.bundles import Part, Piece, pieces_of
 from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.native import PART
-from ampopt_kernels.cpu.sums import halved, sum_terms
+from ampopt_kernels.cpu.sums import halved, in_order, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
 from ampopt_kernels.rule import Rule
@@ -95,8 +95,7 @@ class Cpu(Eager):
                 piece.copies.load()
             n_state = len(rule.state_for(piece.flags))
             tensors = (grad, piece.param, *piece.rest[:n_state])
-            for row, (start, end, own) in zip(piece.among, piece.each(h), strict=True):
-                sums[row] = self._sum(rule, piece, [t[start:end] for t in tensors], own)
+            sums[list(piece.among)] = self._sum(rule, piece, tensors, list(piece.each(h)))
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -120,14 +119,15 @@ class Cpu(Eager):
                 piece.copies.load()
             tensors = (grad, piece.param, *piece.rest)
             if piece.rows[0].keys is not None or rule.draws:
-                for row, (start, end, own) in zip(piece.rows, piece.each(h), strict=True):
-                    part = [t[start:end] for t in tensors]
-                    self._apply(rule, piece, part, own, _chances(row))
-            elif not varies:
-                self._apply(rule, piece, tensors, h)
+                parts = [
+                    part._replace(chances=_chances(row))
+                    for row, part in zip(piece.rows, piece.each(h), strict=True)
+                ]
+            elif varies:
+                parts = list(piece.alike(h))
             else:
-                for start, end, own in piece.alike(h):
-                    self._apply(rule, piece, [t[start:end] for t in tensors], own)
+                parts = [Part(0, grad.numel(), h)]
+            self._apply(rule, piece, tensors, parts)
             if piece.copies is not None:
                 piece.copies.store()
                 if piece.rounded is not None:
@@ -151,21 +151,18 @@ class Cpu(Eager):
         return True
 
     def _sum(
-        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], rows: Sequence[Part]
     ) -> Tensor:
-        """The terms of the rule over ``tensors`` of a row of a piece; see :func:`sum_terms`."""
-        return sum_terms(rule, piece.flags, tensors, h)
+        """The terms of the rule over each row of a piece, shape (rows, terms)."""
+        sums = [sum_terms(rule, piece.flags, row.of(tensors), row.h) for row in rows]
+        return torch.stack(sums)
 
     def _apply(
-        self,
-        rule: Rule,
-        piece: Piece,
-        tensors: Sequence[Tensor],
-        h: tuple[float, ...],
-        chances: tuple[int, ...] = (),
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], parts: Sequence[Part]
     ) -> None:
-        """Apply the rule to ``tensors`` of a piece, or a part of them; see :func:`apply_rule`."""
-        apply_rule(rule, piece.flags, tensors, h, chances)
+        """Apply the rule to the parts of a piece."""
+        for part in parts:
+            apply_rule(rule, piece.flags, part.of(tensors), part.h, part.chances)
 
 
 def _chances(row: Row) -> tuple[int, ...]:
@@ -209,8 +206,7 @@ def _sum_of_squares(grad: Tensor) -> float:
     for chunk in flat(grad).split(4 * PART):  # which fit the cache
         width = min(PART, 1 << (chunk.numel() - 1).bit_length())
         squares = chunk.double()
-        for part in halved(squares * squares, width).tolist():
-            total += part
+        total = in_order(halved(squares * squares, width), total)
     return total
 
 

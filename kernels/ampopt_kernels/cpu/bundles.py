@@ -25,12 +25,33 @@ from ampopt_kernels.step import Row, Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat
 
-__all__ = ["BUNDLE", "SMALL", "Piece", "Pieces", "pieces_of"]
+__all__ = ["BUNDLE", "SMALL", "Part", "Piece", "Pieces", "pieces_of"]
 
 SMALL = 1 << 14
 """Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
 BUNDLE = 1 << 16
 """Elements of a bundle: its float32 gradient, parameter and two states fit a core's cache."""
+
+
+class Part(NamedTuple):
+    """Elements of a piece that a rule is applied to with the same numbers.
+
+    Attributes:
+        start: the first.
+        end: that behind the last.
+        h: the reciprocal of the scale, the clip coefficient, and what the rule takes as ``h``.
+        chances: the position of the first element, of a rule that draws random numbers, and a key
+            to round a parameter stochastically by.
+    """
+
+    start: int
+    end: int
+    h: tuple[float, ...]
+    chances: tuple[int, ...] = ()
+
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """These elements of the tensors of the piece."""
+        return [t[self.start : self.end] for t in tensors]
 
 
 @dataclass
@@ -113,8 +134,8 @@ class Piece:
             self.gathered_at = work.stamp
         return self.grad
 
-    def alike(self, h: tuple[Any, ...]) -> Iterator[tuple[int, int, tuple[float, ...]]]:
-        """Parts whose rows have the same ``h``: where each starts and ends, and what it is.
+    def alike(self, h: tuple[Any, ...]) -> Iterator[Part]:
+        """Parts whose rows have the same ``h``.
 
         There are several only where gradients come and go, or the rule reduces. A part is applied
         as if it were alone, so that a parameter's result does not depend on what it is bundled
@@ -125,19 +146,19 @@ class Piece:
         """
         rows = list(self.each(h))
         start = 0
-        for row, (_, end, own) in enumerate(rows):
-            if row + 1 == len(rows) or rows[row + 1][2] != own:
-                yield start, end, own
+        for row, (_, end, own, _) in enumerate(rows):
+            if row + 1 == len(rows) or rows[row + 1].h != own:
+                yield Part(start, end, own)
                 start = end
 
-    def each(self, h: tuple[Any, ...]) -> Iterator[tuple[int, int, tuple[float, ...]]]:
-        """Where each row starts and ends, and what its ``h`` is; ``h`` as for :meth:`alike`."""
+    def each(self, h: tuple[Any, ...]) -> Iterator[Part]:
+        """Each row as a part; ``h`` as for :meth:`alike`."""
         columns = [x[self.places].tolist() if isinstance(x, Tensor) else x for x in h]
         sizes = [self.param.numel()] if self.copies is None else [p.numel() for p in self.params]
         start = 0
         for row, size in enumerate(sizes):
             own = tuple(x[row] if isinstance(x, list) else x for x in columns)
-            yield start, start + size, own
+            yield Part(start, start + size, own)
             start += size
 
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from ampopt_kernels.cpu import native, reductions
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.bundles import BUNDLE, Piece, pieces_of
+from ampopt_kernels.cpu.bundles import BUNDLE, Part, Piece, pieces_of
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
-from ampopt_kernels.cpu.sums import parts_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Work
 
@@ -67,36 +66,25 @@ class Compiled(Cpu):
         self._spent: dict[_Key, float] = {}
         self._libraries: dict[_Key, tuple[Library | None, bool]] = {}
         self._functions: dict[_Key, Any] = {}
-        self._factors: tuple[Any, array[float]] = (None, array("d"))
 
     def _apply(
-        self,
-        rule: Rule,
-        piece: Piece,
-        tensors: Sequence[Tensor],
-        h: tuple[float, ...],
-        chances: tuple[int, ...] = (),
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], parts: Sequence[Part]
     ) -> None:
-        if chances and piece.function is not None:
-            piece.function(array("d", (*h, *chances)), tensors)
-            return
         if piece.function is not None:
-            if self._factors[0] is not h:
-                self._factors = (h, array("d", h))
-            piece.function(self._factors[1], tensors)
+            piece.function(parts, tensors)
             return
         start = time.perf_counter()
-        super()._apply(rule, piece, tensors, h, chances)
-        self._note_spent(_key(rule, piece, len(h)), start)
+        super()._apply(rule, piece, tensors, parts)
+        self._note_spent(_key(rule, piece, len(parts[0].h)), start)
 
     def _sum(
-        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], h: tuple[float, ...]
+        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], rows: Sequence[Part]
     ) -> Tensor:
         if piece.sums is not None:
-            return piece.sums(array("d", h), tensors)
+            return piece.sums(rows, tensors)
         start = time.perf_counter()
-        sums = super()._sum(rule, piece, tensors, h)
-        self._note_spent(_key(rule, piece, len(h), reduces=True), start)
+        sums = super()._sum(rule, piece, tensors, rows)
+        self._note_spent(_key(rule, piece, len(rows[0].h), reduces=True), start)
         return sums
 
     def _note_spent(self, key: _Key, start: float) -> None:
@@ -191,15 +179,15 @@ class _Function:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._update = library.update
-        self._update.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._update.argtypes = (pointer, pointer, pointer, count, count)
         self._update.restype = None
 
-    def __call__(self, h: "array[float]", tensors: Sequence[Tensor]) -> None:
-        """Gradient, parameter, states and copy, in place."""
-        n = tensors[0].numel()
-        threads = torch.get_num_threads() if n > BUNDLE else 1  # which take time to start
-        where = array("q", map(Tensor.data_ptr, tensors))
-        self._update(h.buffer_info()[0], where.buffer_info()[0], n, threads)
+    def __call__(self, parts: Sequence[Part], tensors: Sequence[Tensor]) -> None:
+        """Gradient, parameter, states and copy, in place; ``parts`` are all of them."""
+        given = _given(parts, tensors)
+        starts = (x.buffer_info()[0] for x in given)
+        self._update(*starts, len(parts), _threads(parts[-1].end))
 
 
 class _Sums:
@@ -208,20 +196,34 @@ class _Sums:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._sums = library.sums
         pointer, count = ctypes.c_void_p, ctypes.c_int64
-        self._sums.argtypes = (pointer, pointer, count, count, count, pointer)
+        self._sums.argtypes = (pointer, pointer, pointer, count, count, pointer)
         self._sums.restype = None
         self._n_terms = ctypes.c_int64.in_dll(library, "n_terms").value
 
-    def __call__(self, h: "array[float]", tensors: Sequence[Tensor]) -> Tensor:
-        """See :func:`ampopt_kernels.cpu.sums.sum_terms`."""
-        n = tensors[0].numel()
-        threads = torch.get_num_threads() if n > BUNDLE else 1
-        where = array("q", [t.data_ptr() for t in tensors])
-        width, n_parts = parts_of(n)
-        parts = torch.empty(self._n_terms, n_parts, dtype=torch.float64, device="cpu")
-        given = h.buffer_info()[0], where.buffer_info()[0]
-        self._sums(*given, n, width, threads, parts.data_ptr())
-        return parts.sum(1)
+    def __call__(self, rows: Sequence[Part], tensors: Sequence[Tensor]) -> Tensor:
+        """Of gradient, parameter and states; see :meth:`Cpu._sum`."""
+        given = _given(rows, tensors)
+        starts = (x.buffer_info()[0] for x in given)
+        sums = torch.empty(len(rows), self._n_terms, dtype=torch.float64, device="cpu")
+        self._sums(*starts, len(rows), _threads(rows[-1].end), sums.data_ptr())
+        return sums
+
+
+def _given(parts: Sequence[Part], tensors: Sequence[Tensor]) -> tuple[array, array, array]:
+    """Numbers of each part, where the tensors are, and where each part ends."""
+    numbers = array("d")
+    for part in parts:
+        numbers.extend(part.h)
+        if part.chances:
+            position, *key = part.chances
+            numbers.extend((position - part.start, *key))  # where the piece begins
+    ends = array("q", [part.end for part in parts])
+    return numbers, array("q", map(Tensor.data_ptr, tensors)), ends
+
+
+def _threads(n: int) -> int:
+    """How many are worth the time they take to start."""
+    return torch.get_num_threads() if n > BUNDLE else 1
 
 
 def _key(rule: Rule, piece: Piece, width: int, *, reduces: bool = False) -> _Key:

@@ -32,6 +32,8 @@ _PREAMBLE = """
 #include <cstdint>
 #include <cstring>
 
+static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
 static inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 static inline float number(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
 
@@ -63,12 +65,30 @@ static inline uint16_t to_float16(float x) {
 }
 """
 
-_FUNCTION = """
-extern "C" void update(const double* h, void* const* tensors, int64_t n, int64_t threads) {{
+# The loops are functions of their own: compilers make no vectors of one in a parallel region that
+# shares many variables. Parts, and rows, are given by their ends, and each has an ``h``.
+_UPDATE = """
+__attribute__((noinline)) static void apply(
+    const double* h, void* const* tensors, int64_t start, int64_t end
+) {{
     {before}
-    #pragma omp parallel for simd num_threads(threads)
-    for (int64_t i = 0; i < n; ++i) {{
+    #pragma omp simd
+    for (int64_t i = start; i < end; ++i) {{
         {each}
+    }}
+}}
+
+extern "C" void update(
+    const double* h, void* const* tensors, const int64_t* ends, int64_t n_parts, int64_t threads
+) {{
+    const int64_t n = ends[n_parts - 1];
+    #pragma omp parallel for num_threads(threads)
+    for (int64_t thread = 0; thread < threads; ++thread) {{
+        const int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
+        for (int64_t part = 0, start = 0; part < n_parts; start = ends[part++]) {{
+            const int64_t from = start < first ? first : start, to = lesser(ends[part], last);
+            if (from < to) apply(h + part * {width}, tensors, from, to);
+        }}
     }}
 }}
 """
@@ -77,29 +97,46 @@ extern "C" void update(const double* h, void* const* tensors, int64_t n, int64_t
 _SUMS = """
 extern "C" const int64_t n_terms = {n_terms};
 
-// Half is added to half until one number is left of each part; what is missing of its width are
+// Half is added to half until one number is left of each term; what is missing of the width are
 // zeros. See cpu/sums.py.
-extern "C" void sums(
-    const double* h, void* const* tensors, int64_t n, int64_t width, int64_t threads, double* out
+__attribute__((noinline)) static void sum_part(
+    const double* h, void* const* tensors, int64_t start, int64_t size, double* out
 ) {{
     {before}
-    const int64_t n_parts = (n + width - 1) / width;
-    #pragma omp parallel for num_threads(threads)
-    for (int64_t part = 0; part < n_parts; ++part) {{
-        double terms[{n_terms}][{part}];
-        const int64_t start = part * width, size = n - start < width ? n - start : width;
-        #pragma omp simd
-        for (int64_t j = 0; j < size; ++j) {{
-            const int64_t i = start + j;
-            {each}
+    double terms[{n_terms}][{part}];
+    #pragma omp simd
+    for (int64_t j = 0; j < size; ++j) {{
+        const int64_t i = start + j;
+        {each}
+    }}
+    int64_t width = 1;
+    while (width < size) width *= 2;
+    for (int64_t k = 0; k < {n_terms}; ++k) {{
+        double* term = terms[k];
+        for (int64_t j = size; j < width; ++j) term[j] = 0;
+        for (int64_t half = width / 2; half > 0; half /= 2)
+            for (int64_t j = 0; j < half; ++j) term[j] += term[half + j];
+        out[k] = term[0];
+    }}
+}}
+
+extern "C" void sums(
+    const double* h, void* const* tensors, const int64_t* ends, int64_t n_rows, int64_t threads,
+    double* out
+) {{
+    for (int64_t row = 0, start = 0; row < n_rows; start = ends[row++], out += n_terms) {{
+        const int64_t n_parts = (ends[row] - start + {part} - 1) / {part};
+        double* parts = new double[n_parts * n_terms];
+        #pragma omp parallel for num_threads(threads)
+        for (int64_t part = 0; part < n_parts; ++part) {{
+            const int64_t begin = start + part * {part}, size = lesser({part}, ends[row] - begin);
+            sum_part(h + row * {width}, tensors, begin, size, parts + part * n_terms);
         }}
         for (int64_t k = 0; k < n_terms; ++k) {{
-            double* term = terms[k];
-            for (int64_t j = size; j < width; ++j) term[j] = 0;
-            for (int64_t half = width / 2; half > 0; half /= 2)
-                for (int64_t j = 0; j < half; ++j) term[j] += term[half + j];
-            out[k * n_parts + part] = term[0];
+            out[k] = 0;
+            for (int64_t part = 0; part < n_parts; ++part) out[k] += parts[part * n_terms + k];
         }}
+        delete[] parts;
     }}
 }}
 """
@@ -107,7 +144,7 @@ extern "C" void sums(
 
 @dataclass(frozen=True)
 class Source:
-    """C++ with a function ``update(h, tensors, n, threads)``, in place, or with ``sums``.
+    """C++ with a function ``update``, in place, or ``sums``, which ``compiled`` declares.
 
     Attributes:
         text: the C++.
@@ -159,13 +196,13 @@ def source_of(
     preamble = _PREAMBLE
     if not reduces and (rule.draws or by_chance):
         preamble += random.CPP
-        program.before.append(f"const uint64_t position = h[{width}];")
+        program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
         given += (program,) * rule.draws
     returned = function(*given)
     if reduces:
         for k, term in enumerate(returned):
             program.each.append(f"terms[{k}][j] = {_cast(term, torch.float64)};")
-        body = {"n_terms": len(returned), "part": PART, **program.body}
+        body = {"n_terms": len(returned), "part": PART, "width": width, **program.body}
         return Source(_PREAMBLE + _SUMS.format(**body), program.exact)
     param, state = returned
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
@@ -179,7 +216,8 @@ def source_of(
         rounded = _ROUNDED.get(dtype)
         to = f"{rounded}({_cast(value, torch.float32)})" if rounded else _cast(value, dtype)
         program.each.append(f"t{i}[i] = {to};")
-    return Source(preamble + _FUNCTION.format(**program.body), program.exact)
+    width += (rule.draws or by_chance) + by_chance
+    return Source(preamble + _UPDATE.format(width=width, **program.body), program.exact)
 
 
 @dataclass

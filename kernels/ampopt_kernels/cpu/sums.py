@@ -1,7 +1,7 @@
 """Sums over flat CPU tensors, to the bit the same from torch's operations and from C++.
 
 Either may be used in a run, and the clock may decide which. So both add half to half, of some
-thousand elements at a time, until one number is left of each part; then torch adds up the parts.
+thousand elements at a time, until one number is left of each part, and then part after part.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
 
-__all__ = ["PART", "halved", "parts_of", "sum_terms"]
+__all__ = ["PART", "halved", "in_order", "sum_terms"]
 
-PART = 1 << 12
-"""Elements of a part: of a few terms in float64, what fits a core's cache and a thread's stack."""
+PART = 1 << 10
+"""Elements of a part: of a few terms in float64, what fits a core's first cache."""
 
 
 def sum_terms(
@@ -33,20 +33,21 @@ def sum_terms(
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     inverse, clip, *rest = h
     n = tensors[0].numel()
-    width, _ = parts_of(n)
+    width = min(PART, 1 << max(n - 1, 0).bit_length())
     parts = []
     for start in range(0, max(n, 1), CHUNK):
         grad, param, *state = (t[start : start + CHUNK].to(dtype) for t in tensors)
         g = grad * inverse * clip
         terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), tuple(rest), flags)
         parts.append(torch.stack([halved(term, width) for term in terms]))
-    return torch.cat(parts, 1).sum(1)
+    return torch.tensor([in_order(term) for term in torch.cat(parts, 1)], dtype=torch.float64)
 
 
-def parts_of(n: int) -> tuple[int, int]:
-    """The width of each part of so many elements, a power of two, and how many parts there are."""
-    width = min(PART, 1 << max(n - 1, 0).bit_length())
-    return width, -(-n // width)
+def in_order(parts: Tensor, total: float = 0.0) -> float:
+    """``total`` and then each of ``parts`` added up, one after another."""
+    for part in parts.tolist():
+        total += part
+    return total
 
 
 def halved(values: Tensor, width: int) -> Tensor:
