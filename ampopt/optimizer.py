@@ -301,19 +301,13 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: an unscale is pending; the scale was stepped with before; gradients that
-                the step cannot take; :class:`ampopt.skip_when` is to judge them.
+                the step cannot take.
             ValueError: as for :meth:`unscale`; or ``drop`` is something else, or not that of the
                 calls before.
             TypeError: as for :meth:`unscale`; a gradient is sparse; the optimizer needs a closure.
         """
         ours = self._ampopt
         ours.refuse_pending("accumulate")
-        if ours.causes:
-            raise RuntimeError(
-                "accumulate: skip_when judges the gradients of one backward pass or of several "
-                "that add up in p.grad, and would not see these: leave accumulate out, or call "
-                "remove() of what skip_when returned"
-            )
         if drop not in DROPS:
             raise ValueError(f"drop must be one of {', '.join(map(repr, DROPS))}, got {drop!r}")
         if ours.needs_closure:
@@ -354,7 +348,7 @@ class Optimizer(torch.optim.Optimizer):
         gradients.check(self.param_groups)
         decision = None
         if ours.sums.is_open:
-            decision = ours.take_sums(request_for(scale))
+            decision = ours.take_sums(ours.asking(request_for(scale)))
             ours.fill_masters()
         elif scale is None:
             ours.fill_masters()

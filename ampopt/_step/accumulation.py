@@ -204,7 +204,8 @@ class Accumulation:
         Until :meth:`put_back`. Does not synchronize.
 
         Args:
-            request: of what ends it. Without a scale nothing is judged.
+            request: of what ends it. Without a scale nothing is judged. Its causes are judged by
+                the sums, and the scale hears nothing of such a skip, but of an overflow it does.
             agreement: of the ranks that decide together.
             wide: whether the step reads gradients of another dtype than the parameters'.
 
@@ -213,11 +214,13 @@ class Accumulation:
         """
         window = self._window
         assert window is not None
-        request = replace(request, max_norm=None, write=False, apply=False)
+        causes = request.causes
+        request = replace(request, max_norm=None, write=False, apply=False, causes=())
         if gradients.present(self._groups):
             self._add(window, request, agreement)
         skip = None if window.kept is None else self._renormalise(window, request, agreement)
         decision = None if request.scale is None else self._decided(window, request, agreement)
+        heard = None if decision is None else decision.found_inf  # by the scale
         if decision is not None:
             found_inf = decision.found_inf if skip is None else skip
             decision = replace(decision, found_inf=found_inf, found=window.found)
@@ -230,7 +233,11 @@ class Accumulation:
                 dtype = total.dtype
             _put(param, total if dtype is None else total.to(dtype), dtype)
         self._window = None
-        return decision
+        if decision is None or heard is None or not causes:
+            return decision
+        judged = self._judged_for(causes, decision.found_inf, agreement, window.home)
+        decision = decision.learning_where((judged.cause == 0) | (heard > 0), request)
+        return replace(decision, found_inf=judged.found_inf, cause=judged.cause)
 
     def _renormalise(
         self, window: _Window, request: Request, agreement: ranks.Agreement | None
@@ -269,6 +276,20 @@ class Accumulation:
         uploads = self._uploads["decide"].setdefault(window.home, Uploads())
         work = Work(window.home, [], uploads=uploads)
         return run(backend_for, [work], replace(asked, check=False))
+
+    def _judged_for(
+        self, causes: Any, found_inf: Tensor, agreement: ranks.Agreement | None, home: torch.device
+    ) -> Any:
+        """The decision on the sums, which stand for the gradients by now, for other causes."""
+        return judge_held(
+            gradients.present(self._groups),
+            gradients.owners(self._groups),
+            Request(found_inf=found_inf, causes=causes),
+            agreement,
+            home,
+            write=False,
+            uploads=self._uploads["causes"],
+        )
 
     # --- what becomes of it -----------------------------------------------------------------------
 

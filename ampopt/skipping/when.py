@@ -53,7 +53,8 @@ class skip_when:
     The loss is that of ``TrainStep``, or ``unscale_and_step(..., loss=loss)``; where several ranks
     train, give all of them the same, their mean, or they part. Only what is judged can be skipped
     for a cause: not a plain ``step()``, nor ``grads_scaled_by=None``, a scale with
-    ``drop_overflow_update=False``, nor what ``accumulate`` has added up.
+    ``drop_overflow_update=False``. What ``accumulate`` has added up is judged as one, where it is
+    stepped with: the norm is that of the sum, and the loss the one that is given there.
 
     Deviations are counted from the running mean of the steps that were taken. It is bitwise the
     same training as without, as long as nothing is skipped.

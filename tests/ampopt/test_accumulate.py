@@ -430,19 +430,6 @@ def test_a_pending_unscale_comes_first():
         optimizer.accumulate(grads_scaled_by=1.0)
 
 
-def test_other_causes_would_not_see_the_sums():
-    params = params_of()
-    optimizer = ampopt.AdamW(params)
-    handle = ampopt.skip_when(optimizer, norm=1.0)
-    give(params, 1.0, 1.0)
-    with pytest.raises(RuntimeError, match="accumulate: skip_when judges"):
-        optimizer.accumulate(grads_scaled_by=1.0)
-    assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
-    handle.remove()
-    optimizer.accumulate(grads_scaled_by=1.0)
-    assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
-
-
 def test_a_closure_cannot_accumulate():
     params = params_of()
     optimizer = ampopt.AdamW(params)

@@ -70,6 +70,75 @@ def test_a_large_norm_is_a_bitwise_skip_of_which_the_scale_hears_nothing(cls, sp
     assert not optimizer.unscale_and_step(grads_scaled_by=scale).skipped
 
 
+def end(optimizer: Any, split: bool, **given: Any) -> Any:
+    """The control points that end a window."""
+    if split:
+        optimizer.unscale(**given)
+        return optimizer.step_after_unscale()
+    return optimizer.unscale_and_step(**given)
+
+
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
+@pytest.mark.parametrize("split", [False, True])
+def test_what_was_accumulated_is_judged_as_one_backward_pass(cls, split):
+    ends = []
+    for accumulates in (False, True):
+        optimizer, param = made(cls)
+        watch = ampopt.Watch(optimizer)
+        handle = ampopt.skip_when(optimizer, norm=4.0, norm_deviations=2.0, warmup=3)
+        scale: Any = ampopt.DynamicLossScale(init_scale=8.0, growth_interval=3)
+        said = []
+        for norm in (1.0, 1.25, 1.0, 6.0, INF, 1.0, 2.5, 1.25):
+            give(param, norm / 2, scale.item())
+            if accumulates:
+                assert (optimizer.accumulate(grads_scaled_by=scale).found_inf > 0) == (norm == INF)
+                give(param, norm / 2, scale.item())
+            else:
+                param.grad *= 2
+            before = everything(optimizer)
+            result = end(optimizer, split, grads_scaled_by=scale)
+            scale = result.scale
+            said.append((result.skipped, scale.item(), scale.state_dict()["growth"]))
+            if result.skipped:
+                assert everything(optimizer)["state"] == before["state"]
+                assert result.overflowed == (["weight"] if norm == INF else [])
+            optimizer.zero_grad()
+        assert [skipped for skipped, *_ in said] == [False] * 3 + [True] * 2 + [False, True, False]
+        assert watch.read()["skipped_by"] == {"overflow": 1, "norm": 2, "loss": 0}
+        ends.append((said, handle.state_dict(), everything(optimizer)))
+    assert ends[0] == ends[1]
+
+
+def test_the_loss_of_a_window_is_the_one_that_is_given_where_it_ends():
+    optimizer, param = made()
+    ampopt.skip_when(optimizer, loss=2.0)
+    skipped = []
+    for loss in (1.0, 3.0):
+        give(param, 1.0, 8.0)
+        optimizer.accumulate(grads_scaled_by=8.0)
+        before = everything(optimizer)
+        with pytest.raises(RuntimeError, match=r"skip_when\(loss=...\) needs the loss"):
+            optimizer.unscale_and_step(grads_scaled_by=8.0)
+        assert everything(optimizer) == before
+        skipped.append(optimizer.unscale_and_step(grads_scaled_by=8.0, loss=loss).skipped)
+    assert skipped == [False, True]
+
+
+def test_a_scale_hears_of_a_rejected_micro_batch_though_the_rest_is_skipped_for_its_norm():
+    optimizer, param = made()
+    ampopt.skip_when(optimizer, norm=4.0)
+    scale: Any = ampopt.DynamicLossScale(init_scale=8.0)
+    heard = []
+    for norms in ((INF, 3.0), (1.0, 3.5), (INF, 1.0)):  # of which two are taken for 6, 4.5 and 2
+        for norm in norms:
+            give(param, norm, scale.item())
+            optimizer.accumulate(grads_scaled_by=scale, drop="micro_batch")
+        result = optimizer.unscale_and_step(grads_scaled_by=scale)
+        scale = result.scale
+        heard.append((result.skipped, scale.item()))
+    assert heard == [(True, 4.0), (True, 4.0), (False, 2.0)]
+
+
 def test_the_norm_is_that_before_clipping_and_clipping_is_as_without():
     ends = []
     for skips in (False, True):
