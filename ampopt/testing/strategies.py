@@ -14,8 +14,9 @@ Example:
     ...         set_gradients(params, step, scale.number)
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -43,6 +44,13 @@ NON_FINITE = (math.inf, -math.inf, math.nan)
 Kind = Literal["ordinary", "edge"]
 _FEW = 12
 """Elements up to which each is drawn by itself; more of them repeat a pattern."""
+
+# A strategy is looked through by Hypothesis when it is first drawn from. If each draw made its own,
+# that would take more than half of the time.
+_integers: Callable[[int, int], st.SearchStrategy[int]] = functools.cache(st.integers)
+_sampled_from: Callable[[tuple[Any, ...]], st.SearchStrategy[Any]] = functools.cache(
+    st.sampled_from
+)
 
 
 # --- tensors -------------------------------------------------------------------------------------
@@ -106,7 +114,7 @@ def _layouts(
 ) -> st.SearchStrategy[Layout]:
     fitting: list[Layout] = ["contiguous"]
     if not layouts:
-        return st.sampled_from(["sparse", "duplicated"] if sparse and shape else fitting)
+        return _sampled_from(("sparse", "duplicated") if sparse and shape else tuple(fitting))
     if len(shape) >= 1:
         fitting.append("strided")
     if len(shape) >= 2:
@@ -116,10 +124,16 @@ def _layouts(
     if expanded and len(shape) >= 1 and shape[-1] >= 2:
         fitting.append("expanded")
     if sparse and len(shape) >= 1:
-        return st.sampled_from(["sparse", "duplicated"])
-    return st.sampled_from(fitting)
+        return _sampled_from(("sparse", "duplicated"))
+    return _sampled_from(tuple(fitting))
 
 
+@functools.cache
+def _numbers(n: int, dtype: torch.dtype, kind: Kind) -> st.SearchStrategy[list[Any]]:
+    return st.lists(values(dtype, kind), min_size=min(n, 1), max_size=min(n, _FEW))
+
+
+@functools.cache
 @st.composite
 def _tensors(
     draw: st.DrawFn,
@@ -130,8 +144,7 @@ def _tensors(
     expanded: bool = False,
     sparse: bool = False,
 ) -> Blueprint:
-    n = math.prod(shape)
-    numbers = draw(st.lists(values(dtype, kind), min_size=min(n, 1), max_size=min(n, _FEW)))
+    numbers = draw(_numbers(math.prod(shape), dtype, kind))
     return Blueprint(shape, tuple(numbers), dtype, draw(_layouts(shape, layouts, expanded, sparse)))
 
 
@@ -155,11 +168,11 @@ def parameters(
         of_shapes: a strategy of shapes, in place of :func:`shapes` up to ``max_elements``.
         layouts: whether they may be other than contiguous.
     """
-    count = draw(st.integers(1, max_size))
+    count = draw(_integers(1, max_size))
     if of_shapes is None:
         of_shapes = shapes(max_elements)
     return [
-        draw(_tensors(draw(of_shapes), draw(st.sampled_from(tuple(dtypes))), layouts=layouts))
+        draw(_tensors(draw(of_shapes), draw(_sampled_from(tuple(dtypes))), layouts=layouts))
         for _ in range(count)
     ]
 
@@ -188,7 +201,7 @@ def gradients(
     """
     return tuple(
         None
-        if absent and draw(st.integers(0, 4)) == 4
+        if absent and draw(_integers(0, 4)) == 4
         else draw(_tensors(p.shape, p.dtype, kind, layouts, expanded, sparse))
         for p in params
     )
@@ -205,13 +218,13 @@ def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprin
 
     The gradients, ``step``, must have an element.
     """
-    holders = [i for i, grad in enumerate(step) if spoilable([grad])]
-    i = draw(st.sampled_from(holders))
+    holders = tuple(i for i, grad in enumerate(step) if spoilable([grad]))
+    i = draw(_sampled_from(holders))
     grad = step[i]
     assert grad is not None
     n = grad.numel
-    j = draw(st.integers(0, n - 1))
-    bad: float | complex = draw(st.sampled_from(NON_FINITE))
+    j = draw(_integers(0, n - 1))
+    bad: float | complex = draw(_sampled_from(NON_FINITE))
     if grad.dtype.is_complex:
         bad = complex(0.5, bad) if draw(st.booleans()) else complex(bad, 0.5)
     if n > _FEW:
@@ -274,7 +287,7 @@ def histories(
         parameters(dtypes=dtypes, of_shapes=of_shapes, max_size=max_params, layouts=layouts)
     )
     steps, bad = [], []
-    for _ in range(draw(st.integers(1, max_steps))):
+    for _ in range(draw(_integers(1, max_steps))):
         step = draw(gradients(params, layouts=layouts, **of_gradients))
         bad.append(overflows and spoilable(step) and draw(st.booleans()))
         steps.append(draw(spoiled(step)) if bad[-1] else step)
