@@ -44,7 +44,7 @@ class Found:
         owners: of each row.
         measures: ``widest``, shape (parts, 4), if asked for. Of the finite unscaled gradients the
             largest magnitude; how many are not 0; how many of these are ``FLUSHED`` or less; the
-            sum of squares, 0 where a row is not counted.
+            sum of squares, 0 where a row is not counted, and of no use where a part overflows.
     """
 
     flags: Tensor | Sequence[bool]

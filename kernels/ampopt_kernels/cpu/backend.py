@@ -13,14 +13,13 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.bundles import Part, Piece, pieces_of
 from ampopt_kernels.cpu.measures import found_in
-from ampopt_kernels.cpu.native import PART
-from ampopt_kernels.cpu.sums import halved, in_order, sum_terms
+from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Partials, Request, Row, Work
 from ampopt_kernels.stochastic import stochastically
-from ampopt_kernels.tensors import arithmetic, flat
+from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["Cpu", "apply_rule", "updated"]
 
@@ -53,21 +52,28 @@ class Cpu(Eager):
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
         parts = [part for part in parts if part[0].numel()]
         grads = [grad for grad, *_ in parts]
-        squares = None if request.max_norm is None else self._sums_of_squares(grads)
-        found = (found_in(work, inverse),) if request.measure else ()
+        found, sums, squares = (), {}, None
+        if request.measure:
+            measured, sums = found_in(work, inverse)
+            found = (measured,)
+        if request.max_norm is not None:
+            unread = [p for p in parts if len(p[3]) > 1 or p[3][0] not in sums]
+            others = self._sums_of_squares([grad for grad, *_ in unread])
+            sums |= zip((among[0] for *_, among in unread), others, strict=True)
+            squares = [sums[among[0]] for *_, among in parts]
         if found:
-            finite = not any(found[0].flags)
+            flags = [bool(flag) for flag in found[0].flags]
         else:
             # Where unscaling makes nothing larger.
             finite = 0 <= inverse <= 1 and (
                 self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
             )
-        flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype, *_ in parts]
-        if any(flags) and not found:
-            among = [
-                row for flag, part in zip(flags, parts, strict=True) if flag for row in part[3]
-            ]
-            found = (_found(work, among, inverse),)
+            flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype, *_ in parts]
+            if any(flags):
+                among = [
+                    row for flag, part in zip(flags, parts, strict=True) if flag for row in part[3]
+                ]
+                found = (_found(work, among, inverse),)
         if squares is not None:
             squares = [x if part[2] else 0.0 for x, part in zip(squares, parts, strict=True)]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
@@ -135,7 +141,7 @@ class Cpu(Eager):
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
         """Of each gradient, in float64."""
-        return [_sum_of_squares(grad) for grad in grads]
+        return list(map(sum_of_squares, grads))
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
         """Whether every element is finite; ``False`` if that takes more to tell."""
@@ -198,16 +204,6 @@ def apply_rule(
             new = (stochastically(new[0], position, *key), *new[1:])
         for old, value in zip(stored, new, strict=True):
             old.copy_(value)
-
-
-def _sum_of_squares(grad: Tensor) -> float:
-    """To the bit what ``reductions.sums_of_squares`` gives, since either may be used in a run."""
-    total = 0.0
-    for chunk in flat(grad).split(4 * PART):  # which fit the cache
-        width = min(PART, 1 << (chunk.numel() - 1).bit_length())
-        squares = chunk.double()
-        total = in_order(halved(squares * squares, width), total)
-    return total
 
 
 def _multiply(grads: list[Tensor], factor: float) -> None:

@@ -91,7 +91,7 @@ class Compiled(Cpu):
         self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
-        if native.numbers is not None and reductions.can_square(grads):
+        if native.numbers is not None:
             return reductions.sums_of_squares(grads)
         return super()._sums_of_squares(grads)
 

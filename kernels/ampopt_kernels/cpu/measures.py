@@ -1,7 +1,8 @@
 """The measures of gradients on the CPU, by one loop of C++ that also sees whether any overflows.
 
 The loop compares magnitudes by their bits, as they are, so that nothing is unscaled to be measured:
-unscaling keeps their order, and where it takes them is worked out once for each scale.
+unscaling keeps their order, and where it takes them is worked out once for each scale. Sums of
+squares have the bits that a norm is made of.
 """
 
 import functools
@@ -11,68 +12,77 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu import native, reductions
+from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.found import FLUSHED, Found, measured
 from ampopt_kernels.step import Work
 
 __all__ = ["found_in"]
 
-_INFINITY = {
-    torch.float16: (torch.int16, 0x7C00),
-    torch.bfloat16: (torch.int16, 0x7F80),
-    torch.float32: (torch.int32, 0x7F800000),
-    torch.float64: (torch.int64, 0x7FF0000000000000),
+_INTEGERS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
 }
-"""Its bits, in integers as wide as the dtype."""
+"""As wide as the dtype."""
 
 
-def found_in(work: Work, inverse: float) -> Found:
-    """What there is in each gradient of ``work``, with ``inverse``, the reciprocal of the scale."""
+def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
+    """What there is in each gradient of ``work``, and by row the sum of squares before unscaling.
+
+    Args:
+        work: whose gradients are measured.
+        inverse: the reciprocal of the scale.
+    """
     held = [
         (place, grad, row.compute_dtype, row.counted)
         for place, (grad, row) in enumerate(zip(work.grads, work.rows, strict=True))
         if grad.numel()
     ]
     if not held:
-        return Found([], [], work.owners)
+        return Found([], [], work.owners), {}
     rows, grads, dtypes, counted = map(list, zip(*held, strict=True))
     if native.numbers is not None:
-        flags, measures = _in_one_loop(grads, dtypes, counted, inverse)
+        flags, measures = _in_one_loop(grads, dtypes, inverse)
     else:
         unscaled = [g.to(dtype) * inverse for g, dtype in zip(grads, dtypes, strict=True)]
-        flags = [not u.isfinite().all() for u in unscaled]
-        measures = torch.stack(list(map(measured, unscaled, counted)))
-    return Found(flags, rows, work.owners, measures)
+        flags = [not bool(u.isfinite().all()) for u in unscaled]
+        measures = torch.stack([measured(u, counted=False) for u in unscaled])
+        sums = list(map(sum_of_squares, grads))
+        measures[:, 3] = torch.tensor(sums, dtype=torch.float64, device="cpu")
+    squares = measures[:, 3]
+    before = dict(zip(rows, squares.tolist(), strict=True))
+    squares.mul_(inverse * inverse)
+    if not all(counted):
+        squares.mul_(torch.tensor(counted, device="cpu"))
+    return Found(flags, rows, work.owners, measures), before
 
 
 def _in_one_loop(
-    grads: list[Tensor], dtypes: list[torch.dtype], counted: list[bool], inverse: float
+    grads: list[Tensor], dtypes: list[torch.dtype], inverse: float
 ) -> tuple[list[bool], Tensor]:
     pairs = zip(grads, dtypes, strict=True)
     found = reductions.measures(grads, [_bounds(g.dtype, dtype, inverse) for g, dtype in pairs])
-    flags, largest, _, _, squares = found.unbind(1)
+    flags, largest, *_ = found.unbind(1)
     inverse = inverse if math.isfinite(inverse) else 0.0  # when nothing is finite
     unscaled = (largest.to(torch.float32) * inverse).abs().double()
     if torch.float64 in dtypes:
         wide = torch.tensor([dtype == torch.float64 for dtype in dtypes], device="cpu")
         unscaled = torch.where(wide, (largest * inverse).abs(), unscaled)
     largest.copy_(unscaled)
-    squares.mul_(inverse * inverse)
-    if not all(counted):
-        squares.mul_(torch.tensor(counted, device="cpu"))
     return (flags > 0).tolist(), found[:, 1:]
 
 
 @functools.lru_cache(maxsize=64)  # a scale is used for many steps, and few others come between
 def _bounds(dtype: torch.dtype, computed: torch.dtype, inverse: float) -> tuple[int, ...]:
     """The bits of the least magnitudes that, unscaled, are not 0, not flushed, and not finite."""
-    whole, infinity = _INFINITY[dtype]
     # There or above. Only a scale that is none makes something of 0.
     low = torch.tensor([1, 1, 0], dtype=torch.int64, device="cpu")
-    high = torch.full_like(low, infinity)  # or below
+    high = torch.full_like(low, reductions.INFINITY[dtype])  # or below
     flushed = torch.tensor([0.0, FLUSHED, torch.finfo(computed).max], dtype=computed, device="cpu")
     while (low < high).any():
         middle = low + (high - low) // 2  # whose sum may be too wide
-        unscaled = (middle.to(whole).view(dtype).to(computed) * inverse).abs()
+        unscaled = (middle.to(_INTEGERS[dtype]).view(dtype).to(computed) * inverse).abs()
         below = unscaled <= flushed
         low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
     return tuple(low.tolist())

@@ -17,8 +17,8 @@ from ampopt_kernels.cpu.build import Library
 
 __all__ = ["PART", "library", "loops", "object_loops", "want_object_loops"]
 
-PART = 1 << 14
-"""Elements of which a thread takes the sum of squares."""
+PART = 1 << 12
+"""Elements that a thread takes at once, with room for their squares in a core's cache."""
 QUESTIONS = 1000
 """Those that Python answers before loops over objects are compiled: some hundred steps."""
 
@@ -55,8 +55,6 @@ def loops() -> ctypes.CDLL:
     for loop in (made.gather, made.scatter):
         loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None
     made.all_finite.argtypes = (pointer, pointer, pointer, count, count)
-    made.sums_of_squares.argtypes = (pointer, pointer, pointer, count, count, pointer)
-    made.sums_of_squares.restype = None
     made.measure.argtypes = (pointer, pointer, pointer, count, count, pointer, pointer)
     made.measure.restype = None
     made.common.argtypes, made.common.restype = (pointer, count), ctypes.c_double

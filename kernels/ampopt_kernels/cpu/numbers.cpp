@@ -32,36 +32,23 @@ static std::vector<Part> parts_of(const int64_t* sizes, int64_t n) {
     return parts;
 }
 
-constexpr int64_t WORTH_THREADS = 16;  // parts, which take longer than threads take to start
+constexpr int64_t WORTH_THREADS = 64;  // parts, which take longer than threads take to start
 
-// Vectors are spelled out below, for compilers make none of sums, whose order they must keep.
-
-// Whether the bits of an element, but for the sign, are those of infinity, or of a NaN, above it.
-template <typename T> bool overflowed(const void* tensor, const Part& part, T infinity) {
-    constexpr int64_t LANES = 256 / sizeof(T);
-    constexpr T BUT_SIGN = std::numeric_limits<T>::max();
-    typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
+// The bits of magnitudes, which are in their order: infinity's, and above it those of NaNs.
+template <typename T> bool all_below(const void* tensor, const Part& part, T infinity) {
     const T* x = static_cast<const T*>(tensor) + part.start;
-    Vector largest = {};
-    bool found = false;
-    int64_t i = 0;
-    for (; i + LANES <= part.size; i += LANES) {
-        Vector values;
-        std::memcpy(&values, x + i, sizeof(values));
-        values &= BUT_SIGN;
-        largest = values > largest ? values : largest;
-    }
-    for (; i < part.size; ++i) found |= (x[i] & BUT_SIGN) >= infinity;
-    for (int64_t lane = 0; lane < LANES; ++lane) found |= largest[lane] >= infinity;
-    return found;
+    T largest = 0;
+    for (int64_t i = 0; i < part.size; ++i)
+        largest = std::max<T>(largest, x[i] & std::numeric_limits<T>::max());  // without the sign
+    return largest < infinity;
 }
 
-static bool overflowed(const void* tensor, const Part& part, int64_t dtype) {
+static bool all_finite(const void* tensor, const Part& part, int64_t dtype) {
     switch (dtype) {
-        case 0: return overflowed<int16_t>(tensor, part, 0x7C00);
-        case 1: return overflowed<int16_t>(tensor, part, 0x7F80);
-        case 2: return overflowed<int32_t>(tensor, part, 0x7F800000);
-        default: return overflowed<int64_t>(tensor, part, 0x7FF0000000000000);
+        case 0: return all_below<int16_t>(tensor, part, 0x7C00);
+        case 1: return all_below<int16_t>(tensor, part, 0x7F80);
+        case 2: return all_below<int32_t>(tensor, part, 0x7F800000);
+        default: return all_below<int64_t>(tensor, part, 0x7FF0000000000000);
     }
 }
 
@@ -71,120 +58,105 @@ extern "C" int all_finite(
 ) {
     const std::vector<Part> parts = parts_of(sizes, n);
     const int64_t count = parts.size();
-    int found = 0;
-    #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS) reduction(| : found)
+    int finite = 1;
+    #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS) reduction(& : finite)
     for (int64_t p = 0; p < count; ++p)
-        found |= overflowed(tensors[parts[p].tensor], parts[p], dtypes[parts[p].tensor]);
-    return !found;
+        finite &= all_finite(tensors[parts[p].tensor], parts[p], dtypes[parts[p].tensor]);
+    return finite;
 }
 
-// Half is added to half until one number is left, as the eager backend has torch do it; what
-// is missing of a power of two are zeros.
-template <typename T> double square(const void* tensor, const Part& part) {
-    double sums[PART / 2];
-    const T* x = static_cast<const T*>(tensor) + part.start;
-    int64_t half = 1;
-    while (2 * half < part.size) half *= 2;
-    const int64_t rest = std::max<int64_t>(part.size - half, 0), first = part.size - rest;
-    for (int64_t i = 0; i < rest; ++i)
-        sums[i] = double(x[i]) * double(x[i]) + double(x[half + i]) * double(x[half + i]);
-    for (int64_t i = rest; i < first; ++i) sums[i] = double(x[i]) * double(x[i]);
-    while (half /= 2)
-        for (int64_t i = 0; i < half; ++i) sums[i] += sums[half + i];
-    return sums[0];
+// The numbers whose bits these are, without their signs.
+static inline float float32(int32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
+}
+static inline float bfloat16(int16_t bits) { return float32(int32_t(bits) << 16); }
+static inline float float16(int16_t bits) {
+    const int32_t wide = int32_t(bits) << 13;
+    return bits < 0x7C00 ? float32(wide) * 0x1p112f : float32(wide | 0x7F800000);
+}
+static inline double float64(int64_t bits) {
+    double x;
+    std::memcpy(&x, &bits, sizeof(x));
+    return x;
 }
 
-extern "C" void sums_of_squares(
-    const void* const* tensors, const int64_t* dtypes, const int64_t* sizes, int64_t n,
-    int64_t threads, double* sums
-) {
-    const std::vector<Part> parts = parts_of(sizes, n);
-    const int64_t count = parts.size();
-    std::vector<double> found(count);
-    #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS)
-    for (int64_t p = 0; p < count; ++p) {
-        const void* tensor = tensors[parts[p].tensor];
-        found[p] = dtypes[parts[p].tensor] == 2 ? square<float>(tensor, parts[p])
-                                                : square<double>(tensor, parts[p]);
-    }
-    for (int64_t t = 0; t < n; ++t) sums[t] = 0;
-    for (int64_t p = 0; p < count; ++p) sums[parts[p].tensor] += found[p];
-}
-
-// Magnitudes by their bits, which are in their order: those from bounds[0] on are not 0 once they
-// are unscaled, those from bounds[1] on would not flush, and those from bounds[2] on are not finite.
 struct Measures {
     int64_t overflowed, used, kept;
     double largest, squares;
 };
 
-template <typename T, int64_t LANES>
-using Lanes __attribute__((vector_size(LANES * sizeof(T)))) = T;
-
-// The numbers that magnitudes stand for; of half precision by float's bits in their place.
-template <typename T, int64_t LANES>
-Lanes<double, LANES> numbers(const Lanes<T, LANES>& bits, bool brain) {
-    if constexpr (sizeof(T) == sizeof(double)) {
-        Lanes<double, LANES> values;
-        std::memcpy(&values, &bits, sizeof(values));
-        return values;
-    } else {
-        Lanes<int32_t, LANES> wide = __builtin_convertvector(bits, Lanes<int32_t, LANES>);
-        if (sizeof(T) == 2) wide <<= brain ? 16 : 13;
-        Lanes<float, LANES> values;
-        std::memcpy(&values, &wide, sizeof(values));
-        if (sizeof(T) == 2 && !brain) values *= 0x1p112f;
-        return __builtin_convertvector(values, Lanes<double, LANES>);
-    }
-}
-
-template <typename T>
-Measures measures(const void* tensor, const Part& part, const int64_t* bounds, bool brain) {
+// Magnitudes from bounds[0] on are not 0 once they are unscaled, those from bounds[1] on would not
+// flush, and those from bounds[2] on are not finite, whose squares count all the same.
+//
+// Of squares half is added to half until one number is left, as the eager backend has torch do it;
+// what is missing of a power of two are zeros. Vectors are spelled out, and the next part is
+// fetched, because memory is to be all that is waited for.
+template <typename T, auto number>
+Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
     constexpr int64_t LANES = 64 / sizeof(T);
     constexpr T BUT_SIGN = std::numeric_limits<T>::max();
-    typedef Lanes<T, LANES> Vector;
-    const T* x = static_cast<const T*>(tensor) + part.start;
+    typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
     const T used = bounds[0], kept = bounds[1], infinite = bounds[2];
-    Vector largest = {}, over = {}, nonzero = {}, above = {};  // a part has too few for 16 bits
-    Lanes<double, LANES> squares = {};
-    const auto add = [&](Vector values) {
+    const T* x = static_cast<const T*>(tensor) + part.start;
+    int64_t half = LANES;
+    while (2 * half < part.size) half *= 2;
+    T padded[PART];
+    if (part.size < 2 * half) {
+        std::fill(std::copy_n(x, part.size, padded), padded + 2 * half, 0);
+        x = padded;
+    }
+    Vector largest = {}, nonzero = {}, above = {};  // a part has too few for 16 bits
+    const auto magnitudes = [&](const T* from) {
+        __builtin_prefetch(from + PART);
+        Vector values;
+        std::memcpy(&values, from, sizeof(values));
         values &= BUT_SIGN;
-        over |= values >= infinite;
-        values &= values < infinite;
         largest = values > largest ? values : largest;
         nonzero -= values >= used;
         above -= values >= kept;
-        const Lanes<double, LANES> each = numbers<T, LANES>(values, brain);
-        squares += each * each;
+        return values;
     };
-    int64_t i = 0;
-    for (; i + LANES <= part.size; i += LANES) {
-        Vector values;
-        std::memcpy(&values, x + i, sizeof(values));
-        add(values);
+    double sums[PART / 2];
+    for (int64_t i = 0; i < half; i += LANES) {
+        const Vector a = magnitudes(x + i), b = magnitudes(x + half + i);
+        for (int64_t lane = 0; lane < LANES; ++lane) {
+            const double p = number(a[lane]), q = number(b[lane]);
+            sums[i + lane] = p * p + q * q;
+        }
     }
-    Vector rest = {};
-    std::memcpy(&rest, x + i, (part.size - i) * sizeof(T));
-    add(rest);
+    while (half /= 2)
+        for (int64_t i = 0; i < half; ++i) sums[i] += sums[half + i];
     Measures found = {};
-    Vector most = {};
+    T most = 0;
     for (int64_t lane = 0; lane < LANES; ++lane) {
-        found.overflowed |= over[lane] != 0;
-        most[0] = std::max(most[0], largest[lane]);
+        most = std::max<T>(most, largest[lane]);
         found.used += nonzero[lane];
         found.kept += above[lane];
-        found.squares += squares[lane];
     }
-    found.largest = numbers<T, LANES>(most, brain)[0];
+    found.overflowed = most >= infinite;
+    if (found.overflowed) {  // seldom: look again for the largest of the others
+        most = 0;
+        for (int64_t i = 0; i < part.size; ++i) {
+            const T magnitude = x[i] & BUT_SIGN;
+            const bool finite = magnitude < infinite;
+            most = std::max<T>(most, finite ? magnitude : 0);
+            found.used -= !finite;
+            found.kept -= !finite;
+        }
+    }
+    found.largest = number(most);
+    found.squares = sums[0];
     return found;
 }
 
 static Measures measures(const void* tensor, const Part& part, int64_t dtype, const int64_t* b) {
     switch (dtype) {
-        case 0: return measures<int16_t>(tensor, part, b, false);
-        case 1: return measures<int16_t>(tensor, part, b, true);
-        case 2: return measures<int32_t>(tensor, part, b, false);
-        default: return measures<int64_t>(tensor, part, b, false);
+        case 0: return measures<int16_t, float16>(tensor, part, b);
+        case 1: return measures<int16_t, bfloat16>(tensor, part, b);
+        case 2: return measures<int32_t, float32>(tensor, part, b);
+        default: return measures<int64_t, float64>(tensor, part, b);
     }
 }
 

@@ -15,9 +15,16 @@ from torch import Tensor
 from ampopt_kernels.cpu import native
 from ampopt_kernels.cpu.objects import addresses
 
-__all__ = ["all_finite", "can_square", "common", "measures", "sums_of_squares"]
+__all__ = ["INFINITY", "all_finite", "common", "measures", "sums_of_squares"]
 
-_DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+INFINITY = {
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
+"""Its bits in each dtype that rules take."""
+_DTYPES = {dtype: number for number, dtype in enumerate(INFINITY)}
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
@@ -27,29 +34,20 @@ def all_finite(tensors: list[Tensor]) -> bool:
     return bool(native.loops().all_finite(*starts, len(where), torch.get_num_threads()))
 
 
-def can_square(tensors: Iterable[Tensor]) -> bool:
-    """Whether :func:`sums_of_squares` takes their dtypes."""
-    return all(t.dtype in (torch.float32, torch.float64) for t in tensors)
-
-
 def sums_of_squares(tensors: list[Tensor]) -> list[float]:
-    """In float64, of each of some dense float32 or float64 CPU tensors.
+    """In float64, of each of some dense CPU tensors of dtypes that rules take.
 
     The same for any number of threads, and whatever tensors there are besides.
     """
-    where, dtypes, sizes = _located(tensors)
-    sums = array("d", bytes(8 * len(tensors)))
-    starts = where.buffer_info()[0], dtypes.buffer_info()[0], sizes.buffer_info()[0]
-    threads = torch.get_num_threads()
-    native.loops().sums_of_squares(*starts, len(sums), threads, sums.buffer_info()[0])
-    return sums.tolist()
+    found = measures(tensors, [(1, 1, INFINITY[tensor.dtype]) for tensor in tensors])
+    return found[:, 4].tolist()
 
 
 def measures(tensors: list[Tensor], bounds: Iterable[tuple[int, ...]]) -> Tensor:
     """Of dense CPU tensors of dtypes that rules take, as they are: float64, shape (tensors, 5).
 
     Whether a magnitude reaches the last of its ``bounds``; the largest that does not; how many of
-    these reach the first; how many of those do not reach the second; the sum of squares.
+    these reach the first; how many of those do not reach the second; the sum of all squares.
 
     Args:
         tensors: to be read once.

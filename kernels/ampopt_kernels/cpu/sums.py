@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt_kernels.cpu import native
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.tensors import arithmetic
+from ampopt_kernels.tensors import arithmetic, flat
 
-__all__ = ["PART", "halved", "in_order", "sum_terms"]
+__all__ = ["PART", "halved", "in_order", "sum_of_squares", "sum_terms"]
 
 PART = 1 << 10
 """Elements of a part: of a few terms in float64, what fits a core's first cache."""
@@ -41,6 +42,16 @@ def sum_terms(
         terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), tuple(rest), flags)
         parts.append(torch.stack([halved(term, width) for term in terms]))
     return torch.tensor([in_order(term) for term in torch.cat(parts, 1)], dtype=torch.float64)
+
+
+def sum_of_squares(tensor: Tensor) -> float:
+    """In float64, of a tensor that is not empty, as :func:`reductions.sums_of_squares` has it."""
+    total = 0.0
+    for chunk in flat(tensor).split(CHUNK):
+        squares = chunk.double()
+        width = min(native.PART, 1 << (chunk.numel() - 1).bit_length())
+        total = in_order(halved(squares * squares, width), total)
+    return total
 
 
 def in_order(parts: Tensor, total: float = 0.0) -> float:

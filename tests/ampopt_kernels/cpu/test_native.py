@@ -1,17 +1,20 @@
 """The loops of C++ that the compiled backend runs besides rules, against torch's operations."""
 
-import math
-
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 from support.kernel_rows import edge_numbers, fingerprint
 
+from ampopt_kernels.cpu import native
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
+from ampopt_kernels.cpu.measures import found_in
+from ampopt_kernels.cpu.native import PART
 from ampopt_kernels.cpu.reductions import all_finite, common, sums_of_squares
+from ampopt_kernels.eager import reciprocal
+from ampopt_kernels.step import Row, Work
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 
@@ -49,16 +52,16 @@ def test_copies_move_every_bit_to_its_place(copies, shapes, dtype, grad_dtype, v
     assert [fingerprint(p) for p in params] == wanted
 
 
-sizes = st.sampled_from([0, 1, 31, 32, 33, 255, 257, (1 << 14) - 1, 1 << 14, (1 << 15) + 5])
+sizes = st.sampled_from([0, 1, 31, 32, 33, 255, 257, PART - 1, PART, 2 * PART + 5])
 
 
 @given(
-    st.sampled_from([torch.float32, torch.float64]),
-    sizes.filter(bool) | st.integers(1, 3 << 14),
+    dtypes,
+    sizes.filter(bool) | st.integers(1, 3 * PART),
     st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=1, max_size=40),
 )
 def test_sums_of_squares_have_the_bits_of_the_eager_backend(dtype, size, values):
-    tensor = filled((size,), dtype, values)
+    tensor = filled((size,), dtype, values)  # of which half precision makes infinities
     assert sums_of_squares([tensor]) == Cpu()._sums_of_squares([tensor])
 
 
@@ -89,12 +92,39 @@ def test_sums_of_squares_are_those_of_float64_with_any_number_of_threads(kinds, 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("at", [0, 31, 32, 40])
-def test_a_sum_of_squares_is_not_finite_where_an_element_is_not(value, at):
-    tensors = [torch.zeros(41), torch.ones(2)]
+@given(dtype=dtypes)
+def test_a_sum_of_squares_is_not_finite_where_an_element_is_not(value, at, dtype):
+    tensors = [torch.zeros(41, dtype=dtype), torch.ones(2, dtype=dtype)]
     tensors[0][at] = value
     first, second = sums_of_squares(tensors)
-    assert not math.isfinite(first)
+    assert repr(first) == repr(abs(value))
     assert second == 2
+
+
+@given(
+    st.lists(st.tuples(dtypes, sizes), min_size=1, max_size=4),
+    edge_numbers(torch.float16),
+    st.sampled_from([1.0, 3.0, 2.0**-16, 2.0**20, 0.0]),
+)
+def test_gradients_are_measured_as_torchs_operations_would(kinds, values, scale):
+    work = Work(
+        torch.device("cpu"),
+        rows=[Row(dtype) for dtype, _ in kinds],
+        grads=[filled((size,), dtype, values) for dtype, size in kinds],
+    )
+    inverse = reciprocal(scale)
+    loops, (found, squares) = native.loops(), found_in(work, inverse)
+    native.numbers = None
+    try:
+        wanted, wanted_squares = found_in(work, inverse)
+    finally:
+        native.numbers = loops
+    assert (found.flags, found.rows) == (wanted.flags, wanted.rows)
+    assert repr(squares) == repr(wanted_squares)
+    if found.measures is not None and wanted.measures is not None:
+        assert torch.equal(found.measures[:, :3], wanted.measures[:, :3])
+        finite = ~torch.tensor(wanted.flags)
+        assert torch.equal(found.measures[finite], wanted.measures[finite])
 
 
 @given(
