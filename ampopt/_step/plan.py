@@ -21,7 +21,7 @@ from ampopt._step.torch_private import check_for_fused, overlaps_itself
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.cpu.objects import bump_versions
 from ampopt_kernels.found import Owner
-from ampopt_kernels.random import STREAM
+from ampopt_kernels.random_numbers import STREAM
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 

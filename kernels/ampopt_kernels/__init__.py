@@ -14,7 +14,7 @@ from ampopt_kernels.language import (
     sqrt_rn,
     tl,
 )
-from ampopt_kernels.random import rand, randn
+from ampopt_kernels.random_numbers import rand, randn
 from ampopt_kernels.rule import Rule, State
 
 __all__ = [

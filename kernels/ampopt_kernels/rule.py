@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.language import INTERPRETED, jit, tl
-from ampopt_kernels.random import places
+from ampopt_kernels.random_numbers import places
 
 __all__ = ["MASTER", "PARAM", "Rule", "State"]
 
@@ -184,7 +184,7 @@ class Rule:
 
     @functools.cached_property
     def draws(self) -> bool:
-        """Whether ``update`` takes ``at``, for random numbers; see ``random``."""
+        """Whether ``update`` takes ``at``, for random numbers; see ``random_numbers``."""
         return len(inspect.signature(self.update.fn).parameters) > 5
 
     @functools.cached_property
@@ -238,7 +238,7 @@ class Rule:
             ) from None
 
     def at(self, p: Tensor, start: int = 0) -> tuple[Any, ...]:
-        """What ``update`` takes besides on torch tensors; see :func:`random.places`."""
+        """What ``update`` takes besides on torch tensors; see :func:`random_numbers.places`."""
         return (places(p, start),) if self.draws else ()
 
     def torch_update_in(self, dtype: torch.dtype) -> Any:

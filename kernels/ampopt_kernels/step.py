@@ -39,7 +39,7 @@ class Row:
     Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
     A bfloat16 parameter that is rounded stochastically has ``keys``, of which each step takes one,
     0-d int64; see ``stochastic``. The chances of its elements, and random numbers of a rule, follow
-    from the ``position`` of the first one in the whole; see ``random``.
+    from the ``position`` of the first one in the whole; see ``random_numbers``.
     """
 
     grad_dtype: torch.dtype

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.language import float_bits, jit, tl
-from ampopt_kernels.random import random_bits
+from ampopt_kernels.random_numbers import random_bits
 
 __all__ = ["CPP", "STREAM", "rounded_stochastically", "stochastically", "take_keys"]
 
@@ -74,6 +74,6 @@ static inline uint16_t to_bfloat16_by_chance(float x, uint64_t position, uint64_
     return (b & 0x7F800000u) == 0x7F800000u ? to_bfloat16(x) : (b + chance) >> 16;
 }
 """
-"""The same in C++, after that of ``random``."""
+"""The same in C++, after that of ``random_numbers``."""
 
 _float_bits, _random_bits = map(torch_language.bind, (float_bits, random_bits))

@@ -185,8 +185,8 @@ def bind(function: Any, language: Any = None) -> Callable[..., Any]:
     """``function``, a ``jit`` function, as an ordinary one on torch tensors.
 
     Its globals are copied with Triton's language replaced by this module (or by ``language``) and
-    every ``jit`` function it calls bound likewise; its code is not touched. What the language has
-    itself of ``ampopt_kernels.language`` and ``random``, its ``HELPERS``, is taken from there.
+    every ``jit`` function it calls bound likewise; its code is not touched. The language's own
+    ``HELPERS`` take the place of functions of ``ampopt_kernels.language`` and ``random_numbers``.
     """
     language = _this_module if language is None else language
 
@@ -198,7 +198,7 @@ def bind(function: Any, language: Any = None) -> Callable[..., Any]:
         return bind(value, language) if value is not function and hasattr(value, "fn") else value
 
     fn = function.fn
-    helped = ("ampopt_kernels.language", "ampopt_kernels.random")
+    helped = ("ampopt_kernels.language", "ampopt_kernels.random_numbers")
     if fn.__module__ in helped and fn.__name__ in language.HELPERS:
         return language.HELPERS[fn.__name__]
     return copied(fn, replaced)

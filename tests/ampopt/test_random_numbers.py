@@ -13,7 +13,7 @@ from ampopt_kernels import rand, randn, torch_language
 from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.random import STREAM, places
+from ampopt_kernels.random_numbers import STREAM, places
 
 BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
 N = 1 << 16

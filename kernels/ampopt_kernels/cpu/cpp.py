@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ampopt_kernels import random, stochastic, torch_language
+from ampopt_kernels import random_numbers, stochastic, torch_language
 from ampopt_kernels.cpu.sums import PART
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
@@ -195,7 +195,7 @@ def source_of(
     given = (stored[0], grad * inverse * clip, tuple(stored[1 : 1 + n_state]), tuple(rest), flags)
     preamble = _PREAMBLE
     if not reduces and (rule.draws or by_chance):
-        preamble += random.CPP
+        preamble += random_numbers.CPP
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
         given += (program,) * rule.draws
     returned = function(*given)
