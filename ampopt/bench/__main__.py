@@ -201,15 +201,16 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         choices=[*known, *others],
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(known)}; beside them: {', '.join(others)}, "
-        "of which those that torch lacks are beside pytorch_optimizer's",
+        help=f"repeatable; default: all of {', '.join(known)}; or {', '.join(others)}, of which "
+        "those that torch lacks are beside pytorch_optimizer's for-loop and foreach",
     )
     parser.add_argument(
         "--workload",
         action="append",
-        choices=list(workloads.WORKLOADS),
+        choices=[*workloads.WORKLOADS, *workloads.ASKED_FOR],
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(workloads.WORKLOADS)}",
+        help=f"repeatable; default: all of {', '.join(workloads.WORKLOADS)}; or "
+        f"{', '.join(workloads.ASKED_FOR)}, which is for Muon",
     )
     parser.add_argument(
         "--backend",

@@ -89,11 +89,14 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> Contender:
     if name in makers:
         return _under_scaler(name, makers[name](optimizer, params, settings), params)
     kind = getattr(torch.optim, optimizer)
-    flag = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-    if next(iter(flag[name])) not in inspect.signature(kind).parameters:
-        raise NotImplementedError(f"torch has no {name} {optimizer}")
+    flags = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+    flag = flags[name]
+    if not flag.keys() <= inspect.signature(kind).parameters.keys():
+        if name != "for-loop":
+            raise NotImplementedError(f"torch has no {name} {optimizer}")
+        flag = {}  # there is nothing else, and so nothing to choose by
     try:
-        made = kind(params, **settings, **flag[name])
+        made = kind(params, **settings, **flag)
     except (RuntimeError, ValueError) as error:
         raise NotImplementedError(f"torch's {name} {optimizer}: {error}") from error
     return _under_scaler(name, made, params)

@@ -1,7 +1,10 @@
 """The bytes that a step of a rule has to move, which is what its time is held against."""
 
+import itertools
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 import ampopt
@@ -17,28 +20,51 @@ def bytes_moved(optimizer: ampopt.ElementwiseOptimizer) -> int:
 def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
     """Bytes read and written by each kernel of one ``unscale_and_step``, as the rule says.
 
-    Detect reads the gradients. Update reads them again, reads parameters and states, and writes
-    parameters and states; of parameters that have masters it writes those and the copies. The
-    scalars, some bytes for each tensor, are left out.
+    Detect reads the gradients. Reduce, of a rule that has it, reads what its terms are made of.
+    Update reads the gradients again, reads parameters and states, and writes parameters and states;
+    of parameters that have masters it writes those and the copies. The scalars, some bytes for each
+    tensor, and sums, some for each chunk, are left out.
 
     Args:
         optimizer: after its first step, so that its states exist; all of its parameters with
             gradients are counted.
     """
-    detect = update = 0
+    detect = reduce = update = 0
     for group in optimizer.param_groups:
         flags = optimizer.rule.flag_values(group)
         names = [part.name for part in optimizer.rule.state_for(flags)]
+        reduced = _reduced(optimizer, group, flags)
         for param in group["params"]:
             if param.grad is None:
                 continue
             state = optimizer.state[param]
             master = optimizer._ampopt.masters.of(group, param)
             stored, copies = (param, []) if master is None else (master, [param])
-            changed = _nbytes([stored, *(state[name] for name in names)])
+            states = [state[name] for name in names]
+            changed = _nbytes([stored, *states])
             detect += _nbytes([param.grad])
+            reduce += _nbytes(itertools.compress([param.grad, stored, *states], reduced))
             update += _nbytes([param.grad, *copies]) + 2 * changed
-    return {"detect_kernel": detect, "control_kernel": 0, "update_kernel": update}
+    moved = {"detect_kernel": detect, "control_kernel": 0, "update_kernel": update}
+    if optimizer.rule.reduces:
+        moved |= {"reduce_kernel": reduce, "sum_kernel": 0}
+    return moved
+
+
+def _reduced(
+    optimizer: ampopt.ElementwiseOptimizer, group: dict[str, Any], flags: tuple[bool, ...]
+) -> list[bool]:
+    """Which of gradient, parameter and states the terms of the rule are made of."""
+    rule = optimizer.rule
+    n = 2 + len(rule.state_for(flags))
+    if not rule.reduces:
+        return [False] * n
+    with torch.enable_grad():
+        grad, param, *state = given = [torch.ones(1, requires_grad=True) for _ in range(n)]
+        h = (1.0,) * rule.widths(len(rule.hyper_values(group))).reduce
+        terms = rule.torch_reduce_in(torch.float32)(param, grad, tuple(state), h, flags)
+        used = torch.autograd.grad(torch.stack(terms).sum(), given, allow_unused=True)
+    return [gradient is not None for gradient in used]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -1,6 +1,7 @@
 """Optimizers that torch lacks, as pytorch_optimizer has them: whom else to run beside ours."""
 
 import importlib
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,9 +28,11 @@ class _Peer(NamedTuple):
 _LR: dict[str, Any] = {"lr": 1e-3}
 LACKING: dict[str, _Peer] = {
     "Adan": _Peer("Adan", _LR, _LR),
-    # There, a step clips by itself unless told not to, and corrects a bias in another place: as
-    # much work, to a result a little off.
-    "LAMB": _Peer("Lamb", _LR, {**_LR, "weight_decay": 0.01, "max_grad_norm": 0.0}),
+    "LAMB": _Peer(
+        "Lamb",
+        {**_LR, "bias_correction": False},
+        {**_LR, "weight_decay": 0.01, "weight_decouple": False, "adam_debias": True},
+    ),
     "Lion": _Peer("Lion", _LR, _LR),
     "NovoGrad": _Peer("NovoGrad", _LR, _LR),
     "ScheduleFreeAdamW": _Peer("ScheduleFreeAdamW", _LR, _LR),
@@ -47,4 +50,7 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Op
         raise NotImplementedError(f"torch has no {optimizer}, and pytorch_optimizer none fused")
     peer = LACKING[optimizer]
     module: Any = importlib.import_module("pytorch_optimizer")
-    return getattr(module, peer.name)(list(params), foreach=name == "foreach", **peer.theirs)
+    made = getattr(module, peer.name)(list(params), foreach=name == "foreach", **peer.theirs)
+    if optimizer == "LAMB":
+        made.clamp = math.inf  # no norm is held below 10
+    return made

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["SCALE", "WORKLOADS", "SHARDED", "Gradients", "Workload", "make", "of", "squares"]
+__all__ = [
+    "ASKED_FOR",
+    "SCALE",
+    "WORKLOADS",
+    "SHARDED",
+    "Gradients",
+    "Workload",
+    "make",
+    "of",
+    "squares",
+]
 
 SCALE = 2.0**16
 """What the gradients carry, which is where torch's scaler and ours start."""
@@ -39,14 +49,14 @@ class Workload:
 
 
 def make(name: str, device: torch.device, room: int | None = None) -> Workload:
-    """One of :data:`WORKLOADS`, of the size that suits ``device``.
+    """One of :data:`WORKLOADS` or :data:`ASKED_FOR`, of the size that suits ``device``.
 
     Args:
         name: which.
         device: the CPU gets what a few milliseconds can do, an accelerator what fills it.
         room: elements that fit the device, if that limits ``large`` and ``mix``.
     """
-    return Workload(name, WORKLOADS[name](device.type == "cpu", room))
+    return Workload(name, {**WORKLOADS, **ASKED_FOR}[name](device.type == "cpu", room))
 
 
 def of(elements: int) -> Workload:
@@ -90,10 +100,17 @@ def _mix(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
     return ((vocabulary, width), *block * blocks, (width,), (width,))
 
 
+def _matrices(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
+    """A small transformer's matrices, of two shapes, for what steps by whole matrices."""
+    return ((256, 256),) * 24 + ((1024, 256),) * 12
+
+
 SHARDED = (squares(64), squares(512))
 """What ranks step by parts, unless asked for another."""
 
 WORKLOADS = {"large": _large, "small": _small, "mix": _mix}
+ASKED_FOR = {"matrices": _matrices}
+"""Those that are measured where they are asked for."""
 
 
 class Gradients:

@@ -18,7 +18,6 @@ from ampopt.bench import (
     contenders,
     first_steps,
     host,
-    lacking,
     launches,
     measure,
     memory,
@@ -249,22 +248,23 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(monkeypatch, c
     assert "needs matplotlib" in capsys.readouterr().err
 
 
-SAME = [name for name in lacking.LACKING if name != "LAMB"]  # of which there are several formulas
-
-
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("optimizer", [*contenders.optimizers(), *SAME])
+@pytest.mark.parametrize("optimizer", [*contenders.optimizers(), *contenders.others()])
 def test_contenders_do_the_same_work(optimizer, clip):
-    workload = workloads.Workload("some", ((3, 5), (7,), (300,)))
+    shapes = ((3, 5), (7, 2)) if optimizer == "Muon" else ((3, 5), (7,), (300,))
+    workload = workloads.Workload("some", shapes)
     reached = {}
     for name in contenders.names(CPU):
         params = workload.parameters(torch.float32, CPU)
+        if optimizer == "LAMB":  # of which some hold norms below 10
+            for p in params:
+                p.detach().mul_(100.0)
         gradients = workloads.Gradients(params)
         start = [p.detach().clone() for p in params]
         try:
             contender = contenders.enter(name, optimizer, params)
         except NotImplementedError:
-            assert name == "fused"
+            assert name == "fused" or (name, optimizer) == ("foreach", "Muon")
             continue
         for _ in range(3):
             gradients.restore()
@@ -379,6 +379,8 @@ def test_float16_leaves_out_who_cannot_unscale_it():
         (lambda params: ampopt.Adam(params, amsgrad=True), 40),
         (lambda params: ampopt.SGD(params), 16),
         (lambda params: ampopt.SGD(params, momentum=0.9), 24),
+        (lambda params: ampopt.LAMB(params), 48),
+        (lambda params: ampopt.NovoGrad(params), 28),
     ],
 )
 def test_bytes_follow_the_states_that_the_rule_has(make, each):
@@ -418,6 +420,9 @@ def row_with(workload, seconds, device="cpu", clip=False, optimizer="AdamW", **o
         (row_with("50 x 64^2", 0.61, fused=1.0), [False]),
         (row_with("50 x 512^2", 1.0, fused=1.0), [True]),
         (row_with("mix", 3.0, foreach=4.0), []),
+        (row_with("large", 2.4, optimizer="LAMB", foreach=4.0), [True]),
+        (row_with("large", 2.5, optimizer="LAMB", foreach=4.0), [False]),
+        (row_with("small", 2.5, optimizer="LAMB", foreach=4.0), []),
         (row_with("large", 1.1, "cuda", fused=1.33), [True, True, True]),
         (row_with("large", 1.2, "cuda", fused=1.33), [False, False, True]),
         (row_with("large", 1.1, "cuda", clip=True, fused=1.5), [True, False, True]),
