@@ -216,6 +216,7 @@ class Accumulation:
         assert window is not None
         causes = request.causes
         request = replace(request, max_norm=None, write=False, apply=False, causes=())
+        request = replace(request, measure=False)  # the step measures the sums
         if gradients.present(self._groups):
             self._add(window, request, agreement)
         skip = None if window.kept is None else self._renormalise(window, request, agreement)

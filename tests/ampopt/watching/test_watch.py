@@ -202,6 +202,23 @@ def test_only_steps_that_were_taken_count_for_the_share_that_is_flushed():
     assert told[NAMES[0]]["largest"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("cls", "way"),
+    [(ampopt.SGD, in_one_call), (Plain, in_two_calls), (ampopt.SGD, with_our_scaler)],
+)
+def test_what_is_measured_where_micro_batches_may_be_left_out_is_their_sum(cls, way):
+    optimizer, params = made(cls)
+    watch = ampopt.Watch(optimizer)
+    for value in (1.0, 2.0):
+        give(params, [[value]] * 4, 2.0)
+        optimizer.accumulate(grads_scaled_by=2.0, drop="micro_batch")
+    give(params, [[4.0]] * 4, 2.0)
+    way(optimizer, 2.0)
+    read = watch.read()
+    assert read["parameters"][NAMES[0]]["largest"] == 7.0
+    assert read["recent"][0]["norm"] == pytest.approx(7.0 * math.sqrt(sum(SIZES)))
+
+
 def test_accumulated_gradients_are_seen_as_their_sum():
     optimizer, params = made(ampopt.SGD)
     watch = ampopt.Watch(optimizer)
