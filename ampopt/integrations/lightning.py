@@ -113,7 +113,8 @@ class StepMonitor(Callback):
     Under ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips``, ``ampopt/steps`` and, where they
     are clipped by norm, ``ampopt/norm``; see :meth:`ampopt.integrations.StepRecord.numbers`. With
     several optimizers, under ``ampopt/0/scale`` and so on. They stay on the device until the logger
-    writes them.
+    writes them. Of an optimizer with an :class:`ampopt.Watch`, made in ``configure_optimizers``,
+    what that would log.
     """
 
     def __init__(self) -> None:
@@ -132,7 +133,7 @@ class StepMonitor(Callback):
             numbers = record.numbers()
             norm = getattr(trainer.precision_plugin, "grad_norm", None)
             if norm is not None and not several:
-                numbers["norm"] = norm
+                numbers.setdefault("norm", norm)
             prefix = f"ampopt/{i}/" if several else "ampopt/"
             pl_module.log_dict({prefix + name: number for name, number in numbers.items()})
 

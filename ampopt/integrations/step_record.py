@@ -15,6 +15,9 @@ class StepRecord:
     or a scaler. Of an optimizer that a scaler skips on the host, as torch's skips most of torch's,
     it hears nothing where a step is skipped.
 
+    Where the optimizer is watched by then (see :class:`ampopt.Watch`), the numbers are those that
+    the watch would log, of the last step that is here.
+
     Example:
         >>> record = StepRecord(optimizer, scaler)
         >>> for batch in batches:
@@ -34,7 +37,11 @@ class StepRecord:
         self._steps = 0
         self._skips: Tensor | None = None
         self._last: dict[str, Tensor] = {}
-        self._hook = optimizer.register_step_post_hook(self._note)
+        self._told: dict[str, float] = {}  # by a watch
+        self._hooks = [optimizer.register_step_post_hook(self._note)]
+        watch = getattr(getattr(optimizer, "_ampopt", None), "watch", None)
+        if watch is not None:
+            self._hooks.append(watch.log_to(self._learn))
 
     def numbers(self) -> dict[str, float | Tensor]:
         """What there is to log now. Does not synchronize: tensors are 0-d, on the device.
@@ -43,13 +50,16 @@ class StepRecord:
             ``steps``, all attempts; ``skips``, how many of them were skipped; ``skipped``, 1 if the
             last one was, else 0; ``scale``, the scaler's, for the next loss; ``norm``, the
             optimizer's ``grad_norm``. The last two only where there is one, and what is known of
-            attempts only after one.
+            attempts only after one. Of a watch also ``skips_in_a_row``; its ``scale`` is that of
+            the step, and its ``norm`` is there without clipping, too.
         """
         found: dict[str, float | Tensor] = {"steps": float(self._steps), **self._last}
         if self._skips is not None:
             found["skips"] = self._skips.clone()  # which goes on counting in place
         scale = _scale_of(self._scaler)
-        return found if scale is None else {**found, "scale": scale}
+        if scale is not None:
+            found["scale"] = scale
+        return {**found, **self._told}
 
     def read(self) -> dict[str, float]:
         """:meth:`numbers` as Python numbers, by name in alphabetical order. Synchronizes."""
@@ -57,7 +67,8 @@ class StepRecord:
 
     def remove(self) -> None:
         """Stop counting: the hook leaves the optimizer."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -72,6 +83,11 @@ class StepRecord:
         norm = getattr(optimizer, "grad_norm", None)
         if isinstance(norm, Tensor):
             self._last["norm"] = norm
+
+    def _learn(self, told: dict[str, Any]) -> None:
+        """What a watch logs of a step."""
+        self._told = {name: float(number) for name, number in told.items()}
+        self._told["steps"] = self._told.pop("step")
 
 
 def _scale_of(scaler: Any) -> Tensor | None:

@@ -61,7 +61,8 @@ def prepare(trainer: Any, scaler: Any = None) -> Any:
 class StepMonitor(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
     """Adds the loss scale, skips, and the norm of gradients to what the ``Trainer`` logs.
 
-    Under ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips`` and ``ampopt/steps``; see
+    Under ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips`` and ``ampopt/steps``, and what an
+    :class:`ampopt.Watch` over the optimizer would log besides; see
     :meth:`ampopt.integrations.StepRecord.numbers`. ``grad_norm`` is logged by the ``Trainer``
     itself. :func:`prepare` puts it before all other callbacks; among ``callbacks=`` of a
     ``Trainer``, those that report to TensorBoard and the like come before it and see nothing of it.

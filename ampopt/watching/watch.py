@@ -1,6 +1,6 @@
 """A watch over an optimizer: what overflowed, when, and how near the others are."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ampopt._step import gradients
 from ampopt.backend import backend_for, host_may_look
@@ -93,7 +94,7 @@ class Watch:
         self._parts: dict[torch.device, tuple[Found, list[Part]]] = {}
         self._alarms: list[Condition] = []
         self._looks: deque[Reading] = deque(maxlen=1)
-        self._logs: list[tuple[int, Callable[[dict[str, Any]], Any]]] = []
+        self._logs: OrderedDict[int, tuple[int, Callable[[dict[str, Any]], Any]]] = OrderedDict()
         self._to_log: deque[tuple[Callable[[dict[str, Any]], Any], Reading]] = deque()
         self._grow()
         self._hook: Any = optimizer.register_step_post_hook(self._note)
@@ -171,7 +172,7 @@ class Watch:
 
     # --- from step to step ------------------------------------------------------------------------
 
-    def log_to(self, writer: Any, every: int = 1) -> None:
+    def log_to(self, writer: Any, every: int = 1) -> RemovableHandle:
         """Write the numbers of steps from now on, each as soon as it is here. Waits for nothing.
 
         Args:
@@ -180,6 +181,9 @@ class Watch:
                 and, where there are such, ``scale`` and ``norm``.
             every: so many attempts one is written.
 
+        Returns:
+            A handle; after its ``remove()`` no later step is written.
+
         Raises:
             RuntimeError: the watch is closed.
             TypeError: ``writer`` is neither.
@@ -187,7 +191,9 @@ class Watch:
         """
         self._refuse_closed("log_to")
         check_count("every", every)
-        self._logs.append((every, _written_by(writer)))
+        write, handle = _written_by(writer), RemovableHandle(self._logs)
+        self._logs[handle.id] = every, write
+        return handle
 
     def alarm(
         self,
@@ -343,7 +349,7 @@ class Watch:
 
     def _tell(self) -> None:
         """Write what is due and here, and be alarmed by it."""
-        for every, write in self._logs:
+        for every, write in self._logs.values():
             if self._steps % every == 0:
                 self._to_log.append((write, self.read_later()))
         self._write_logs(wait=False)

@@ -321,3 +321,20 @@ def test_the_monitor_logs_what_became_of_steps(scaler_class):
     assert logged["ampopt/scale"] == plugin.scaler.get_scale() == 2 ** (20 - 8 + happened)
     assert logged["ampopt/norm"] == pytest.approx(net.norms[-1], rel=1e-5)
     assert not trainer.optimizers[0]._optimizer_step_post_hooks
+
+
+def test_the_monitor_logs_what_a_watch_of_the_optimizer_would():
+    told: list[Any] = []
+
+    def watched(params: Any) -> Any:
+        optimizer = ampopt.AdamW(params, lr=0.1)
+        ampopt.Watch(optimizer).log_to(told.append)
+        return optimizer
+
+    plugin = mixed(ampopt.GradScaler, shipped.MixedPrecision, 2.0**20)
+    _, trainer = trained(Net(watched), plugin, callbacks=[shipped.StepMonitor()])
+    logged = {name: float(number) for name, number in trainer.callback_metrics.items()}
+    last = {"steps": told[-1].pop("step"), **told[-1]}
+    assert {"scale", "norm", "skips", "skips_in_a_row"} < set(last)
+    # Lightning keeps them in float32.
+    assert logged == pytest.approx({f"ampopt/{name}": float(n) for name, n in last.items()})

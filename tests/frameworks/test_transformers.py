@@ -195,15 +195,20 @@ def test_a_prepared_trainer_counts_steps_that_happened_and_logs_skips(tmp_path):
     assert not inner._ampopt.pending and len(inner._optimizer_step_post_hooks) == 1  # the gate's
 
 
-def test_a_gate_that_it_was_given_is_kept(tmp_path):
+def test_a_gate_that_it_was_given_is_kept_and_a_watch_is_logged(tmp_path):
     model = llama()
     optimizer = ampopt.AdamW(model.parameters(), lr=0.05)
+    watch = ampopt.Watch(optimizer)
     gate = gated(optimizer)
     trainer = trainer_of(model, tmp_path, None, {"optimizers": (optimizer, gate)})
     shipped.prepare(trainer)
     trainer.train()
     assert trainer.lr_scheduler is gate
     assert gate.get_last_lr() == [0.05 * 0.5**6]
+    logged, last = trainer.state.log_history[-1], watch.read()["recent"][-1]
+    names = {"steps": "step", "scale": "scale", "norm": "norm", "skipped": "skipped"}
+    assert {n: logged[f"ampopt/{n}"] for n in names} == {n: last[m] for n, m in names.items()}
+    assert logged["ampopt/skips_in_a_row"] == 0
 
 
 def test_an_overflow_in_bfloat16_is_skipped(tmp_path):

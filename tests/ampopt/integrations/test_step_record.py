@@ -85,6 +85,22 @@ def test_nothing_waits_until_it_is_read():
     assert set(numbers) == {"steps", "skips", "skipped", "norm", "scale"}
 
 
+def test_the_numbers_of_a_watched_optimizer_are_those_that_its_watch_logs():
+    param = parameter()
+    optimizer = ampopt.AdamW([param])
+    watch, told = ampopt.Watch(optimizer), []
+    watch.log_to(told.append)
+    record = StepRecord(optimizer, ampopt.GradScaler("cpu"))
+    stepped(optimizer, param, 2.0, INF, INF)
+    numbers = record.read()
+    assert numbers == {"steps": told[-1].pop("step"), **told[-1]}
+    assert (numbers["skips_in_a_row"], numbers["scale"], numbers["norm"]) == (2, 1.0, INF)
+    record.remove()
+    stepped(optimizer, param, 1.0)
+    assert record.read() == numbers
+    assert told[-1]["step"] == 4
+
+
 def test_no_framework_is_imported_unasked():
     code = """
 import sys, ampopt.integrations
