@@ -23,8 +23,8 @@ Some private names torch uses on us, which cannot be imported; they stand where 
 
 import operator
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch._compile
@@ -46,6 +46,7 @@ __all__ = [
     "NormBase",
     "TorchDispatchMode",
     "check_for_fused",
+    "constant_to_dynamo",
     "flattened",
     "function_modes",
     "functional_bodies",
@@ -130,6 +131,17 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
 without_dynamo = torch._compile._disable_dynamo
 """``torch.compiler.disable`` without importing the compiler, which takes seconds; torch puts it
 around its own optimizers. Gone: use that."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def constant_to_dynamo(function: _Function) -> _Function:
+    """``torch.compiler.assume_constant_result``, likewise without the compiler, which goes by it.
+
+    Renamed: a call of ``function`` is compiled, or ends the graph; slower, right.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # --- tensors --------------------------------------------------------------------------------------

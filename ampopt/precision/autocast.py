@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from ampopt._step.torch_private import function_modes, functional_bodies
+from ampopt._step.torch_private import constant_to_dynamo, function_modes, functional_bodies
 from ampopt.precision.cast import as_tuple
 
 __all__ = ["autocast"]
@@ -163,7 +163,7 @@ def _spellings(names: Collection[str]) -> list[str]:
     return [spelling for name in names for spelling in (name, f"__{name}__", f"__r{name}__")]
 
 
-@torch.compiler.assume_constant_result
+@constant_to_dynamo
 def _check_names(allow: tuple[str, ...], deny: tuple[str, ...]) -> None:
     known = {f.__name__ for fs in get_overridable_functions().values() for f in fs}
     for name in (*allow, *deny):

@@ -88,6 +88,17 @@ def test_one_that_has_is_seen(source):
     assert _private_in(source, _known())
 
 
+def test_what_dynamo_takes_for_constant_is_marked_as_torch_marks_it():
+    def one():
+        pass
+
+    def other():
+        pass
+
+    assert vars(torch_private.constant_to_dynamo(one)) == {"_dynamo_marked_constant": True}
+    assert vars(torch.compiler.assume_constant_result(other)) == vars(one)
+
+
 def test_an_expanded_tensor_overlaps_itself():
     assert torch_private.overlaps_itself(torch.ones(1).expand(3))
     assert not torch_private.overlaps_itself(torch.ones(3)[::2])
