@@ -14,8 +14,9 @@ from torch import Tensor
 import ampopt
 from ampopt.testing.beside import set_learning_rate
 from ampopt.testing.blueprints import Blueprint
-from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, Machine, call
+from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, call
 from ampopt.testing.saving import loaded, written
+from ampopt.testing.windows import Windows
 
 __all__ = ["Changes", "kinds"]
 
@@ -41,7 +42,7 @@ class Saved(NamedTuple):
     mode: str | None
 
 
-class Changes(Machine):
+class Changes(Windows):
     """The machine with all of its calls."""
 
     saved: Saved | None = None
@@ -60,7 +61,7 @@ class Changes(Machine):
         if self.claims.checkpoints:
             self.saved = self.checkpoint()
 
-    @precondition(lambda self: not any(self.held) and self.pending is None)
+    @precondition(lambda self: not any(self.held) and self.is_idle)
     @rule(kind=kinds, number=st.sampled_from([2.0, 4.0]))
     @call
     def scale_by(self, kind: str, number: float) -> None:
@@ -131,7 +132,7 @@ class Changes(Machine):
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    @precondition(lambda self: self.pending is None and self.claims.checkpoints)
+    @precondition(lambda self: self.is_idle and self.claims.checkpoints)
     @rule(go_on_with_it=st.booleans())
     @call
     def save(self, go_on_with_it: bool) -> None:
@@ -159,7 +160,7 @@ class Changes(Machine):
     def may_load(self) -> bool:
         """There is a checkpoint of as many groups."""
         saved = self.saved
-        return saved is not None and len(saved.params) == len(self.params) and self.pending is None
+        return saved is not None and len(saved.params) == len(self.params) and self.is_idle
 
     def checkpoint(self) -> Saved:
         """All that there is to save."""
@@ -179,7 +180,7 @@ class Changes(Machine):
 
     # --- copies and groups -----------------------------------------------------------------------
 
-    @precondition(lambda self: self.pending is None and self.claims.deepcopies)
+    @precondition(lambda self: self.is_idle and self.claims.deepcopies)
     @rule()
     @call
     def deepcopy(self) -> None:

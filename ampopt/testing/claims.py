@@ -96,6 +96,7 @@ class Claims:
         checkpoints: ``state_dict`` holds all there is, and ``torch.load`` takes it by default.
         deepcopies: ``copy.deepcopy`` of optimizer and parameters works.
         grad_scaler: ``torch.amp.GradScaler`` may step it.
+        accumulates: what ``accumulate`` adds up may stand for the gradients of a step.
         sync_free: on a device its control points never wait for it.
         on_device: examples are run as on the CPU (``False``) and as on a device (``True``); see
             :func:`ampopt.testing.as_on_a_device`.
@@ -125,6 +126,7 @@ class Claims:
     checkpoints: ClassVar[bool] = True
     deepcopies: ClassVar[bool] = True
     grad_scaler: ClassVar[bool] = True
+    accumulates: ClassVar[bool] = True
     sync_free: ClassVar[bool] = False
     on_device: ClassVar[tuple[bool, ...]] = (False, True)
     settings: ClassVar[hypothesis.settings | None] = None

@@ -17,6 +17,7 @@ _PLUGIN = "ampopt.testing summary"
 _BY_CALL = {
     "save": "checkpoints",
     "load": "checkpoints",
+    "accumulate": "accumulates",
     "deepcopy": "deepcopies",
     "add_group": "several_groups",
 }

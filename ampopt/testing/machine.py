@@ -21,7 +21,7 @@ from ampopt.testing.device import as_on_a_device
 from ampopt.testing.strategies import NON_FINITE, values
 from ampopt.testing.training import seed
 
-__all__ = ["MOST", "Machine", "call"]
+__all__ = ["MOST", "Machine", "bad_gradients", "call", "some_gradients"]
 
 MOST = 4
 """Parameters at most; gradients are drawn for so many."""
@@ -29,11 +29,13 @@ FLOOR, CEILING, INTERVAL = 2.0**-2, 2.0**4, 2
 """Of the dynamic scales that are used."""
 
 _numbers = st.lists(values(torch.float32), min_size=1, max_size=3).map(tuple)
-_gradients = st.tuples(*[_numbers | st.none()] * MOST)
+some_gradients = st.tuples(*[_numbers | st.none()] * MOST)
+"""Numbers for each parameter, or none."""
 
-_bad = st.one_of(
+bad_gradients = st.one_of(
     st.none(), st.none(), st.tuples(st.integers(0, MOST - 1), st.sampled_from(NON_FINITE))
 )
+"""Which of them has a last element that is not finite, and that."""
 
 
 def call(rule: Any) -> Any:
@@ -108,7 +110,7 @@ class Machine(RuleBasedStateMachine):
             assert float(self.scale) == self.number
         refused: tuple[Any, ...] = (self.optimizer.step_after_unscale,)
         if self.pending is not None:
-            refused = (self.optimizer.unscale, self.optimizer.state_dict)
+            refused = (self.optimizer.unscale, self.optimizer.accumulate, self.optimizer.state_dict)
         for out_of_order in refused:
             with pytest.raises(RuntimeError, match="unscale"):
                 out_of_order()
@@ -122,7 +124,7 @@ class Machine(RuleBasedStateMachine):
     # --- gradients -------------------------------------------------------------------------------
 
     @precondition(lambda self: self.pending is None)
-    @rule(numbers=_gradients, bad=_bad)
+    @rule(numbers=some_gradients, bad=bad_gradients)
     @call
     def backward(self, numbers: tuple[Any, ...], bad: tuple[int, float] | None) -> None:
         """Gradients of a scaled loss, of some of the parameters."""
@@ -162,19 +164,27 @@ class Machine(RuleBasedStateMachine):
         self.multiply_gradients(0.5)
         self.take_the_step()
 
-    @precondition(lambda self: self.pending is not None or any(self.held))
+    @property
+    def has_gradients(self) -> bool:
+        """There are some, whether unscaled or not."""
+        return self.pending is not None or any(self.held)
+
+    @precondition(lambda self: self.has_gradients)
     @rule(set_to_none=st.booleans())
     @call
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop gradients, or have zeros in their place; and drop what was unscaled."""
-        zeros = [None if held is None else replace(held, numbers=(0.0,)) for held in self.held]
+        held = self.held
         self.optimizer.zero_grad(set_to_none)
         self.forget()
         if set_to_none or not self.claims.dense_gradients:
             for p in self.params:
                 p.grad = None  # a sparse gradient of zeros has no rows, where a blueprint's has
-        else:
-            self.held = zeros
+        else:  # where a sum stood for a gradient, there may have been none
+            self.held = [
+                None if own is None or p.grad is None else replace(own, numbers=(0.0,))
+                for p, own in zip(self.params, held, strict=True)
+            ]
 
     def forget(self) -> None:
         """No gradients, nothing pending."""

@@ -32,11 +32,11 @@ class Sequences(Claims):
     def test_any_sequence_of_calls(self) -> None:
         """Any calls in any order end where a plain training of the batches that counted ends.
 
-        Gradients come and go, overflow, are unscaled, edited, clipped, stepped with or dropped;
-        scales, learning rates and groups change; the optimizer is saved, loaded, taken back to what
-        was saved, and copied. Beside it the same optimizer, in its own dtype and so to the bit,
-        takes ``step()`` with unscaled gradients where a step should have happened, and is never
-        saved or copied; scale and pending flag are Python numbers.
+        Gradients come and go, overflow, are accumulated, unscaled, edited, clipped, stepped with or
+        dropped; scales, learning rates and groups change; the optimizer is saved, loaded, taken
+        back to what was saved, and copied. Beside it the same optimizer, in its own dtype and so to
+        the bit, takes ``step()`` with unscaled gradients where a step should have happened, and is
+        never saved or copied; scale and pending flag are Python numbers.
 
         What two calls do, one by one, right, they may do wrong in a row, and a long run makes all
         of them.
@@ -122,6 +122,7 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             self.begin_scaled(make, beside, params, on_device, kind)
 
         @precondition(lambda self: contract.several_groups and not self.pending)
+        @precondition(lambda self: self.sums is None)
         @precondition(lambda self: len(self.params) < MOST)
         @rule(shape=shapes, lr=st.sampled_from([0.5, 0.0625]))
         @call
@@ -141,13 +142,13 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             self.give_gradients(((1.0, -0.5),) * MOST, None)
             self.take_a_step(max_norm)
 
-        @precondition(lambda self: bool(contract.modes) and self.pending is None)
+        @precondition(lambda self: bool(contract.modes) and self.is_idle)
         @rule(mode=st.sampled_from(contract.modes or ("",)))
         @call
         def switch(self, mode: str) -> None:
             self.switch_to(mode)
 
-        @precondition(lambda self: bool(contract.calls) and self.pending is None)
+        @precondition(lambda self: bool(contract.calls) and self.is_idle)
         @rule(name=st.sampled_from(contract.calls or ("",)))
         @call
         def call_it(self, name: str) -> None:

@@ -661,10 +661,23 @@ class FirstScale(OwnHooks):
 
 
 @planted(
+    "adds up gradients that still carry their scale",
+    "any_sequence_of_calls",
+    **FEW,
+    checkpoints=False,
+    deepcopies=False,
+)
+class AddsUpScaled(Plain):
+    def accumulate(self, grads_scaled_by=None, **keywords):
+        return super().accumulate(None, **keywords)._replace(scale=grads_scaled_by)
+
+
+@planted(
     "moves parameters in a second call, whatever the gradients",
     "any_sequence_of_calls",
     **FEW,
     calls=("look_ahead",),
+    accumulates=False,
     checkpoints=False,
     deepcopies=False,
 )
