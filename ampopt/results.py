@@ -8,7 +8,7 @@ from torch import Tensor
 from ampopt.loss_scale.base import LossScale, drops
 from ampopt_kernels.found import Found
 
-__all__ = ["StepResult", "Unscaled", "as_flag", "is_flag", "overflowed"]
+__all__ = ["StepResult", "Unscaled", "as_flag", "found_behind", "is_flag", "overflowed"]
 
 
 class Unscaled(NamedTuple):
@@ -85,10 +85,15 @@ def is_flag(tensor: Tensor) -> bool:
     return hasattr(tensor, "_culprits")
 
 
+def found_behind(found_inf: Any) -> tuple[Found, ...]:
+    """What a flag was made of; nothing of what is none, or a copy."""
+    culprits = getattr(found_inf, "_culprits", ())
+    return culprits if isinstance(culprits, _Culprits) else ()
+
+
 def overflowed(found_inf: Tensor) -> list[str]:
     """The names of the parameters whose gradients made it; see :attr:`StepResult.overflowed`."""
-    culprits = getattr(found_inf, "_culprits", None)
-    if not isinstance(culprits, _Culprits) or not found_inf > 0:
+    if not found_behind(found_inf) or not found_inf > 0:
         return []
-    names = [name for part in culprits for name in part.overflowed()]
+    names = [name for part in found_behind(found_inf) for name in part.overflowed()]
     return list(dict.fromkeys(names))  # several micro-batches may have found one

@@ -12,7 +12,7 @@ import torch
 from ampopt._step import ranks
 from ampopt._step.replay import Replay, check_closure, check_loss, check_verdict, step_with
 from ampopt.loss_scale.given import request_for, successor_of
-from ampopt.results import StepResult, as_flag
+from ampopt.results import StepResult, as_flag, found_behind
 
 __all__ = ["step_after_unscale", "unscale_and_step"]
 
@@ -66,8 +66,9 @@ def unscale_and_step(
         def verdict() -> tuple[Any, Any]:
             with ours.told(loss):
                 decision = ours.judge(request_for(scale, max_norm=max_norm, write=write))
-            found_inf = 0.0 if decision is None else decision.overflow
-            return found_inf, successor_of(scale, decision)
+            if decision is None:
+                return 0.0, successor_of(scale, None)
+            return as_flag(decision.overflow, decision.found), successor_of(scale, decision)
 
         return loss, verdict
 
@@ -155,4 +156,4 @@ def _replayed(
     found_inf = ours.no_overflow() + float(replay.overflowed)
     if ours.causes and ours.decided is not None:
         found_inf = found_inf + ours.decided.found_inf
-    return StepResult(loss, as_flag(found_inf), replay.successor)
+    return StepResult(loss, as_flag(found_inf, found_behind(replay.found_inf)), replay.successor)

@@ -36,6 +36,7 @@ class Replay:
             one.
         successor: what follows ``scale`` after the last evaluation.
         overflowed: whether the last evaluation overflowed and was let pass.
+        found_inf: its flag, as the verdict gave it.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Replay:
         """
         self._evaluate = evaluate
         self.scale = self.successor = scale
-        self.overflowed = False
+        self.overflowed, self.found_inf = False, None
         self._max_replays = max_replays
         self._devices = [d for d in devices if d.type in ACCELERATORS]
         self._offenders = offenders
@@ -86,14 +87,14 @@ class Replay:
                 self._set_rng_state(state)
             look_anew()
             loss, finite, everywhere, verdict = self._evaluated()
-            found_inf, self.successor = verdict()
+            self.found_inf, self.successor = verdict()
             if self.scale is None:
                 return loss
             if not everywhere:
                 whose = "the loss of another rank is not finite"
                 whose = whose if finite else f"the loss is {_shown(loss)}"
                 raise self._error("loss", f"{whose}, which no scale can mend")
-            self.overflowed = bool(found_inf > 0)
+            self.overflowed = bool(self.found_inf > 0)
             if not self.overflowed or not drops(self.scale):
                 return loss
             if self.successor is self.scale:

@@ -171,6 +171,21 @@ def test_a_step_that_is_to_apply_what_overflowed_says_it_too():
     assert result.overflowed == [NAMES[5]]
 
 
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain, ampopt.LBFGS])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_step_with_a_closure_says_it_of_its_last_evaluation(cls, unscales):
+    scale = ampopt.StaticLossScale(4.0, drop_overflow_update=False)
+    for bad in ((4,), (), (0, 2)):
+        optimizer, params = made(cls)
+
+        def closure(scale: Any, optimizer: Any = optimizer, params: Any = params, bad: Any = bad):
+            give(params, bad)
+            return (1.0, *optimizer.unscale(grads_scaled_by=scale)) if unscales else 1.0
+
+        step = optimizer.step_after_unscale if unscales else optimizer.unscale_and_step
+        assert step(closure, scale).overflowed == [NAMES[i] for i in bad]
+
+
 def test_a_copy_or_a_file_has_the_flag_alone():
     optimizer, params = made(ampopt.SGD)
     give(params, [0])
