@@ -33,7 +33,8 @@ class autocast:
         checkpoint(block, x, use_reentrant=False, context_fn=ampopt.autocast.context_fn)
 
     Without that, torch runs the part without the lists, and raises as its results have another
-    dtype. Compiled functions need no ``context_fn``.
+    dtype; with ``use_reentrant=True``, which takes no ``context_fn``, it does not even raise. A
+    part that enters it by itself needs nothing, nor do compiled functions.
 
     **Where names do not reach.** What an operator does in C++ is not seen: for the product inside
     of ``torch.einsum``, name ``"einsum"``. Functions of ``torch.nn.functional`` that are written in

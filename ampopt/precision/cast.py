@@ -82,6 +82,9 @@ def run_in(module: Model, dtype: torch.dtype) -> Model:
     calls this ``to_float``, Paddle a black variable name, apex ``float_function``. Saying it again
     replaces what was said before.
 
+    What a hook makes of parameters before the module runs is not cast: use
+    ``torch.nn.utils.parametrizations.spectral_norm``, not ``torch.nn.utils.spectral_norm``.
+
     Args:
         module: any module; it is changed in place.
         dtype: a floating-point dtype.

@@ -202,6 +202,19 @@ def test_checkpoints_recompute_under_the_lists():
     assert all(map(torch.equal, got, expected))
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpointed_part_that_enters_it_by_itself_needs_nothing(use_reentrant):
+    block = Block()
+    part = autocast(deny=["linear"], allow=["softmax"])(block)
+    got = []
+    for call in (part, lambda x: checkpoint(part, x, use_reentrant=use_reentrant)):
+        block.zero_grad()
+        x = X.clone().requires_grad_()
+        call(x).float().square().sum().backward()
+        got.append([x.grad, block.linear.weight.grad])
+    assert all(map(torch.equal, *got))
+
+
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 def test_attention_is_seen_into(need_weights, training):

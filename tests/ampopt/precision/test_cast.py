@@ -257,6 +257,25 @@ def test_a_model_with_a_dtype_of_its_own_is_cast_around_it():
         assert ampopt.cast(model, LOW, outputs=LOW)(torch.ones(1, 8)).dtype == LOW
 
 
+@pytest.mark.parametrize("change", [ampopt.cast, ampopt.run_in])
+def test_parametrized_and_recurrent_modules(change):
+    norm = nn.utils.parametrizations.spectral_norm
+    x = torch.linspace(-1.0, 1.0, 48).reshape(2, 3, 8)
+    for make in (lambda: norm(nn.Linear(8, 4)), lambda: nn.LSTM(8, 4, batch_first=True)):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model: Any = make()
+        expected = copy.deepcopy(model)(x)
+        got = change(model, LOW)(x)
+        for a, b in zip(got, expected, strict=True):  # a batch, or outputs and states
+            for c, d in zip(a, b, strict=True):
+                assert c.dtype == LOW
+                torch.testing.assert_close(c.float(), d, atol=0.02, rtol=0.02)
+        (got if isinstance(got, torch.Tensor) else got[0]).float().sum().backward()
+        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+        copy.deepcopy(model)(x)
+
+
 def test_run_in_without_parameters():
     softmax: Any = ampopt.run_in(nn.Softmax(-1), FULL)
     assert softmax(torch.ones(2, 2, dtype=LOW)).dtype == FULL
