@@ -23,6 +23,7 @@ from support.torch_options import (
 
 import ampopt
 from ampopt.testing.bits import bits
+from ampopt_kernels.cpu import native
 
 pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
 
@@ -99,3 +100,13 @@ def test_a_parameter_trains_to_the_same_bits_beside_others_that_rest(options, ba
         return bits([(p, dict(optimizer.state[p])) for p in params_of(optimizer)])
 
     assert train(range(3)) == [train([i])[0] for i in range(3)]
+
+
+def test_gradients_of_who_has_no_rule_are_judged_by_the_compiled_loops(backend, monkeypatch):
+    monkeypatch.setattr(native, "numbers", None)
+    weights = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = ampopt.Adafactor([weights])
+    weights.grad = torch.full((3, 2), 8.0)
+    optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=1.0)
+    assert native.numbers is not None
+    assert optimizer.grad_norm == torch.tensor(24.0).sqrt()

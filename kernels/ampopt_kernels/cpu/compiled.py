@@ -26,7 +26,7 @@ from ampopt_kernels.cpu.bundles import BUNDLE, Part, Piece, pieces_of
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Work
+from ampopt_kernels.step import Partials, Request, Work
 
 __all__ = ["PATIENCE", "Compiled"]
 
@@ -64,8 +64,20 @@ class Compiled(Cpu):
         self._patience = patience
         self._broken = False
         self._spent: dict[_Key, float] = {}
+        self._detecting = 0.0
         self._libraries: dict[_Key, tuple[Library | None, bool]] = {}
         self._functions: dict[_Key, Any] = {}
+
+    def detect(self, work: Work, request: Request) -> Partials:
+        """See :meth:`Backend.detect`."""
+        if native.numbers is not None or work.rule is not None:  # which has loops prepared
+            return super().detect(work, request)
+        if self._loaded(native.library(), self._detecting >= self._patience) is not None:
+            native.loops()
+        start = time.perf_counter()
+        found = super().detect(work, request)
+        self._detecting += time.perf_counter() - start
+        return found
 
     def _apply(
         self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], parts: Sequence[Part]
