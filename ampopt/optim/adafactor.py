@@ -1,5 +1,6 @@
 """Adafactor."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt._step import gradients
-from ampopt._step.dtensor import placed_as
+from ampopt._step.dtensor import is_spread, placed_as
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.replay import evaluated
 from ampopt._step.stepping import Attached
@@ -118,16 +119,23 @@ def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, A
         state[name].copy_(placed_as(mean, state[name]))
         return state[name].to(dtype)
 
+    squares = g * g
     if g.ndim > 1:
-        row_var = average("row_var", g.norm(dim=-1, keepdim=True).square() / g.size(-1))
-        col_var = average("col_var", g.norm(dim=-2, keepdim=True).square() / g.size(-2))
-        variance = row_var @ col_var
-        variance.div_(row_var.mean(dim=-2, keepdim=True).clamp_(min=eps1))
+        row_var = average("row_var", squares.mean(-1, keepdim=True))
+        col_var = average("col_var", squares.mean(-2, keepdim=True))
+        mean = row_var.mean(dim=-2, keepdim=True).clamp_(min=eps1)
+        # Into memory that is there: to be given new pages may take longer than to fill them.
+        out = None if is_spread(g) else squares
+        update = torch.mul(row_var.rsqrt(), (col_var / mean).rsqrt(), out=out)
     else:
-        variance = average("variance", g * g).clone()
-    update = variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(g)
+        update = average("variance", squares).rsqrt()
+    # The variance, whose root was taken before it was as large as a matrix, is at least eps1 ** 2.
+    update = update.clamp_(max=1 / eps1 if eps1 else math.inf).mul_(g)
     denominator = (update.norm(2).double() / (update.numel() ** 0.5 * d)).clamp_min(1.0)
 
     if weight_decay != 0:
-        p = p * (1 - lr * weight_decay)
-    param.copy_(placed_as(p - update * (alpha / denominator).to(dtype), param))
+        p.mul_(1 - lr * weight_decay)
+    update.mul_((alpha / denominator).to(dtype))
+    p.sub_(placed_as(update, p))
+    if p.dtype != param.dtype:
+        param.copy_(p)
