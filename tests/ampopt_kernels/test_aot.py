@@ -21,11 +21,11 @@ LINE = re.compile(
 )
 
 
-def command(*arguments, **environment):
+def command(*arguments):
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", "ampopt_kernels.aot", *arguments],
-        env={**kept, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        env={**kept, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
     )
@@ -197,16 +197,20 @@ def test_every_rule_that_torch_lacks_compiles_and_moves_sixteen_bytes_at_a_time(
     assert all(m["vectorized"] == "yes" and m["spills"] == "0" for m in updates)
 
 
-def test_says_that_the_interpreter_compiles_nothing():
-    done = command(TRITON_INTERPRET="1")
-    assert done.returncode == 2
-    assert "TRITON_INTERPRET=1 replaces the compiler by the interpreter: unset it" in done.stderr
-
-
-def test_refuses_what_is_no_target():
-    done = command("--target", "h100")
-    assert done.returncode == 2
-    assert "--target must be like sm_90 or gfx942, got 'h100'" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "interpreted", "error"),
+    [
+        ((), True, "TRITON_INTERPRET=1 replaces the compiler by the interpreter: unset it"),
+        (("--target", "h100"), False, "--target must be like sm_90 or gfx942, got 'h100'"),
+    ],
+    ids=["interpreted", "no target"],
+)
+def test_refuses_what_it_cannot_compile(arguments, interpreted, error, monkeypatch, capsys):
+    monkeypatch.setattr(aot, "INTERPRETED", interpreted)
+    with pytest.raises(SystemExit) as ended:
+        aot.main(list(arguments))
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", rules.__all__)
