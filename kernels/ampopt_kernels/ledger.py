@@ -119,25 +119,24 @@ def note(
     device, wide = ledger.numbers.device, ledger.numbers.dtype
     zero = torch.zeros((), dtype=wide, device=device)
     skipped = zero if attempt.skip is None else (attempt.skip.reshape(()) > 0).to(wide)
-    squares, overflowed = torch.full_like(zero, NOT_GIVEN), zero
+    squares = torch.full_like(zero, NOT_GIVEN)
     if found is not None and found.measures is not None and parts:
         firsts = uploads.get("parts", [p.first for p in parts], torch.int64, device)
         places = uploads.get("places", [p.place for p in parts], torch.int64, device)
         flags = found.flags_on(device).to(wide)[firsts]
-        largest, used, flushed, sums = found.measures.to(device, wide)[firsts].unbind(1)
+        measures = found.measures.to(device, wide)[firsts]
         table = ledger.parameters[places]
-        table[:, 0] = torch.maximum(table[:, 0], largest)
+        table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
         table[:, 1] += flags
-        table[:, 2] = torch.where(flags > 0, attempt.number, table[:, 2])
-        table[:, 3] += used * (1 - skipped)
-        table[:, 4] += flushed * (1 - skipped)
+        table[:, 2].masked_fill_(flags > 0, attempt.number)
+        table[:, 3:] += measures[:, 1:3] * (1 - skipped)
         ledger.parameters[places] = table
-        overflowed = flags.amax()
-        squares = torch.where(overflowed > 0, float("inf"), sums.sum())
+        squares = measures[:, 3].sum().masked_fill((flags > 0).any(), float("inf"))
     if not notes_step:
         return
-    other = zero if attempt.cause is None else attempt.cause.reshape(()).to(wide)
-    cause = skipped * torch.where(other > 0, other, 1.0)
+    cause = skipped
+    if attempt.cause is not None:
+        cause = skipped * attempt.cause.reshape(()).to(wide).clamp(min=1)
     totals = ledger.totals
     totals[0] = (totals[0] + 1) * skipped
     totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause
