@@ -17,7 +17,16 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench import contenders, first_steps, launches, on_ranks, report, rows, workloads
+from ampopt.bench import (
+    autocast,
+    contenders,
+    first_steps,
+    launches,
+    on_ranks,
+    report,
+    rows,
+    workloads,
+)
 from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
@@ -72,6 +81,11 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     asked = {"clock": options.clock, "dtype": options.dtype, "ranks": options.ranks}
     about = {**report.environment(device), **asked}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
+    if options.autocast:
+        given = {"rounds": options.repeats, "seconds": options.seconds, "clock": options.clock}
+        print("\nmicroseconds of the host for each call of an operator, by what is around it:")
+        print(autocast.table(autocast.measure(device, **given)))
+        return
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
     print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
@@ -243,6 +257,11 @@ def _parser() -> argparse.ArgumentParser:
         "--launches",
         action="store_true",
         help="show what each launch takes of the host and of the device, nothing else",
+    )
+    parser.add_argument(
+        "--autocast",
+        action="store_true",
+        help="measure what ampopt.autocast costs the host for an operator, nothing else",
     )
     parser.add_argument(
         "--first-steps",

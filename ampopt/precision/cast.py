@@ -18,7 +18,6 @@ NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
 """The normalizations of torch, by type: what ``cast`` keeps in float32 unless told otherwise."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_HANDLES = "_ampopt_cast"  # where a module has those of our hooks
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -154,12 +153,12 @@ def _put_on_hooks(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype |
     handles = [module.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True)]
     if outputs is not None:
         handles.append(module.register_forward_hook(partial(_cast_outputs, outputs)))
-    module.__dict__[_HANDLES] = handles
+    module.__dict__["_ampopt_cast"] = handles
 
 
 def _take_off_hooks(model: nn.Module) -> None:
     for module in model.modules():
-        for handle in module.__dict__.pop(_HANDLES, ()):
+        for handle in module.__dict__.pop("_ampopt_cast", ()):
             handle.remove()
 
 

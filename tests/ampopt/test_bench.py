@@ -537,6 +537,16 @@ def test_first_steps_of_a_machine_that_compiles_nothing_are_refused(monkeypatch,
     assert "C++ compiler" in capsys.readouterr().err
 
 
+def test_autocast_is_measured_around_each_kind_of_operator(capsys):
+    run("--autocast", "--repeats", "2")
+    head, *found = capsys.readouterr().out.splitlines()[-4:]
+    assert re.split(r"\s{2,}", head)[1:] == [
+        "none", "torch.autocast", "without lists", "ampopt.autocast",
+    ]  # fmt: skip
+    assert [line[:12].strip() for line in found] == ["not listed", "in Python", "listed"]
+    assert all(float(number) > 0 for line in found for number in line[12:].split())
+
+
 def test_ranks_step_sharded_matrices_unless_asked_for_others(tiny, monkeypatch, capsys):
     asked, times = [], measure.Times(1e-3, 1e-3, 1e-3, 1e-3, 3, 1e-3).as_dict()
 

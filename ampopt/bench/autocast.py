@@ -1,0 +1,72 @@
+"""What ``ampopt.autocast`` costs the host for an operator, beside ``torch.autocast``."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ampopt
+from ampopt.bench.measure import interleaved
+
+__all__ = ["measure", "table"]
+
+_CALLS = 200
+"""In a row, under one context."""
+_OPERATORS: dict[str, Callable[[Tensor], object]] = {
+    "not listed": lambda x: x.add(1),
+    "in Python": F.softsign,
+    "listed": lambda x: x.exp(),
+}
+
+
+def measure(
+    device: torch.device, *, rounds: int, seconds: float, clock: str
+) -> dict[str, dict[str, float]]:
+    """Median seconds of the host for a call, by what is called and by the context around it.
+
+    What is listed computes in float32 under all of them, of a float32 tensor, so that none casts.
+    Synchronizes.
+    """
+    x = torch.ones(16, device=device)
+    found = {}
+    for what, call in _OPERATORS.items():
+        times = interleaved(
+            {name: _calls(call, x, make) for name, make in _contexts(device).items()},
+            lambda: None,
+            device,
+            rounds=rounds,
+            seconds=seconds / len(_OPERATORS),
+            clock=clock,
+        )
+        found[what] = {name: its.host / _CALLS for name, its in times.items()}
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, float]]) -> str:
+    """All of it as lines to print, in microseconds."""
+    lines = [f"{'an operator':12}" + "".join(f"{name:>17}" for name in next(iter(found.values())))]
+    for what, times in found.items():
+        lines.append(f"{what:12}" + "".join(f"{1e6 * seconds:17.2f}" for seconds in times.values()))
+    return "\n".join(lines)
+
+
+def _contexts(device: torch.device) -> dict[str, Callable[[], Any]]:
+    half = torch.bfloat16
+    return {
+        "none": contextlib.nullcontext,
+        "torch.autocast": lambda: torch.autocast(device.type, half),
+        "without lists": lambda: ampopt.autocast(device.type, half),
+        "ampopt.autocast": lambda: ampopt.autocast(device.type, half, deny=["exp"]),
+    }
+
+
+def _calls(call: Callable[[Tensor], object], x: Tensor, make: Callable[[], Any]) -> Any:
+    def step() -> None:
+        with make():
+            for _ in range(_CALLS):
+                call(x)
+
+    return step
