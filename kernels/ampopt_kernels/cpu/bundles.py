@@ -12,7 +12,7 @@ go.
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -153,12 +153,11 @@ class Piece:
 
     def each(self, h: tuple[Any, ...]) -> Iterator[Part]:
         """Each row as a part; ``h`` as for :meth:`alike`."""
-        columns = [x[self.places].tolist() if isinstance(x, Tensor) else x for x in h]
+        columns = (x[self.places].tolist() if isinstance(x, Tensor) else repeat(x) for x in h)
         sizes = [self.param.numel()] if self.copies is None else [p.numel() for p in self.params]
         start = 0
-        for row, size in enumerate(sizes):
-            own = tuple(x[row] if isinstance(x, list) else x for x in columns)
-            yield Part(start, start + size, own)
+        for size, *own in zip(sizes, *columns, strict=False):  # of which some have no end
+            yield Part(start, start + size, tuple(own))
             start += size
 
 
