@@ -1,7 +1,8 @@
 """``python -m ampopt.bench``: ampopt beside torch's for-loop, foreach and fused optimizers.
 
 Every contender steps under a loss scale, torch's under ``torch.amp.GradScaler`` (step and update)
-and ampopt's by ``unscale_and_step`` with a ``DynamicLossScale``, without clipping and with.
+and ampopt's by ``unscale_and_step`` with a ``DynamicLossScale``, without clipping and with. Of
+optimizers that torch lacks, such as LAMB, for-loop and foreach are pytorch_optimizer's.
 """
 
 import argparse
@@ -215,8 +216,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         choices=[*known, *others],
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(known)}; or {', '.join(others)}, of which "
-        "those that torch lacks are beside pytorch_optimizer's for-loop and foreach",
+        help=f"repeatable; default: all of {', '.join(known)}; or {', '.join(others)}",
     )
     parser.add_argument(
         "--workload",

@@ -97,25 +97,29 @@ extern "C" void update(
 _SUMS = """
 extern "C" const int64_t n_terms = {n_terms};
 
-// Half is added to half until one number is left of each term; what is missing of the width are
-// zeros. See cpu/sums.py.
+// Half is added to half until one number is left of each term; see cpu/sums.py. The first time that
+// is done as the terms are found.
 __attribute__((noinline)) static void sum_part(
     const double* h, void* const* tensors, int64_t start, int64_t size, double* out
 ) {{
     {before}
-    double terms[{n_terms}][{part}];
+    double terms[{n_terms}][{part} / 2];
+    int64_t half = 1;
+    while (2 * half < size) half *= 2;
     #pragma omp simd
-    for (int64_t j = 0; j < size; ++j) {{
+    for (int64_t j = 0; j < half; ++j) {{
         const int64_t i = start + j;
-        {each}
+        {stored}
     }}
-    int64_t width = 1;
-    while (width < size) width *= 2;
+    #pragma omp simd
+    for (int64_t j = 0; j < size - half; ++j) {{
+        const int64_t i = start + half + j;
+        {added}
+    }}
     for (int64_t k = 0; k < {n_terms}; ++k) {{
         double* term = terms[k];
-        for (int64_t j = size; j < width; ++j) term[j] = 0;
-        for (int64_t half = width / 2; half > 0; half /= 2)
-            for (int64_t j = 0; j < half; ++j) term[j] += term[half + j];
+        for (int64_t rest = half; rest /= 2;)
+            for (int64_t j = 0; j < rest; ++j) term[j] += term[rest + j];
         out[k] = term[0];
     }}
 }}
@@ -200,10 +204,11 @@ def source_of(
         given += (program,) * rule.draws
     returned = function(*given)
     if reduces:
-        for k, term in enumerate(returned):
-            program.each.append(f"terms[{k}][j] = {_cast(term, torch.float64)};")
-        body = {"n_terms": len(returned), "part": PART, "width": width, **program.body}
-        return Source(_PREAMBLE + _SUMS.format(**body), program.exact)
+        terms = [f"terms[{k}][j] {{}} {_cast(x, torch.float64)};" for k, x in enumerate(returned)]
+        body: dict[str, Any] = {**program.body, "part": PART, "width": width}
+        for name, to in {"stored": "=", "added": "+="}.items():
+            body[name] = "\n".join(program.each + [term.format(to) for term in terms])
+        return Source(_PREAMBLE + _SUMS.format(n_terms=len(terms), **body), program.exact)
     param, state = returned
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
     if by_chance:

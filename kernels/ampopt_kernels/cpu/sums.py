@@ -17,7 +17,7 @@ from ampopt_kernels.tensors import arithmetic, flat
 
 __all__ = ["PART", "halved", "in_order", "sum_of_squares", "sum_terms"]
 
-PART = 1 << 10
+PART = 1 << 11
 """Elements of a part: of a few terms in float64, what fits a core's first cache."""
 
 
