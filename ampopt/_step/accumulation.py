@@ -215,8 +215,10 @@ class Accumulation:
         window = self._window
         assert window is not None
         causes = request.causes
-        request = replace(request, max_norm=None, write=False, apply=False, causes=())
-        request = replace(request, measure=False)  # the step measures the sums
+        # The step measures the sums, and they are judged for other causes below.
+        request = replace(
+            request, max_norm=None, write=False, apply=False, measure=False, causes=()
+        )
         if gradients.present(self._groups):
             self._add(window, request, agreement)
         skip = None if window.kept is None else self._renormalise(window, request, agreement)
