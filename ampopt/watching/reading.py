@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ampopt_kernels.devices import ACCELERATORS, current, stream
-from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, Ledger
+from ampopt_kernels.ledger import CAUSES, COUNTS, RING, Ledger
 
 __all__ = ["Reading", "Taken", "described", "take"]
 
@@ -21,7 +21,7 @@ class Taken:
 
     Attributes:
         steps: attempts so far.
-        parameters: the five numbers of each by name; see :mod:`ampopt_kernels.ledger`.
+        parameters: the numbers of each by name; see :mod:`ampopt_kernels.ledger`.
         totals: skips in a row, and skips by cause.
         recent: shape (steps, RING), oldest first.
     """
@@ -102,7 +102,7 @@ class Reading:
         shares = []
         for names, ledger in self._copies:
             table = ledger.parameters
-            share = table[:, 4] / table[:, 3].clamp(min=1)
+            share = table[:, 3] / table[:, 2].clamp(min=1)
             if len(names):
                 place = int(share.argmax())
                 shares.append((float(share[place]), names[place]))
@@ -140,10 +140,10 @@ def described(taken: Taken) -> dict[str, Any]:
 
 
 def _parameter(row: Sequence[float]) -> dict[str, Any]:
-    largest, overflows, last, used, flushed = row
+    largest, overflows, used, flushed, *lately = row
     return {
         "overflows": int(overflows),
-        "last_overflow": int(last) or None,
+        "last_overflow": int(max(lately)) or None,
         "largest": largest,
         "underflow": flushed / used if used else 0.0,
     }
@@ -164,19 +164,33 @@ def _step(number: int, entry: Sequence[float]) -> dict[str, Any]:
 def merged(ranks: Sequence[Taken]) -> Taken:
     """What ranks that decide together have noted, as one.
 
-    Of a parameter that several have, in parts or alike, an overflow counts once a step on the rank
-    that has seen most of them. Squares add up to the norm.
+    Of a parameter that several have, in parts or alike, overflows in one step count once. Squares
+    add up to the norm.
     """
-    parameters: dict[str, list[float]] = {}
+    rows: dict[str, list[list[float]]] = {}
     for taken in ranks:
         for name, row in taken.parameters.items():
-            known = parameters.setdefault(name, [0.0] * COLUMNS)
-            largest = [max(a, b) for a, b in zip(known[:3], row[:3], strict=True)]
-            parameters[name] = largest + [a + b for a, b in zip(known[3:], row[3:], strict=True)]
+            rows.setdefault(name, []).append(row)
     first = ranks[0]
     recent = [list(entry) for entry in first.recent]
     for taken in ranks[1:]:
         for entry, other in zip(recent, taken.recent, strict=True):
             squares = [x for x in (entry[RING - 1], other[RING - 1]) if x >= 0]
             entry[RING - 1] = sum(squares) if squares else -1.0
+    parameters = {name: _joined(parts) for name, parts in rows.items()}
     return Taken(first.steps, parameters, first.totals, recent)
+
+
+def _joined(parts: Sequence[Sequence[float]]) -> list[float]:
+    """What ranks have noted of their parts of one parameter.
+
+    Of steps before those that every rank still tells, overflows are those of the part that had most
+    of them: at least so many there were.
+    """
+    known = max(min(part[COUNTS:]) for part in parts)  # 0 if all are told
+    lately = [{step for step in part[COUNTS:] if step >= max(known, 1)} for part in parts]
+    before = max(part[1] - len(steps) for part, steps in zip(parts, lately, strict=True))
+    every = set().union(*lately)
+    largest = max(part[0] for part in parts)
+    used, flushed = (sum(part[i] for part in parts) for i in (2, 3))
+    return [largest, before + len(every), used, flushed, *every, 0.0]

@@ -47,7 +47,9 @@ class Watch:
     nothing more is known of it, nor of a step after ``unscale_`` of torch's scaler.
 
     Where ranks decide together, each rank has a watch, and reading one is for all ranks to do at
-    the same step: it brings the parameters of all of them together. Under DDP each rank has all.
+    the same step: it brings the parameters of all of them together. Under DDP each rank has all. A
+    step in which several shards of a parameter overflowed counts once; where a shard has done so
+    more than 16 times, at least as often as the one that did most.
 
     The watch is not in the optimizer's state dict; it has its own. A copy of the optimizer has no
     watch. Parameters that are added later are watched, too.

@@ -2,7 +2,8 @@
 
 All of them are in one vector, so that one copy brings them to the host::
 
-    largest, overflows, last overflow, used, flushed     of each parameter
+    largest, overflows, used, flushed, and in a ring     of each parameter
+        the attempts in which it overflowed lately
     skips in a row, skips by each cause                  of the steps
     cause, scale, norm, squares                          of each of the last steps, in a ring
 """
@@ -18,10 +19,13 @@ from ampopt_kernels.found import Found
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["CAUSES", "COLUMNS", "RING", "Attempt", "Ledger", "Part", "note", "zeros"]
+__all__ = ["CAUSES", "COLUMNS", "COUNTS", "RING", "Attempt", "Ledger", "Part", "note", "zeros"]
 
-COLUMNS = 5
-"""Numbers of each parameter: the attempts are counted from 1, and 0 is none."""
+COUNTS = 4
+"""Numbers of each parameter before the attempts, which are counted from 1, and 0 is none."""
+COLUMNS = COUNTS + 16
+"""All of them. So many overflows of the shards of a parameter are told apart when ranks are read:
+those of one attempt are one."""
 CAUSES = ("overflow", "norm", "loss")
 """Why a step is skipped; counted from 1, and 0 is a step that was taken."""
 RING = 4
@@ -127,9 +131,11 @@ def note(
         measures = found.measures.to(device, wide)[firsts]
         table = ledger.parameters[places]
         table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
+        order = torch.arange(COLUMNS - COUNTS, device=device)
+        oldest = order == (table[:, 1:2] % len(order))
+        table[:, COUNTS:].masked_fill_(oldest & (flags > 0)[:, None], attempt.number)
         table[:, 1] += flags
-        table[:, 2].masked_fill_(flags > 0, attempt.number)
-        table[:, 3:] += measures[:, 1:3] * (1 - skipped)
+        table[:, 2:COUNTS] += measures[:, 1:3] * (1 - skipped)
         ledger.parameters[places] = table
         squares = measures[:, 3].sum().masked_fill((flags > 0).any(), float("inf"))
     if not notes_step:

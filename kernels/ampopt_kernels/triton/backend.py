@@ -10,7 +10,7 @@ from torch import Tensor
 from ampopt_kernels.cpu.native import want_object_loops
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
-from ampopt_kernels.ledger import Attempt, Ledger, Part
+from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Ledger, Part
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.triton.accumulate import accumulate_kernel
@@ -213,6 +213,8 @@ class Triton(Backend):
             "HAS_SCALE": attempt.scale is not None,
             "HAS_NORM": attempt.norm is not None,
             "STEP": notes_step,
+            "COUNTS": COUNTS,
+            "WIDTH": COLUMNS,
             "BLOCK": ROWS,
         }
         self._launch(device, watch_kernel, 1 + len(parts), arguments)

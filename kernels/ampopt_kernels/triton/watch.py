@@ -24,6 +24,8 @@ def watch_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_NORM: tl.constexpr,
     STEP: tl.constexpr,
+    COUNTS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add what detect found of one parameter, or, in the last program, the step itself.
@@ -46,6 +48,8 @@ def watch_kernel(
         HAS_SCALE: whether gradients were scaled.
         HAS_NORM: whether somebody asked for the norm.
         STEP: whether the step is noted here.
+        COUNTS: numbers of a parameter before its latest overflows.
+        WIDTH: all of its numbers.
         BLOCK: blocks at a time.
     """
     program = tl.program_id(0)
@@ -56,7 +60,7 @@ def watch_kernel(
     if program < n_parts:
         first = tl.load(parts + 3 * program)
         count = tl.load(parts + 3 * program + 1)
-        row = numbers + 5 * tl.load(parts + 3 * program + 2)
+        row = numbers + WIDTH * tl.load(parts + 3 * program + 2)
         flag = tl.zeros((BLOCK,), tl.float32)
         largest = tl.zeros((BLOCK,), tl.float64)
         used = tl.zeros((BLOCK,), tl.float64)
@@ -70,10 +74,12 @@ def watch_kernel(
             flushed += tl.load(measures + 4 * block + 2, mask=live, other=0.0)
         overflowed = tl.max(flag, 0) > 0
         tl.store(row, tl.maximum(tl.load(row), tl.max(largest, 0)))
-        tl.store(row + 1, tl.load(row + 1) + tl.where(overflowed, 1.0, 0.0))
-        tl.store(row + 2, tl.where(overflowed, number.to(tl.float64), tl.load(row + 2)))
-        tl.store(row + 3, tl.load(row + 3) + tl.sum(used, 0) * (1.0 - skipped))
-        tl.store(row + 4, tl.load(row + 4) + tl.sum(flushed, 0) * (1.0 - skipped))
+        overflows = tl.load(row + 1)
+        oldest = row + COUNTS + overflows.to(tl.int64) % (WIDTH - COUNTS)
+        tl.store(oldest, tl.where(overflowed, number.to(tl.float64), tl.load(oldest)))
+        tl.store(row + 1, overflows + tl.where(overflowed, 1.0, 0.0))
+        tl.store(row + 2, tl.load(row + 2) + tl.sum(used, 0) * (1.0 - skipped))
+        tl.store(row + 3, tl.load(row + 3) + tl.sum(flushed, 0) * (1.0 - skipped))
     elif STEP:
         squares = tl.zeros((BLOCK,), tl.float64)
         flag = tl.zeros((BLOCK,), tl.float32)
@@ -91,7 +97,7 @@ def watch_kernel(
         if HAS_CAUSE:
             other = tl.load(cause).to(tl.float64)
         why = skipped * tl.where(other > 0, other, 1.0)
-        totals = numbers + 5 * places
+        totals = numbers + WIDTH * places
         tl.store(totals, (tl.load(totals) + 1.0) * skipped)
         for i in tl.static_range(1, 4):
             tl.store(totals + i, tl.load(totals + i) + tl.where(why == i, 1.0, 0.0))

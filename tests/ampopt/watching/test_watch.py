@@ -16,6 +16,7 @@ import ampopt
 from ampopt import cuda_graphs
 from ampopt.testing import as_on_a_device, assert_no_sync
 from ampopt.testing.bits import bits, everything
+from ampopt_kernels.ledger import COLUMNS, COUNTS
 
 pytestmark = [
     pytest.mark.parametrize(
@@ -313,6 +314,7 @@ def test_a_state_is_loaded_with_weights_only_and_goes_on():
     torch.save(watch.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
+    assert state["parameters"][NAMES[0]][COUNTS:] == [2.0, 4.0, *[0.0] * (COLUMNS - COUNTS - 2)]
     for last in (3, 2, 7):
         other, params = made()
         resumed = ampopt.Watch(other, last=last)

@@ -3,11 +3,17 @@
 import math
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import example, given
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.watching.reading import Taken, merged
+from ampopt_kernels.found import Found, Owner
+from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Part, note, zeros
+from ampopt_kernels.triton.uploads import Uploads
 
 INF = float("inf")
 
@@ -51,7 +57,7 @@ def test_names_and_counts_of_all_ranks_are_in_one_reading(two_ranks):
 
 
 def shards() -> Any:
-    """One parameter in two shards, which overflow together and then one alone."""
+    """One parameter in two shards, which overflow together, and then each alone."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -59,7 +65,7 @@ def shards() -> Any:
     param = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     optimizer = ampopt.AdamW([("weight", param)])
     watch = ampopt.Watch(optimizer)
-    for bad in ((0, 3), (0,), ()):
+    for bad in ((0, 3), (0,), (), (3,), ()):
         whole = torch.ones(4)
         whole[list(bad)] = INF
         param.grad = distribute_tensor(whole, mesh, [Shard(0)])
@@ -69,7 +75,26 @@ def shards() -> Any:
 
 def test_a_parameter_in_shards_is_one(two_ranks):
     for read in two_ranks.run(shards):
-        assert read["skips"] == 2
-        assert read["parameters"]["weight"]["overflows"] == 2
-        assert read["parameters"]["weight"]["last_overflow"] == 2
+        assert read["skips"] == 3
+        assert read["parameters"]["weight"]["overflows"] == 3
+        assert read["parameters"]["weight"]["last_overflow"] == 4
         assert read["recent"][2]["norm"] == 2.0
+
+
+@given(st.lists(st.sets(st.integers(1, 40), max_size=30), min_size=1, max_size=3))
+@example([set(range(1, 31)), {1, 2}])  # of which the first part tells no more
+def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
+    told, uploads, measures = [], Uploads(), torch.zeros(1, 4, dtype=torch.float64)
+    for overflows in parts:
+        ledger = zeros(1, 1, torch.device("cpu"))
+        for number in sorted(overflows):
+            found = Found([True], [0], [Owner("weight", 0)], measures)
+            note(ledger, Attempt(number), found, [Part(0, 1, 0)], uploads, notes_step=False)
+        told.append(Taken(40, {"weight": ledger.parameters[0].tolist()}, [0.0] * 4, []))
+    row, steps = merged(told).parameters["weight"], set().union(*parts)
+    assert max(row[COUNTS:]) == max(steps, default=0)
+    most = max(map(len, parts))
+    if most <= COLUMNS - COUNTS or len(parts) == 1:
+        assert row[1] == len(steps)
+    else:
+        assert most <= row[1] <= len(steps)
