@@ -57,9 +57,9 @@ class Cpu(Eager):
             measured, sums = found_in(work, inverse)
             found = (measured,)
         if request.max_norm is not None:
-            unread = [p for p in parts if len(p[3]) > 1 or p[3][0] not in sums]
-            others = self._sums_of_squares([grad for grad, *_ in unread])
-            sums |= zip((among[0] for *_, among in unread), others, strict=True)
+            # Rows that are parts by themselves have been read if they were measured.
+            unread = {p[3][0]: p[0] for p in parts if len(p[3]) > 1 or p[3][0] not in sums}
+            sums |= zip(unread, self._sums_of_squares(list(unread.values())), strict=True)
             squares = [sums[among[0]] for *_, among in parts]
         if found:
             flags = [bool(flag) for flag in found[0].flags]
