@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["remember_builtins", "remember_dtypes"]
+__all__ = ["remember_builtins", "remember_dtypes", "remember_shapes"]
 
 
 def remember_builtins() -> None:
@@ -67,3 +67,28 @@ def remember_dtypes() -> None:
         return known[key]
 
     ours._get_np_dtype = get_np_dtype
+
+
+def remember_shapes() -> None:
+    """Make the shape and the size of a type once, not for each tensor that is of it.
+
+    A Triton whose tensors have other attributes is left alone.
+    """
+    from triton.language import core
+
+    tensor: Any = core.tensor
+    original = tensor.__init__
+    known: dict[str, Any] = {}
+
+    @functools.wraps(original)
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = type.name if type.is_block() else "scalar"
+        if key in known:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known[key]
+            return
+        original(self, handle, type)
+        if set(vars(self)) == {"handle", "type", "dtype", "shape", "numel"}:
+            known[key] = self.shape, self.numel
+
+    tensor.__init__ = init
