@@ -1,7 +1,8 @@
 """DTensors on ranks of this machine: a part of each tensor on each, and one decision for all.
 
-Ranks are processes that meet by gloo. Before each step all of them wait for one another, outside of
-the time, and all take the same steps in the same order: a step of anybody's is a collective.
+Ranks are processes that meet by gloo. All take the same steps in the same order, as a step of
+anybody's is a collective, and all begin each at one moment, for which they wait awake: the time
+that the system takes to wake up the last of them is nobody's.
 """
 
 import json
@@ -30,6 +31,9 @@ NAMES = ("foreach", "fused", contenders.AMPOPT)
 
 _PATIENCE = timedelta(seconds=60)
 """After which a rank that waits for another has lost it."""
+
+_UNTIL_ALL_KNOW = 2e-3
+"""Seconds from when the last rank is ready until all begin."""
 
 
 def measure(
@@ -133,7 +137,7 @@ def _times(
         for param, part in zip(params, parts, strict=True):
             laid_out = {"shape": param.shape, "stride": param.stride()}
             param.grad = DTensor.from_local(part.grad, mesh, [Shard(0)], **laid_out)
-        torch.distributed.barrier()
+        _begin_together()
 
     entered, missing = [], {}
     for name in NAMES:
@@ -154,6 +158,15 @@ def _times(
         )
         found.append({"times": {k: t.as_dict() for k, t in times.items()}, "missing": missing})
     return found
+
+
+def _begin_together() -> None:
+    """Come back on all ranks at the same time, by the clock of the machine that they share."""
+    begin = torch.tensor(time.perf_counter() + _UNTIL_ALL_KNOW, dtype=torch.float64)
+    torch.distributed.all_reduce(begin, torch.distributed.ReduceOp.MAX)
+    moment = begin.item()
+    while time.perf_counter() < moment:
+        pass
 
 
 def _least(rounds: float) -> int:
