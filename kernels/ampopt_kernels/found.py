@@ -52,6 +52,11 @@ class Found:
     owners: Sequence[Owner]
     measures: Tensor | None = None
 
+    @property
+    def surely_finite(self) -> bool:
+        """Whether the host sees, without waiting, that no part has overflowed."""
+        return not isinstance(self.flags, Tensor) and not any(self.flags)
+
     def overflowed(self) -> list[str]:
         """The names of the parameters that did, in their order. Synchronizes."""
         flags = self.flags.tolist() if isinstance(self.flags, Tensor) else self.flags

@@ -127,17 +127,19 @@ def note(
     if found is not None and found.measures is not None and parts:
         firsts = uploads.get("parts", [p.first for p in parts], torch.int64, device)
         places = uploads.get("places", [p.place for p in parts], torch.int64, device)
-        flags = found.flags_on(device).to(wide)[firsts]
         measures = found.measures.to(device, wide)[firsts]
         table = ledger.parameters[places]
         table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
-        order = torch.arange(COLUMNS - COUNTS, device=device)
-        oldest = order == (table[:, 1:2] % len(order))
-        table[:, COUNTS:].masked_fill_(oldest & (flags > 0)[:, None], attempt.number)
-        table[:, 1] += flags
         table[:, 2:COUNTS] += measures[:, 1:3] * (1 - skipped)
+        squares = measures[:, 3].sum()
+        if not found.surely_finite:
+            flags = found.flags_on(device).to(wide)[firsts]
+            order = torch.arange(COLUMNS - COUNTS, device=device)
+            oldest = order == (table[:, 1:2] % len(order))
+            table[:, COUNTS:].masked_fill_(oldest & (flags > 0)[:, None], attempt.number)
+            table[:, 1] += flags
+            squares = squares.masked_fill((flags > 0).any(), float("inf"))
         ledger.parameters[places] = table
-        squares = measures[:, 3].sum().masked_fill((flags > 0).any(), float("inf"))
     if not notes_step:
         return
     cause = skipped

@@ -1,6 +1,11 @@
 // What native.py declares, and reductions.py and gather_scatter.py call: loops over numbers in
 // memory, which need neither Python nor torch to compile.
 
+// Or else g++ makes vectors half as wide as they can be.
+#if defined(__AVX512F__) && !defined(__clang__)
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
