@@ -42,10 +42,10 @@ class autocast:
     Python are seen into, so that ``"linear"`` is found in ``torch.nn.MultiheadAttention``.
 
     **Cost**, of the host, besides the casts, measured against ``torch.autocast`` (torch 2.13.0,
-    Python 3.11, one thread of an x86-64 server): where lists are on, 1.3 µs more for an operator
-    that is not listed, 5.5 for a function of ``torch.nn.functional`` in Python, 19 for one that is
-    listed. Without lists, and in compiled code, nothing. ``python -m ampopt.bench --autocast``
-    measures it where you are.
+    Python 3.11, an x86-64 server): where lists are on, 1.7 µs more for an operator that is not
+    listed, 9.0 for a function of ``torch.nn.functional`` in Python, 9.0 for one that is listed.
+    Without lists, and in compiled code, nothing. ``python -m ampopt.bench --autocast`` measures it
+    where you are.
 
     Does not synchronize.
 
