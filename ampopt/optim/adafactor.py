@@ -44,11 +44,12 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Differs from torch: the step count and every norm stay on the parameter's device, where torch
-    waits for each of them. Arithmetic on float16 and bfloat16 parameters is float32. A parameter
-    without elements is left alone, where torch divides by zero; ``eps[0]=None`` means the epsilon
-    of each parameter's dtype, where torch takes the first one's for all of a group. On a
-    ``DTensor`` it does what it does on a whole tensor, where torch fails, or for vectors does not;
-    all ranks have to have its gradient, or none.
+    waits for each of them. Means are taken in fewer passes, and so rounded otherwise. Arithmetic on
+    float16 and bfloat16 parameters is float32. A parameter without elements is left alone, where
+    torch divides by zero; ``eps[0]=None`` means the epsilon of each parameter's dtype, where torch
+    takes the first one's for all of a group. On a ``DTensor`` it does what it does on a whole
+    tensor, where torch fails, or for vectors does not; all ranks have to have its gradient, or
+    none.
     """
 
     _ampopt = Attached(Ordinary, make_state=_state_of, meets=True)

@@ -111,7 +111,10 @@ def test_mixed_precision_as_it_comes(name, manual, scaler_class):
         net = Net(lambda params, of=of: getattr(of, name)(params, lr=0.01), manual=manual)
         trained(net, plugin)
         results.append((list(net.parameters()), plugin.scaler.state_dict()))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-6)
+    # Adafactor's last bits differ from torch's, and so, now and then, does what float16 makes of
+    # them in the next forward pass; a step is 1e-2.
+    atol = 1e-4 if name == "Adafactor" else 1e-6
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=atol)
     assert results[0][1] == results[1][1]
     assert results[0][1]["scale"] < OVERFLOWS
 
