@@ -222,11 +222,7 @@ class Accumulation:
         if gradients.present(self._groups):
             self._add(window, request, agreement)
         skip = None if window.kept is None else self._renormalise(window, request, agreement)
-        decision = None if request.scale is None else self._decided(window, request, agreement)
-        heard = None if decision is None else decision.found_inf  # by the scale
-        if decision is not None:
-            found_inf = decision.found_inf if skip is None else skip
-            decision = replace(decision, found_inf=found_inf, found=window.found)
+        decided = None if request.scale is None else self._decided(window, request, agreement)
         for _, param in window.params.values():
             if param.grad is not None:
                 self._stays(param)  # where it is put back
@@ -236,7 +232,12 @@ class Accumulation:
                 dtype = total.dtype
             _put(param, total if dtype is None else total.to(dtype), dtype)
         self._window = None
-        if decision is None or heard is None or not causes:
+        if decided is None:
+            return None
+        heard = decided.found_inf  # by the scale
+        found_inf = heard if skip is None else skip
+        decision = replace(decided, found_inf=found_inf, found=window.found)
+        if not causes:
             return decision
         judged = self._judged_for(causes, decision.found_inf, agreement, window.home)
         decision = decision.learning_where((judged.cause == 0) | (heard > 0), request)

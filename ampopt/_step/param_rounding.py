@@ -32,19 +32,16 @@ def is_stochastic(group: dict[str, Any]) -> bool:
     return group.get(PARAM_ROUNDING, "nearest") == "stochastic"
 
 
-def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor) -> Tensor | None:
+def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor, place: int) -> Tensor | None:
     """The keys of ``param``, made where they are missing; ``None`` if it is rounded as usual.
 
-    Each parameter has keys of its own, by its place among all.
+    Each parameter has keys of its own, by its ``place`` among all.
     """
     of_bfloat16 = param.dtype == torch.bfloat16 and not needs_master(group, param)
     if not (of_bfloat16 and is_stochastic(group)):
         return None
     state = optimizer.state[param]
-    kept = state.get(KEYS)
-    if kept is None:
-        params = (p for each in optimizer.param_groups for p in each["params"])
-        kept = STREAM * next(place for place, p in enumerate(params) if p is param)
+    kept = state.get(KEYS, STREAM * place)
     if not isinstance(kept, Tensor) or kept.dtype != torch.int64 or kept.device != param.device:
         state[KEYS] = torch.full((), int(kept), dtype=torch.int64, device=param.device)
     return state[KEYS]

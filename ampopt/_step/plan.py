@@ -89,12 +89,10 @@ class Plan:
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
         whose = {owner.key: owner for owner in gradients.owners(groups)}
-        self._streams: dict[int, int] = {}
-        if rule.draws:
-            params = (p for group in groups for p in group["params"])
-            self._streams = {id(p): place * STREAM for place, p in enumerate(params)}
+        everyone = [p for group in groups for p in group["params"]]
+        place_of = {id(p): place for place, p in enumerate(everyone)}
         made = [
-            self._row(steps, group, param, state, whose[id(param)])
+            self._row(steps, group, param, state, whose[id(param)], place_of[id(param)])
             for (group, param), state in zip(present, states, strict=True)
         ]
         rows, grads = [row for row, _ in made], [grad for _, grad in made]
@@ -106,7 +104,7 @@ class Plan:
             s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]
         ]
         held += [row.keys for row in rows if row.keys is not None]
-        spread = any(dtensor.is_spread(p) for group in groups for p in group["params"])
+        spread = any(map(dtensor.is_spread, everyone))
         self._guards = Guards(steps, flags, self._present, masters, held, grads, spread=spread)
         self.writes_gradients = all(
             row.grad_dtype == row.compute_dtype and grad.data_ptr() == _address_of_grad(p)
@@ -115,18 +113,24 @@ class Plan:
         self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._present)
 
     def _row(
-        self, steps: "RuleSteps", group: int, param: Tensor, state: dict[str, Any], owner: Owner
+        self,
+        steps: "RuleSteps",
+        group: int,
+        param: Tensor,
+        state: dict[str, Any],
+        owner: Owner,
+        place: int,
     ) -> tuple[Row, Tensor]:
-        """What a step does with ``param``, and its gradient."""
+        """What a step does with ``param``, whose ``place`` is that among all, and its gradient."""
         optimizer, masters = steps.optimizer, steps.masters
         rule, flags, staged = steps.rule, self._flags[group], self._staged
         local, agreement = dtensor.local, self.agreement
         master = masters.of(optimizer.param_groups[group], param)
         holder = masters.holder(optimizer.param_groups[group], param)
-        keys = keys_of(optimizer, optimizer.param_groups[group], param)
-        position = 0
+        keys = keys_of(optimizer, optimizer.param_groups[group], param, place)
+        position = place * STREAM if rule.draws else 0
         if keys is not None or rule.draws:
-            position = self._streams.get(id(param), 0) + position_of(param)
+            position += position_of(param)
         p = gradients.real(local(param.detach() if master is None else master))
         copy = None if master is None else staged.dense(local(param.detach()), p, written=True)
         grad = staged.dense(gradients.values_of(holder), p, written=False)

@@ -37,9 +37,9 @@ def update_kernel(
         RULE: the ``update`` of the rule.
         FLAGS: tuple of booleans for the rule.
         DTYPES: of gradient, parameter, each state, and the copy if there is one.
+        COPIED: whether the last is a low-precision copy of the parameter, only written.
         BY_CHANCE: whether the parameter, bfloat16, is rounded stochastically.
         DRAWS: whether the rule takes ``at``, for random numbers.
-        COPIED: whether the last is a low-precision copy of the parameter, only written.
         COMPUTE: the arithmetic dtype.
         ALIGNS: powers of two, bytes, that divide the addresses of each.
         N_H: scalars that the rule takes.
