@@ -19,7 +19,7 @@ from ampopt._step.overflow import decided_elsewhere, device_of, judge_held, work
 from ampopt.backend import backend_for
 from ampopt_kernels.found import Found
 from ampopt_kernels.step import Decision, Request, Row, Work, run
-from ampopt_kernels.tensors import real
+from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
@@ -142,11 +142,10 @@ class Accumulation:
     def _add(
         self, window: _Window, request: Request, agreement: ranks.Agreement | None
     ) -> Decision | None:
-        decision, present = None, gradients.present(self._groups)
+        decision, present = None, gradients.held(self._groups)
         if window.drop == "micro_batch":
             decision = judge_held(
                 present,
-                gradients.owners(self._groups),
                 request,
                 agreement,
                 window.home,
@@ -164,15 +163,14 @@ class Accumulation:
             window.learn(decision)
         return decision
 
-    def _works(self, window: _Window, present: Sequence[tuple[int, Tensor]]) -> list[Work]:
-        staged, rows, grads = gradients.Staged(), [], []
-        whose = gradients.owners(self._groups)
-        for (group, param), owner in zip(present, whose, strict=True):
+    def _works(self, window: _Window, present: Sequence[gradients.Held]) -> list[Work]:
+        rows, grads = [], []
+        for group, param, owner in present:
             values = gradients.values_of(param)
             fresh = id(param) not in window.params
             window.params[id(param)] = group, param
             total = real(dtensor.local(self._sum(param)))
-            grads.append(staged.dense(values, total, written=False))
+            grads.append(dense_like(values, total))
             rows.append(Row(values.dtype, total, flags=(fresh,), group=group, owner=owner))
         return works_of(rows, grads, self._uploads["add"])
 
@@ -286,8 +284,7 @@ class Accumulation:
     ) -> Any:
         """The decision on the sums, which stand for the gradients by now, for other causes."""
         return judge_held(
-            gradients.present(self._groups),
-            gradients.owners(self._groups),
+            gradients.held(self._groups),
             Request(found_inf=found_inf, causes=causes),
             agreement,
             home,

@@ -67,8 +67,7 @@ class ByRule(Stepping):
             return decision
         judged = replace(self.asking(request), max_norm=None)
         decision = judge_held(
-            self.masters.holders(written=False),
-            gradients.owners(self.optimizer.param_groups),
+            gradients.held(self.optimizer.param_groups),
             judged,
             self.agreement(),
             self.home,

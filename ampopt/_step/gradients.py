@@ -1,26 +1,23 @@
-"""The gradients of an optimizer as rows of work, checked before anything is touched."""
+"""The gradients of an optimizer: which there are, whose, and what is in the memory of each."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor, ranks
-from ampopt._step.torch_private import overlaps_itself
+from ampopt._step import dtensor
 from ampopt_kernels.found import Owner
-from ampopt_kernels.step import Row
-from ampopt_kernels.tensors import dense_like, real
+from ampopt_kernels.tensors import real
 
 __all__ = [
     "UNDERFLOWING",
-    "Staged",
+    "Held",
     "check",
+    "held",
     "name_of",
     "offenders",
-    "owners",
     "present",
-    "rows",
     "values_of",
     "with_groups",
 ]
@@ -72,10 +69,24 @@ def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:
     return "unknown parameter"
 
 
-def owners(param_groups: Iterable[dict[str, Any]]) -> list[Owner]:
-    """Whose each gradient is, in the order of :func:`present`."""
+class Held(NamedTuple):
+    """A gradient that is to be judged.
+
+    Attributes:
+        group: index of the param group.
+        tensor: whose ``grad`` it is: the parameter, or its master.
+        owner: the parameter.
+    """
+
+    group: int
+    tensor: Any
+    owner: Owner
+
+
+def held(param_groups: Iterable[dict[str, Any]]) -> list[Held]:
+    """The gradient of every parameter that has one, in the order of :func:`present`."""
     return [
-        Owner(_name(names, index, position), id(param))
+        Held(index, param, Owner(_name(names, index, position), id(param)))
         for index, group in enumerate(param_groups)
         for names in (group.get("param_names"),)
         for position, param in enumerate(group["params"])
@@ -124,7 +135,8 @@ def values_of(param: Tensor) -> Tensor:
     or negative, such as autograd leaves on complex parameters, is carried out. Of a gradient that
     is spread over ranks, these are the values that are here, placed as the parameter is.
     """
-    dtensor.settle(param)
+    if spread := dtensor.is_spread(param.grad):
+        dtensor.settle(param)
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
@@ -133,30 +145,7 @@ def values_of(param: Tensor) -> Tensor:
         return real(grad.detach().values())
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
-    return real(dtensor.local(grad).detach())
-
-
-class Staged:
-    """Dense copies of tensors that no flat kernel can address, and the way back.
-
-    Use :meth:`dense` for each tensor of a row, run the work, then :meth:`store`.
-    """
-
-    def __init__(self) -> None:
-        """Start with nothing staged."""
-        self.copies: list[tuple[Tensor, Tensor]] = []
-
-    def dense(self, tensor: Tensor, like: Tensor, *, written: bool) -> Tensor:
-        """``tensor`` laid out as ``like``; itself where it already is."""
-        copy = dense_like(tensor, like)
-        if written and copy is not tensor:
-            self.copies.append((tensor, copy))
-        return copy
-
-    def store(self) -> None:
-        """Copy what was written back to where it belongs."""
-        for original, copy in self.copies:
-            original.copy_(copy)
+    return real((dtensor.local(grad) if spread else grad).detach())
 
 
 def offenders(
@@ -173,37 +162,11 @@ def offenders(
     """
     inverse = 1.0 if scale is None else 1.0 / float(scale)
     for index, param in present(param_groups):
-        held = holder(param_groups[index], param)
-        if held.grad is None:
+        whose = holder(param_groups[index], param)
+        if whose.grad is None:
             continue
-        values = values_of(held)
+        values = values_of(whose)
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         unscaled = values.to(dtype) * torch.tensor(inverse, dtype=dtype)
         if not bool(unscaled.isfinite().all()):
             yield name_of(param_groups, param)
-
-
-def rows(
-    holders: Iterable[tuple[int, Tensor]],
-    staged: Staged,
-    agreement: ranks.Agreement | None,
-    whose: Iterable[Owner],
-    *,
-    written: bool,
-) -> tuple[list[Row], list[Tensor]]:
-    """A row for the gradient of each ``(group, tensor)``, read, or ``written`` back unscaled.
-
-    Returns:
-        The rows, and the gradients as kernels see them.
-    """
-    result, grads = [], []
-    for (index, param), owner in zip(holders, whose, strict=True):
-        values = values_of(param)
-        if written and overlaps_itself(values):
-            # An expanded gradient has one element in several places: it cannot be written.
-            param.grad = param.grad.clone(memory_format=torch.contiguous_format)  # type: ignore[union-attr]
-            values = values_of(param)
-        grads.append(staged.dense(values, values, written=written))
-        counted = agreement is None or agreement.counts(param, index)
-        result.append(Row(values.dtype, group=index, counted=counted, owner=owner))
-    return result, grads

@@ -68,22 +68,21 @@ class Masters:
     # --- whose gradients steps read -------------------------------------------------------------
 
     def holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        """Whose ``grad`` to step with: after :meth:`holders`, the master's, if there is one."""
+        """Whose ``grad`` to step with: after :meth:`take`, the master's, if there is one."""
         if not self.unscaled:
             return param
         return param if (master := self.of(group, param)) is None else master
 
-    def holders(self, *, written: bool) -> list[tuple[int, Tensor]]:
-        """``(group, tensor)`` for each tensor whose ``grad`` is read, or unscaled in place.
+    def take(self, held: list[gradients.Held]) -> list[gradients.Held]:
+        """Copy gradients of parameters that have masters to those, to be unscaled there.
 
-        Where it is ``written``, that of a parameter with a master is copied to the master.
+        Returns:
+            ``held``, with masters in the place of their parameters.
         """
-        groups = self._groups
-        holders = gradients.present(groups)
-        if not (written and self._kept):
-            return holders
-        result, unscaled = [], []
-        for index, param in holders:
+        if not self._kept:
+            return held
+        held, groups, unscaled = held.copy(), self._groups, []
+        for place, (index, param, owner) in enumerate(held):
             master = self.of(groups[index], param)
             if master is not None:
                 settle(param)
@@ -94,9 +93,9 @@ class Masters:
                 unscaled.append(
                     _Unscaled(param, grad, None if shared else torch_private.version(grad))
                 )
-            result.append((index, param if master is None else master))
+                held[place] = gradients.Held(index, master, owner)
         self.unscaled = tuple(unscaled)
-        return result
+        return held
 
     @torch.no_grad()
     def unscale(
@@ -115,22 +114,18 @@ class Masters:
         Returns:
             The decision; ``None`` if there are no gradients.
         """
-        optimizer: Any = self._optimizer()
-        write = request.scale is not None
+        groups, write = self._groups, request.scale is not None
+        held, home = gradients.held(groups), device_of(groups)
         if write:
-            self.check_float16()  # before masters are made
-        holders = self.holders(written=write)
-        home = device_of(optimizer.param_groups)
-        whose = gradients.owners(optimizer.param_groups)
-        decision = judge_held(
-            holders, whose, request, agreement, home, write=write, uploads=uploads
-        )
+            self.check_float16(held)  # before masters are made
+            held = self.take(held)
+        decision = judge_held(held, request, agreement, home, write=write, uploads=uploads)
         if decision is not None and request.max_norm is not None:
-            _multiply([gradients.values_of(held) for _, held in holders], decision.clip)
+            _multiply([gradients.values_of(tensor) for _, tensor, _ in held], decision.clip)
         return decision
 
     def drop_gradients(self) -> None:
-        """Forget what :meth:`holders` has put on the masters."""
+        """Forget what :meth:`take` has put on the masters."""
         if self.unscaled:
             self.unscaled = ()
             for param in self._with_masters():
@@ -160,19 +155,21 @@ class Masters:
 
     # --- what is refused --------------------------------------------------------------------------
 
-    def check_float16(self) -> None:
+    def check_float16(self, held: list[gradients.Held]) -> None:
         """Refuse gradients that would be unscaled in float16, for want of a master.
+
+        Args:
+            held: of parameters.
 
         Raises:
             RuntimeError: unscaled values would underflow to zero.
         """
         groups = self._groups
-        for index, param in gradients.present(groups):
-            assert param.grad is not None
+        for index, param, owner in held:
             in_place = not (self._kept and needs_master(groups[index], param))
             if in_place and param.grad.dtype in gradients.UNDERFLOWING:
                 raise RuntimeError(
-                    f"the gradient of {gradients.name_of(groups, param)} is "
+                    f"the gradient of {owner.name} is "
                     f"{str(param.grad.dtype).removeprefix('torch.')}, where unscaled values would "
                     "underflow to zero; keep the parameters in float32 and run the model under "
                     "torch.autocast, or use a rule-based optimizer with unscale_and_step(), which "

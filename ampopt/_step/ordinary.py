@@ -94,8 +94,9 @@ class Ordinary(Stepping):
 
     def check_gradients(self) -> None:
         """See :class:`Stepping`."""
-        gradients.check(self.optimizer.param_groups)
-        self.masters.check_float16()
+        groups = self.optimizer.param_groups
+        gradients.check(groups)
+        self.masters.check_float16(gradients.held(groups))
 
     def snapshot(self) -> Snapshot:
         """See :class:`Stepping`."""

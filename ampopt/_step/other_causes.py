@@ -12,27 +12,26 @@ from ampopt_kernels.step import Decision, Partials, Request, Work, run
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.transfers import carried
 
-__all__ = ["decide"]
+__all__ = ["OtherCauses"]
 
 
-def decide(works: Sequence[Work], request: Request) -> Decision:
-    """As :func:`ampopt_kernels.step.run`, with the causes of ``request``, if it has any."""
-    if not (request.causes and request.check):
-        return run(backend_for, works, request)
-    causes = _OtherCauses(request)
-    measures = any(cause.needs_norm for cause, _ in request.causes)
-    max_norm = float("inf") if request.max_norm is None and measures else request.max_norm
-    return causes.settled(
-        run(backend_for, works, replace(request, agree=causes, max_norm=max_norm))
-    )
-
-
-class _OtherCauses:
+class OtherCauses:
     """Joins further causes to the flag of a step, and keeps them from the loss scale."""
 
     def __init__(self, request: Request) -> None:
+        """Have the causes of ``request``."""
         self._request = request
         self._cause: Tensor | None = None
+
+    def run(self, works: Sequence[Work]) -> Decision:
+        """As :func:`ampopt_kernels.step.run`, but that the scale learns nothing of a cause."""
+        request = self._request
+        measures = any(cause.needs_norm for cause, _ in request.causes)
+        max_norm = float("inf") if request.max_norm is None and measures else request.max_norm
+        decision = run(backend_for, works, replace(request, agree=self, max_norm=max_norm))
+        cause = self._cause
+        assert cause is not None
+        return replace(decision, cause=cause).learning_where(cause == 0, request)
 
     def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
         """What all ranks have found, with a flag for whatever the step is to be skipped for."""
@@ -58,9 +57,3 @@ class _OtherCauses:
             cause.learn(its_values, judged, self._cause, bad)
         joined = (bad | (self._cause > 0)).to(torch.float32).reshape(1)
         return Partials(joined, found.squares, found.found)
-
-    def settled(self, decision: Decision) -> Decision:
-        """``decision``, of which the scale learns nothing if there was another cause."""
-        cause = self._cause
-        assert cause is not None
-        return replace(decision, cause=cause).learning_where(cause == 0, self._request)

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks
-from ampopt._step.other_causes import decide
-from ampopt_kernels.found import Owner
+from ampopt._step.other_causes import OtherCauses
+from ampopt._step.torch_private import overlaps_itself
+from ampopt.backend import backend_for
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Request, Row, Work
+from ampopt_kernels.step import Decision, Request, Row, Work, run
+from ampopt_kernels.tensors import dense_like
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = [
+    "decide",
     "decided_elsewhere",
     "device_of",
     "judge",
@@ -49,11 +52,9 @@ def judge(
     """
     gradients.check(param_groups)
     agreement = ranks.agreement(param_groups, process_group)
-    present = gradients.present(param_groups)
+    held, home = gradients.held(param_groups), device_of(param_groups)
     uploads = {} if uploads is None else uploads
-    home = device_of(param_groups)
-    whose = gradients.owners(param_groups)
-    return judge_held(present, whose, request, agreement, home, write=write, uploads=uploads)
+    return judge_held(held, request, agreement, home, write=write, uploads=uploads)
 
 
 def decided_elsewhere(
@@ -81,8 +82,7 @@ def decided_elsewhere(
 
 @torch.no_grad()
 def judge_held(
-    holders: Sequence[tuple[int, Tensor]],
-    whose: Sequence[Owner],
+    held: Sequence[gradients.Held],
     request: Request,
     agreement: ranks.Agreement | None,
     home: torch.device | None,
@@ -93,25 +93,43 @@ def judge_held(
     """As :func:`judge`, of gradients that were checked.
 
     Args:
-        holders: ``(group, tensor)``, each with a ``grad``.
-        whose: of the parameters that those are.
+        held: those gradients.
         request: as for :func:`judge`.
         agreement: of the ranks that decide together.
         home: where the decision is made if there are no gradients here.
         write: likewise.
         uploads: likewise.
     """
-    if not holders:
+    if not held:
         return decided_elsewhere(request, agreement, home)
-    staged = gradients.Staged()
-    rows, grads = gradients.rows(holders, staged, agreement, whose, written=write)
-    works = works_of(rows, grads, uploads)
+    rows, grads, copies = [], [], []
+    for group, tensor, owner in held:
+        values = gradients.values_of(tensor)
+        if write and overlaps_itself(values):
+            # An expanded gradient has one element in several places: it cannot be written.
+            tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
+            values = gradients.values_of(tensor)
+        grad = dense_like(values, values)
+        if write and grad is not values:
+            copies.append((values, grad))
+        grads.append(grad)
+        counted = agreement is None or agreement.counts(tensor, group)
+        rows.append(Row(grad.dtype, group=group, counted=counted, owner=owner))
     vote = None
     if agreement is not None and request.asks:
-        vote = ranks.Vote(agreement, len(holders))
-    decision = decide(works, replace(request, write=write, apply=False, agree=vote))
-    staged.store()
+        vote = ranks.Vote(agreement, len(held))
+    asked = replace(request, write=write, apply=False, agree=vote)
+    decision = decide(works_of(rows, grads, uploads), asked)
+    for values, unscaled in copies:
+        values.copy_(unscaled)
     return decision
+
+
+def decide(works: list[Work], request: Request) -> Decision:
+    """The decision on ``works``, for overflow and for what else ``request`` says."""
+    if request.causes and request.check:
+        return OtherCauses(request).run(works)
+    return run(backend_for, works, request)
 
 
 def works_of(
@@ -125,8 +143,9 @@ def works_of(
     for row, grad in zip(rows, grads, strict=True):
         device = grad.device
         if device not in works:
-            held = uploads.setdefault(device, Uploads())
-            works[device] = Work(device, [], [], rule, uploads=held)
+            if device not in uploads:
+                uploads[device] = Uploads()
+            works[device] = Work(device, [], [], rule, uploads=uploads[device])
         works[device].rows.append(row)
         works[device].grads.append(grad)
     return list(works.values())

@@ -24,6 +24,7 @@ from ampopt_kernels.found import Owner
 from ampopt_kernels.random_numbers import STREAM
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
+from ampopt_kernels.tensors import dense_like
 
 if TYPE_CHECKING:
     from ampopt._step.rule_steps import RuleSteps
@@ -59,7 +60,7 @@ class Plan:
         optimizer, keeper = steps.optimizer, steps.masters
         groups, rule = optimizer.param_groups, steps.rule
         check_plannable(steps)
-        self._staged = gradients.Staged()
+        self._copies: list[tuple[Tensor, Tensor]] = []  # what steps write to copies of
         self.agreement: ranks.Agreement | None = None
         self.apart: ranks.Apart | None = None
         try:
@@ -88,7 +89,7 @@ class Plan:
             rule = rule.with_float64_scalars
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
-        whose = {owner.key: owner for owner in gradients.owners(groups)}
+        whose = {one.owner.key: one.owner for one in gradients.held(groups)}
         everyone = [p for group in groups for p in group["params"]]
         place_of = {id(p): place for place, p in enumerate(everyone)}
         made = [
@@ -110,7 +111,7 @@ class Plan:
             row.grad_dtype == row.compute_dtype and grad.data_ptr() == _address_of_grad(p)
             for (row, grad), p in zip(made, self._present, strict=True)
         )
-        self.lasts = not self._staged.copies and not any(p.is_complex() for p in self._present)
+        self.lasts = not self._copies and not any(p.is_complex() for p in self._present)
 
     def _row(
         self,
@@ -123,7 +124,7 @@ class Plan:
     ) -> tuple[Row, Tensor]:
         """What a step does with ``param``, whose ``place`` is that among all, and its gradient."""
         optimizer, masters = steps.optimizer, steps.masters
-        rule, flags, staged = steps.rule, self._flags[group], self._staged
+        rule, flags, dense = steps.rule, self._flags[group], self._dense
         local, agreement = dtensor.local, self.agreement
         master = masters.of(optimizer.param_groups[group], param)
         holder = masters.holder(optimizer.param_groups[group], param)
@@ -132,15 +133,14 @@ class Plan:
         if keys is not None or rule.draws:
             position += position_of(param)
         p = gradients.real(local(param.detach() if master is None else master))
-        copy = None if master is None else staged.dense(local(param.detach()), p, written=True)
-        grad = staged.dense(gradients.values_of(holder), p, written=False)
+        copy = None if master is None else dense(local(param.detach()), p)
+        grad = dense_like(gradients.values_of(holder), p)
         row = Row(
             grad.dtype,
-            param=staged.dense(p, p, written=True),
+            param=dense(p, p),
             copy=copy,
             state=tuple(
-                staged.dense(gradients.real(local(state[part.name])), p, written=True)
-                for part in rule.state_for(flags)
+                dense(gradients.real(local(state[part.name])), p) for part in rule.state_for(flags)
             ),
             scalars=tuple(
                 state[part.name] if part in rule.scalar_state_for(flags) else None
@@ -154,6 +154,13 @@ class Plan:
             position=position,
         )
         return row, grad
+
+    def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """``tensor`` laid out as ``like``: where it is not, a copy, which a step copies back."""
+        copy = dense_like(tensor, like)
+        if copy is not tensor:
+            self._copies.append((tensor, copy))
+        return copy
 
     def renew(self, steps: "RuleSteps") -> bool:
         """Take up the gradients of this step; ``False`` if anything but them has changed."""
@@ -176,8 +183,8 @@ class Plan:
         Autograd is told of the writes, which kernels make behind its back, so that a backward pass
         through a graph that needs the old values is refused, as after a step of torch's.
         """
-        if self._staged.copies:
-            self._staged.store()
+        for original, copy in self._copies:
+            original.copy_(copy)
         bump_versions(self._present)
         for work in self.works:
             work.grads = []  # whose memory the next backward pass may need

@@ -12,14 +12,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import gradients, ranks
 from ampopt._step.masters import Masters, has_masters, needs_master
-from ampopt._step.other_causes import decide
-from ampopt._step.overflow import decided_elsewhere, device_of, judge_held
+from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_held
 from ampopt._step.param_rounding import is_stochastic
 from ampopt._step.plan import Plan, check_plannable
 from ampopt._step.rule_state import state_of
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.transaction import Skipper, skipper_of
-from ampopt_kernels.found import NOBODY
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
@@ -108,7 +106,7 @@ class RuleSteps:
         self._warn_of_float16()
         if self.need_torch():
             self.check_dtypes()
-            self.masters.check_float16()
+            self.masters.check_float16(gradients.held(groups))
         else:
             check_plannable(self)
 
@@ -202,10 +200,9 @@ class RuleSteps:
 
     def _unscale_used(self, request: Request) -> None:
         """Unscale the gradients in place, in their own dtype: the step has read them already."""
-        present = gradients.present(self.optimizer.param_groups)
+        held = gradients.held(self.optimizer.param_groups)
         unscale = Request(scale=request.scale, check=False)
-        whose = [NOBODY] * len(present)
-        judge_held(present, whose, unscale, None, None, write=True, uploads=self.uploads)
+        judge_held(held, unscale, None, None, write=True, uploads=self.uploads)
 
     # --- as torch does ----------------------------------------------------------------------------
 

@@ -261,7 +261,7 @@ class Stepping(ABC):
         """Put gradients that carry no scale on their masters, as :meth:`unscale` does others."""
         if self.rule is not None:
             self.rule.need_torch()
-        self.masters.holders(written=True)
+        self.masters.take(gradients.held(self.optimizer.param_groups))
 
     def take_sums(self, request: Request) -> Decision | None:
         """Have the step that follows find what was accumulated; see :meth:`Accumulation.take`."""
