@@ -86,7 +86,7 @@ def backend_for(device: torch.device) -> Backend:
     """
     name = _chosen or get_backend()
     if _looks_away and device.type == "cpu" and name != "triton":
-        return Eager(reads_cpu=False)
+        return Eager()
     if name == "auto":
         if device.type == "cpu":
             return _cpu_backend(name)

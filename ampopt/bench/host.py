@@ -17,7 +17,7 @@ import torch
 import ampopt
 from ampopt import backend
 from ampopt.bench import contenders, workloads
-from ampopt_kernels.cpu import native
+from ampopt_kernels.cpu import objects
 from ampopt_kernels.triton.backend import Triton
 
 __all__ = ["main"]
@@ -74,8 +74,8 @@ def _no_launches(tensors: int) -> Iterator[None]:
 
 
 def _have_object_loops() -> None:
-    native.want_object_loops()
-    native.object_loops(wait=True)
+    objects.loops.want()
+    objects.loops.asked(wait=True)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

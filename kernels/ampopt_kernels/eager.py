@@ -1,8 +1,7 @@
 """The eager backend: rules on torch tensors, wherever torch runs.
 
-The host may read a CPU tensor at no cost, so on the CPU decisions are Python numbers and a
-skipped step returns at once. On a device they stay tensors, and a skipped step selects the old
-values.
+Decisions stay tensors, and a skipped step selects the old values. On the CPU, whose tensors the
+host may read at no cost, ``cpu`` has another, where decisions are Python numbers.
 """
 
 import functools
@@ -34,24 +33,9 @@ class Eager(Backend):
 
     name = "eager"
 
-    def __init__(self, reads_cpu: bool = True) -> None:
-        """Make the backend.
-
-        Args:
-            reads_cpu: let the host look at CPU tensors. ``False`` takes on the CPU the path that
-                devices take.
-        """
-        self._reads_cpu = reads_cpu
-
-    def _reads(self, device: torch.device) -> bool:
-        return self._reads_cpu and device.type == "cpu"
-
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a row."""
-        inverse = 1.0
-        if request.scale is not None:
-            look = Tensor.item if self._reads(work.device) else _wide
-            inverse = reciprocal(look(request.scale))
+        inverse = 1.0 if request.scale is None else reciprocal(_wide(request.scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
         norms = request.max_norm is not None
         for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
@@ -83,7 +67,7 @@ class Eager(Backend):
 
     def accumulate(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.accumulate`. A part is a chunk."""
-        look = Tensor.item if self._reads(work.device) else _wide
+        look = Tensor.item if self.host_sees else _wide
         inverse = 1.0 if request.scale is None else reciprocal(look(request.scale))
         rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
         flags, rows = [], []
@@ -107,9 +91,9 @@ class Eager(Backend):
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`."""
-        device, reads = work.device, self._reads(work.device)
-        look = Tensor.item if reads else _wide
-        make: Any = torch.tensor if reads else _made
+        device, sees = work.device, self.host_sees
+        look = Tensor.item if sees else _wide
+        make: Any = torch.tensor if sees else _made
 
         found: Any = 0.0
         if request.check and partials is not None:
@@ -144,7 +128,7 @@ class Eager(Backend):
         scale = counters = None
         if request.policy is not None:
             assert request.scale is not None and request.counters is not None
-            read = Tensor.tolist if reads else _unbound  # at once
+            read = Tensor.tolist if sees else _unbound  # at once
             new = _next_scale(look(request.scale), *read(request.counters), found, request.policy)
             scale = make(new[0], dtype=request.scale.dtype, device=device)
             if request.scale.ndim:
@@ -154,7 +138,7 @@ class Eager(Backend):
         factors = Factors(skip, inverse, coefficient)
         return Decision(
             found_inf=make(found, dtype=torch.float32, device=device),
-            factors=factors if reads else make(factors, dtype=widest(device), device=device),
+            factors=factors if sees else make(factors, dtype=widest(device), device=device),
             norm=norm,
             scale=scale,
             counters=counters,
@@ -188,16 +172,8 @@ class Eager(Backend):
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
-        reads = self._reads(work.device)
-        factors = decision.factors_on_host if reads else decision.factors_on_device.unbind()
-        skip, inverse, clip = factors
-        keep: Callable[[Tensor, Tensor], Tensor]
-        if isinstance(skip, Tensor):
-            keep = functools.partial(_select, skip > 0)
-        elif skip > 0:
-            return
-        else:
-            keep = _take_new
+        skip, inverse, clip = decision.factors_on_device.unbind()
+        keep = functools.partial(_select, skip > 0)
         rule = work.rule
         assert rule is not None
         advanced = _advance(work, rule, keep, decision.sums)
@@ -220,10 +196,6 @@ class Eager(Backend):
                 position += grad.numel()
                 for old, new in zip(stored, (param, *state, *copy), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
-
-
-def _take_new(old: Tensor, new: Tensor) -> Tensor:
-    return new
 
 
 def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:

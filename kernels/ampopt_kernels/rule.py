@@ -274,6 +274,20 @@ class Rule:
         return torch_language.dividing(torch_language.bind(self.before_reduce))
 
     @functools.cached_property
+    def scalars_on_numbers(self) -> Any:
+        """``scalars(s, h, flags)`` on Python numbers: as :attr:`torch_scalars`, in less time."""
+        scalars = torch_language.bind(self.scalars, torch_language.on_numbers)
+        n = self.scalars_arguments
+
+        def on_numbers(*given: Any) -> Any:
+            try:
+                return scalars(*given[:n])
+            except (ArithmeticError, ValueError):  # where devices have an infinity or NaN
+                return self.torch_scalars(*given)
+
+        return on_numbers
+
+    @functools.cached_property
     def torch_scalars(self) -> Any:
         """``scalars(s, h, flags, sums, totals)`` on torch tensors, however many it takes."""
         scalars, n = torch_language.bind(self.scalars), self.scalars_arguments

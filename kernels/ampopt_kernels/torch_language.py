@@ -42,6 +42,7 @@ def _unary(on_tensor: Callable[..., Any], on_number: Callable[..., Any]) -> Call
         except (ValueError, ArithmeticError):  # where tensors have an infinity or NaN
             return on_tensor(torch.tensor(x, dtype=float64, device="cpu")).item()
 
+    function.on_number = on_number  # type: ignore[attr-defined]
     return function
 
 
@@ -161,6 +162,17 @@ class _InFloat64:
 in_float64 = _InFloat64()
 
 
+class _OnNumbers:
+    """The language for Python numbers alone, whose functions raise where they have no value."""
+
+    def __init__(self) -> None:
+        vars(self).update({n: getattr(f, "on_number", f) for n, f in globals().items()})
+        self.HELPERS = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_this_module, name)
+
+
 _NOT_LANGUAGE = {
     "HELPERS",
     "bind",
@@ -171,6 +183,7 @@ _NOT_LANGUAGE = {
     "functools",
     "in_float64",
     "jit",
+    "on_numbers",
     "math",
     "types",
     "torch",
@@ -245,3 +258,4 @@ def _as_tensors(value: Any, like: torch.Tensor) -> Any:
 import sys  # noqa: E402
 
 _this_module = sys.modules[__name__]
+on_numbers = _OnNumbers()

@@ -17,4 +17,4 @@ def param() -> Parameter:
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """The host may not look at CPU tensors at no cost; else there would be no transactions."""
-    monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager(reads_cpu=False))
+    monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager())

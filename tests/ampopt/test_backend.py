@@ -14,7 +14,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt import backend as backends
 from ampopt.testing.bits import bits, everything, state_of
-from ampopt_kernels.cpu import compiled, native
+from ampopt_kernels.cpu import compiled, numbers
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library, cpp_compiler
 from ampopt_kernels.cpu.compiled import Compiled
@@ -186,7 +186,7 @@ class Compiler:
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
     """Of rules; the loops over numbers are compiled as ever, before."""
-    native.loops()
+    numbers.loops()
     faked = Compiler()
     monkeypatch.setattr(compiled, "Library", faked.library)
     return faked
@@ -228,7 +228,7 @@ def test_whenever_auto_changes_a_run_has_the_same_bits(change, max_norm, save):
         with pytest.MonkeyPatch.context() as patch:
             faked = Compiler()
             patch.setattr(compiled, "Library", faked.library)
-            patch.setattr(native, "numbers", native.loops() if changes_at < 9 else None)
+            patch.setattr(numbers, "loaded", numbers.loops() if changes_at < 9 else None)
             backend = Compiled(patience=1e-9)
             patch.setattr(backends, "_cpu_backend", lambda name: backend)
             source = torch.Generator().manual_seed(0)
@@ -253,7 +253,7 @@ def test_whenever_auto_changes_a_run_has_the_same_bits(change, max_norm, save):
             used = bool(backend._functions)
             return bits([(p, dict(optimizer.state[p])) for p in params]), used
 
-    native.loops()
+    numbers.loops()
     before, used = train(9)
     assert not used
     after, used = train(change, save)

@@ -26,7 +26,7 @@ def eager():
 @pytest.fixture
 def on_a_device(eager, monkeypatch):
     """CPU tensors at which the host may not look, as on an accelerator."""
-    device = Eager(reads_cpu=False)
+    device = Eager()
     monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: device)
 
 

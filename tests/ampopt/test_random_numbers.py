@@ -79,7 +79,7 @@ def test_backends_draw_the_same(backend, monkeypatch):
     """Uniform ones to the bit; normal ones as the functions that they are made by round."""
     uniform, normal = trained("eager"), trained("eager", Langevin)
     if backend == "eager":  # as on a device
-        monkeypatch.setattr("ampopt.backend._cpu_backend", lambda _: Eager(reads_cpu=False))
+        monkeypatch.setattr("ampopt.backend._cpu_backend", lambda _: Eager())
     for a, b in zip(uniform, trained(backend), strict=True):
         torch.testing.assert_close(a[: len(b)] if a.ndim == 1 else a, b, rtol=0, atol=0)
     for a, b in zip(normal, trained(backend, Langevin), strict=True):

@@ -16,7 +16,7 @@ def stepped_and_skipped(skip_by: str, foreach: bool) -> list[torch.Tensor]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     chosen = backend._cpu_backend  # as on a device, where there are transactions
-    backend._cpu_backend = lambda _: Eager(reads_cpu=False)  # type: ignore[assignment]
+    backend._cpu_backend = lambda _: Eager()  # type: ignore[assignment]
     mesh = init_device_mesh("cpu", (2,))
     p = Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
     if foreach:

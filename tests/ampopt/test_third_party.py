@@ -157,7 +157,7 @@ def steps(optimizer: Any, numbers: Iterable[int]) -> None:
 def skip_by(request, monkeypatch):
     """The host sees the flag; it does not, and ``skip_by`` is "auto", or says "transaction"."""
     if request.param != "host":
-        monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager(reads_cpu=False))
+        monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager())
     return "transaction" if request.param == "transaction" else "auto"
 
 

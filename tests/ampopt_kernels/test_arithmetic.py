@@ -66,8 +66,8 @@ def test_a_step_makes_no_float64(plan: WorkPlan, max_norm, overflow):
     )
     before = built.fingerprints()
     with NoFloat64():
-        decision = run(lambda _: Eager(reads_cpu=False), [built.work], request)
-        run(lambda _: Eager(reads_cpu=False), [built.work], Request(write=True, apply=False))
+        decision = run(lambda _: Eager(), [built.work], request)
+        run(lambda _: Eager(), [built.work], Request(write=True, apply=False))
     assert (decision.found_inf > 0).item() == overflow
     assert decision.scale is not None
     assert decision.scale.item() == (1.0 if overflow else 4.0)

@@ -54,7 +54,6 @@ def _triton() -> Backend:
 
 ENGINES: dict[str, Callable[[], Backend]] = {
     "eager": Eager,
-    "eager as on a device": lambda: Eager(reads_cpu=False),
     "cpu": Cpu,
     "triton": _triton,
 }

@@ -3,12 +3,12 @@
 import pytest
 
 from ampopt_kernels.cpu.build import cpp_compiler
-from ampopt_kernels.cpu.native import object_loops, want_object_loops
+from ampopt_kernels.cpu.objects import loops
 
 
 def need_object_loops() -> None:
     """Have them compiled, which is waited for; skip without a compiler."""
     if cpp_compiler() is None:
         pytest.skip("there is no C++ compiler here")
-    want_object_loops()
-    assert object_loops(wait=True) is not None
+    loops.want()
+    assert loops.asked(wait=True) is not None

@@ -4,6 +4,7 @@ The rows are taken in the pieces of ``pieces``. The host may read a CPU tensor a
 skipped step returns at once.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.bundles import Part, Piece, pieces_of
+from ampopt_kernels.cpu.bundles import Part, Piece, Pieces
 from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
@@ -32,22 +33,22 @@ class Cpu(Eager):
 
     def prepare(self, work: Work) -> None:
         """See :meth:`Backend.prepare`."""
-        made = pieces_of(work)
-        if made.prepared_by is not self:
-            made.prepared_by = self if self._prepare(work) else None
+        if not isinstance(work.table, Pieces):
+            work.table = Pieces.of(work)
+        if work.table.prepared_by is not self:
+            work.table.prepared_by = self if self._prepare(work) else None
 
     def detect(self, work: Work, request: Request) -> Partials:
-        """See :meth:`Backend.detect`. A part is a bundle, or a row that is in none."""
+        """See :meth:`Backend.detect`. A part is a piece, or a row if none were prepared."""
         parts: list[tuple[Tensor, torch.dtype, bool, Sequence[int]]]
-        if work.rule is None:
+        pieces = []
+        if isinstance(work.table, Pieces):
+            pieces = [piece for _, piece in work.table.pieces]
+            parts = [(p.gather(work), p.dtype, p.rows[0].counted, p.among) for p in pieces]
+        else:
             parts = [
                 (grad, row.compute_dtype, row.counted, (place,))
                 for place, (grad, row) in enumerate(zip(work.grads, work.rows, strict=True))
-            ]
-        else:
-            parts = [
-                (p.gather(work), p.dtype, p.rows[0].counted, p.among)
-                for _, p in pieces_of(work).pieces
             ]
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
         parts = [part for part in parts if part[0].numel()]
@@ -79,8 +80,8 @@ class Cpu(Eager):
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
             squares = squares * inverse * inverse
         if request.write:
-            gathered = [] if work.rule is None else [p.grad for _, p in pieces_of(work).pieces]
-            _multiply(work.grads + [grad for grad in gathered if grad is not None], inverse)
+            gathered = [piece.grad for piece in pieces if piece.grad is not None]
+            _multiply(work.grads + gathered, inverse)
         return Partials(flags, squares, found)
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
@@ -93,15 +94,16 @@ class Cpu(Eager):
         if skip > 0:
             return sums
         last, h = None, ()
-        for block, piece in pieces_of(work).pieces:
+        for block, piece in work.table.pieces:
             if block is not last:
                 last, h = block, (inverse, clip, *block.before_reduce(rule, work.hyper))
-            grad = piece.gather(work, again=False)
+            grad = piece.gather(work)
             if piece.copies is not None:
                 piece.copies.load()
             n_state = len(rule.state_for(piece.flags))
             tensors = (grad, piece.param, *piece.rest[:n_state])
-            sums[list(piece.among)] = self._sum(rule, piece, tensors, list(piece.each(h)))
+            summed = piece.sums or functools.partial(self._sum, rule, piece)
+            sums[list(piece.among)] = summed(list(piece.each(h)), tensors)
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -109,17 +111,17 @@ class Cpu(Eager):
         skip, inverse, clip = decision.factors_on_host
         rule = work.rule
         assert rule is not None
-        made = pieces_of(work)
         last, h, varies = None, (), False
-        for block, piece in made.pieces:
-            grad = piece.gather(work, again=False)
+        for block, piece in work.table.pieces:
+            grad = piece.gather(work)
             piece.gathered_at = None
             if skip > 0:
                 continue
             if block is not last:
                 last = block
-                sums = decision.sums
-                advanced, varies = block.advance(rule, work.hyper, made.advanced, sums)
+                advanced, varies = block.advance(
+                    rule, work.hyper, work.table.advanced, decision.sums
+                )
                 h = (inverse, clip, *advanced)
             if piece.copies is not None:
                 piece.copies.load()
@@ -133,7 +135,8 @@ class Cpu(Eager):
                 parts = list(piece.alike(h))
             else:
                 parts = [Part(0, grad.numel(), h)]
-            self._apply(rule, piece, tensors, parts)
+            apply = piece.function or functools.partial(self._apply, rule, piece)
+            apply(parts, tensors)
             if piece.copies is not None:
                 piece.copies.store()
                 if piece.rounded is not None:
@@ -157,14 +160,14 @@ class Cpu(Eager):
         return True
 
     def _sum(
-        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], rows: Sequence[Part]
+        self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
     ) -> Tensor:
         """The terms of the rule over each row of a piece, shape (rows, terms)."""
         sums = [sum_terms(rule, piece.flags, row.of(tensors), row.h) for row in rows]
         return torch.stack(sums)
 
     def _apply(
-        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], parts: Sequence[Part]
+        self, rule: Rule, piece: Piece, parts: Sequence[Part], tensors: Sequence[Tensor]
     ) -> None:
         """Apply the rule to the parts of a piece."""
         for part in parts:

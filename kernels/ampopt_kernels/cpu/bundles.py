@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
-from ampopt_kernels.cpu.reductions import common
+from ampopt_kernels.cpu.numbers import common
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat
 
-__all__ = ["BUNDLE", "SMALL", "Part", "Piece", "Pieces", "pieces_of"]
+__all__ = ["BUNDLE", "SMALL", "Part", "Piece", "Pieces"]
 
 SMALL = 1 << 14
 """Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
@@ -121,11 +121,11 @@ class Piece:
         """The parameter of each row."""
         return _params(self.rows)
 
-    def gather(self, work: Work, again: bool = True) -> Tensor:
-        """The gradients, end to end, flat; those gathered before, unless ``again`` or others."""
+    def gather(self, work: Work) -> Tensor:
+        """The gradients, end to end, flat; once for each step."""
         if self.grad is None or self.copies is None:
             return flat(work.grads[self.among[0]])
-        if again or self.gathered_at != work.stamp:
+        if self.gathered_at != work.stamp:
             if isinstance(self.among, range):
                 grads = work.grads[self.among.start : self.among.stop]
             else:
@@ -226,7 +226,7 @@ class Block:
             key = array("d", [*counts, *numbers]).tobytes()
             last = advanced.get(self.group)
             if last is None or last.key != key:
-                new_s, new_h = rule.torch_scalars(tuple(counts), tuple(numbers), flags)
+                new_s, new_h = rule.scalars_on_numbers(tuple(counts), tuple(numbers), flags)
                 last = _Advanced(key, tuple(map(float, new_s)), tuple(map(float, new_h)))
                 advanced[self.group] = last
             for stored, value in zip(self.scalars, last.scalars, strict=True):
@@ -275,7 +275,7 @@ class _Advanced(NamedTuple):
 
 @dataclass
 class Pieces:
-    """The form of the rows that is kept from step to step.
+    """The form of the rows that is kept from step to step: the ``table`` of a work.
 
     Attributes:
         pieces: what the rule is applied to at a time, with the block of each.
@@ -287,10 +287,9 @@ class Pieces:
     prepared_by: Any = None
     advanced: dict[int, _Advanced] = field(default_factory=dict)
 
-
-def pieces_of(work: Work) -> Pieces:
-    """All rows in pieces; made once for each plan."""
-    if not isinstance(work.table, Pieces):
+    @staticmethod
+    def of(work: Work) -> "Pieces":
+        """All rows in pieces."""
         blocks: list[list[Row]] = []
         for row in work.rows:
             if blocks and _advance_together(blocks[-1][-1], row):
@@ -299,8 +298,7 @@ def pieces_of(work: Work) -> Pieces:
                 blocks.append([row])
         starts = accumulate((len(rows) for rows in blocks), initial=0)
         made = [Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
-        work.table = Pieces([(block, piece) for block in made for piece in block.pieces])
-    return work.table
+        return Pieces([(block, piece) for block in made for piece in block.pieces])
 
 
 def _advance_together(last: Row, row: Row) -> bool:

@@ -10,6 +10,7 @@ are compiled at their first step.
 """
 
 import ctypes
+import operator
 import time
 import warnings
 from array import array
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import native, reductions
+from ampopt_kernels.cpu import numbers, objects
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.bundles import BUNDLE, Part, Piece, pieces_of
+from ampopt_kernels.cpu.bundles import BUNDLE, Part, Piece
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
 from ampopt_kernels.rule import Rule
@@ -34,7 +35,7 @@ PATIENCE = 0.1
 """Seconds that ``auto`` spends in a rule eagerly before it has it compiled.
 
 On two cores with g++ a rule takes about 0.3 seconds of one of them, and so do the loops of
-``native``, once on a machine. What has been compiled before is loaded from
+``numbers``, once on a machine. What has been compiled before is loaded from
 disk in a millisecond and so is taken up at once. Without any patience a program of a few steps, a
 test perhaps, would start a compiler for each rule.
 """
@@ -60,7 +61,7 @@ class Compiled(Cpu):
                 for rules whose results compiling changes.
         """
         super().__init__()
-        native.want_object_loops()
+        objects.loops.want()
         self._patience = patience
         self._broken = False
         self._spent: dict[_Key, float] = {}
@@ -70,32 +71,27 @@ class Compiled(Cpu):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`."""
-        if native.numbers is not None or work.rule is not None:  # which has loops prepared
+        if numbers.loaded is not None or work.rule is not None:  # which has loops prepared
             return super().detect(work, request)
-        if self._loaded(native.library(), self._detecting >= self._patience) is not None:
-            native.loops()
+        if self._loaded(numbers.library(), self._detecting >= self._patience) is not None:
+            numbers.loops()
         start = time.perf_counter()
         found = super().detect(work, request)
         self._detecting += time.perf_counter() - start
         return found
 
     def _apply(
-        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], parts: Sequence[Part]
+        self, rule: Rule, piece: Piece, parts: Sequence[Part], tensors: Sequence[Tensor]
     ) -> None:
-        if piece.function is not None:
-            piece.function(parts, tensors)
-            return
         start = time.perf_counter()
-        super()._apply(rule, piece, tensors, parts)
+        super()._apply(rule, piece, parts, tensors)
         self._note_spent(_key(rule, piece, len(parts[0].h)), start)
 
     def _sum(
-        self, rule: Rule, piece: Piece, tensors: Sequence[Tensor], rows: Sequence[Part]
+        self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
     ) -> Tensor:
-        if piece.sums is not None:
-            return piece.sums(rows, tensors)
         start = time.perf_counter()
-        sums = super()._sum(rule, piece, tensors, rows)
+        sums = super()._sum(rule, piece, rows, tensors)
         self._note_spent(_key(rule, piece, len(rows[0].h), reduces=True), start)
         return sums
 
@@ -103,20 +99,20 @@ class Compiled(Cpu):
         self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
-        if native.numbers is not None:
-            return reductions.sums_of_squares(grads)
+        if numbers.loaded is not None:
+            return numbers.sums_of_squares(grads)
         return super()._sums_of_squares(grads)
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
-        if native.numbers is not None:
-            return reductions.all_finite(grads)
+        if numbers.loaded is not None:
+            return numbers.all_finite(grads)
         return super()._surely_finite(grads)
 
     def _prepare(self, work: Work) -> bool:
         rule = work.rule
         assert rule is not None
         decided, used = True, False
-        for block, piece in pieces_of(work).pieces:
+        for block, piece in work.table.pieces:
             if piece.param.numel():
                 widths = rule.widths(len(work.hyper[block.group]))
                 key = _key(rule, piece, 2 + widths.update)
@@ -129,15 +125,15 @@ class Compiled(Cpu):
                 decided = decided and all(
                     key in self._functions or self._libraries[key][0] is None for key in keys
                 )
-        if used and self._loaded(native.library(), wanted=True) is not None:
-            native.loops()
-            for _, piece in pieces_of(work).pieces:
+        if used and self._loaded(numbers.library(), wanted=True) is not None:
+            numbers.loops()
+            for _, piece in work.table.pieces:
                 if isinstance(piece.copies, TorchCopies):
                     piece.copies = NativeCopies(piece.params, piece.param)
-        return self._broken or (decided and (native.numbers is not None or not used))
+        return self._broken or (decided and (numbers.loaded is not None or not used))
 
     def _function(self, key: _Key) -> Any:
-        """:class:`_Function` or :class:`_Sums` for the next step; ``None`` to stay eager."""
+        """:class:`_Loop` or :class:`_Sums` for the next step; ``None`` to stay eager."""
         if key in self._functions:
             return self._functions[key]
         first = key not in self._libraries
@@ -149,7 +145,7 @@ class Compiled(Cpu):
             wanted = waits or self._spent.get(key, 0.0) >= self._patience
             loaded = self._loaded(library, wanted, waits)
             if loaded is not None:
-                self._functions[key] = (_Sums if key[-2] else _Function)(loaded)
+                self._functions[key] = _Sums(loaded) if key[-2] else _Loop(loaded.update)
         return self._functions.get(key)
 
     def _library(self, key: _Key) -> tuple[Library | None, bool]:
@@ -186,56 +182,52 @@ class Compiled(Cpu):
         return None
 
 
-class _Function:
-    """The compiled function of a rule, as a call on tensors."""
+class _Loop:
+    """A compiled function of a rule, as a call on tensors."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._update = library.update
+    def __init__(self, function: Any, *gives: type) -> None:
+        """Declare its arguments.
+
+        Args:
+            function: of a library.
+            gives: the types of what it takes besides, to write to.
+        """
+        self._function = function
         pointer, count = ctypes.c_void_p, ctypes.c_int64
-        self._update.argtypes = (pointer, pointer, pointer, count, count)
-        self._update.restype = None
+        function.argtypes = (pointer, pointer, pointer, count, count, *gives)
+        function.restype = None
 
-    def __call__(self, parts: Sequence[Part], tensors: Sequence[Tensor]) -> None:
-        """Gradient, parameter, states and copy, in place; ``parts`` are all of them."""
-        given = _given(parts, tensors)
-        starts = (x.buffer_info()[0] for x in given)
-        self._update(*starts, len(parts), _threads(parts[-1].end))
+    def __call__(self, parts: Sequence[Part], tensors: Sequence[Tensor], *gives: int) -> None:
+        """Run it over ``parts``, which are all of the tensors: gradient, parameter and others."""
+        h = array("d")
+        for part in parts:
+            h.extend(part.h)
+            if part.chances:
+                position, *key = part.chances
+                h.extend((position - part.start, *key))  # where the piece begins
+        where = array("q", map(Tensor.data_ptr, tensors))
+        ends = array("q", map(_end_of, parts))
+        starts = h.buffer_info()[0], where.buffer_info()[0], ends.buffer_info()[0]
+        # As many threads as are worth the time they take to start.
+        threads = torch.get_num_threads() if ends[-1] > BUNDLE else 1
+        self._function(*starts, len(parts), threads, *gives)
+
+
+_end_of = operator.attrgetter("end")
 
 
 class _Sums:
     """The compiled ``reduce`` of a rule, as a call on tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._sums = library.sums
-        pointer, count = ctypes.c_void_p, ctypes.c_int64
-        self._sums.argtypes = (pointer, pointer, pointer, count, count, pointer)
-        self._sums.restype = None
+        self._loop = _Loop(library.sums, ctypes.c_void_p)
         self._n_terms = ctypes.c_int64.in_dll(library, "n_terms").value
 
     def __call__(self, rows: Sequence[Part], tensors: Sequence[Tensor]) -> Tensor:
         """Of gradient, parameter and states; see :meth:`Cpu._sum`."""
-        given = _given(rows, tensors)
-        starts = (x.buffer_info()[0] for x in given)
         sums = torch.empty(len(rows), self._n_terms, dtype=torch.float64, device="cpu")
-        self._sums(*starts, len(rows), _threads(rows[-1].end), sums.data_ptr())
+        self._loop(rows, tensors, sums.data_ptr())
         return sums
-
-
-def _given(parts: Sequence[Part], tensors: Sequence[Tensor]) -> tuple[array, array, array]:
-    """Numbers of each part, where the tensors are, and where each part ends."""
-    numbers = array("d")
-    for part in parts:
-        numbers.extend(part.h)
-        if part.chances:
-            position, *key = part.chances
-            numbers.extend((position - part.start, *key))  # where the piece begins
-    ends = array("q", [part.end for part in parts])
-    return numbers, array("q", map(Tensor.data_ptr, tensors)), ends
-
-
-def _threads(n: int) -> int:
-    """How many are worth the time they take to start."""
-    return torch.get_num_threads() if n > BUNDLE else 1
 
 
 def _key(rule: Rule, piece: Piece, width: int, *, reduces: bool = False) -> _Key:

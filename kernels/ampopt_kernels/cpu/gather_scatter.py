@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.native import loops
+from ampopt_kernels.cpu.numbers import loops
 from ampopt_kernels.cpu.objects import addresses
 from ampopt_kernels.tensors import flat
 
@@ -78,7 +78,7 @@ class NativeCopies(Copies):
     """By two loops of C++. Torch's version counters stay as they are."""
 
     def __init__(self, params: Sequence[Tensor], scratch: Tensor) -> None:
-        """Take down addresses; see :func:`ampopt_kernels.cpu.native.loops` for what may fail.
+        """Take down addresses; see :func:`ampopt_kernels.cpu.numbers.loops` for what may fail.
 
         Args:
             params: contiguous, of one dtype; where they are must not change.

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import native, reductions
+from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.found import FLUSHED, Found, measured
 from ampopt_kernels.step import Work
@@ -42,7 +42,7 @@ def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
     if not held:
         return Found([], [], work.owners), {}
     rows, grads, dtypes, counted = map(list, zip(*held, strict=True))
-    if native.numbers is not None:
+    if numbers.loaded is not None:
         flags, measures = _in_one_loop(grads, dtypes, inverse)
     else:
         unscaled = [g.to(dtype) * inverse for g, dtype in zip(grads, dtypes, strict=True)]
@@ -62,9 +62,11 @@ def _in_one_loop(
     grads: list[Tensor], dtypes: list[torch.dtype], inverse: float
 ) -> tuple[list[bool], Tensor]:
     pairs = zip(grads, dtypes, strict=True)
-    found = reductions.measures(grads, [_bounds(g.dtype, dtype, inverse) for g, dtype in pairs])
+    found = numbers.measures(grads, [_bounds(g.dtype, dtype, inverse) for g, dtype in pairs])
     flags, largest, *_ = found.unbind(1)
-    inverse = inverse if math.isfinite(inverse) else 0.0  # when nothing is finite
+    if not math.isfinite(inverse):  # of a scale of 0, under which nothing is finite
+        found[:, 1:4] = 0.0
+        inverse = 0.0
     unscaled = (largest.to(torch.float32) * inverse).abs().double()
     if torch.float64 in dtypes:
         wide = torch.tensor([dtype == torch.float64 for dtype in dtypes], device="cpu")
@@ -78,7 +80,7 @@ def _bounds(dtype: torch.dtype, computed: torch.dtype, inverse: float) -> tuple[
     """The bits of the least magnitudes that, unscaled, are not 0, not flushed, and not finite."""
     # There or above. Only a scale that is none makes something of 0.
     low = torch.tensor([1, 1, 0], dtype=torch.int64, device="cpu")
-    high = torch.full_like(low, reductions.INFINITY[dtype])  # or below
+    high = torch.full_like(low, numbers.INFINITY[dtype])  # or below
     flushed = torch.tensor([0.0, FLUSHED, torch.finfo(computed).max], dtype=computed, device="cpu")
     while (low < high).any():
         middle = low + (high - low) // 2  # whose sum may be too wide

@@ -2,27 +2,109 @@
 
 A step has to know whether it works on the very objects of the step before. Python asks that of
 each, which for the parameters and states of a small network takes longer than its update. Where
-the loops of ``objects.cpp`` have been compiled (see ``native``), each question is one call of them:
-for 300 tensors, 3 microseconds instead of 47 for their addresses.
+the loops of ``objects.cpp`` have been compiled, each question is one call of them: for 300 tensors,
+3 microseconds instead of 47 for their addresses. They need torch's headers, whose compiler takes
+ten seconds and more, so nobody waits for them: until they are there, and where they cannot be made,
+Python answers.
 """
 
+import contextlib
+import ctypes
+import functools
 import operator
+import sysconfig
 from array import array
 from collections.abc import Callable, Iterable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.native import object_loops
+from ampopt_kernels.cpu.build import Library
 
-__all__ = ["Contents", "Layouts", "addresses", "bump_versions"]
+__all__ = ["Contents", "Layouts", "addresses", "bump_versions", "loops"]
+
+QUESTIONS = 1000
+"""Those that Python answers before the loops are compiled: some hundred steps."""
+
+
+class Loops:
+    """The loops over objects, from when they are wanted to when they are there.
+
+    Attributes:
+        there: the loops, once they have been loaded.
+    """
+
+    def __init__(self) -> None:
+        """Begin without, and with nobody who wants them."""
+        self.there: ctypes.PyDLL | None = None
+        self._library: Library | None = None
+        self._questions = 0
+
+    def want(self) -> None:
+        """Have them compiled beside the program once they pay, if that is possible.
+
+        Those that have been compiled before are there at once.
+        """
+        if self._library is None:
+            with contextlib.suppress(FileNotFoundError):  # there is no compiler
+                self._library = _library()
+
+    def asked(self, wait: bool = False) -> ctypes.PyDLL | None:
+        """The loops; ``None`` while there are none, and where nobody wants them.
+
+        Args:
+            wait: for the compiler.
+        """
+        if self.there is not None or self._library is None:
+            return self.there
+        self._questions += 1
+        try:
+            if wait or self._library.ready():
+                self.there = _declared(self._library.load())
+            elif self._questions > QUESTIONS:
+                self._library.start()
+        except Exception:  # torch's headers or Python's may be missing, or want another compiler
+            self._library = None
+        return self.there
+
+
+loops = Loops()
+
+
+@functools.cache
+def _library() -> Library:
+    root = Path(torch.__file__).parent
+    includes = (root / "include", root / "include/torch/csrc/api/include")
+    options = (
+        "-std=c++20",  # which torch's headers are written in, of late
+        *(f"-I{folder}" for folder in (*includes, sysconfig.get_paths()["include"])),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-L{root / 'lib'}",
+        "-ltorch_python",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-DTORCH_VERSION={torch.__version__}",  # whose headers they are
+    )
+    source = Path(__file__).with_name("objects.cpp").read_text(encoding="utf-8")
+    return Library(source, options)
+
+
+def _declared(made: ctypes.CDLL) -> ctypes.PyDLL:
+    library = ctypes.PyDLL(made._name, handle=made._handle)
+    pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
+    library.hold.argtypes = (objects, pointer, objects, objects)
+    library.addresses.argtypes = library.laid_out.argtypes = (objects, pointer)
+    library.bump_versions.argtypes = (objects,)
+    library.layouts.argtypes, library.layouts.restype = (objects, pointer, count), count
+    return library
 
 
 def addresses(tensors: list[Tensor]) -> array:
     """Where the first elements of strided tensors are, as 64-bit integers."""
-    library = object_loops()
+    library = loops.there or loops.asked()
     if library is not None:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
@@ -32,7 +114,7 @@ def addresses(tensors: list[Tensor]) -> array:
 
 def bump_versions(tensors: list[Tensor]) -> None:
     """Tell autograd of a write to each of ``tensors`` that it has not seen."""
-    library = object_loops()
+    library = loops.there or loops.asked()
     if library is None or not library.bump_versions(tensors):
         torch.autograd.graph.increment_version(tensors)
 
@@ -50,7 +132,7 @@ class Contents:
 
     def unchanged(self) -> bool:
         """Whether they hold the very same objects as then, in the same order."""
-        library = object_loops()
+        library = loops.there or loops.asked()
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
             return bool(library.hold(self._containers, sizes, self._members, self._values))
@@ -84,7 +166,7 @@ class Layouts:
         if len(tensors) != self._n:
             return False
         if self._numbers is not None:
-            library = object_loops()
+            library = loops.there or loops.asked()
             assert library is not None
             return bool(library.laid_out(tensors, self._numbers.buffer_info()[0]))
         assert self._told is not None
@@ -106,7 +188,7 @@ _TOLD: tuple[Callable[[Any], Any], ...] = (
 
 def _numbers(tensors: list[Tensor]) -> array | None:
     """The layouts of ``tensors`` as C++ tells them; ``None`` while there is none that could."""
-    library = object_loops()
+    library = loops.there or loops.asked()
     if library is None or (n := library.layouts(tensors, None, 0)) < 0:
         return None
     found = array("q", bytes(8 * n))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import native
+from ampopt_kernels.cpu import numbers
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic, flat
@@ -45,11 +45,11 @@ def sum_terms(
 
 
 def sum_of_squares(tensor: Tensor) -> float:
-    """In float64, of a tensor that is not empty, as :func:`reductions.sums_of_squares` has it."""
+    """In float64, of a tensor that is not empty, as :func:`numbers.sums_of_squares` has it."""
     total = 0.0
     for chunk in flat(tensor).split(CHUNK):
         squares = chunk.double()
-        width = min(native.PART, 1 << (chunk.numel() - 1).bit_length())
+        width = min(numbers.PART, 1 << (chunk.numel() - 1).bit_length())
         total = in_order(halved(squares * squares, width), total)
     return total
 

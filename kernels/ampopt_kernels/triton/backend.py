@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.native import want_object_loops
+from ampopt_kernels.cpu import objects
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Ledger, Part
@@ -56,7 +56,7 @@ class Triton(Backend):
         self._launch = launch if launcher is None else launcher
         self._compiles = launcher is None
         if launcher is None and not INTERPRETED:
-            want_object_loops()  # so that a step asks for hundreds of addresses at once
+            objects.loops.want()  # so that a step asks for hundreds of addresses at once
 
     def prepare(self, work: Work) -> None:
         """See :meth:`Backend.prepare`. Compiles update, by launches of no program."""

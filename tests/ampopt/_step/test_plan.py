@@ -10,14 +10,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ampopt
 from ampopt_kernels.cpu import objects
 from ampopt_kernels.cpu.build import cpp_compiler
-from ampopt_kernels.cpu.bundles import pieces_of
 
 
 @pytest.fixture(params=["native", "python"])
 def implementation(request, monkeypatch):
     """What a plan asks of many objects, in one call or of each; with loops of C++ or without."""
     if request.param == "python":
-        monkeypatch.setattr(objects, "object_loops", lambda: None)
+        monkeypatch.setattr(objects, "loops", objects.Loops())
     else:
         need_object_loops()
 
@@ -207,7 +206,7 @@ def test_one_plan_serves_every_backend(order):
         assert ours._ampopt.rule.plan is not None
         plans.append(ours._ampopt.rule.plan)
         if backend != "triton":
-            assert len(pieces_of(ours._ampopt.rule.plan.works[0]).pieces) == 1, (
+            assert len(ours._ampopt.rule.plan.works[0].table.pieces) == 1, (
                 "they are not taken together"
             )
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))

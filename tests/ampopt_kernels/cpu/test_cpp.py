@@ -15,7 +15,7 @@ from ampopt_kernels import div_rn, jit, maximum, minimum, power, rules, sqrt_rn,
 from ampopt_kernels.cpu.backend import CHUNK, apply_rule
 from ampopt_kernels.cpu.build import Library, cpp_compiler
 from ampopt_kernels.cpu.bundles import Part
-from ampopt_kernels.cpu.compiled import _Function
+from ampopt_kernels.cpu.compiled import _Loop
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.rule import Rule, State
 
@@ -62,7 +62,7 @@ def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float,
     """What the eager backend and the C++ make of the same tensors."""
     ours, theirs = (tensors_of(rule, flags, stored, n, seed) for _ in range(2))
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
-    _Function(Library(source.text).load())([Part(0, n, h)], ours)
+    _Loop(Library(source.text).load().update)([Part(0, n, h)], ours)
     apply_rule(rule, flags, theirs, h)
     return ours, theirs, source
 
@@ -203,7 +203,7 @@ def test_every_number_of_half_precision_comes_and_goes(dtype):
     rule = Rule(update=_kept, hyper=())
     tensors = [torch.zeros_like(every), every.clone(), torch.empty((1 << 16), dtype=F32)]
     source = source_of(rule, (), tuple(t.dtype for t in tensors), 2)
-    _Function(Library(source.text).load())([Part(0, 1 << 16, (1.0, 1.0))], tensors)
+    _Loop(Library(source.text).load().update)([Part(0, 1 << 16, (1.0, 1.0))], tensors)
     assert same_bits(tensors[1:], [every, every.float()])
 
 

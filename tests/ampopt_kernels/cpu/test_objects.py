@@ -4,15 +4,15 @@ import pytest
 import torch
 from support.object_loops import need_object_loops
 
-from ampopt_kernels.cpu import native, objects
+from ampopt_kernels.cpu import objects
 from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.objects import Contents, Layouts, addresses, bump_versions
+from ampopt_kernels.cpu.objects import Contents, Layouts, Loops, addresses, bump_versions, loops
 
 
 @pytest.fixture(autouse=True, params=["native", "python"])
 def implementation(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr(objects, "object_loops", lambda: None)
+        monkeypatch.setattr(objects, "loops", Loops())
     else:
         need_object_loops()
 
@@ -160,11 +160,11 @@ def test_more_or_fewer_are_not_alike():
 def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypatch):
     need_object_loops()
     with monkeypatch.context() as patch:
-        patch.setattr(objects, "object_loops", lambda: None)
+        patch.setattr(objects, "loops", Loops())
         known = Layouts(example())
     changed = [CHANGED[what], *example()[1:]]
     assert not known.fit(changed)
-    monkeypatch.setattr(objects, "object_loops", native.object_loops)
+    monkeypatch.setattr(objects, "loops", loops)
     assert known.fit(example())
     monkeypatch.setattr(objects, "_TOLD", ())  # Python is asked no more
     assert known.fit(example())
@@ -187,13 +187,13 @@ class Compiler:
         self.asked.append("load")
         if self.fails:
             raise RuntimeError("no header")
-        return native._object_library().load()
+        return objects._library().load()
 
 
 def wanted(monkeypatch, compiler):
-    monkeypatch.setattr(native, "_object_library", lambda: compiler)
-    loops = native._ObjectLoops()
-    assert loops() is None
+    monkeypatch.setattr(objects, "_library", lambda: compiler)
+    loops = Loops()
+    assert loops.asked() is None
     loops.want()
     return loops
 
@@ -203,26 +203,26 @@ def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
 ):
     compiler = Compiler()
     loops = wanted(monkeypatch, compiler)
-    for _ in range(native.QUESTIONS):
-        assert loops() is None
+    for _ in range(objects.QUESTIONS):
+        assert loops.asked() is None
     assert not compiler.asked
-    assert loops() is None
+    assert loops.asked() is None
     assert compiler.asked == ["start"]
 
 
 def test_loops_over_objects_that_are_there_are_taken_up_at_once(monkeypatch):
     need_object_loops()
-    made = native._object_library()
+    made = objects._library()
     loops = wanted(monkeypatch, made)
     assert isinstance(made, Library)
-    assert loops() is not None
+    assert loops.asked() is not None
 
 
 def test_where_they_cannot_be_compiled_python_goes_on_answering(monkeypatch):
     compiler = Compiler(there=True, fails=True)
     loops = wanted(monkeypatch, compiler)
     for _ in range(3):
-        assert loops() is None
+        assert loops.asked() is None
     assert compiler.asked == ["load"]  # once
-    monkeypatch.setattr(objects, "object_loops", lambda: loops())
+    monkeypatch.setattr(objects, "loops", loops)
     assert addresses([tensor := torch.zeros(3)]).tolist() == [tensor.data_ptr()]

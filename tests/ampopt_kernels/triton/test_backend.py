@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
 
 from ampopt_kernels import rules
+from ampopt_kernels.cpu import objects
 from ampopt_kernels.step import Request, Row, Work, run
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton import table
@@ -172,7 +173,7 @@ def test_masters_are_read_as_many_elements_at_a_time():
 def test_loops_over_objects_are_wanted_where_kernels_are_launched(monkeypatch):
     """So that a step asks for hundreds of addresses at once."""
     wanted = []
-    monkeypatch.setattr(triton_backend, "want_object_loops", lambda: wanted.append(True))
+    monkeypatch.setattr(objects.loops, "want", lambda: wanted.append(True))
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     launched(WorkPlan((row(),), rules.sgd, (HYPER,)).build().work)
     assert not wanted

@@ -1,22 +1,37 @@
 """What can be said of the numbers in CPU tensors by reading them once, in loops of C++.
 
-However many tensors there are, it is one call, and its threads start once.
+However many tensors there are, it is one call, and its threads start once. The loops, of
+``numbers.cpp``, need no header but C++'s own, and half a second of a compiler.
 """
 
+import ctypes
+import functools
 import math
 import operator
 from array import array
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import native
+from ampopt_kernels.cpu.build import Library
 from ampopt_kernels.cpu.objects import addresses
 
-__all__ = ["INFINITY", "all_finite", "common", "measures", "sums_of_squares"]
+__all__ = [
+    "INFINITY",
+    "PART",
+    "all_finite",
+    "common",
+    "library",
+    "loops",
+    "measures",
+    "sums_of_squares",
+]
 
+PART = 1 << 12
+"""Elements that a thread takes at once, with room for their squares in a core's cache."""
 INFINITY = {
     torch.float16: 0x7C00,
     torch.bfloat16: 0x7F80,
@@ -27,11 +42,49 @@ INFINITY = {
 _DTYPES = {dtype: number for number, dtype in enumerate(INFINITY)}
 
 
+@functools.cache
+def library() -> Library:
+    """What holds the loops over numbers.
+
+    Raises:
+        OSError: there is no compiler.
+    """
+    source = Path(__file__).with_name("numbers.cpp").read_text(encoding="utf-8")
+    return Library(source, (f"-DPART={PART}",))
+
+
+loaded: ctypes.CDLL | None = None
+"""What :func:`loops` has returned; ``None`` while nobody has called it."""
+
+
+def loops() -> ctypes.CDLL:
+    """The loops over numbers, compiled at once, or found among those compiled before.
+
+    Raises:
+        OSError: there is no compiler.
+        RuntimeError: it failed.
+    """
+    global loaded
+    if loaded is not None:
+        return loaded
+    made = library().load()
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    for loop in (made.gather, made.scatter):
+        loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None
+    made.all_finite.argtypes = (pointer, pointer, pointer, count, count)
+    made.measure.argtypes = (pointer, pointer, pointer, count, count, pointer, pointer)
+    made.measure.restype = None
+    made.common.argtypes, made.common.restype = (pointer, count), ctypes.c_double
+    loaded = made
+    return made
+
+
 def all_finite(tensors: list[Tensor]) -> bool:
     """Of dense CPU tensors of dtypes that rules take."""
     where, dtypes, sizes = _located(tensors)
     starts = where.buffer_info()[0], dtypes.buffer_info()[0], sizes.buffer_info()[0]
-    return bool(native.loops().all_finite(*starts, len(where), torch.get_num_threads()))
+    finite = (loaded or loops()).all_finite
+    return bool(finite(*starts, len(where), torch.get_num_threads()))
 
 
 def sums_of_squares(tensors: list[Tensor]) -> list[float]:
@@ -57,7 +110,7 @@ def measures(tensors: list[Tensor], bounds: Iterable[tuple[int, ...]]) -> Tensor
     numbers = (*_located(tensors), array("q", chain.from_iterable(bounds)))
     where, dtypes, sizes, three = (x.buffer_info()[0] for x in numbers)
     threads = torch.get_num_threads()
-    loop = native.loops().measure
+    loop = loops().measure
     loop(where, dtypes, sizes, len(tensors), threads, three, found.data_ptr())
     return found
 
@@ -67,10 +120,10 @@ def common(tensor: Tensor) -> float | None:
 
     Needs no loops, but is faster with them.
     """
-    if native.numbers is None or tensor.dtype != torch.float32:
+    if loaded is None or tensor.dtype != torch.float32:
         low, high = (x.item() for x in tensor.aminmax())
         return low if low == high else None
-    value = native.numbers.common(tensor.data_ptr(), tensor.numel())
+    value = loaded.common(tensor.data_ptr(), tensor.numel())
     return None if math.isnan(value) else value
 
 
