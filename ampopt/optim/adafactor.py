@@ -92,8 +92,9 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
             if grad.is_sparse:
                 raise RuntimeError("Adafactor does not support sparse gradients")
         for group, param, grad in present:
+            state = _state_of(self, param)
             if param.numel():
-                _step(param, grad, _state_of(self, param), group)
+                _step(param, grad, state, group)
         return loss
 
 

@@ -5,11 +5,12 @@ import contextlib
 import inspect
 import pydoc
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.optimizers import BUILT_IN, BY_RULE, torch_twin
+from support.optimizers import BUILT_IN, BY_RULE, CLOSURE_FREE, torch_twin
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -25,6 +26,21 @@ def test_an_optimizer_is_an_instance_of_its_twin_and_of_the_base():
         assert isinstance(optimizer, ampopt.Optimizer)
         twin = getattr(torch.optim, cls.__name__)([Parameter(torch.ones(1))], lr=0.5)
         assert optimizer.defaults == twin.defaults
+
+
+@pytest.mark.parametrize("cls", CLOSURE_FREE)
+def test_a_parameter_without_elements_has_the_same_state_whoever_steps(cls):
+    def states_after(step: Callable[[Any], Any]) -> list[set[str]]:
+        params = [Parameter(torch.ones(rows, 3)) for rows in (0, 2)]
+        optimizer = cls(params)
+        for param in params:
+            grad = torch.ones_like(param)
+            param.grad = grad.to_sparse(1) if cls is ampopt.SparseAdam else grad
+        step(optimizer)
+        return [set(optimizer.state[param]) for param in params]
+
+    by_step = states_after(lambda optimizer: optimizer.step())
+    assert states_after(lambda optimizer: optimizer.unscale_and_step(None, 1.0)) == by_step
 
 
 LATER = {ampopt.LBFGS: ("maximize",)}
