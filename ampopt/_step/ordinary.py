@@ -62,8 +62,13 @@ class Ordinary(Stepping):
         if self._skipper is None:
             if self.rule is not None and self.skip_by == "auto" and self.home.type != "cpu":
                 _warn_of_own_step(type(self.optimizer).__name__)
-            transacts = self._make_state is not None
-            self._skipper = skipper_of(self.skip_by, self.home, transacts=transacts)
+            # Rules are run by kernels, which torch's dispatcher does not see.
+            self._skipper = skipper_of(
+                self.skip_by,
+                self.home,
+                transacts=self._make_state is not None,
+                unseen=self.rule is not None,
+            )
         return self._skipper
 
     # --- what control points ask ----------------------------------------------------------------

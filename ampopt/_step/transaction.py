@@ -46,11 +46,13 @@ class Writes(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        """Watch the storages of ``tensors``."""
+    def __init__(self, tensors: list[Tensor], *, unseen: bool = False) -> None:
+        """Watch the storages of ``tensors``; copy them now if they may be written to unseen."""
         super().__init__()
         self._watched = {storage_key(t): t for t in tensors}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        if unseen:
+            self._keep_all()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Copy what ``func`` is about to write, then run it."""
@@ -60,9 +62,12 @@ class Writes(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                     self._keep(storage_key(dtensor.local(tensor)))
         else:  # a higher-order operator does not say what it writes
-            for key in self._watched:
-                self._keep(key)
+            self._keep_all()
         return func(*args, **kwargs)
+
+    def _keep_all(self) -> None:
+        for key in self._watched:
+            self._keep(key)
 
     def _keep(self, key: int) -> None:
         if key in self._watched and key not in self._copies:
@@ -109,17 +114,18 @@ class Skipper:
         reason: why the host looks before each step, if that was found out; else ``None``.
     """
 
-    def __init__(self, mode: Mode, *, settled: bool = False) -> None:
+    def __init__(self, mode: Mode, *, settled: bool = False, unseen: bool = False) -> None:
         """Begin.
 
         Args:
             mode: to begin with.
             settled: that is how it stays. Transactions then still notice what they cannot undo on
                 the device, and have the host look.
+            unseen: the step is known to write where torch's dispatcher is not told.
         """
         self.mode: Mode = mode
         self.reason: str | None = None
-        self._settled = settled
+        self._settled, self._unseen = settled, unseen
         self._growths = 0
 
     def step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any], skip: Tensor) -> bool:
@@ -155,7 +161,7 @@ class Skipper:
         skip: Tensor,
         host: HostState,
     ) -> None:
-        writes = Writes(host.tensors)
+        writes = Writes(host.tensors, unseen=self._unseen)
         failure = None
         try:
             with writes:
@@ -182,7 +188,7 @@ class Skipper:
         host: HostState,
     ) -> None:
         before = [(t, _whole(t).clone()) for t in host.tensors]
-        writes = Writes(host.tensors)
+        writes = Writes(host.tensors, unseen=self._unseen)
         with writes:
             step()
         changed = host.changed() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
@@ -210,23 +216,26 @@ class Skipper:
         )
 
 
-def skipper_of(skip_by: str, device: torch.device, *, transacts: bool = False) -> Skipper:
+def skipper_of(
+    skip_by: str, device: torch.device, *, transacts: bool = False, unseen: bool = False
+) -> Skipper:
     """How to skip a step that cannot be told to; see :attr:`ampopt.Optimizer.skip_by`.
 
     Args:
         skip_by: what that says.
         device: where decisions are made.
         transacts: whether the step is known to allow transactions.
+        unseen: see :class:`Skipper`.
     """
     if skip_by not in SKIP_BY:
         raise ValueError(
             f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {skip_by!r}"
         )
     if skip_by in ("host", "transaction"):
-        return Skipper(skip_by, settled=True)  # type: ignore[arg-type]
+        return Skipper(skip_by, settled=True, unseen=unseen)  # type: ignore[arg-type]
     if host_may_look(device):
         return Skipper("host", settled=True)
-    return Skipper("transaction" if transacts else "probation")
+    return Skipper("transaction" if transacts else "probation", unseen=unseen)
 
 
 def _whole(tensor: Tensor) -> Tensor:

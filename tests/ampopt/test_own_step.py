@@ -52,6 +52,24 @@ def test_what_a_subclass_adds_around_the_step_is_skipped_with_it(split):
     assert optimizer.param_groups[0]["taken"] == 1
 
 
+@both_ways
+def test_what_is_around_a_rule_is_undone_with_what_its_kernels_write(split):
+    class Undone(Shrinking):
+        skip_by = "transaction"
+
+    param = Parameter(torch.ones(3))
+    optimizer = Undone([param])
+    for number in (2.0, INF, 4.0, INF):
+        before = everything(optimizer)
+        param.grad = torch.full((3,), number)
+        if split:
+            optimizer.unscale(grads_scaled_by=2.0)
+            optimizer.step_after_unscale()
+        else:
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+        assert (everything(optimizer) == before) is (number == INF)
+
+
 def test_grad_scaler_skips_what_a_subclass_adds_around_the_step():
     param = Parameter(torch.ones(3))
     optimizer = Shrinking([param])
