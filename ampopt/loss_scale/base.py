@@ -194,6 +194,10 @@ class LossScale(AnyScale):
     def _settings(self) -> dict[str, Any]:
         """The arguments that make a scale like this, but for the device."""
 
+    def _rules(self) -> dict[str, Any]:
+        """Its settings, but for the number that it began with."""
+        return {k: v for k, v in self._settings().items() if k not in ("init_scale", "value")}
+
     def __repr__(self) -> str:
         """The number, if it is not on a device that it would have to be waited for, and settings.
 
@@ -201,8 +205,7 @@ class LossScale(AnyScale):
         """
         known = self._known
         value = f"<on {self._value.device}>" if known is None else repr(known)
-        settings = {k: v for k, v in self._settings().items() if k not in ("init_scale", "value")}
-        settings["device"] = None if self.device is None else str(self.device)
+        settings = {**self._rules(), "device": None if self.device is None else str(self.device)}
         others = ", ".join(f"{k}={v!r}" for k, v in settings.items())
         return f"{type(self).__name__}(value={value}, {others})"
 

@@ -16,17 +16,18 @@ def next_scale(a: Any, *more: Any) -> Any:
 
     For optimizers that share a loss and so a scale. It is as if one optimizer had stepped whose
     flag is on if any of theirs is: ``next_scale(S.next(f), S.next(g))`` is ``S.next(max(f, g))``,
-    counters included. Does not synchronize.
+    counters included. Scales that began at different numbers do, too. Does not synchronize.
 
     Args:
         a: a scale as an optimizer returns it: a :class:`LossScale`, a tensor of one element, or
             ``None`` where scaling is off.
-        more: others of the same kind, if there are any. Dynamic scales must have the same settings,
-            static scales be the same.
+        more: others of the same kind, if there are any, with the same settings but for the number
+            that they began with.
 
     Returns:
         The smallest one's value and counters as a new scale, on the device of the first that is
-        on one; of equal values, the smaller counters. ``None`` for ``None``; a static scale itself.
+        on one; of equal values, the smaller counters. ``None`` for ``None``; of static scales, the
+        smallest itself.
 
     Raises:
         TypeError: the kinds differ, or one is not a scale.
@@ -55,9 +56,9 @@ def next_scale(a: Any, *more: Any) -> Any:
             f"one-element tensors or all None, got {', '.join(type(s).__name__ for s in scales)}"
         )
     for other in others:
-        if smallest._settings() != other._settings():
+        if smallest._rules() != other._rules():
             raise ValueError(
-                "next_scale takes successors of one scale, but the settings differ: "
+                "next_scale takes scales that grow and fall alike, but the settings differ: "
                 f"{smallest!r} and {other!r}. Start the optimizers from the same scale."
             )
     for other in others:
@@ -67,7 +68,7 @@ def next_scale(a: Any, *more: Any) -> Any:
 
 def _smaller(a: LossScale, b: LossScale) -> LossScale:
     if a._counters is None or b._counters is None:
-        return a
+        return min(a, b, key=float)  # static, whose number the host has
     if a.device is None or (a.value.is_cpu and not b.value.is_cpu):
         a, b = b, a
     device = a.value.device

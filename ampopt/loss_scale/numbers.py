@@ -28,16 +28,20 @@ def check_number(name: str, value: Any) -> float:
         TypeError: it is not a real number.
         ValueError: it is NaN.
     """
+    number = _as_float(name, value)
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number, got nan")
+    return number
+
+
+def _as_float(name: str, value: Any) -> float:
     # bool is an int to Python, but True as a scale or factor is a misplaced argument.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     try:
-        number = float(value)
+        return float(value)
     except OverflowError:
-        number = math.inf if value == abs(value) else -math.inf
-    if math.isnan(number):
-        raise ValueError(f"{name} must be a number, got nan")
-    return number
+        return math.inf if value == abs(value) else -math.inf
 
 
 def check_count(name: str, value: Any, least: int | None = 1) -> int:
@@ -83,7 +87,7 @@ def check_scale_number(value: Any, name: str = "the loss scale") -> float:
         TypeError: ``value`` is not a number.
         ValueError: it is NaN or out of range.
     """
-    number = check_number(name, value)
+    number = _as_float(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
         raise ValueError(
             f"{name} must be positive, finite and in float32's normal range, from 2**-126 to "

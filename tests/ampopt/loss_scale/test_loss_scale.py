@@ -512,7 +512,7 @@ class TestState:
     @pytest.mark.parametrize(
         ("change", "error", "message"),
         [
-            ({"scale": math.nan}, ValueError, "scale must be a number, got nan"),
+            ({"scale": math.nan}, ValueError, "scale must be positive.*got nan"),
             ({"scale": 0.0}, ValueError, "scale must be positive"),
             ({"scale": "8"}, TypeError, "'8' of type str"),
             ({"scale": True}, TypeError, "True of type bool"),
@@ -629,8 +629,19 @@ class TestNextScale:
     def test_settings_must_agree(self):
         with pytest.raises(ValueError, match="growth_interval=7"):
             next_scale(DynamicLossScale(), DynamicLossScale(growth_interval=7))
-        with pytest.raises(ValueError, match=r"value=1.0.*value=2.0"):
-            next_scale(StaticLossScale(1.0), StaticLossScale(2.0))
+        with pytest.raises(ValueError, match="drop_overflow_update=False"):
+            next_scale(StaticLossScale(2.0), StaticLossScale(2.0, drop_overflow_update=False))
+
+    @pytest.mark.parametrize("preset", ["torch", "megatron"])
+    def test_scales_may_have_begun_at_different_numbers(self, preset):
+        larger = DynamicLossScale.like(preset, init_scale=8.0)
+        smaller = DynamicLossScale.like(preset, init_scale=4.0)
+        for pair in ((larger, smaller), (smaller, larger)):
+            assert next_scale(*pair).item() == 4.0
+        assert next_scale(larger.next(0.0), smaller).state_dict()["growth"] == 0
+        static = StaticLossScale(1.0)
+        for pair in ((static, StaticLossScale(2.0)), (StaticLossScale(2.0), static)):
+            assert next_scale(*pair) is static
 
     @pytest.mark.parametrize("bad", [torch.ones(2), torch.ones(0), torch.ones((), dtype=torch.int)])
     def test_tensors_must_be_scales(self, bad):
