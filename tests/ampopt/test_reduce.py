@@ -11,7 +11,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt_kernels import Rule, jit
 from ampopt_kernels.cpu.build import cpp_compiler
-from ampopt_kernels.cpu.sums import PART
+from ampopt_kernels.cpu.sums import BLOCK, PART
 from ampopt_kernels.language import HAS_TRITON
 
 BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
@@ -114,7 +114,7 @@ def test_compiled_sums_have_the_bits_of_eager_ones():
     ends = []
     for backend in ("eager", "compiled"):
         ampopt.set_backend(backend)
-        sizes = [1, 2, 3, PART, PART + 1, 100_003]
+        sizes = [1, 3, BLOCK, BLOCK + 1, PART, PART + 1, 100_003]
         others = [Parameter(torch.linspace(-3, 1, size)) for size in sizes]
         params = [*params_of(torch.float32), *others]
         optimizer = Ratio(groups_of(params))

@@ -9,14 +9,14 @@ Numbers of the host (``h``) are computed in float64, once for each call, as Pyth
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ampopt_kernels import random_numbers, stochastic, torch_language
-from ampopt_kernels.cpu.sums import PART
+from ampopt_kernels.cpu.sums import BLOCK, PART
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
 
@@ -33,6 +33,13 @@ _PREAMBLE = """
 #include <cstring>
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Into the cache what comes some blocks later. Processors do so by themselves, but begin anew with
+// each page, and not where something is only written.
+template <typename T> static inline void fetch(const T* block) {
+    constexpr int64_t AHEAD = 16 * BLOCK, LINE = 64 / sizeof(T);
+    for (int64_t i = 0; i < BLOCK; i += LINE) __builtin_prefetch(block + AHEAD + i);
+}
 
 static inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
 static inline float number(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
@@ -72,9 +79,13 @@ __attribute__((noinline)) static void apply(
     const double* h, void* const* tensors, int64_t start, int64_t end
 ) {{
     {before}
-    #pragma omp simd
-    for (int64_t i = start; i < end; ++i) {{
-        {each}
+    for (int64_t block = start; block < end; block += BLOCK) {{
+        {fetched}
+        const int64_t stop = lesser(block + BLOCK, end);
+        #pragma omp simd
+        for (int64_t i = block; i < stop; ++i) {{
+            {each}
+        }}
     }}
 }}
 
@@ -97,28 +108,25 @@ extern "C" void update(
 _SUMS = """
 extern "C" const int64_t n_terms = {n_terms};
 
-// Half is added to half until one number is left of each term; see cpu/sums.py. The first time that
-// is done as the terms are found.
+// Block is added to block, then half to half until one number is left of each term; see
+// cpu/sums.py.
 __attribute__((noinline)) static void sum_part(
-    const double* h, void* const* tensors, int64_t start, int64_t size, double* out
+    const double* h, void* const* tensors, int64_t start, int64_t end, double* out
 ) {{
     {before}
-    double terms[{n_terms}][{part} / 2];
-    int64_t half = 1;
-    while (2 * half < size) half *= 2;
-    #pragma omp simd
-    for (int64_t j = 0; j < half; ++j) {{
-        const int64_t i = start + j;
-        {stored}
-    }}
-    #pragma omp simd
-    for (int64_t j = 0; j < size - half; ++j) {{
-        const int64_t i = start + half + j;
-        {added}
+    double terms[{n_terms}][BLOCK] = {{}};
+    for (int64_t block = start; block < end; block += BLOCK) {{
+        {fetched}
+        const int64_t size = lesser(BLOCK, end - block);
+        #pragma omp simd
+        for (int64_t j = 0; j < size; ++j) {{
+            const int64_t i = block + j;
+            {each}
+        }}
     }}
     for (int64_t k = 0; k < {n_terms}; ++k) {{
         double* term = terms[k];
-        for (int64_t rest = half; rest /= 2;)
+        for (int64_t rest = BLOCK; rest /= 2;)
             for (int64_t j = 0; j < rest; ++j) term[j] += term[rest + j];
         out[k] = term[0];
     }}
@@ -133,8 +141,8 @@ extern "C" void sums(
         double* parts = new double[n_parts * n_terms];
         #pragma omp parallel for num_threads(threads)
         for (int64_t part = 0; part < n_parts; ++part) {{
-            const int64_t begin = start + part * {part}, size = lesser({part}, ends[row] - begin);
-            sum_part(h + row * {width}, tensors, begin, size, parts + part * n_terms);
+            const int64_t from = start + part * {part}, to = lesser(from + {part}, ends[row]);
+            sum_part(h + row * {width}, tensors, from, to, parts + part * n_terms);
         }}
         for (int64_t k = 0; k < n_terms; ++k) {{
             out[k] = 0;
@@ -197,18 +205,18 @@ def source_of(
     n_state = len(rule.state_for(flags))
     function = torch_language.bind(rule.reduce if reduces else rule.update, _LANGUAGE)
     given = (stored[0], grad * inverse * clip, tuple(stored[1 : 1 + n_state]), tuple(rest), flags)
-    preamble = _PREAMBLE
+    preamble = f"#define BLOCK {BLOCK}\n{_PREAMBLE}"
     if not reduces and (rule.draws or by_chance):
         preamble += random_numbers.CPP
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
         given += (program,) * rule.draws
     returned = function(*given)
     if reduces:
-        terms = [f"terms[{k}][j] {{}} {_cast(x, torch.float64)};" for k, x in enumerate(returned)]
-        body: dict[str, Any] = {**program.body, "part": PART, "width": width}
-        for name, to in {"stored": "=", "added": "+="}.items():
-            body[name] = "\n".join(program.each + [term.format(to) for term in terms])
-        return Source(_PREAMBLE + _SUMS.format(n_terms=len(terms), **body), program.exact)
+        for k, term in enumerate(returned):
+            program.each.append(f"terms[{k}][j] += {_cast(term, torch.float64)};")
+        read = [i for i, x in enumerate((grad, *stored)) if x.used]
+        body = {"n_terms": len(returned), "part": PART, "width": width, **program.body(read)}
+        return Source(preamble + _SUMS.format(**body), program.exact)
     param, state = returned
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
     if by_chance:
@@ -222,7 +230,8 @@ def source_of(
         to = f"{rounded}({_cast(value, torch.float32)})" if rounded else _cast(value, dtype)
         program.each.append(f"t{i}[i] = {to};")
     width += (rule.draws or by_chance) + by_chance
-    return Source(preamble + _UPDATE.format(width=width, **program.body), program.exact)
+    body = program.body(range(1 + len(stored)))
+    return Source(preamble + _UPDATE.format(width=width, **body), program.exact)
 
 
 @dataclass
@@ -241,10 +250,13 @@ class _Program:
     each: list[str] = field(default_factory=list)
     exact: bool = True
 
-    @property
-    def body(self) -> dict[str, str]:
-        """Both, as they are put into a function."""
-        return {"before": "\n    ".join(self.before), "each": "\n        ".join(self.each)}
+    def body(self, tensors: Iterable[int]) -> dict[str, str]:
+        """Both, as they are put into a function that fetches ``tensors``."""
+        return {
+            "before": "\n    ".join(self.before),
+            "fetched": "\n        ".join(f"fetch(t{i} + block);" for i in tensors),
+            "each": "\n            ".join(self.each),
+        }
 
     def new(self, dtype: torch.dtype, code: str, varies: bool) -> "_Expression":
         """A variable that is ``code``."""
@@ -256,9 +268,10 @@ class _Program:
 
 def _cast(x: Any, dtype: torch.dtype) -> str:
     """``x``, an expression or a Python number, as C++ of that dtype."""
-    if isinstance(x, _Expression) and x.dtype == dtype:
-        return x.name
-    return f"({_C[dtype]}){x.name if isinstance(x, _Expression) else _literal(float(x))}"
+    if not isinstance(x, _Expression):
+        return f"({_C[dtype]}){_literal(float(x))}"
+    x.used = True
+    return x.name if x.dtype == dtype else f"({_C[dtype]}){x.name}"
 
 
 def _literal(x: float) -> str:
@@ -311,12 +324,14 @@ class _Expression:
         name: its name there.
         dtype: float32, float64 or bool.
         varies: whether each element has its own; else it is a number of the host.
+        used: whether anything is computed of it.
     """
 
     program: _Program
     name: str
     dtype: torch.dtype
     varies: bool
+    used: bool = False
 
     __add__, __radd__ = _operator("{0} + {1}")
     __sub__, __rsub__ = _operator("{0} - {1}")

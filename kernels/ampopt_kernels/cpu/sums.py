@@ -1,7 +1,9 @@
 """Sums over flat CPU tensors, to the bit the same from torch's operations and from C++.
 
-Either may be used in a run, and the clock may decide which. So both add half to half, of some
-thousand elements at a time, until one number is left of each part, and then part after part.
+Either may be used in a run, and the clock may decide which. So both add in the same order. Of some
+thousand elements at a time, half is added to half until one number is left of each part, and then
+part after part; of the terms of a rule, each part is first made one block, to which its blocks are
+added one after another, as they come from memory.
 """
 
 from collections.abc import Sequence
@@ -15,10 +17,12 @@ from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic, flat
 
-__all__ = ["PART", "halved", "in_order", "sum_of_squares", "sum_terms"]
+__all__ = ["BLOCK", "PART", "halved", "in_order", "sum_of_squares", "sum_terms"]
 
 PART = 1 << 11
-"""Elements of a part: of a few terms in float64, what fits a core's first cache."""
+"""Elements of a part, which is one thread's."""
+BLOCK = 1 << 6
+"""Elements of a block: of a few terms in float64, what fits a core's first cache."""
 
 
 def sum_terms(
@@ -34,13 +38,13 @@ def sum_terms(
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     inverse, clip, *rest = h
     n = tensors[0].numel()
-    width = min(PART, 1 << max(n - 1, 0).bit_length())
+    size = min(PART, -(-max(n, 1) // BLOCK) * BLOCK)
     parts = []
     for start in range(0, max(n, 1), CHUNK):
         grad, param, *state = (t[start : start + CHUNK].to(dtype) for t in tensors)
         g = grad * inverse * clip
         terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), tuple(rest), flags)
-        parts.append(torch.stack([halved(term, width) for term in terms]))
+        parts.append(torch.stack([_in_blocks(term, size) for term in terms]))
     return torch.tensor([in_order(term) for term in torch.cat(parts, 1)], dtype=torch.float64)
 
 
@@ -61,13 +65,26 @@ def in_order(parts: Tensor, total: float = 0.0) -> float:
     return total
 
 
+def _in_blocks(values: Tensor, size: int) -> Tensor:
+    """The sum of each ``size`` of some values, a number of blocks, in float64."""
+    first, *others = _padded(values, size).view(-1, size // BLOCK, BLOCK).unbind(1)
+    for block in others:
+        first += block
+    return halved(first.reshape(-1), BLOCK)
+
+
 def halved(values: Tensor, width: int) -> Tensor:
     """The sum of each ``width`` of some values, a power of two, in float64."""
-    n = values.numel()
-    padded = torch.zeros(-(-n // width) * width, dtype=torch.float64, device="cpu")
-    padded[:n] = values
-    parts = padded.view(-1, width)
+    parts = _padded(values, width).view(-1, width)
     while width > 1:
         width //= 2
         parts[:, :width] += parts[:, width : 2 * width]
     return parts[:, 0]
+
+
+def _padded(values: Tensor, width: int) -> Tensor:
+    """In float64, with zeros until it is a multiple of ``width``."""
+    n = values.numel()
+    padded = torch.zeros(-(-n // width) * width, dtype=torch.float64, device="cpu")
+    padded[:n] = values
+    return padded

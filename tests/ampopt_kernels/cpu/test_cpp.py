@@ -222,3 +222,13 @@ def _branching(p, g, state, h, flags):
 def test_what_has_no_cpp_is_an_error():
     with pytest.raises(TypeError, match="tl.where"):
         source_of(Rule(update=_branching, hyper=("a",)), (), (F32, F32), 3)
+
+
+def test_only_what_a_reduce_reads_is_fetched_from_memory():
+    """NovoGrad's sums are of gradients alone, and its update reads parameters and averages too."""
+    rule, flags = rules.novograd, (False, False)
+    fetched = [
+        [f"fetch(t{i} " in source_of(rule, flags, (F32,) * 3, 7, reduces).text for i in range(3)]
+        for reduces in (True, False)
+    ]
+    assert fetched == [[True, False, False], [True, True, True]]
