@@ -13,24 +13,25 @@ def _before_reduce(s, h, flags):
     (step,) = s
     lr, beta1, beta2, eps, weight_decay = h
     step = step + 1
-    correction1 = step * 0 + 1
-    correction2 = step * 0 + 1
+    # Reciprocals, as both reduce and update would divide every element by what is one number.
+    over1 = step * 0 + 1
+    over2 = step * 0 + 1
     if BIAS_CORRECTION:
-        correction1 = 1 - power(beta1, step)
-        correction2 = tl.sqrt(1 - power(beta2, step))
-    return (step,), (lr, correction1, correction2, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
+        over1 = 1 / (1 - power(beta1, step))
+        over2 = 1 / tl.sqrt(1 - power(beta2, step))
+    return (step,), (lr, over1, over2, 1 - beta1, beta2, 1 - beta2, eps, weight_decay)
 
 
 @jit
 def _averages_and_direction(p, g, state, h, flags):
     MAXIMIZE: tl.constexpr = flags[1]
-    _, correction1, correction2, new1, beta2, new2, eps, weight_decay = h
+    _, over1, over2, new1, beta2, new2, eps, weight_decay = h
     if MAXIMIZE:
         g = -g
     exp_avg = lerp(state[0], g, new1)
     exp_avg_sq = beta2 * state[1] + new2 * g * g
-    denominator = div_rn(sqrt_rn(exp_avg_sq), correction2) + eps
-    direction = div_rn(div_rn(exp_avg, correction1), denominator) + weight_decay * p
+    denominator = over2 * sqrt_rn(exp_avg_sq) + eps
+    direction = div_rn(over1 * exp_avg, denominator) + weight_decay * p
     return exp_avg, exp_avg_sq, direction
 
 
@@ -42,11 +43,11 @@ def _reduce(p, g, state, h, flags):
 
 @jit
 def _scalars(s, h, flags, sums):
-    lr, correction1, correction2, new1, beta2, new2, eps, weight_decay = h
+    lr, over1, over2, new1, beta2, new2, eps, weight_decay = h
     size, length = sums
     both = (size > 0) & (length > 0)
     ratio = tl.where(both, tl.sqrt(size) / tl.sqrt(length), 1.0)
-    return s, (lr * ratio, correction1, correction2, new1, beta2, new2, eps, weight_decay)
+    return s, (lr * ratio, over1, over2, new1, beta2, new2, eps, weight_decay)
 
 
 @jit
