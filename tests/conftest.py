@@ -22,7 +22,7 @@ import pytest
 import torch
 from support.gpus import skip_without_gpu
 from support.local_ranks import Ranks
-from support.quick_interpreter import remember_builtins, remember_dtypes, remember_shapes
+from support.quick_interpreter import make_it_quick
 from support.requirements import skip_unless_it_runs
 
 import ampopt
@@ -39,9 +39,7 @@ hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "de
 
 
 if HAS_TRITON and INTERPRETED:
-    remember_builtins()
-    remember_dtypes()
-    remember_shapes()
+    make_it_quick()
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # each of them has a core
 

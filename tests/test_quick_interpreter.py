@@ -4,8 +4,9 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 
-from ampopt_kernels.language import HAS_TRITON, INTERPRETED, tl
+from ampopt_kernels.language import HAS_TRITON, INTERPRETED, kernel, tl
 
 pytestmark = pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="there is no interpreter here"
@@ -45,3 +46,43 @@ def test_the_same_builtins_are_replaced(name, again):
     assert ours._patch_builtin is not inspect.unwrap(ours._patch_builtin)
     assert found[0][0]
     assert not again or not found[0][1]
+
+
+@kernel
+def _spread(out, numbers):
+    column = tl.load(numbers + tl.arange(0, 2))[:, None]
+    tl.store(out + 4 * tl.arange(0, 2)[:, None] + tl.arange(0, 4)[None, :], column + column * 1)
+
+
+def test_what_is_narrower_is_spread():
+    out = torch.zeros(2, 4)
+    _spread[(1,)](out, torch.tensor([1.0, 2.0]))
+    assert out.tolist() == [[2.0] * 4, [4.0] * 4]
+
+
+def test_types_are_those_of_triton():
+    from triton.language import core
+
+    float4, double4, float8 = (
+        core.block_type(dtype, [n])
+        for dtype, n in ((core.float32, 4), (core.float64, 4), (core.float32, 8))
+    )
+    for made, dtype, n in ((float4, "fp32", 4), (double4, "fp64", 4), (float8, "fp32", 8)):
+        assert made.name == str(made) == f"<[{str(n)!r}], {dtype}>"
+        assert made.element_ty.name == dtype and made.numel == n and list(made.shape) == [n]
+    assert float4 == core.block_type(core.float32, [4])
+    assert float4 != double4 and float4 != float8
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            core.block_type(core.float32, [3])
+
+
+def test_tuples_have_their_types():
+    from triton.language import core
+
+    ours: Any = core
+    pair = ours.tuple([1, ours.float32])
+    assert pair.type == ours.tuple_type([ours.constexpr_type(1), ours.constexpr_type(ours.float32)])
+    assert pair.type is pair.type
+    named = ours.tuple([1], ours.tuple_type([ours.constexpr_type(1)], ["one"]))
+    assert named.type.fields == ["one"] and named.one == 1

@@ -1,14 +1,26 @@
 """Triton's interpreter, which looks up at each call what stays the same, told to remember it."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["remember_builtins", "remember_dtypes", "remember_shapes"]
+__all__ = ["make_it_quick"]
 
 
-def remember_builtins() -> None:
+def make_it_quick() -> None:
+    """Have the interpreter give what it gives in half of the time; see the functions below."""
+    _remember_builtins()
+    _remember_dtypes()
+    _remember_shapes()
+    _remember_blocks()
+    _spread_what_is_narrower()
+    _leave_overflows_unseen()
+    _ask_tuples_for_types_later()
+
+
+def _remember_builtins() -> None:
     """Look once for the builtins that the interpreter replaces at each call of a function.
 
     Two fifths of the time of a small kernel go into that. What is replaced, and when, is as ever;
@@ -49,7 +61,7 @@ def remember_builtins() -> None:
     ours._patch_builtin, ours._patch_lang = patch_builtin, patch_lang
 
 
-def remember_dtypes() -> None:
+def _remember_dtypes() -> None:
     """Look once which of NumPy's dtypes is which of Triton's: a table is made for each look."""
     from triton.runtime import interpreter
 
@@ -69,7 +81,7 @@ def remember_dtypes() -> None:
     ours._get_np_dtype = get_np_dtype
 
 
-def remember_shapes() -> None:
+def _remember_shapes() -> None:
     """Make the shape and the size of a type once, not for each tensor that is of it.
 
     A Triton whose tensors have other attributes is left alone.
@@ -92,3 +104,75 @@ def remember_shapes() -> None:
             known[key] = self.shape, self.numel
 
     tensor.__init__ = init
+
+
+def _remember_blocks() -> None:
+    """Check each shape of blocks once, and have all types of blocks of a shape share it."""
+    from triton.language import core
+
+    block: Any = core.block_type
+    original = block.__init__
+    known: dict[Any, dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
+
+    @functools.wraps(original)
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *shape)
+        if key not in known:
+            original(self, element_ty, shape)
+            self.shape = shapes.setdefault(tuple(self.shape), self.shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key], element_ty=element_ty)
+
+    block.__init__ = init
+
+
+def _spread_what_is_narrower() -> None:
+    """Leave tensors of one shape as they are before they are asked for their sizes, one by one."""
+    from triton.language import semantic
+
+    ours: Any = semantic.TritonSemantic
+    original = ours.broadcast_impl_value
+
+    @functools.wraps(original)
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        if getattr(lhs.type, "shape", None) is getattr(rhs.type, "shape", None):
+            return lhs, rhs
+        return original(self, lhs, rhs)
+
+    ours.broadcast_impl_value = broadcast
+
+
+def _leave_overflows_unseen() -> None:
+    """Compute no sum of integers a second time, to see an overflow that only debugging tells."""
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _ask_tuples_for_types_later() -> None:
+    """Make the type of a tuple where it is asked for: kernels add up tuples and take them apart."""
+    from triton.language import core
+
+    ours: Any = core
+    make_type = getattr(ours, "_type_for_tuple_values", None)
+    original = ours.tuple.__init__
+    if make_type is None:
+        return
+
+    class Type:
+        """Makes it once; what an instance has comes first."""
+
+        def __get__(self, owner: Any, _: Any = None) -> Any:
+            return vars(owner).setdefault("type", make_type(owner.values))
+
+    @functools.wraps(original)
+    def init(self: Any, args: Any, type: Any = None) -> None:
+        if type is None:
+            self.values = list(args)
+        else:
+            original(self, args, type)
+
+    ours.tuple.type, ours.tuple.__init__ = Type(), init
