@@ -351,6 +351,8 @@ class LastAgreement:
 
     def now(self, param_groups: Sequence[dict[str, Any]], process_group: Any) -> Agreement | None:
         """See :func:`agreement`."""
+        if process_group is None and self._agreement is None and not _are_connected():
+            return None
         members = [list(map(id, group["params"])) for group in param_groups]
         of = members, told(param_groups, process_group), is_fsdp1(param_groups)
         if of != self._of:
@@ -387,9 +389,14 @@ def check_process_group(given: Any) -> None:
 
 def is_fsdp1(param_groups: Sequence[dict[str, Any]]) -> bool:
     """Whether FSDP1 has flattened parameters into one, of which each rank has a part."""
-    if "torch.distributed.fsdp" not in sys.modules:
+    if not _are_connected() or "torch.distributed.fsdp" not in sys.modules:
         return False
     return any(is_flattened_by_fsdp1(param) for group in param_groups for param in group["params"])
+
+
+def _are_connected() -> bool:
+    """Whether there are any ranks but this one, as far as torch has been told."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def told(param_groups: Sequence[dict[str, Any]], process_group: Any) -> tuple[Any, list[Any]]:
