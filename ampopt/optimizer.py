@@ -347,7 +347,7 @@ class Optimizer(torch.optim.Optimizer):
         scale = ours.scale(grads_scaled_by)
         gradients.check(self.param_groups)
         decision = None
-        if ours.sums.is_open:
+        if ours.sums.window is not None:
             decision = ours.take_sums(ours.asking(request_for(scale)))
             ours.fill_masters()
         elif scale is None:
@@ -518,7 +518,7 @@ def unscale_and_step(
         )
     if scale is None and max_norm is None:
         return StepResult(optimizer.step(), ours.flag(None), None)
-    attempt = ours.attempt_with_sums if ours.sums.is_open else ours.attempt
+    attempt = ours.attempt if ours.sums.window is None else ours.attempt_with_sums
     with ours.told(loss):
         decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     successor = successor_of(scale, decision)

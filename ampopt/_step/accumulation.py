@@ -30,7 +30,7 @@ DROPS = ("window", "micro_batch")
 
 
 @dataclass
-class _Window:
+class Window:
     """What was accumulated since the last step.
 
     Attributes:
@@ -73,7 +73,13 @@ class _Replaced(NamedTuple):
 
 
 class Accumulation:
-    """The sums of one optimizer, and the window in which they are filled."""
+    """The sums of one optimizer.
+
+    Attributes:
+        window: in which they are filled; ``None`` while nothing is accumulated that no step has
+            taken yet.
+        taken: whether they stand in the place of the gradients, for a step.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin without a window.
@@ -82,17 +88,13 @@ class Accumulation:
             optimizer: whose gradients these are, which is not kept alive.
         """
         self._optimizer = weakref.ref(optimizer)
-        self._window: _Window | None = None
+        self.window: Window | None = None
+        self.taken = False
         self._hook: Any = None  # while there is a window, for a plain step
         self._replaced: list[_Replaced] = []
         self._sums = WeakIdKeyDictionary()
         self._latest = WeakIdKeyDictionary()  # a weak reference to the gradient added last
         self._uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether something is accumulated that no step has taken yet."""
-        return self._window is not None
 
     # --- filling ----------------------------------------------------------------------------------
 
@@ -126,11 +128,11 @@ class Accumulation:
             torch._foreach_zero_(stay)  # pyright: ignore[reportPrivateImportUsage]
         return decision
 
-    def _in_window(self, drop: str) -> _Window:
-        window = self._window
+    def _in_window(self, drop: str) -> Window:
+        window = self.window
         if window is None:
             self.put_back()
-            window = self._window = _Window(device_of(self._groups) or torch.device("cpu"), drop)
+            window = self.window = Window(device_of(self._groups) or torch.device("cpu"), drop)
             self._hook = self._owner.register_step_pre_hook(_take_in_plain_step)
         elif drop != window.drop:
             raise ValueError(
@@ -140,7 +142,7 @@ class Accumulation:
         return window
 
     def _add(
-        self, window: _Window, request: Request, agreement: ranks.Agreement | None
+        self, window: Window, request: Request, agreement: ranks.Agreement | None
     ) -> Decision | None:
         decision, present = None, gradients.held(self._groups)
         if window.drop == "micro_batch":
@@ -163,7 +165,7 @@ class Accumulation:
             window.learn(decision)
         return decision
 
-    def _works(self, window: _Window, present: Sequence[gradients.Held]) -> list[Work]:
+    def _works(self, window: Window, present: Sequence[gradients.Held]) -> list[Work]:
         rows, grads = [], []
         for group, param, owner in present:
             values = gradients.values_of(param)
@@ -210,7 +212,7 @@ class Accumulation:
         Returns:
             The decision on the whole window; ``None`` if there is none to make.
         """
-        window = self._window
+        window = self.window
         assert window is not None
         causes = request.causes
         # The step measures the sums, and they are judged for other causes below.
@@ -229,7 +231,7 @@ class Accumulation:
             if wide and dtype is not None:
                 dtype = total.dtype
             _put(param, total if dtype is None else total.to(dtype), dtype)
-        self._window = None
+        self.window, self.taken = None, True
         if decided is None:
             return None
         heard = decided.found_inf  # by the scale
@@ -242,7 +244,7 @@ class Accumulation:
         return replace(decision, found_inf=judged.found_inf, cause=judged.cause)
 
     def _renormalise(
-        self, window: _Window, request: Request, agreement: ranks.Agreement | None
+        self, window: Window, request: Request, agreement: ranks.Agreement | None
     ) -> Tensor:
         """Have the sums stand for all micro-batches; more than 0 where they cannot.
 
@@ -266,7 +268,7 @@ class Accumulation:
         return carried(decision.found_inf, window.home)
 
     def _decided(
-        self, window: _Window, request: Request, agreement: ranks.Agreement | None
+        self, window: Window, request: Request, agreement: ranks.Agreement | None
     ) -> Decision | None:
         """What is found in all of the window, of which the scale is told."""
         asked = replace(request, found_inf=window.flag)
@@ -299,12 +301,12 @@ class Accumulation:
         self.unhook()
         for param, grad, dtype in self._replaced:
             _put(param, grad, dtype)
-        self._replaced = []
+        self._replaced, self.taken = [], False
 
     def discard(self) -> None:
         """Forget the window, or that a step was to take it."""
         self.put_back()
-        self._window = None
+        self.window = None
 
     def unhook(self) -> None:
         """A control point steps, and not a plain step, which would have to take the window."""
@@ -324,7 +326,7 @@ class Accumulation:
 def _take_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Have a step that no control point takes find the sums, whatever their flag."""
     ours = optimizer._ampopt
-    if not ours.sums.is_open:
+    if ours.sums.window is None:
         return
     if any(map(callable, (*args, *kwargs.values()))):
         raise RuntimeError(

@@ -48,7 +48,7 @@ def unscale_and_step(
     def evaluate(now: Any) -> tuple[Any, Verdict]:
         scale = ours.scale(now)
         loss = closure(now)
-        if ours.sums.is_open:
+        if ours.sums.window is not None:
             raise RuntimeError(
                 "the closure of unscale_and_step called accumulate, whose sums no replay can take "
                 "back: let its backward passes add up under the scale that it is given"

@@ -348,7 +348,8 @@ class Stepping(ABC):
 
     def end_pending(self) -> None:
         """What was unscaled, or accumulated, is stepped with."""
-        self.sums.put_back()
+        if self.sums.taken:
+            self.sums.put_back()
         if self.pending is not None:
             self.mark_stepped(self.pending.scale, self.pending.successor)
             self.pending = None
@@ -356,7 +357,7 @@ class Stepping(ABC):
     def refuse_unfinished(self, call: str) -> None:
         """Refuse ``call`` between an unscale or ``accumulate`` and the step."""
         self.refuse_pending(call)
-        if self.sums.is_open:
+        if self.sums.window is not None:
             raise RuntimeError(
                 f"{call}: accumulate() was called, and no step has taken what it added up. Call "
                 "unscale_and_step() first, or zero_grad() to discard it"
