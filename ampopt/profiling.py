@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 import ampopt_kernels
 from ampopt import _synchronization
@@ -21,6 +20,7 @@ from ampopt._step.by_rule import ByRule
 from ampopt._step.transaction import Mode, Skipper
 from ampopt.backend import backend_for, get_backend
 from ampopt.optimizer import Optimizer
+from ampopt_kernels.step import Decision
 
 __all__ = ["Look", "Profile", "profile"]
 
@@ -178,10 +178,10 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
     paths = report.paths[name] = {}
     modes: list[Mode] = []  # in which the step that runs is skipped, if it has to be
 
-    def noting(skipper: Skipper, stepped: Any, step: Any, skip: Tensor) -> bool:
+    def noting(skipper: Skipper, stepped: Any, step: Any, decision: Decision) -> Any:
         if stepped is optimizer:
             modes.append(skipper.mode)
-        return skipper_step(skipper, stepped, step, skip)
+        return skipper_step(skipper, stepped, step, decision)
 
     def after(*_: Any) -> None:
         path = _path(optimizer, modes.pop() if modes else None)
@@ -216,7 +216,7 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
     if mode == "transaction":
         return f"{which}, as a transaction: taken, and undone on the device if it overflowed"
     looked = f"{which}, after the host looked at the overflow flag"
-    skipper = ours.skipper
+    skipper: Any = ours.skipper
     if skipper.reason is not None:
         return f"{looked}, as the step {skipper.reason}"
     if mode == "probation":

@@ -11,7 +11,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.snapshot import Snapshot
-from ampopt._step.step_hooks import beneath_hooks, hooked, is_replaced, run_step_hooks
+from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written_step
 from ampopt._step.stepping import Attempt, Stepping
 from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import Skipper, skipper_of
@@ -50,39 +50,49 @@ class Ordinary(Stepping):
         super().__init__(optimizer, rule, meets=meets and not own_step)
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
-        self._skipper: Skipper | None = None
         self._decision: Decision | None = None  # that the step is under, while it and hooks run
         self._is_over = False  # that step, and its post-hooks run
         self._around: Decision | None = None  # that the last step was taken around, before hooks
         self._around_which: Decision | None = None  # in its post-hooks
 
-    @property
-    def skipper(self) -> Skipper:
-        """How the step is skipped; chosen before the first."""
-        if self._skipper is None:
-            if self.rule is not None and self.skip_by == "auto" and self.home.type != "cpu":
-                _warn_of_own_step(type(self.optimizer).__name__)
-            # Rules are run by kernels, which torch's dispatcher does not see.
-            self._skipper = skipper_of(
-                self.skip_by,
-                self.home,
-                transacts=self._make_state is not None,
-                unseen=self.rule is not None,
-            )
-        return self._skipper
+    @functools.cached_property
+    def skipper(self) -> Skipper | None:
+        """How the step is skipped, chosen before the first; ``None`` if it skips by itself."""
+        skip_by = self.skip_by
+        if skip_by == "step":
+            return None
+        if self.rule is not None and skip_by == "auto" and self.home.type != "cpu":
+            _warn_of_own_step(type(self.optimizer).__name__)
+        transacts = self._make_state is not None
+        # Rules are run by kernels, which torch's dispatcher does not see.
+        unseen = self.rule is not None
+        return skipper_of(skip_by, self.home, transacts=transacts, unseen=unseen)
 
     # --- what control points ask ----------------------------------------------------------------
 
-    def attempt(self, request: Request) -> Attempt:
+    def attempt(self, request: Request, step: Callable[[], Any] | None = None) -> Attempt:
         """Step as ``request`` says, or skip. Step hooks run in any case, after unscaling.
 
         What they do is not part of the step, so it is neither undone nor a reason to look.
+
+        Args:
+            request: what is asked.
+            step: to call, where hooks run around this already.
         """
-        return self._under_decision(request, self._step_and_hooks)
+        self.check_step()
+        gradients.check(self.optimizer.param_groups)
+        decision = self._decision = self.unscale(request)
+        self._is_over = False
+        try:
+            if step is not None:
+                return self._step_or_skip(step, decision)
+            return self._step_and_hooks(decision)
+        finally:
+            self._decision = None
 
     def around(self, step: Callable[[], Any], request: Request) -> Attempt:
         """Unscale and call ``step``, within the hooks, as ``request`` says, or skip it."""
-        attempt = self._under_decision(request, functools.partial(self._step_or_skip, step))
+        attempt = self.attempt(request, step)
         self._around = attempt.decision
         return attempt
 
@@ -122,23 +132,11 @@ class Ordinary(Stepping):
 
     def step_is_over(self) -> None:
         """See :class:`Stepping`."""
-        super().step_is_over()
+        self.end_pending()
         self._is_over = self._decision is not None
         self._around_which, self._around = self._around, None
 
     # --- a step, or none --------------------------------------------------------------------------
-
-    def _under_decision(
-        self, request: Request, attempt: Callable[[Decision | None], Attempt]
-    ) -> Attempt:
-        """Unscale as ``request`` says, and have the decision known while ``attempt`` runs."""
-        self.check_step()
-        gradients.check(self.optimizer.param_groups)
-        self._decision, self._is_over = self.unscale(request), False
-        try:
-            return attempt(self._decision)
-        finally:
-            self._decision = None
 
     def _step_and_hooks(self, decision: Decision | None) -> Attempt:
         optimizer = self.optimizer
@@ -147,17 +145,14 @@ class Ordinary(Stepping):
             if not attempt.called:
                 run_step_hooks(optimizer)
             return attempt
-        step = beneath_hooks(type(optimizer).step)
-        attempts: list[Attempt] = []
+        step = written_step(type(optimizer))
 
-        def within_hooks(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            call = functools.partial(step, optimizer, *args, **kwargs)
-            attempts.append(self._step_or_skip(call, decision))
-            return attempts[-1].returned
+        def within_hooks(*args: Any, **kwargs: Any) -> Attempt:
+            return self._step_or_skip(functools.partial(step, *args, **kwargs), decision)
 
-        hooked(within_hooks)(optimizer)
+        attempt = hooked(within_hooks)(optimizer)
         mark_as_called(optimizer)
-        return attempts[-1]
+        return attempt
 
     def _step_or_skip(self, step: Callable[[], Any], decision: Decision | None) -> Attempt:
         """Call ``step`` or skip it.
@@ -167,15 +162,14 @@ class Ordinary(Stepping):
         """
         if decision is None:
             return Attempt(None, called=False)
-        optimizer, skip = self.optimizer, decision.skip
-        if self.skip_by == "step":
-            return Attempt(decision, self._step_told(step, skip))
+        optimizer, skipper = self.optimizer, self.skipper
+        if skipper is None:
+            return Attempt(decision, self._step_told(step, decision.skip))
         if self._make_state is not None:
             for _, param in gradients.present(optimizer.param_groups):
                 self._make_state(optimizer, param)
-        returned: list[Any] = []
-        called = self.skipper.step(optimizer, lambda: returned.append(step()), skip)
-        return Attempt(decision, returned[0] if returned else None, called)
+        called, returned = skipper.step(optimizer, step, decision)
+        return Attempt(decision, returned, called)
 
     def _step_told(self, step: Callable[[], Any], skip: Tensor) -> Any:
         """Call a ``step`` that skips by itself where ``found_inf`` says so; a rule in it does."""

@@ -222,7 +222,7 @@ class RuleSteps:
             step(optimizer)
         else:
             call = functools.partial(step, optimizer)
-            self.skipper.step(optimizer, call, decision.skip)
+            self.skipper.step(optimizer, call, decision)
         return decision
 
     def _warn_of_float16(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from ampopt._step import torch_private
 
 __all__ = [
+    "HEEDS",
     "beneath_hooks",
     "has_own_step",
     "has_step",
@@ -19,6 +20,7 @@ __all__ = [
     "is_replaced",
     "is_watched",
     "run_step_hooks",
+    "written_step",
 ]
 
 hooked = torch.optim.Optimizer.profile_hook_step
@@ -36,6 +38,16 @@ def beneath_hooks(step: Any) -> Any:
     while getattr(step, "__code__", None) is _WRAPPER:
         step = step.__wrapped__
     return step
+
+
+HEEDS = "_heeds_scaler"
+"""Of what heeds a scaler around a step (see ``torch_scaler``): itself, as ``wraps`` copies this."""
+
+
+def written_step(cls: type[torch.optim.Optimizer]) -> Any:
+    """The ``step`` of ``cls`` as its author wrote it, which no scaler and no hook is to see."""
+    step = beneath_hooks(cls.step)
+    return step.__wrapped__ if getattr(step, HEEDS, None) is step else step
 
 
 def has_own_step(cls: type) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ampopt._step import ranks
-from ampopt._step.step_hooks import beneath_hooks, has_own_step, has_step
+from ampopt._step.step_hooks import HEEDS, beneath_hooks, has_own_step, has_step
 from ampopt._step.uncompiled import uncompiled
 from ampopt_kernels.step import Decision, Request
 
@@ -89,7 +89,7 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
             "place of scaler.step(optimizer), or scaler.unscale_(optimizer) in place of unscale(); "
             "zero_grad() discards the unscale"
         )
-    if any(callable(argument) for argument in (*args, kwargs.get("closure"))):
+    if any(map(callable, (*args, kwargs.get("closure")))):
         name = type(optimizer).__name__
         raise RuntimeError(
             "torch.amp.GradScaler.step(optimizer, closure) looks at the gradients before the "
@@ -98,8 +98,7 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"with a smaller scale; or {name}.unscale_and_step(closure, grads_scaled_by=scale), "
             "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
         )
-    agreement = optimizer._ampopt.agreement()
-    if agreement is not None and left.grad_scale is None:
+    if left.grad_scale is None and (agreement := optimizer._ampopt.agreement()) is not None:
         # Nothing will be judged again, and the scaler may have asked this rank alone.
         return replace(left, found_inf=agreement.flag(left.found_inf, optimizer._ampopt.home))
     return left
@@ -119,7 +118,7 @@ def heed_in(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
     if not has_step(cls):  # what derives from it may have, from its other bases
         return
     step: Any = beneath_hooks(cls.step)  # around which torch puts them again
-    if getattr(step, "_heeds_scaler", None) is not step:
+    if getattr(step, HEEDS, None) is not step:
         cls.step = _heeding(step)
 
 
@@ -138,7 +137,7 @@ def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
 
     # Marks that wraps has copied from a step which the author made with it are not for this one.
     vars(heeding).pop("hooked", None)
-    heeding._heeds_scaler = heeding  # type: ignore[attr-defined]
+    setattr(heeding, HEEDS, heeding)
     return heeding
 
 

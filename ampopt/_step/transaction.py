@@ -25,6 +25,7 @@ from ampopt._step.torch_private import (
     written_by,
 )
 from ampopt.backend import host_may_look
+from ampopt_kernels.step import Decision
 from ampopt_kernels.transfers import carried
 
 __all__ = ["Mode", "SKIP_BY", "Skipper", "Writes", "skipper_of"]
@@ -128,31 +129,31 @@ class Skipper:
         self._settled, self._unseen = settled, unseen
         self._growths = 0
 
-    def step(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any], skip: Tensor) -> bool:
-        """Take ``step()``, unless ``skip`` is more than 0.
+    def step(
+        self, optimizer: torch.optim.Optimizer, step: Callable[[], Any], decision: Decision
+    ) -> tuple[bool, Any]:
+        """Take ``step()``, unless ``decision`` is to skip it.
 
         Args:
             optimizer: whose parameters and state the step changes.
             step: to take.
-            skip: one element, on the parameters' device.
+            decision: on the parameters' device.
 
         Returns:
-            Whether ``step()`` was called. It was not if the host has looked at ``skip`` first.
+            Whether ``step()`` was called, which it was not if the host has looked first; and what
+            it returned.
         """
         host = None if self.mode == "host" else HostState(optimizer)
         if host is not None and host.hidden is not None and not self._settled:
             self._look_from_now_on(optimizer, f"cannot see what changes in {host.hidden}")
             host = None
         if host is not None and self.mode == "transaction":
-            self._transact(optimizer, step, skip > 0, host)
-            return True
-        if bool(skip > 0):
-            return False
+            return True, self._transact(optimizer, step, decision.skip > 0, host)
+        if decision.factors_on_host.skip > 0:
+            return False, None
         if host is not None:
-            self._probe(optimizer, step, skip, host)
-        else:
-            step()
-        return True
+            return True, self._probe(optimizer, step, decision.skip, host)
+        return True, step()
 
     def _transact(
         self,
@@ -160,18 +161,18 @@ class Skipper:
         step: Callable[[], Any],
         skip: Tensor,
         host: HostState,
-    ) -> None:
+    ) -> Any:
         writes = Writes(host.tensors, unseen=self._unseen)
-        failure = None
+        returned, failure = None, None
         try:
             with writes:
-                step()
+                returned = step()
         except Exception as error:  # perhaps of the very gradients for which it is to be skipped
             failure = error
         changed = host.changed() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
         if failure is None and changed is None:
             writes.undo_where(skip)
-            return
+            return returned
         if failure is None and changed is not None and not self._settled:
             self._judge(optimizer, host, changed)
         if bool(skip):
@@ -179,6 +180,7 @@ class Skipper:
             writes.undo()
         elif failure is not None:
             raise failure
+        return returned
 
     def _probe(
         self,
@@ -186,11 +188,11 @@ class Skipper:
         step: Callable[[], Any],
         skip: Tensor,
         host: HostState,
-    ) -> None:
+    ) -> Any:
         before = [(t, _whole(t).clone()) for t in host.tensors]
         writes = Writes(host.tensors, unseen=self._unseen)
         with writes:
-            step()
+            returned = step()
         changed = host.changed() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
         if changed is not None:
             self._judge(optimizer, host, changed)
@@ -198,6 +200,7 @@ class Skipper:
             self.mode = "transaction"
         else:
             self._look_from_now_on(optimizer, "writes tensors where torch's dispatcher is not told")
+        return returned
 
     def _judge(self, optimizer: torch.optim.Optimizer, host: HostState, changed: str) -> None:
         """What a step that changed more than tensors means for later ones."""
