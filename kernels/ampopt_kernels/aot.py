@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ REQUESTS = (
     "accumulate", "accumulate anew", "accumulate or reject", "by chance",
 )  # fmt: skip
 """What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
+QUICK = "of flags, only none and all; of targets, for updates in other dtypes than float32, one"
 
 
 @dataclass(frozen=True)
@@ -250,8 +251,12 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
                 yield Case(name, every[0], dtype, request)
 
 
-def tasks(all_cases: Iterable[Case], targets: Iterable[str]) -> list[Task]:
-    """Each different launch of the cases once, for each target."""
+def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False) -> list[Task]:
+    """Each different launch of the cases once, for each target.
+
+    If ``quick``, updates in other dtypes than float32 are for one of them, each in turn: so every
+    target meets every rule, and every dtype, though not each rule in each dtype.
+    """
     different: dict[Any, tuple[Case, int]] = {}
     for case in all_cases:
         for index, launch in enumerate(launches(case)):
@@ -259,7 +264,12 @@ def tasks(all_cases: Iterable[Case], targets: Iterable[str]) -> list[Task]:
             constants = {k: v for k, v in launch.constants.items() if k != "COLUMNS"}
             key = (launch.name, *launch.signature.items(), *constants.items())
             different.setdefault(key, (case, index))
-    return [Task(*found, target) for target in targets for found in different.values()]
+    in_turn = itertools.cycle(targets)
+    found: list[Task] = []
+    for (name, *_), (case, index) in different.items():
+        one = quick and name == "update" and case.dtype != "float32"
+        found += [Task(case, index, t) for t in ([next(in_turn)] if one else targets)]
+    return found
 
 
 def compile_task(task: Task) -> Report:
@@ -314,7 +324,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", nargs="+", default=TARGETS, help="sm_NN or gfxNNN")
     parser.add_argument("--rule", nargs="+", default=known, choices=known)
     parser.add_argument("--dtype", nargs="+", default=DTYPES, choices=DTYPES)
-    parser.add_argument("--quick", action="store_true", help="of flags, only none and all")
+    parser.add_argument("--quick", action="store_true", help=QUICK)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     given = parser.parse_args(arguments)
     for target in given.target:
@@ -325,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
     if INTERPRETED:
         parser.error("TRITON_INTERPRET=1 replaces the compiler by the interpreter: unset it")
 
-    todo = tasks(cases(given.rule, given.dtype, given.quick), given.target)
+    todo = tasks(cases(given.rule, given.dtype, given.quick), given.target, given.quick)
     lines, failed = [], 0
     for report in _compiled(todo, given.jobs):
         lines.append(str(report))
@@ -347,8 +357,10 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
     if jobs <= 1:
         yield from map(compile_task, todo)
         return
-    # A fork of a process that has started torch's threads may hang.
-    context = multiprocessing.get_context("spawn")
+    # A fork of a process that has started torch's threads may hang. One that has but imported it,
+    # which takes seconds, is there to be forked.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ampopt_kernels.aot"])
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context) as pool:
         yield from pool.map(compile_task, todo, chunksize=4)
 

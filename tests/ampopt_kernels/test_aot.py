@@ -56,7 +56,11 @@ def compiled(tmp_path_factory):
 def of(compiled, kernel, variant, dtype):
     lines, _ = compiled
     chosen = [m for m in lines if m.group("kernel", "variant", "dtype") == (kernel, variant, dtype)]
-    assert sorted(m["target"] for m in chosen) == sorted(aot.TARGETS)
+    targets = sorted(m["target"] for m in chosen)
+    if kernel == "update" and dtype != "float32":  # see aot.tasks
+        assert len(targets) == 1 and targets[0] in aot.TARGETS
+    else:
+        assert targets == sorted(aot.TARGETS)
     return chosen
 
 
@@ -145,7 +149,7 @@ def test_products_are_rounded_before_they_are_added(compiled):
     """So that unscaling and stepping round alike in one call and in two."""
     _, directory = compiled
     files = [path for path in directory.iterdir() if path.name.startswith("update-sgd")]
-    assert len(files) == 3 * (2 * len(aot.DTYPES) + 1)
+    assert len(files) == 2 * 3 + 2 * 3 + 1  # in float32 for each target, and with masters
     for path in files:
         # AMD reads float16 by such operations: times 1 or plus 0, which is no fusion.
         assert not re.search(r"fma(?!_mix)", path.read_text()), path.name
@@ -186,14 +190,22 @@ def test_control_does_not_spill(compiled):
     assert all(m["spills"] == "0" for m in lines)
 
 
+def test_every_dtype_is_compiled_for_every_target(compiled):
+    """Though updates in most dtypes are for one target each."""
+    updates = {m.group("dtype", "target") for m in compiled[0] if m["kernel"] == "update"}
+    assert updates == set(itertools.product(aot.DTYPES, aot.TARGETS))
+
+
 def test_every_rule_that_torch_lacks_compiles_and_moves_sixteen_bytes_at_a_time():
-    done = command("--quick", "--dtype", "float32", "--rule", *OTHERS)
+    targets = ("sm_90", "gfx942")  # on sm_80, those of torch's
+    done = command("--quick", "--dtype", "float32", "--target", *targets, "--rule", *OTHERS)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [LINE.fullmatch(line) for line in done.stdout.splitlines()[:-1]]
     updates = [
         m for m in lines if m and m["kernel"] == "update" and "unaligned" not in m["variant"]
     ]
-    assert {m["variant"].split("+")[0] for m in updates} == set(OTHERS)
+    names = {(m["variant"].split("+")[0], m["target"]) for m in updates}
+    assert names == set(itertools.product(OTHERS, targets))
     assert all(m["vectorized"] == "yes" and m["spills"] == "0" for m in updates)
 
 
