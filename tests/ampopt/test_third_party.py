@@ -144,7 +144,7 @@ def seen(optimizer: Any, of_tensors: Callable[[Tensor], Any] = bits) -> Any:
         return repr(thing) if isinstance(thing, (bool, int, float, str)) else None
 
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    return values(optimizer), [bits(generators[0]), repr(generators[1:])]
+    return values(optimizer), [bits(generators[0]), pickle.dumps(generators[1:])]
 
 
 def steps(optimizer: Any, numbers: Iterable[int]) -> None:
