@@ -222,7 +222,6 @@ class Captured:
         return StepResult(loss.clone(), as_flag(found_inf.clone(), found), self._latest)
 
     def _send_hyper(self, plan: Plan) -> None:
-        plan.take_hyper(self._optimizer._ampopt.rule)
         for work in plan.works:
             _backend(work.device).send_hyper(work)
 
@@ -250,7 +249,7 @@ class Captured:
             if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
                 return False
         with torch.no_grad():  # as in a step: layouts are compared together with torch's modes
-            return plan.renew(steps)
+            return plan.renew(self._optimizer)
 
     def _hyper_tensors(self) -> list[Tensor]:
         optimizer = self._optimizer

@@ -6,17 +6,16 @@ preparing by far, and next to nothing changes between steps but the gradients.
 
 import operator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ampopt._step import dtensor
+from ampopt._step.masters import Masters
 from ampopt._step.param_rounding import PARAM_ROUNDING
 from ampopt._step.ranks import REPLICATED
 from ampopt_kernels.cpu.objects import Contents, Layouts, addresses
-
-if TYPE_CHECKING:
-    from ampopt._step.rule_steps import RuleSteps
+from ampopt_kernels.rule import Rule
 
 __all__ = ["Guards"]
 
@@ -34,8 +33,10 @@ class Guards:
 
     def __init__(
         self,
-        steps: "RuleSteps",
+        optimizer: Any,
+        rule: Rule,
         flags: list[tuple[bool, ...]],
+        keeper: Masters,
         present: list[Tensor],
         masters: list[tuple[int, Tensor]],
         states: list[Tensor],
@@ -46,8 +47,10 @@ class Guards:
         """Take them down.
 
         Args:
-            steps: whose plan it is.
+            optimizer: whose plan it is, which is not kept alive.
+            rule: that is planned.
             flags: of the rule, for each group.
+            keeper: of the masters.
             present: the parameters that have gradients.
             masters: those of ``present`` whose place is said, which hold their gradients.
             states: what else a step works on.
@@ -55,8 +58,8 @@ class Guards:
             spread: whether some of the tensors are spread over ranks: of such a one, the part that
                 is here counts.
         """
-        optimizer = steps.optimizer
         groups = optimizer.param_groups
+        self._rule, self._keeper = rule, keeper
         self._present, self._masters, self._spread = present, masters, spread
         self._params = list(chain.from_iterable(group["params"] for group in groups))
         kept = set(present)
@@ -72,14 +75,15 @@ class Guards:
         self._contents = Contents([*members, self._state, *of_params])
         # An object may stay and what it refers to be exchanged, as by an assignment to its data.
         self._held = [*self._params, *(master for _, master in masters), *states]
-        self._addresses = addresses(self._here(self._held))
-        self._params_laid_out = Layouts(self._here(self._params))
+        held, params = self._held, self._params
+        if spread:
+            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
+        self._addresses, self._params_laid_out = addresses(held), Layouts(params)
         self._grads_laid_out = Layouts(grads)
         self._placements = dtensor.placements(list(map(_grad_of, present))) if spread else []
 
-    def gradients(self, steps: "RuleSteps") -> list[Tensor] | None:
+    def gradients(self, optimizer: Any) -> list[Tensor] | None:
         """The gradients of this step as kernels see them; ``None`` if anything else has changed."""
-        optimizer, rule = steps.optimizer, steps.rule
         if len(optimizer.param_groups) != len(self._groups):
             return None
         for group, (members, flags, options) in zip(
@@ -87,19 +91,22 @@ class Guards:
         ):
             if (
                 group["params"] is not members
-                or rule.flag_values(group) != flags
+                or self._rule.flag_values(group) != flags
                 or list(map(group.get, _OPTIONS)) != options
             ):
                 return None
         for param in self._absent:
             if param.grad is not None:
                 return None
+        held, params = self._held, self._params
+        if self._spread:
+            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
         if not (
             optimizer.state is self._state
             and optimizer.process_group is self._process_group
             and self._contents.unchanged()
-            and addresses(self._here(self._held)) == self._addresses
-            and self._params_laid_out.fit(self._here(self._params))
+            and addresses(held) == self._addresses
+            and self._params_laid_out.fit(params)
         ):
             return None
         grads = list(map(_grad_of, self._present))
@@ -108,15 +115,13 @@ class Guards:
                 dtensor.settle(param)
             grads = list(map(_grad_of, self._present))
             self._placements = dtensor.placements(grads)
-        if steps.masters.unscaled:
+        if self._keeper.unscaled:
             for place, master in self._masters:
                 if grads[place] is not None:
                     grads[place] = master.grad
-        grads = self._here(grads)
+        if self._spread:
+            grads = dtensor.local_of_each(grads)
         return grads if self._grads_laid_out.fit(grads) else None
-
-    def _here(self, tensors: list[Tensor]) -> list[Tensor]:
-        return dtensor.local_of_each(tensors) if self._spread else tensors
 
 
 _grad_of: Any = operator.attrgetter("grad")  # over hundreds, half the time of a comprehension

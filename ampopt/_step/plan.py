@@ -5,6 +5,7 @@ step, and next to nothing changes between steps but the gradients. A plan is mad
 until something else changes; that it does hold is checked at every step (see ``guards``).
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.guards import Guards
-from ampopt._step.overflow import works_of
+from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_held, works_of
 from ampopt._step.param_rounding import keys_of, position_of
 from ampopt._step.rank_sums import RankSums
 from ampopt._step.rule_state import state_of
@@ -23,7 +24,7 @@ from ampopt_kernels.cpu.objects import bump_versions
 from ampopt_kernels.found import Owner
 from ampopt_kernels.random_numbers import STREAM
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Row, Work
+from ampopt_kernels.step import Decision, Request, Row, Work
 from ampopt_kernels.tensors import dense_like
 
 if TYPE_CHECKING:
@@ -38,12 +39,6 @@ class Plan:
     Attributes:
         works: what to run, the first parameter's device first; empty without gradients.
         lasts: whether it may serve a second step; not where it works on copies.
-        writes_gradients: whether a step may unscale gradients before it uses them, and no bit of
-            what it does changes. Not those of a dtype that is narrower than the arithmetic, nor
-            where it works on copies of them.
-        agreement: of the ranks that decide together.
-        apart: why they cannot, where a step that asks them for nothing can be taken all the same.
-        rank_sums: how they add up what the rule sums up over parameters, if it does.
     """
 
     def __init__(self, steps: "RuleSteps", *, asks: bool) -> None:
@@ -60,18 +55,22 @@ class Plan:
         optimizer, keeper = steps.optimizer, steps.masters
         groups, rule = optimizer.param_groups, steps.rule
         check_plannable(steps)
+        self._rule, self._uploads, self._home = rule, steps.uploads, device_of(groups)
         self._copies: list[tuple[Tensor, Tensor]] = []  # what steps write to copies of
-        self.agreement: ranks.Agreement | None = None
-        self.apart: ranks.Apart | None = None
+        # Of the ranks that decide together, or why they cannot, where a step that asks them for
+        # nothing can be taken all the same.
+        self._agreement: ranks.Agreement | None = None
+        self._apart: ranks.Apart | None = None
         try:
-            self.agreement = ranks.agreement(groups, optimizer.process_group)
+            self._agreement = ranks.agreement(groups, optimizer.process_group)
         except ranks.Apart as error:
             if asks or rule.reduces:
                 raise
-            self.apart = error
-        self.rank_sums: RankSums | None = None
-        if rule.reduces and self.agreement is not None:
-            self.rank_sums = RankSums(self.agreement, groups)
+            self._apart = error
+        self._rank_sums: RankSums | None = None
+        if rule.reduces and self._agreement is not None:
+            n_terms = rule.widths(len(rule.hyper_values(groups[0]))).terms
+            self._rank_sums = RankSums(self._agreement, groups, n_terms)
         self._flags = flags = [rule.flag_values(group) for group in groups]
         present = [
             (group, p)
@@ -89,7 +88,8 @@ class Plan:
             rule = rule.with_float64_scalars
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end([p for _, p in present], states, part.name)
-        whose = {one.owner.key: one.owner for one in gradients.held(groups)}
+        self._held = gradients.held(groups)
+        whose = {one.owner.key: one.owner for one in self._held}
         everyone = [p for group in groups for p in group["params"]]
         place_of = {id(p): place for place, p in enumerate(everyone)}
         made = [
@@ -98,6 +98,8 @@ class Plan:
         ]
         rows, grads = [row for row, _ in made], [grad for _, grad in made]
         self.works: list[Work] = works_of(rows, grads, steps.uploads, rule)
+        for work in self.works:
+            work.hyper = list(map(rule.hyper_values, groups))
         order = {id(row): place for place, row in enumerate(rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         parts = [(*rule.state_for(own), *rule.scalar_state_for(own)) for own in flags]
@@ -106,8 +108,12 @@ class Plan:
         ]
         held += [row.keys for row in rows if row.keys is not None]
         spread = any(map(dtensor.is_spread, everyone))
-        self._guards = Guards(steps, flags, self._present, masters, held, grads, spread=spread)
-        self.writes_gradients = all(
+        self._guards = Guards(
+            optimizer, rule, flags, keeper, self._present, masters, held, grads, spread=spread
+        )
+        # Whether a step may unscale gradients before it uses them, and no bit of what it does
+        # changes. Not those of a dtype that is narrower than the arithmetic, nor copies of them.
+        self._writes_gradients = all(
             row.grad_dtype == row.compute_dtype and grad.data_ptr() == _address_of_grad(p)
             for (row, grad), p in zip(made, self._present, strict=True)
         )
@@ -125,7 +131,7 @@ class Plan:
         """What a step does with ``param``, whose ``place`` is that among all, and its gradient."""
         optimizer, masters = steps.optimizer, steps.masters
         rule, flags, dense = steps.rule, self._flags[group], self._dense
-        local, agreement = dtensor.local, self.agreement
+        local, agreement = dtensor.local, self._agreement
         master = masters.of(optimizer.param_groups[group], param)
         holder = masters.holder(optimizer.param_groups[group], param)
         keys = keys_of(optimizer, optimizer.param_groups[group], param, place)
@@ -162,20 +168,46 @@ class Plan:
             self._copies.append((tensor, copy))
         return copy
 
-    def renew(self, steps: "RuleSteps") -> bool:
-        """Take up the gradients of this step; ``False`` if anything but them has changed."""
-        grads = self._guards.gradients(steps) if self.lasts else None
+    def renew(self, optimizer: Any) -> bool:
+        """Take up the gradients and hyperparameters of this step, if nothing else has changed.
+
+        Returns:
+            Whether nothing has; if not, another plan is needed.
+        """
+        grads = self._guards.gradients(optimizer) if self.lasts else None
         if grads is None:
             return False
+        hyper = list(map(self._rule.hyper_values, optimizer.param_groups))
         for work, places in zip(self.works, self._places, strict=True):
-            work.take(grads if len(places) == len(grads) else [grads[i] for i in places])
+            own = grads if len(places) == len(grads) else [grads[i] for i in places]
+            work.take(own, hyper)
         return True
 
-    def take_hyper(self, steps: "RuleSteps") -> None:
-        """Take up the hyperparameters of this step."""
-        hyper = list(map(steps.rule.hyper_values, steps.optimizer.param_groups))
-        for work in self.works:
-            work.hyper = hyper
+    def run(self, request: Request) -> Decision | None:
+        """Step, or skip, all parameters that have gradients; ``None`` if no rank has any."""
+        if request.asks and self._apart is not None:
+            raise self._apart
+        if not self.works:
+            return self._decided_elsewhere(request)
+        asked = request
+        if self._agreement is not None:
+            vote = ranks.Vote(self._agreement) if request.asks else None
+            asked = replace(asked, agree=vote, agree_on_sums=self._rank_sums)
+        if request.write and not self._writes_gradients:
+            asked = replace(asked, write=False)
+        decision = decide(self.works, asked)
+        self.finish()
+        if request.write and not asked.write:  # in their own dtype, now that they were used
+            unscale = Request(scale=request.scale, check=False)
+            judge_held(self._held, unscale, None, None, write=True, uploads=self._uploads)
+        return decision
+
+    def _decided_elsewhere(self, request: Request) -> Decision | None:
+        """Take part in what other ranks decide and sum up, on one without gradients."""
+        decision = decided_elsewhere(request, self._agreement, self._home)
+        if self._rank_sums is not None and self._home is not None:
+            self._rank_sums.abstain(self._home)
+        return decision
 
     def finish(self) -> None:
         """What follows a step: copies go where they belong, and gradients are let go of.

@@ -21,14 +21,17 @@ class RankSums:
     the totals, as in the norm.
     """
 
-    def __init__(self, agreement: Agreement, param_groups: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, agreement: Agreement, param_groups: Sequence[dict[str, Any]], n_terms: int
+    ) -> None:
         """Begin.
 
         Args:
             agreement: of these ranks.
             param_groups: of the optimizer, the same on each of them as far as they are spread.
+            n_terms: how many the rule has.
         """
-        self._agreement = agreement
+        self._agreement, self._n_terms = agreement, n_terms
         spread = [p for group in param_groups for p in group["params"] if is_spread(p)]
         self._places = {id(param): place for place, param in enumerate(spread)}
 
@@ -53,7 +56,7 @@ class RankSums:
         whole = sums.each.index_copy(0, to_rows, each.index_select(0, from_places))
         return Sums(whole, totals)
 
-    def abstain(self, n_terms: int, device: torch.device) -> None:
+    def abstain(self, device: torch.device) -> None:
         """Have the others add up theirs, when this rank has no gradients."""
-        none = torch.zeros(len(self._places), n_terms, dtype=widest(device), device=device)
-        self._agreement.add_up_sums(none, none.new_zeros(n_terms))
+        none = torch.zeros(len(self._places), self._n_terms, dtype=widest(device), device=device)
+        self._agreement.add_up_sums(none, none.new_zeros(self._n_terms))

@@ -4,7 +4,6 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import gradients, ranks
 from ampopt._step.masters import Masters, has_masters, needs_master
-from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_held
+from ampopt._step.overflow import device_of
 from ampopt._step.param_rounding import is_stochastic
 from ampopt._step.plan import Plan, check_plannable
 from ampopt._step.rule_state import state_of
@@ -92,9 +91,9 @@ class RuleSteps:
             self.masters.check_unedited()
         self.decision = None  # torch's own step is not to see that of the last one
         plan = self.plan
-        if plan is None or not plan.renew(self):
+        if plan is None or not plan.renew(self.optimizer):
             plan = self._planned(request.asks)
-        self.decision = self._step_as_torch(request) if plan is None else self._run(plan, request)
+        self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
         if on_masters:
             self.masters.drop_gradients()
         return self.decision
@@ -167,42 +166,6 @@ class RuleSteps:
             return None
         self.plan = Plan(self, asks=asks)
         return self.plan
-
-    def _run(self, plan: Plan, request: Request) -> Decision | None:
-        """One step over all parameters with gradients."""
-        agreement = plan.agreement
-        if request.asks and plan.apart is not None:
-            raise plan.apart
-        if not plan.works:
-            return self._decided_elsewhere(plan, request)
-        if agreement is not None and request.asks:
-            request = replace(request, agree=ranks.Vote(agreement))
-        if plan.rank_sums is not None:
-            request = replace(request, agree_on_sums=plan.rank_sums)
-        plan.take_hyper(self)
-        before = request.write and plan.writes_gradients
-        asked = request if before is request.write else replace(request, write=before)
-        decision = decide(plan.works, asked)
-        plan.finish()
-        if request.write and not before:
-            self._unscale_used(request)
-        return decision
-
-    def _decided_elsewhere(self, plan: Plan, request: Request) -> Decision | None:
-        """Take part in what other ranks decide and sum up, on one without gradients."""
-        groups = self.optimizer.param_groups
-        device = device_of(groups)
-        decision = decided_elsewhere(request, plan.agreement, device)
-        if plan.rank_sums is not None and device is not None:
-            n_terms = self.rule.widths(len(self.rule.hyper_values(groups[0]))).terms
-            plan.rank_sums.abstain(n_terms, device)
-        return decision
-
-    def _unscale_used(self, request: Request) -> None:
-        """Unscale the gradients in place, in their own dtype: the step has read them already."""
-        held = gradients.held(self.optimizer.param_groups)
-        unscale = Request(scale=request.scale, check=False)
-        judge_held(held, unscale, None, None, write=True, uploads=self.uploads)
 
     # --- as torch does ----------------------------------------------------------------------------
 

@@ -202,15 +202,21 @@ class Rule:
     def flag_values(self, group: Mapping[str, Any]) -> tuple[bool, ...]:
         """The flags of the param group ``group``. Reads no device tensor."""
         flags: list[bool] = []
-        for value in self._entries(group, self.flags):
-            flags.append(isinstance(value, Tensor) or bool(value))
+        try:
+            for value in map(group.__getitem__, self.flags):
+                flags.append(isinstance(value, Tensor) or bool(value))
+        except KeyError as error:
+            raise _lacking(group, error) from None
         return tuple(flags)
 
     def hyper_values(self, group: Mapping[str, Any]) -> list[float | Tensor]:
         """The hyperparameters of the param group ``group``, laid flat in the order of ``h``."""
         flat: list[float | Tensor] = []
-        for value in self._entries(group, self.hyper):
-            flat.extend(value if isinstance(value, (tuple, list)) else (value,))
+        try:
+            for value in map(group.__getitem__, self.hyper):
+                flat.extend(value if isinstance(value, (tuple, list)) else (value,))
+        except KeyError as error:
+            raise _lacking(group, error) from None
         return flat
 
     def state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
@@ -227,15 +233,6 @@ class Rule:
 
     def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
         return all(flags[self.flags.index(name)] for name in part.needs)
-
-    def _entries(self, group: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-        try:
-            return list(map(group.__getitem__, names))
-        except KeyError as error:
-            raise KeyError(
-                f"the rule reads {error.args[0]!r} from each param group, which has "
-                f"{sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults"
-            ) from None
 
     def at(self, p: Tensor, start: int = 0) -> tuple[Any, ...]:
         """What ``update`` takes besides on torch tensors; see :func:`random_numbers.places`."""
@@ -334,6 +331,13 @@ class Widths(NamedTuple):
     reduce: int
     terms: int
     update: int
+
+
+def _lacking(group: Mapping[str, Any], error: KeyError) -> KeyError:
+    return KeyError(
+        f"the rule reads {error.args[0]!r} from each param group, which has "
+        f"{sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults"
+    )
 
 
 def _check_tuple(role: str, given: Any, of: type, example: str) -> None:

@@ -105,9 +105,9 @@ class Work:
         """Whose each row is."""
         return [row.owner for row in self.rows]
 
-    def take(self, grads: list[Tensor]) -> None:
-        """Work on ``grads`` from now on, each laid out as the one in its place before."""
-        self.grads = grads
+    def take(self, grads: list[Tensor], hyper: Sequence[Sequence[float | Tensor]]) -> None:
+        """Work on these from now on, each gradient laid out as the one in its place before."""
+        self.grads, self.hyper = grads, hyper
         self.stamp += 1
 
     @property

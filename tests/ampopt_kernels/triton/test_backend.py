@@ -138,7 +138,7 @@ def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
     work = WorkPlan((row(), row(dtype=torch.float64)), rules.sgd, (HYPER,)).build().work
     for _ in range(2):
         run(lambda _: backend, [work], Request())
-        work.take(list(work.grads))
+        work.take(list(work.grads), work.hyper)
     assert [programs for programs, _ in updates] == [0, 0, 1, 1, 1, 1]
     assert updates[0][1] == updates[2][1] == updates[4][1]
 
