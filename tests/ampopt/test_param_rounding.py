@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.shards import same_as_whole
 from torch.nn import Parameter
 
 import ampopt
@@ -175,27 +176,8 @@ def test_wrong_values_are_refused():
 
 
 def on_shards() -> list[bool]:
-    """Whether parts of parameters on two ranks are bit for bit those of the whole."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    ampopt.set_backend("eager")
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    shapes, places = [(5, 3), (7,), (4,)], [Shard(0), Shard(0), Replicate()]
-    wholes = [Parameter(torch.full(s, 1.5, dtype=BF16)) for s in shapes]
-    parts: list[Any] = [
-        Parameter(distribute_tensor(w.detach().clone(), mesh, [place]))
-        for w, place in zip(wholes, places, strict=True)
-    ]
-    both = [sgd(parts), sgd(wholes)]
-    for _ in range(3):
-        for w, part, place in zip(wholes, parts, places, strict=True):
-            w.grad = torch.full_like(w, 0.3 * ULP)
-            part.grad = distribute_tensor(w.grad.clone(), mesh, [place])
-        for optimizer in both:
-            optimizer.step()
-    ampopt.set_backend("auto")
-    return [torch.equal(a.detach().full_tensor(), b) for a, b in zip(parts, wholes, strict=True)]
+    values = [torch.full(shape, 1.5, dtype=BF16) for shape in ((5, 3), (7,), (4,))]
+    return same_as_whole(sgd, values, 0.3 * ULP, lambda o: o.step())
 
 
 def test_ranks_take_the_chances_that_one_process_would(two_ranks):

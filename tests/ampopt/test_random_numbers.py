@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.langevin import Langevin, Shaken
+from support.shards import same_as_whole
 from torch.nn import Parameter
 
 import ampopt
@@ -127,28 +128,9 @@ def test_random_numbers_of_triton_are_refused():
 
 
 def on_shards() -> list[bool]:
-    """Whether parts of parameters on two ranks are bit for bit those of the whole."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    ampopt.set_backend("eager")
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    wholes = [Parameter(torch.zeros(5, 3, dtype=d)) for d in (torch.float32, torch.complex64)]
-    wholes.append(Parameter(torch.zeros(4)))
-    places = [Shard(0), Shard(0), Replicate()]
-    parts: list[Any] = [
-        Parameter(distribute_tensor(w.detach().clone(), mesh, [place]))
-        for w, place in zip(wholes, places, strict=True)
-    ]
-    both = [Shaken(parts), Shaken(wholes)]
-    for _ in range(3):
-        for w, part, place in zip(wholes, parts, places, strict=True):
-            w.grad = torch.ones_like(w)
-            part.grad = distribute_tensor(w.grad.clone(), mesh, [place])
-        for optimizer in both:
-            optimizer.unscale_and_step(grads_scaled_by=1.0)
-    ampopt.set_backend("auto")
-    return [torch.equal(a.detach().full_tensor(), b) for a, b in zip(parts, wholes, strict=True)]
+    values = [torch.zeros(5, 3, dtype=dtype) for dtype in (torch.float32, torch.complex64)]
+    values.append(torch.zeros(4))
+    return same_as_whole(Shaken, values, 1.0, lambda o: o.unscale_and_step(grads_scaled_by=1.0))
 
 
 def test_ranks_draw_what_one_process_would(two_ranks):

@@ -20,6 +20,15 @@ __all__ = ["can_compile_for", "check", "compile_for", "gpu_target"]
 
 
 @jit
+def _loaded(pointers, N: tl.constexpr, APART: tl.constexpr):
+    """What is at ``pointers``, and at as many more as make ``N``, each ``APART`` elements on."""
+    values = ()
+    for i in tl.static_range(N):
+        values = values + (tl.load(pointers + i * APART),)
+    return values
+
+
+@jit
 def _update_kernel(
     blocks,
     numbers,
@@ -31,13 +40,8 @@ def _update_kernel(
     DTYPE: tl.constexpr,
 ):
     at = tl.arange(0, 128)
-    h = ()
-    for i in tl.static_range(N_H):
-        h = h + (tl.load(numbers + i),)
-    state = ()
-    for i in tl.static_range(N_STATES):
-        state = state + (tl.load(blocks + (2 + i) * 128 + at),)
-    p, g = tl.load(blocks + at), tl.load(blocks + 128 + at)
+    h, state = _loaded(numbers, N_H, 1), _loaded(blocks + 2 * 128 + at, N_STATES, 128)
+    p, g = _loaded(blocks + at, 2, 128)
     if DRAWS:
         param, state = RULE(p, g, state, h, FLAGS, (at.to(tl.int64), p))
     else:
@@ -58,13 +62,9 @@ def _reduce_kernel(
     N_TERMS: tl.constexpr,
 ):
     at = tl.arange(0, 128)
-    h = ()
-    for i in tl.static_range(N_H):
-        h = h + (tl.load(numbers + i),)
-    state = ()
-    for i in tl.static_range(N_STATES):
-        state = state + (tl.load(blocks + (2 + i) * 128 + at),)
-    terms = RULE(tl.load(blocks + at), tl.load(blocks + 128 + at), state, h, FLAGS)
+    h, state = _loaded(numbers, N_H, 1), _loaded(blocks + 2 * 128 + at, N_STATES, 128)
+    p, g = _loaded(blocks + at, 2, 128)
+    terms = RULE(p, g, state, h, FLAGS)
     for i in tl.static_range(N_TERMS):
         tl.store(blocks + i * 128 + at, terms[i].to(tl.float32))
 
@@ -81,20 +81,14 @@ def _scalars_kernel(
     N_TERMS: tl.constexpr,
 ):
     at = tl.arange(0, 128)
-    s = ()
-    for i in tl.static_range(N_SCALARS):
-        s = s + (tl.load(blocks + i * 128 + at),)
-    h = ()
-    for i in tl.static_range(N_HYPER):
-        h = h + (tl.load(blocks + (N_SCALARS + i) * 128 + at),)
+    s = _loaded(blocks + at, N_SCALARS, 128)
+    h = _loaded(blocks + N_SCALARS * 128 + at, N_HYPER, 128)
     if ARGUMENTS == 2:
         new_s, new_h = SCALARS(s, h)
     elif ARGUMENTS == 3:
         new_s, new_h = SCALARS(s, h, FLAGS)
     else:
-        sums = ()
-        for i in tl.static_range(N_TERMS):
-            sums = sums + (tl.load(blocks + (N_SCALARS + N_HYPER + i) * 128 + at),)
+        sums = _loaded(blocks + (N_SCALARS + N_HYPER) * 128 + at, N_TERMS, 128)
         new_s, new_h = with_sums(s, h, FLAGS, sums, sums, BEFORE, SCALARS, ARGUMENTS)
     for i in tl.static_range(N_SCALARS):
         tl.store(blocks + i * 128 + at, new_s[i].to(tl.float32))
