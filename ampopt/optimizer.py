@@ -257,6 +257,7 @@ class Optimizer(torch.optim.Optimizer):
             state = {**state, "process_group": carried.process_group}
         super().__setstate__(state)
 
+    @uncompiled
     def _optimizer_step_code(self) -> None:
         # torch calls this after every step(), whichever class defines it.
         super()._optimizer_step_code()

@@ -344,7 +344,7 @@ def test_fused_with_parameters_that_torch_refuses_is_its_error(cls, made):
         param.grad = torch.ones_like(param)
         with pytest.raises(RuntimeError) as caught:
             step(optimizer)
-        return str(caught.value)
+        return str(caught.value).replace("'cuda', ", "")  # where torch 2.11 has no fused Adagrad
 
     torchs = error(getattr(torch.optim, cls.__name__), lambda optimizer: optimizer.step())
     assert torchs.startswith("`fused=True` requires")

@@ -175,7 +175,9 @@ def test_a_closure_may_be_given_to_a_compiled_step(cls, form):
         return [train_one().detach() for _ in range(3)] + list(model.parameters())
 
     expected = losses(lambda function: function)
-    with torch._dynamo.config.patch(nested_graph_breaks=True):  # pyright: ignore
+    # Torch 2.11 goes on behind such an end with the globals of another function.
+    nested = torch.__version__ >= "2.13"
+    with torch._dynamo.config.patch(nested_graph_breaks=nested):  # pyright: ignore
         actual = losses(lambda function: torch.compile(function, backend="eager"))
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 

@@ -101,6 +101,16 @@ class Small:
         return super().histories(**{"max_params": 2, "max_steps": 2, **changed})  # type: ignore
 
 
+class _Adagrad(torch.optim.Adagrad):
+    """Torch's, of which 2.11 makes no state for a group that is added later, and misses it."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for param in param_group["params"]:
+            start = torch.full_like(param, param_group["initial_accumulator_value"])
+            self.state[param] = {"step": torch.tensor(0.0), "sum": start.detach()}
+
+
 def contract_of(
     cls: type[Any], suffix: str = "", bases: tuple[type[Any], ...] = (), **claims: Any
 ) -> type[OptimizerContract]:
@@ -111,7 +121,8 @@ def contract_of(
 
     def reference(self: Any, params: Any, **options: Any) -> Any:
         # Other mathematics than a rule's: torch's own, or its authors', without a part of ampopt.
-        trusted = getattr(torch.optim, cls.__name__, None) or transcribed(cls.__name__)
+        theirs = vars(torch.optim) | {"Adagrad": _Adagrad}
+        trusted = theirs.get(cls.__name__) or transcribed(cls.__name__)
         return trusted(params, **{**options, "lr": float(options["lr"])})
 
     if claims.get("sparse_gradients"):  # with which torch takes no weight decay
