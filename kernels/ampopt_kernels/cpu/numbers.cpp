@@ -78,8 +78,8 @@ static inline float float32(int32_t bits) {
 }
 static inline float bfloat16(int16_t bits) { return float32(int32_t(bits) << 16); }
 static inline float float16(int16_t bits) {
-    const int32_t wide = int32_t(bits) << 13;
-    return bits < 0x7C00 ? float32(wide) * 0x1p112f : float32(wide | 0x7F800000);
+    const int32_t from_infinity_on = (0x7BFF - bits) >> 31;  // which, unlike a branch, is a vector
+    return float32(int32_t(bits) << 13 | (from_infinity_on & 0x7F800000)) * 0x1p112f;
 }
 static inline double float64(int64_t bits) {
     double x;
@@ -92,47 +92,60 @@ struct Measures {
     double largest, squares;
 };
 
+// Bytes of a vector: of wider ones than it has, a machine may take each number by itself.
+#if defined(__AVX512BW__)
+constexpr int64_t VECTOR = 64;
+#elif defined(__AVX2__)
+constexpr int64_t VECTOR = 32;
+#else
+constexpr int64_t VECTOR = 16;
+#endif
+
 // Magnitudes from bounds[0] on are not 0 once they are unscaled, those from bounds[1] on would not
 // flush, and those from bounds[2] on are not finite, whose squares count all the same.
 //
 // Of squares half is added to half until one number is left, as the eager backend has torch do it;
-// what is missing of a power of two are zeros. Vectors are spelled out, and the next part is
-// fetched, because memory is to be all that is waited for.
+// what is missing of a power of two are zeros. Vectors are spelled out, three halvings are one, and
+// the next part is fetched all along, because memory is to be all that is waited for.
 template <typename T, auto number>
 Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
-    constexpr int64_t LANES = 64 / sizeof(T);
-    constexpr T BUT_SIGN = std::numeric_limits<T>::max();
-    typedef T Vector __attribute__((vector_size(LANES * sizeof(T))));
+    constexpr int64_t LANES = VECTOR / sizeof(T);
+    typedef T Vector __attribute__((vector_size(VECTOR)));
     const T used = bounds[0], kept = bounds[1], infinite = bounds[2];
     const T* x = static_cast<const T*>(tensor) + part.start;
-    int64_t half = LANES;
-    while (2 * half < part.size) half *= 2;
+    int64_t eighth = LANES;
+    while (8 * eighth < part.size) eighth *= 2;
     T padded[PART];
-    if (part.size < 2 * half) {
-        std::fill(std::copy_n(x, part.size, padded), padded + 2 * half, 0);
+    if (part.size < 8 * eighth) {
+        std::fill(std::copy_n(x, part.size, padded), padded + 8 * eighth, 0);
         x = padded;
     }
     Vector largest = {}, nonzero = {}, above = {};  // a part has too few for 16 bits
-    const auto magnitudes = [&](const T* from) {
-        __builtin_prefetch(from + PART);
-        Vector values;
-        std::memcpy(&values, from, sizeof(values));
-        values &= BUT_SIGN;
-        largest = values > largest ? values : largest;
-        nonzero -= values >= used;
-        above -= values >= kept;
-        return values;
-    };
-    double sums[PART / 2];
-    for (int64_t i = 0; i < half; i += LANES) {
-        const Vector a = magnitudes(x + i), b = magnitudes(x + half + i);
+    double sums[PART / 8];
+    for (int64_t i = 0; i < eighth; i += LANES) {
+        decltype(number(0)) numbers[8][LANES];
+        for (int64_t k = 0; k < 8; ++k) {
+            const T* from = x + k * eighth + i;
+            __builtin_prefetch(from + PART);
+            Vector values;
+            std::memcpy(&values, from, VECTOR);
+            values &= std::numeric_limits<T>::max();  // without the sign
+            largest = values > largest ? values : largest;
+            nonzero = values >= used ? nonzero + 1 : nonzero;
+            above = values >= kept ? above + 1 : above;
+            for (int64_t lane = 0; lane < LANES; ++lane) numbers[k][lane] = number(values[lane]);
+        }
         for (int64_t lane = 0; lane < LANES; ++lane) {
-            const double p = number(a[lane]), q = number(b[lane]);
-            sums[i + lane] = p * p + q * q;
+            const auto square = [&](int k) {
+                const double magnitude = numbers[k][lane];
+                return magnitude * magnitude;
+            };
+            const double even = (square(0) + square(4)) + (square(2) + square(6));
+            sums[i + lane] = even + ((square(1) + square(5)) + (square(3) + square(7)));
         }
     }
-    while (half /= 2)
-        for (int64_t i = 0; i < half; ++i) sums[i] += sums[half + i];
+    while (eighth /= 2)
+        for (int64_t i = 0; i < eighth; ++i) sums[i] += sums[eighth + i];
     Measures found = {};
     T most = 0;
     for (int64_t lane = 0; lane < LANES; ++lane) {
@@ -144,7 +157,7 @@ Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
     if (found.overflowed) {  // seldom: look again for the largest of the others
         most = 0;
         for (int64_t i = 0; i < part.size; ++i) {
-            const T magnitude = x[i] & BUT_SIGN;
+            const T magnitude = x[i] & std::numeric_limits<T>::max();
             const bool finite = magnitude < infinite;
             most = std::max<T>(most, finite ? magnitude : 0);
             found.used -= !finite;

@@ -1,5 +1,8 @@
 """The loops of C++ that the compiled backend runs besides rules, against torch's operations."""
 
+import platform
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -8,10 +11,17 @@ from support.kernel_rows import edge_numbers, fingerprint
 
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.backend import Cpu
-from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.cpu.build import Library, cpp_compiler
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
 from ampopt_kernels.cpu.measures import found_in
-from ampopt_kernels.cpu.numbers import PART, all_finite, common, sums_of_squares
+from ampopt_kernels.cpu.numbers import (
+    INFINITY,
+    PART,
+    all_finite,
+    common,
+    measures,
+    sums_of_squares,
+)
 from ampopt_kernels.eager import reciprocal
 from ampopt_kernels.step import Row, Work
 
@@ -87,6 +97,23 @@ def test_sums_of_squares_are_those_of_float64_with_any_number_of_threads(kinds, 
     assert found[0] == pytest.approx(wanted, rel=1e-12)
     assert found == found[:1] * 3
     assert found[0] == [sums_of_squares([tensor])[0] for tensor in tensors]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="asks for vectors of x86")
+def test_measures_have_the_same_bits_from_vectors_of_any_width(monkeypatch):
+    tensors = [
+        torch.linspace(-3.0, 5e4, size).to(dtype)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        for size in (1, 33, 600, PART, PART + 1)
+    ]
+    tensors[1][7] = float("nan")
+    bounds = [(1, 0x3000, INFINITY[tensor.dtype]) for tensor in tensors]
+    wanted = measures(tensors, bounds)
+    source = Path(numbers.__file__).with_name("numbers.cpp").read_text()
+    narrow = Library(source, (f"-DPART={PART}", "-mno-avx2")).load()
+    narrow.measure.argtypes = numbers.loops().measure.argtypes
+    monkeypatch.setattr(numbers, "loaded", narrow)
+    assert fingerprint(measures(tensors, bounds)) == fingerprint(wanted)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
