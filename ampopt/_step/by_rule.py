@@ -59,9 +59,7 @@ class ByRule(Stepping):
     @torch.no_grad()
     def judge(self, request: Request) -> Decision | None:
         """See :class:`Stepping`. Gradients stay scaled, but for torch's own step."""
-        torchs = self.rule.need_torch()
-        gradients.check(self.optimizer.param_groups)
-        if torchs:
+        if self.rule.need_torch():
             decision = self.unscale(request)
             self.asked = Request(check=False, found_inf=_other(decision), judged=decision)
             return decision

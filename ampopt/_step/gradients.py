@@ -84,47 +84,49 @@ class Held(NamedTuple):
 
 
 def held(param_groups: Iterable[dict[str, Any]]) -> list[Held]:
-    """The gradient of every parameter that has one, in the order of :func:`present`."""
-    return [
-        Held(index, param, Owner(_name(names, index, position), id(param)))
-        for index, group in enumerate(param_groups)
-        for names in (group.get("param_names"),)
-        for position, param in enumerate(group["params"])
-        if param.grad is not None
-    ]
+    """The gradient of every parameter that has one, in the order of :func:`present`.
+
+    Raises:
+        RuntimeError: one is on another device than its parameter.
+        TypeError: one, or its parameter, is of a dtype or layout that no kernel takes.
+    """
+    found = []
+    for index, group in enumerate(param_groups):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            if param.grad is not None:
+                owner = Owner(_name(names, index, position), id(param))
+                _check(param, param.grad, owner.name)
+                found.append(Held(index, param, owner))
+    return found
 
 
 def _name(names: Any, group: int, position: int) -> str:
     return names[position] if names else f"group {group}, parameter {position}"
 
 
-def check(param_groups: list[dict[str, Any]]) -> None:
-    """Refuse gradients that no backend can take, before anything has changed.
-
-    Raises:
-        RuntimeError: a gradient is on another device than its parameter.
-        TypeError: a gradient or parameter is of a dtype or layout that no kernel takes.
-    """
-    for _, param in present(param_groups):
-        grad = param.grad
-        assert grad is not None
-        for tensor, what in ((grad, "the gradient of "), (param, "")):
-            if tensor.dtype not in _DTYPES:
-                raise TypeError(
-                    f"{what}{name_of(param_groups, param)} is {tensor.dtype}; float16, bfloat16, "
-                    "float32, float64 and complex can be optimized: convert it"
-                )
-        if grad.layout not in (torch.strided, torch.sparse_coo):
+def _check(param: Tensor, grad: Tensor, name: str) -> None:
+    for tensor, what in ((grad, "the gradient of "), (param, "")):
+        if tensor.dtype not in _DTYPES:
             raise TypeError(
-                f"the gradient of {name_of(param_groups, param)} is {grad.layout}; dense and "
-                "torch.sparse_coo gradients can be optimized: convert it"
+                f"{what}{name} is {tensor.dtype}; float16, bfloat16, float32, float64 and complex "
+                "can be optimized: convert it"
             )
-        if grad.device != param.device:
-            raise RuntimeError(
-                f"the gradient of {name_of(param_groups, param)} is on {grad.device}, the "
-                f"parameter on {param.device}: move the model before making the optimizer, and "
-                "call zero_grad() after a move"
-            )
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(
+            f"the gradient of {name} is {grad.layout}; dense and torch.sparse_coo gradients can be "
+            "optimized: convert it"
+        )
+    if grad.device != param.device:
+        raise RuntimeError(
+            f"the gradient of {name} is on {grad.device}, the parameter on {param.device}: move "
+            "the model before making the optimizer, and call zero_grad() after a move"
+        )
+
+
+def check(param_groups: Iterable[dict[str, Any]]) -> None:
+    """Refuse gradients that no backend can take, before anything has changed; see :func:`held`."""
+    held(param_groups)
 
 
 def values_of(param: Tensor) -> Tensor:

@@ -80,7 +80,6 @@ class Ordinary(Stepping):
             step: to call, where hooks run around this already.
         """
         self.check_step()
-        gradients.check(self.optimizer.param_groups)
         decision = self._decision = self.unscale(request)
         self._is_over = False
         try:
@@ -98,7 +97,6 @@ class Ordinary(Stepping):
 
     def judge(self, request: Request) -> Decision | None:
         """Judge what a closure left in the gradients, and make them ready for ``step()``."""
-        gradients.check(self.optimizer.param_groups)
         if self.causes:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__}.step(closure) cannot be skipped once it has "
@@ -109,9 +107,7 @@ class Ordinary(Stepping):
 
     def check_gradients(self) -> None:
         """See :class:`Stepping`."""
-        groups = self.optimizer.param_groups
-        gradients.check(groups)
-        self.masters.check_float16(gradients.held(groups))
+        self.masters.check_float16(gradients.held(self.optimizer.param_groups))
 
     def snapshot(self) -> Snapshot:
         """See :class:`Stepping`."""

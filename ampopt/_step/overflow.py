@@ -47,12 +47,11 @@ def judge(
         The decision; ``None`` if there are no gradients.
 
     Raises:
-        RuntimeError: see :func:`ampopt._step.gradients.check`; nothing has changed then.
+        RuntimeError: see :func:`ampopt._step.gradients.held`; nothing has changed then.
         TypeError: likewise.
     """
-    gradients.check(param_groups)
-    agreement = ranks.agreement(param_groups, process_group)
     held, home = gradients.held(param_groups), device_of(param_groups)
+    agreement = ranks.agreement(param_groups, process_group)
     uploads = {} if uploads is None else uploads
     return judge_held(held, request, agreement, home, write=write, uploads=uploads)
 

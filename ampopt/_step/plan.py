@@ -49,7 +49,7 @@ class Plan:
             asks: whether the first step asks other ranks for anything.
 
         Raises:
-            RuntimeError: see :func:`ampopt._step.gradients.check`, and
+            RuntimeError: see :func:`ampopt._step.gradients.held`, and
                 :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
         optimizer, keeper = steps.optimizer, steps.masters
@@ -226,10 +226,10 @@ def check_plannable(steps: "RuleSteps") -> None:
     """Refuse what no plan can be made for, before anything has changed.
 
     Raises:
-        RuntimeError: see :func:`ampopt._step.gradients.check`; a parameter was cast, or is
+        RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast, or is
             expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks its
             word.
-        TypeError: see :func:`ampopt._step.gradients.check`.
+        TypeError: see :func:`ampopt._step.gradients.held`.
     """
     optimizer = steps.optimizer
     groups, rule = optimizer.param_groups, steps.rule

@@ -100,12 +100,11 @@ class RuleSteps:
 
     def check_gradients(self) -> None:
         """Refuse gradients that no step can take, before anything changes."""
-        groups = self.optimizer.param_groups
-        gradients.check(groups)
+        held = gradients.held(self.optimizer.param_groups)
         self._warn_of_float16()
         if self.need_torch():
             self.check_dtypes()
-            self.masters.check_float16(gradients.held(groups))
+            self.masters.check_float16(held)
         else:
             check_plannable(self)
 
