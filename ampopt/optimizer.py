@@ -519,9 +519,13 @@ def unscale_and_step(
         )
     if scale is None and max_norm is None:
         return StepResult(optimizer.step(), ours.flag(None), None)
+    if loss is not None:
+        with ours.told(loss):
+            return unscale_and_step(
+                optimizer, None, grads_scaled_by, max_norm=max_norm, write=write
+            )
     attempt = ours.attempt if ours.sums.window is None else ours.attempt_with_sums
-    with ours.told(loss):
-        decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
+    decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     successor = successor_of(scale, decision)
     ours.mark_stepped(scale, successor)
     return StepResult(returned, ours.flag(decision), successor)

@@ -197,14 +197,11 @@ class Stepping(ABC):
 
     @contextmanager
     def told(self, loss: Any) -> Iterator[None]:
-        """Within this, gradients are judged that are those of ``loss``, if it is not ``None``.
+        """Within this, gradients are judged that are those of ``loss``.
 
         Raises:
             TypeError: it is no loss.
         """
-        if loss is None:
-            yield
-            return
         if isinstance(loss, (int, float)):
             loss = torch.tensor(float(loss), device="cpu")
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -177,7 +177,7 @@ class Rule:
                     f"rule's flags {self.flags}: add it to flags"
                 )
 
-    @property
+    @functools.cached_property
     def reduces(self) -> bool:
         """Whether anything is summed over parameters."""
         return self.reduce is not None

@@ -105,6 +105,11 @@ class Work:
         """Whose each row is."""
         return [row.owner for row in self.rows]
 
+    @functools.cached_property
+    def keys(self) -> list[Tensor]:
+        """Of the rows that are rounded stochastically."""
+        return [row.keys for row in self.rows if row.keys is not None]
+
     def take(self, grads: list[Tensor], hyper: Sequence[Sequence[float | Tensor]]) -> None:
         """Work on these from now on, each gradient laid out as the one in its place before."""
         self.grads, self.hyper = grads, hyper
@@ -370,22 +375,20 @@ def run(
         backends.append(backend_for(work.device))
         if request.apply:
             backends[-1].prepare(work)
-    detects = request.asks or request.write or request.measure or request.accumulate
-    asked = [_on(work.device, request) for work in (works if detects else works[:1])]
-    partials = None
-    if detects:
-        found = [
-            (backend.accumulate if request.accumulate else backend.detect)(work, its_own)
-            for backend, work, its_own in zip(backends, works, asked, strict=True)
-        ]
-        partials = found[0] if len(found) == 1 else _joined(found, works[0].device)
+    first, *others = works
+    asked, partials = _on(first.device, request), None
+    if request.asks or request.write or request.measure or request.accumulate:
+        found = []
+        for backend, work in zip(backends, works, strict=True):
+            detect = backend.accumulate if request.accumulate else backend.detect
+            found.append(detect(work, asked if work is first else _on(work.device, request)))
+        partials = found[0] if not others else _joined(found, first.device)
         if request.agree is not None:
-            agreed = request.agree(partials, asked[0].found_inf, works[0].device)
+            agreed = request.agree(partials, asked.found_inf, first.device)
             partials = replace(agreed, found=partials.found)
             if request.check:  # else nothing is judged but the norm, and the flag is known to all
-                asked[0] = replace(asked[0], found_inf=None)
-    first, *others = works
-    decision = backends[0].control(first, asked[0], partials)
+                asked = replace(asked, found_inf=None)
+    decision = backends[0].control(first, asked, partials)
     if request.apply:
         decisions = [decision]
         for work in others:
@@ -399,8 +402,8 @@ def run(
                 (*step[:2], replace(step[2], sums=s)) for step, s in zip(steps, known, strict=True)
             ]
         for backend, work, its_own in steps:
-            if keys := [row.keys for row in work.rows if row.keys is not None]:
-                take_keys(keys, its_own.skip)
+            if work.keys:
+                take_keys(work.keys, its_own.skip)
             backend.update(work, its_own)
     return decision
 
