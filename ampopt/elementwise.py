@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from ampopt._step import torch_scaler
-from ampopt._step.by_rule import ByRule
+from ampopt._step.by_rule import ByRule, RuleSteps
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
 from ampopt._step.replay import evaluated
-from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.state_buffers import shares_storage
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached, Stepping
@@ -218,7 +217,7 @@ class ElementwiseOptimizer(Optimizer):
         steps = ours.second_rules.get(rule)
         if steps is None:
             steps = ours.second_rules[rule] = RuleSteps(self, _torchs_step, rule=rule)
-        if steps.need_torch():
+        if steps.checks.need_torch():
             raise RuntimeError("run_rule: a rule takes neither sparse nor differentiable steps")
         decision = steps.step(request_for(scale))
         successor = successor_of(scale, decision)
@@ -235,7 +234,7 @@ class ElementwiseOptimizer(Optimizer):
         """
         check_rounding(param_group.get(PARAM_ROUNDING, "nearest"))
         super().add_param_group(param_group)
-        self._ampopt.rule.remember_dtypes()
+        self._ampopt.rule.checks.remember_dtypes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state, as torch does, of this or torch's optimizer. Nothing is cast.

@@ -204,7 +204,7 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
     which = "an ordinary step"
     ours = optimizer._ampopt
     if isinstance(ours, ByRule):
-        if not ours.rule.need_torch():
+        if not ours.rule.checks.need_torch():
             name = backend_for(ours.home).name
             pays = get_backend() == "auto" and name == "compiled"
             where = "eager backend until it is compiled" if pays else f"{name} backend"

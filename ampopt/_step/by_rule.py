@@ -1,29 +1,40 @@
-"""How a step that is a rule is taken: unscaled, judged, clipped and skipped as it runs."""
+"""How a step that is a rule is taken: unscaled, judged, clipped and skipped as it runs.
 
+It is planned once and run in a few launches; where no rule can, it is torch's own.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients
-from ampopt._step.overflow import judge_held
-from ampopt._step.rule_steps import RuleSteps
-from ampopt._step.step_hooks import is_watched
+from ampopt._step import gradients, ranks
+from ampopt._step.checks import Checks
+from ampopt._step.masters import Masters
+from ampopt._step.overflow import device_of, judge_held
+from ampopt._step.plan import Plan
+from ampopt._step.rule_state import state_of
+from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import Attempt, Stepping
 from ampopt._step.torch_private import mark_as_called
-from ampopt._step.transaction import Skipper
+from ampopt._step.transaction import Skipper, skipper_of
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
+from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["ByRule"]
+__all__ = ["ByRule", "RuleSteps"]
 
 
 class ByRule(Stepping):
     """Does in one pass, and without a look, what :class:`Ordinary` does in two."""
 
-    rule: RuleSteps
+    rule: "RuleSteps"
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: RuleSteps, step: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: "RuleSteps", step: Any) -> None:
         """Begin.
 
         Args:
@@ -59,7 +70,7 @@ class ByRule(Stepping):
     @torch.no_grad()
     def judge(self, request: Request) -> Decision | None:
         """See :class:`Stepping`. Gradients stay scaled, but for torch's own step."""
-        if self.rule.need_torch():
+        if self.rule.checks.need_torch():
             decision = self.unscale(request)
             self.asked = Request(check=False, found_inf=_other(decision), judged=decision)
             return decision
@@ -98,6 +109,118 @@ class ByRule(Stepping):
     def decided(self) -> Decision | None:
         """See :class:`Stepping`."""
         return self.rule.decision
+
+
+class RuleSteps:
+    """The steps of one :class:`ampopt.ElementwiseOptimizer`.
+
+    Attributes:
+        complete_state: see the constructor.
+        checks: what is refused before a step.
+        masters: of its parameters.
+        uploads: what devices hold of earlier steps.
+        plan: what the last step worked on; ``None`` before the first.
+        decision: of the last step; ``None`` if it had no gradients, and while torch's step runs.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        torchs_step: Callable[[Any], Any],
+        *,
+        rule: Rule | None = None,
+        complete_state: Callable[[dict[str, Any]], None] | None = None,
+        torch_needs_state: bool = False,
+    ) -> None:
+        """Begin.
+
+        Args:
+            optimizer: to step, which is not kept alive.
+            torchs_step: gives the method ``step`` of its class of torch's.
+            rule: of the steps; ``None`` for that of the optimizer.
+            complete_state: adds the scalar states that a checkpoint of torch's lacks to the state
+                of a parameter, if the flags ask for any.
+            torch_needs_state: whether torch's step has to find the state of each parameter.
+        """
+        self._optimizer = weakref.ref(optimizer)
+        self._torchs_step, self._rule = torchs_step, rule
+        self.complete_state, self._torch_needs_state = complete_state, torch_needs_state
+        self.masters = Masters(optimizer)
+        self.uploads: dict[torch.device, Uploads] = {}
+        self.plan: Plan | None = None
+        self.decision: Decision | None = None
+        self._skipper: Skipper | None = None
+        self.checks = Checks(optimizer, rule)
+
+    @property
+    def optimizer(self) -> Any:
+        """Whose steps these are."""
+        return self._optimizer()
+
+    @property
+    def rule(self) -> Rule:
+        """What a step does."""
+        return self.optimizer.rule if self._rule is None else self._rule
+
+    @property
+    def skipper(self) -> Skipper:
+        """How torch's own step is skipped; chosen before the first."""
+        if self._skipper is None:
+            optimizer = self.optimizer
+            home = device_of(optimizer.param_groups) or torch.device("cpu")
+            self._skipper = skipper_of(optimizer.skip_by, home)
+        return self._skipper
+
+    def step(self, request: Request) -> Decision | None:
+        """Step, or skip, with what is in the gradients. ``None`` if no rank has any."""
+        on_masters = bool(self.masters.unscaled)
+        if on_masters:
+            self.masters.check_unedited()
+        self.decision = None  # torch's own step is not to see that of the last one
+        plan = self.plan
+        if plan is None or not plan.renew(self.optimizer):
+            plan = self._planned(request.asks)
+        self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
+        if on_masters:
+            self.masters.drop_gradients()
+        return self.decision
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that no step can take, before anything changes."""
+        held = gradients.held(self.optimizer.param_groups)
+        self.checks.warn_of_float16()
+        if self.checks.need_torch():
+            self.checks.check_dtypes()
+            self.masters.check_float16(held)
+        else:
+            self.checks.check_plannable()
+
+    def _planned(self, asks: bool) -> Plan | None:
+        """What this step and the next work on; ``None`` if torch's own step has to do this one."""
+        self.checks.warn_of_float16()
+        if self.checks.need_torch():
+            return None
+        self.plan = Plan(self, asks=asks)
+        return self.plan
+
+    def _step_as_torch(self, request: Request) -> Decision | None:
+        """Take torch's own step, unless the request says to skip it; see ``skip_by``."""
+        optimizer = self.optimizer
+        if self._torch_needs_state:
+            for group, param in gradients.present(optimizer.param_groups):
+                if not optimizer.state.get(param):
+                    flags = self.rule.flag_values(optimizer.param_groups[group])
+                    state_of(self, param, flags)
+        agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
+        decision = self.masters.unscale(request, agreement, self.uploads)
+        # Hooks of torch's class have run around ours.
+        step = beneath_hooks(self._torchs_step(optimizer).__func__)
+        if decision is None:
+            step(optimizer)
+        else:
+            call = functools.partial(step, optimizer)
+            self.skipper.step(optimizer, call, decision)
+        return decision
 
 
 def _other(decision: Decision | None) -> Tensor | None:

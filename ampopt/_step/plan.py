@@ -18,8 +18,6 @@ from ampopt._step.param_rounding import keys_of, position_of
 from ampopt._step.rank_sums import RankSums
 from ampopt._step.rule_state import state_of
 from ampopt._step.state_buffers import lay_end_to_end
-from ampopt._step.torch_private import check_for_fused, overlaps_itself
-from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.cpu.objects import bump_versions
 from ampopt_kernels.found import Owner
 from ampopt_kernels.random_numbers import STREAM
@@ -28,9 +26,9 @@ from ampopt_kernels.step import Decision, Request, Row, Work
 from ampopt_kernels.tensors import dense_like
 
 if TYPE_CHECKING:
-    from ampopt._step.rule_steps import RuleSteps
+    from ampopt._step.by_rule import RuleSteps
 
-__all__ = ["Plan", "check_plannable"]
+__all__ = ["Plan"]
 
 
 class Plan:
@@ -54,7 +52,7 @@ class Plan:
         """
         optimizer, keeper = steps.optimizer, steps.masters
         groups, rule = optimizer.param_groups, steps.rule
-        check_plannable(steps)
+        steps.checks.check_plannable()
         self._rule, self._uploads, self._home = rule, steps.uploads, device_of(groups)
         self._copies: list[tuple[Tensor, Tensor]] = []  # what steps write to copies of
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
@@ -222,28 +220,6 @@ class Plan:
             work.grads = []  # whose memory the next backward pass may need
 
 
-def check_plannable(steps: "RuleSteps") -> None:
-    """Refuse what no plan can be made for, before anything has changed.
-
-    Raises:
-        RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast, or is
-            expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks its
-            word.
-        TypeError: see :func:`ampopt._step.gradients.held`.
-    """
-    optimizer = steps.optimizer
-    groups, rule = optimizer.param_groups, steps.rule
-    gradients.check(groups)
-    steps.check_dtypes()
-    for group in groups:
-        flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
-        try_out(rule, flags, n_hyper, type(optimizer).__name__)
-    for group, param in gradients.present(groups):
-        _check_written_once(groups, param)
-        if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
-            check_for_fused(param)
-
-
 def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
     """Make scalar states float64 if one is, but for those with a dtype of their own; if it is so.
 
@@ -257,18 +233,6 @@ def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
         if state[name].dtype != torch.float64:
             state[name] = state[name].double()
     return True
-
-
-def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
-    if overlaps_itself(dtensor.local(param)):
-        raise RuntimeError(
-            f"{gradients.name_of(groups, param)} is expanded: several of its elements share one "
-            "place in memory, and each would be updated; make it of expanded.clone()"
-        )
-
-
-_FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
 
 
 def _address_of_grad(param: Tensor) -> int:

@@ -11,7 +11,7 @@ from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.transfers import carried
 
 if TYPE_CHECKING:
-    from ampopt._step.rule_steps import RuleSteps
+    from ampopt._step.by_rule import RuleSteps
 
 __all__ = ["state_of"]
 

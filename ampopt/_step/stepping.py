@@ -15,7 +15,6 @@ from ampopt._step import gradients, ranks
 from ampopt._step.accumulation import Accumulation
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import device_of
-from ampopt._step.rule_steps import RuleSteps
 from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.loss_scale.given import as_loss_scale
@@ -23,6 +22,9 @@ from ampopt.results import as_flag
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
+
+if TYPE_CHECKING:
+    from ampopt._step.by_rule import RuleSteps
 
 __all__ = ["Attached", "Attempt", "Pending", "Stepping", "readable"]
 
@@ -82,7 +84,7 @@ class Stepping(ABC):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rule: RuleSteps | None, *, meets: bool = False
+        self, optimizer: torch.optim.Optimizer, rule: "RuleSteps | None", *, meets: bool = False
     ) -> None:
         """Begin, with nothing pending.
 
@@ -249,7 +251,7 @@ class Stepping(ABC):
             The decision; ``None`` if there are no gradients.
         """
         if self.rule is not None and request.scale is not None:
-            self.rule.need_torch()  # refuses sparse gradients where the step would
+            self.rule.checks.need_torch()  # refuses sparse gradients where the step would
         decision = self.masters.unscale(self.asking(request), self.agreement(), self.uploads)
         self.note_norm(request, decision)
         return decision
@@ -257,12 +259,12 @@ class Stepping(ABC):
     def fill_masters(self) -> None:
         """Put gradients that carry no scale on their masters, as :meth:`unscale` does others."""
         if self.rule is not None:
-            self.rule.need_torch()
+            self.rule.checks.need_torch()
         self.masters.take(gradients.held(self.optimizer.param_groups))
 
     def take_sums(self, request: Request) -> Decision | None:
         """Have the step that follows find what was accumulated; see :meth:`Accumulation.take`."""
-        by_rule = self.rule is not None and not self.rule.need_torch()
+        by_rule = self.rule is not None and not self.rule.checks.need_torch()
         return self.sums.take(request, self.agreement(), wide=by_rule)
 
     def offenders(self) -> Iterator[str]:
