@@ -268,11 +268,37 @@ class Rule:
     @functools.cached_property
     def torch_before_reduce(self) -> Any:
         """``before_reduce`` on torch tensors."""
-        return torch_language.dividing(torch_language.bind(self.before_reduce))
+        return self._before_reduce_in(torch_language.of_scalars)
+
+    @functools.cached_property
+    def host_before_reduce(self) -> Any:
+        """The same on tensors that the host may read, with the bits of each number alone."""
+        return self._before_reduce_in(torch_language.of_scalars_on_host)
+
+    def _before_reduce_in(self, language: Any) -> Any:
+        return torch_language.dividing(torch_language.bind(self.before_reduce, language))
+
+    @functools.cached_property
+    def torch_scalars(self) -> Any:
+        """``scalars(s, h, flags, sums, totals)`` on torch tensors, however many it takes."""
+        return self._scalars_in(torch_language.of_scalars)
+
+    @functools.cached_property
+    def host_scalars(self) -> Any:
+        """The same on tensors that the host may read, with the bits of each number alone."""
+        return self._scalars_in(torch_language.of_scalars_on_host)
+
+    def _scalars_in(self, language: Any) -> Any:
+        scalars, n = torch_language.bind(self.scalars, language), self.scalars_arguments
+
+        def given(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
+            return scalars(*(s, h, flags, sums, totals)[:n])
+
+        return torch_language.dividing(given)
 
     @functools.cached_property
     def scalars_on_numbers(self) -> Any:
-        """``scalars(s, h, flags)`` on Python numbers: as :attr:`torch_scalars`, in less time."""
+        """``scalars(s, h, flags)`` on Python numbers: as :attr:`host_scalars`, in less time."""
         scalars = torch_language.bind(self.scalars, torch_language.on_numbers)
         n = self.scalars_arguments
 
@@ -280,19 +306,9 @@ class Rule:
             try:
                 return scalars(*given[:n])
             except (ArithmeticError, ValueError):  # where devices have an infinity or NaN
-                return self.torch_scalars(*given)
+                return self.host_scalars(*given)
 
         return on_numbers
-
-    @functools.cached_property
-    def torch_scalars(self) -> Any:
-        """``scalars(s, h, flags, sums, totals)`` on torch tensors, however many it takes."""
-        scalars, n = torch_language.bind(self.scalars), self.scalars_arguments
-
-        def given(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
-            return scalars(*(s, h, flags, sums, totals)[:n])
-
-        return torch_language.dividing(given)
 
     def width(self, n_hyper: int) -> int:
         """How many scalars ``update`` takes as ``h``, given ``n_hyper`` hyperparameters."""

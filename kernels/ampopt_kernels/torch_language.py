@@ -9,10 +9,13 @@ import ctypes
 import functools
 import math
 import types
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ampopt_kernels.tensors import widest
 
 __all__ = ["bind", "copied", "dividing", "jit"]
 
@@ -162,6 +165,45 @@ class _InFloat64:
 in_float64 = _InFloat64()
 
 
+class _OfScalars:
+    """The language for scalars, as wide as their device has it."""
+
+    @staticmethod
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        number = widest(condition.device) if isinstance(condition, torch.Tensor) else float64
+        return where(condition, a, b, number)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_this_module, name)
+
+
+class _OfScalarsOnHost(_OfScalars):
+    """The language for scalars that the host may read: the same bits in a tensor as as numbers.
+
+    torch's functions have others than Python's, even for the square root of 2, and some have others
+    in a vector than alone. Scalars are few, and so go through Python's one by one.
+    """
+
+    def __init__(self) -> None:
+        each = {n: _of_each(f) for n, f in globals().items() if hasattr(f, "on_number")}
+        vars(self).update(each)
+        self.HELPERS = {**HELPERS, "sqrt_rn": each["sqrt"]}
+
+
+def _of_each(function: Any) -> Callable[[Any], Any]:
+    def on_scalars(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return function(x)
+        values = x.reshape(-1).tolist()
+        try:
+            results = array("d", map(function.on_number, values))
+        except (ValueError, ArithmeticError):  # some of them have none, which takes longer
+            results = array("d", map(function, values))
+        return torch.frombuffer(results, dtype=float64).reshape(x.shape)
+
+    return on_scalars
+
+
 class _OnNumbers:
     """The language for Python numbers alone, whose functions raise where they have no value."""
 
@@ -183,12 +225,16 @@ _NOT_LANGUAGE = {
     "functools",
     "in_float64",
     "jit",
+    "of_scalars",
+    "of_scalars_on_host",
     "on_numbers",
     "math",
     "types",
     "torch",
     "Any",
     "Callable",
+    "array",
+    "widest",
     "offered",
     "name",
 }
@@ -258,4 +304,4 @@ def _as_tensors(value: Any, like: torch.Tensor) -> Any:
 import sys  # noqa: E402
 
 _this_module = sys.modules[__name__]
-on_numbers = _OnNumbers()
+of_scalars, of_scalars_on_host, on_numbers = _OfScalars(), _OfScalarsOnHost(), _OnNumbers()

@@ -42,7 +42,8 @@ class NoFloat64(TorchDispatchMode):
 def metal():
     """The CPU, taken for a device without float64."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "widest", lambda device: torch.float32)
+        for module in (eager, torch_language):
+            patch.setattr(module, "widest", lambda device: torch.float32)
         # Square roots of the CPU alone go by way of float64.
         patch.setattr(torch_language, "_ROOTS_BY_FLOAT64", frozenset())
         yield

@@ -196,7 +196,7 @@ class Block:
 
     def before_reduce(self, rule: Rule, hyper: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
         """The ``h`` of ``reduce``: numbers, or float64 tensors with an entry for each row."""
-        return self._told_apart(rule.torch_before_reduce(*self._given(hyper))[1])
+        return self._told_apart(rule.host_before_reduce(*self._given(hyper))[1])
 
     def advance(
         self,
@@ -214,9 +214,9 @@ class Block:
         """
         if sums is not None:
             s, h, flags = self._given(hyper)
-            s, h = rule.torch_before_reduce(s, h, flags)
+            s, h = rule.host_before_reduce(s, h, flags)
             each = sums.each[self.start : self.start + len(self.rows)].unbind(1)
-            return self._stored(*rule.torch_scalars(s, h, flags, each, sums.totals.unbind()))
+            return self._stored(*rule.host_scalars(s, h, flags, each, sums.totals.unbind()))
         given, flags = hyper[self.group], self.rows[0].flags
         found = [0.0 if s is None else common(s) for s in self.scalars]
         counts = [count for count in found if count is not None]
@@ -233,7 +233,7 @@ class Block:
                 if stored is not None:
                     stored.fill_(value)
             return last.h, False
-        return self._stored(*rule.torch_scalars(*self._given(hyper)))
+        return self._stored(*rule.host_scalars(*self._given(hyper)))
 
     def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
         """Scalar states of each row, hyperparameters, and flags."""
