@@ -11,10 +11,10 @@ from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
 from ampopt._step.replay import evaluated
-from ampopt._step.state_buffers import shares_storage
+from ampopt._step.rule_state import shares_storage
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached, Stepping
-from ampopt._step.uncompiled import uncompiled
+from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.given import request_for, successor_of
 from ampopt.optimizer import Optimizer
 from ampopt.results import Unscaled

@@ -14,7 +14,7 @@ from ampopt._step.ordinary import Ordinary
 from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.stepping import Attached, Pending, readable
-from ampopt._step.uncompiled import uncompiled
+from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.given import request_for, successor_of
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.step import Request

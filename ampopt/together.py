@@ -7,7 +7,7 @@ import torch
 
 from ampopt._step import gradients
 from ampopt._step.overflow import device_of, judge
-from ampopt._step.uncompiled import uncompiled
+from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.given import as_loss_scale, request_for, successor_of
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult, as_flag

@@ -16,8 +16,7 @@ from ampopt._step.guards import Guards
 from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_held, works_of
 from ampopt._step.param_rounding import keys_of, position_of
 from ampopt._step.rank_sums import RankSums
-from ampopt._step.rule_state import state_of
-from ampopt._step.state_buffers import lay_end_to_end
+from ampopt._step.rule_state import lay_end_to_end, state_of
 from ampopt_kernels.cpu.objects import bump_versions
 from ampopt_kernels.found import Owner
 from ampopt_kernels.random_numbers import STREAM

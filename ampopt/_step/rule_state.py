@@ -1,11 +1,16 @@
-"""The state that a rule keeps of a parameter: made, completed, and taken as checkpoints have it."""
+"""The state that a rule keeps of a parameter: made, completed, taken as checkpoints have it.
 
+And where it lives: small states, and step counts, end to end, so that a CPU can take them as one.
+"""
+
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ampopt._step import dtensor, gradients
+from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.rule import MASTER, PARAM, State
 from ampopt_kernels.tensors import real, widest
 from ampopt_kernels.transfers import carried
@@ -13,7 +18,7 @@ from ampopt_kernels.transfers import carried
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleSteps
 
-__all__ = ["state_of"]
+__all__ = ["lay_end_to_end", "shares_storage", "state_of"]
 
 
 def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
@@ -57,6 +62,43 @@ def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict
             value.fill_(_initial(part, optimizer.param_groups, param))
         state[part.name] = _scalar(value, own, param.device)
     return state
+
+
+def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:
+    """Move ``state[name]`` of CPU parameters, where it is small, into one buffer, as views of it.
+
+    Values, shapes and dtypes stay. A tensor that shares its storage already, such as one that was
+    moved before, stays where it is: parameters whose gradients come and go do not make it move
+    at every step. The buffer lives as long as any of its views.
+    """
+    moved = [
+        (state, state[name], part)
+        for param, state in zip(params, states, strict=True)
+        if param.device.type == "cpu"
+        and isinstance(state.get(name), Tensor)
+        # Of large parameters, step counts.
+        and 0 < (part := dtensor.local(state[name])).numel() <= SMALL
+        and not shares_storage(part)
+        and part.is_contiguous()
+    ]
+    by_dtype: dict[torch.dtype, list[tuple[dict[str, Any], Tensor, Tensor]]] = {}
+    for entry in moved:
+        by_dtype.setdefault(entry[1].dtype, []).append(entry)
+    for entries in by_dtype.values():
+        if len(entries) < 2:
+            continue
+        buffer = torch.cat([old.detach().reshape(-1) for _, _, old in entries])
+        parts = buffer.split([old.numel() for _, _, old in entries])
+        for (state, whole, old), part in zip(entries, parts, strict=True):
+            state[name] = dtensor.spread_like(part.view(old.shape), whole)
+
+
+def shares_storage(tensor: Tensor) -> bool:
+    """Whether there is more in the memory of ``tensor`` than ``tensor``."""
+    tensor = dtensor.local(tensor)
+    if tensor.layout != torch.strided:  # as the momentum of sparse gradients, which has no storage
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def _initial(part: State, groups: list[dict[str, Any]], param: Tensor) -> Any:

@@ -66,9 +66,9 @@ __all__ = [
     "spin",
     "storage_key",
     "uncoalesced_values",
+    "uncompiled",
     "version",
     "with_tensors",
-    "without_dynamo",
     "written_by",
 ]
 
@@ -128,11 +128,22 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
 
 # --- compiling ------------------------------------------------------------------------------------
 
-without_dynamo = torch._compile._disable_dynamo
-"""``torch.compiler.disable`` without importing the compiler, which takes seconds; torch puts it
-around its own optimizers. Gone: use that."""
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: _Function) -> _Function:
+    """``function``, at which a compiled graph of the caller's ends, and goes on behind.
+
+    A step plans in Python what it has compiled already, or launches as few kernels as can be:
+    tracing it once more gains nothing, and a trace holds what a plan is to look at in each step
+    for constant. What ``function`` calls that is compiled for itself, as a closure's model may be,
+    stays so.
+
+    This is ``torch.compiler.disable`` without importing the compiler, which takes seconds; torch
+    puts it around its own optimizers. Gone: use that.
+    """
+    disabled: Any = torch._compile._disable_dynamo(function)
+    return disabled
 
 
 def constant_to_dynamo(function: _Function) -> _Function:

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached
-from ampopt._step.uncompiled import uncompiled
+from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
 
 __all__ = ["LBFGS"]

@@ -11,7 +11,7 @@ from ampopt._step import gradients
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.replay import evaluated
 from ampopt._step.stepping import Attached
-from ampopt._step.uncompiled import uncompiled
+from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
 
 __all__ = ["SparseAdam"]

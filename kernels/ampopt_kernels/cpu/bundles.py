@@ -1,7 +1,7 @@
 """How the CPU takes the rows of a work: in pieces, small ones bundled; kept from step to step.
 
 A network's small tensors cost a CPU more in calls than in arithmetic. Those whose states lie end
-to end (``ampopt._step.state_buffers`` lays them so) are gathered into one scratch that fits the
+to end (``ampopt._step.rule_state`` lays them so) are gathered into one scratch that fits the
 cache, the rule runs once over all of them, and the parameters are scattered back.
 
 Rows whose scalars lie end to end are a block: the ``scalars`` of a rule run once, on Python
