@@ -27,7 +27,6 @@ from support.requirements import skip_unless_it_runs
 
 import ampopt
 from ampopt import backend as backends
-from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 
 # Times vary with the machine, so no example has a deadline. By default every run draws the same
 # examples, so that what fails was changed; "long" looks for what nobody has met yet.
@@ -38,8 +37,7 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, p
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 
 
-if HAS_TRITON and INTERPRETED:
-    make_it_quick()
+make_it_quick()
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # each of them has a core
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from support.quick_interpreter import make_it_quick
+
 __all__ = ["Ranks"]
 
 _GRACE = 3.0
@@ -132,6 +134,7 @@ def _serve(rank: int, n: int, folder: str, connection: Connection, path: list[st
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # as tests/conftest.py has it
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
+    make_it_quick()
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=n
     )

@@ -6,11 +6,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ampopt_kernels.language import HAS_TRITON, INTERPRETED
+
 __all__ = ["make_it_quick"]
 
 
 def make_it_quick() -> None:
-    """Have the interpreter give what it gives in half of the time; see the functions below."""
+    """Have the interpreter, if it runs here, give what it gives in half of the time.
+
+    See the functions below.
+    """
+    if not (HAS_TRITON and INTERPRETED):
+        return
     _remember_builtins()
     _remember_dtypes()
     _remember_shapes()
