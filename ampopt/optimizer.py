@@ -290,7 +290,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             grads_scaled_by: the scale of the loss that the gradients come from, which is not used
-                up: micro-batches under one scale all give the same. ``None`` checks nothing.
+                up: micro-batches under one scale all give the same. ``None`` says of no overflow
+                here, though the step is skipped for it if what ends the window has a scale.
             drop: what an overflow costs: the ``"window"``, whose step is skipped; or the
                 ``"micro_batch"``, which is left out, and the sum of the others taken for the sum of
                 all. Then the scale hears of the overflow all the same, and the step is skipped if
@@ -319,7 +320,8 @@ class Optimizer(torch.optim.Optimizer):
         scale = ours.scale(grads_scaled_by)
         ours.check_gradients()
         decision = ours.sums.add(request_for(scale), ours.agreement(), drop)
-        return Unscaled(ours.flag(decision), successor_of(scale, decision))
+        judged = None if scale is None else decision
+        return Unscaled(ours.flag(judged), successor_of(scale, decision))
 
     @uncompiled
     @torch.no_grad()

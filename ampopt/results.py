@@ -54,7 +54,8 @@ class StepResult(NamedTuple):
 
         However late it is asked, and whatever was stepped since: the step has noted it on the
         device. By the names that ``named_parameters()`` gave the optimizer, else by group and
-        position; of several ranks, those whose part here did. Empty if nothing overflowed, where
+        position; of several ranks, those whose part here did; and also those of a micro-batch that
+        ``accumulate`` has left out, though the step was taken. Empty if nothing overflowed, where
         the flag alone is known, as in a step after ``scaler.unscale_`` of torch's scaler, and in a
         result that was copied or loaded.
         """
@@ -93,7 +94,6 @@ def found_behind(found_inf: Any) -> tuple[Found, ...]:
 
 def overflowed(found_inf: Tensor) -> list[str]:
     """The names of the parameters whose gradients made it; see :attr:`StepResult.overflowed`."""
-    if not found_behind(found_inf) or not found_inf > 0:
-        return []
+    # Not asked whether the step overflowed: a micro-batch that was left out may have.
     names = [name for part in found_behind(found_inf) for name in part.overflowed()]
     return list(dict.fromkeys(names))  # several micro-batches may have found one

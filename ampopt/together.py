@@ -96,7 +96,7 @@ def unscale_and_step(
         ours.note_norm(request, decision)
     if decision is None:
         return StepResult(None, as_flag(torch.zeros((), device=device)), successor)
-    return StepResult(None, as_flag(decision.found_inf, decision.found), successor)
+    return StepResult(None, as_flag(decision.found_inf, decision.culprits), successor)
 
 
 def _step_after(request: Request, decision: Decision) -> Request:

@@ -36,7 +36,7 @@ class Window:
     Attributes:
         home: where decisions about it are made.
         drop: one of :data:`DROPS`.
-        params: those that have a sum, each with its group, by its ``id``.
+        params: those that have a sum, by their ``id``.
         flag: more than 0 if there was an overflow; ``None`` before there were gradients.
         found: where.
         calls: how many micro-batches there were, where they are rejected one by one.
@@ -45,7 +45,7 @@ class Window:
 
     home: torch.device
     drop: str
-    params: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    params: dict[int, gradients.Held] = field(default_factory=dict)
     flag: Tensor | None = None
     found: tuple[Found, ...] = ()
     calls: int = 0
@@ -158,7 +158,8 @@ class Accumulation:
                 window.count(decision)
         if present:
             reject = None if decision is None else decision.found_inf
-            asked = replace(request, found_inf=reject, accumulate=True, apply=False)
+            # Whoever asked for no judgement may end the window with one.
+            asked = replace(request, found_inf=reject, check=True, accumulate=True, apply=False)
             added = run(backend_for, self._works(window, present), asked)
             decision = added if decision is None else decision
         if decision is not None:
@@ -167,10 +168,11 @@ class Accumulation:
 
     def _works(self, window: Window, present: Sequence[gradients.Held]) -> list[Work]:
         rows, grads = [], []
-        for group, param, owner in present:
+        for held in present:
+            group, param, owner = held
             values = gradients.values_of(param)
             fresh = id(param) not in window.params
-            window.params[id(param)] = group, param
+            window.params[id(param)] = held
             total = real(dtensor.local(self._sum(param)))
             grads.append(dense_like(values, total))
             rows.append(Row(values.dtype, total, flags=(fresh,), group=group, owner=owner))
@@ -223,7 +225,7 @@ class Accumulation:
             self._add(window, request, agreement)
         skip = None if window.kept is None else self._renormalise(window, request, agreement)
         decided = None if request.scale is None else self._decided(window, request, agreement)
-        for _, param in window.params.values():
+        for _, param, _ in window.params.values():
             if param.grad is not None:
                 self._stays(param)  # where it is put back
             total, dtype = self._sums[param], param.grad_dtype
@@ -248,15 +250,18 @@ class Accumulation:
     ) -> Tensor:
         """Have the sums stand for all micro-batches; more than 0 where they cannot.
 
-        As if they carried the share of those that were kept for a scale, which is 0 if none was.
+        As if they carried the share of those that were kept for a scale.
         """
         assert window.kept is not None
         judged = request.scale is not None
-        share = (window.kept if judged else window.kept.clamp(min=1)) / window.calls
+        share = window.kept.clamp(min=1) / window.calls
         asked = Request(scale=share, check=judged, write=True, apply=False)
-        sums = [real(dtensor.local(self._sums[param])) for _, param in window.params.values()]
+        held = window.params.values()
+        sums = [real(dtensor.local(self._sums[param])) for _, param, _ in held]
         if sums:
-            rows = [Row(total.dtype) for total in sums]
+            rows = [
+                Row(total.dtype, owner=owner) for total, (*_, owner) in zip(sums, held, strict=True)
+            ]
             agree = ranks.Vote(agreement) if agreement is not None and judged else None
             works = works_of(rows, sums, self._uploads["renormalise"])
             decision = run(backend_for, works, replace(asked, agree=agree))
@@ -265,7 +270,8 @@ class Accumulation:
         if decision is None:  # no rank has judged
             return torch.zeros_like(share)
         window.learn(decision)
-        return carried(decision.found_inf, window.home)
+        nothing_is_left = (window.kept <= 0) & judged
+        return torch.maximum(carried(decision.found_inf, window.home), nothing_is_left)
 
     def _decided(
         self, window: Window, request: Request, agreement: ranks.Agreement | None

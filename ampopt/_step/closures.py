@@ -68,7 +68,7 @@ def unscale_and_step(
                 decision = ours.judge(request_for(scale, max_norm=max_norm, write=write))
             if decision is None:
                 return 0.0, successor_of(scale, None)
-            return as_flag(decision.overflow, decision.found), successor_of(scale, decision)
+            return as_flag(decision.overflow, decision.culprits), successor_of(scale, decision)
 
         return loss, verdict
 

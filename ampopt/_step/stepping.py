@@ -311,7 +311,7 @@ class Stepping(ABC):
         """The flag of ``decision`` as callers get it; ``None`` stands for one without gradients."""
         if decision is None:
             return as_flag(self.no_overflow())
-        return as_flag(decision.found_inf, decision.found)
+        return as_flag(decision.found_inf, decision.culprits)
 
     # --- scales, and what may follow what ---------------------------------------------------------
 

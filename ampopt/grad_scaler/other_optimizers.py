@@ -106,7 +106,7 @@ def judge_gradients(
     if decision is None:
         record.learn(None, scale)
         return
-    found_inf = as_flag(decision.found_inf, decision.found)
+    found_inf = as_flag(decision.found_inf, decision.culprits)
     if times is None:
         record.learn(found_inf, successor_of(scale, decision))
     else:

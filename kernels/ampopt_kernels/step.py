@@ -266,6 +266,11 @@ class Decision:
         )
 
     @property
+    def culprits(self) -> tuple[Found, ...]:
+        """:attr:`found`, if it was judged, as gradients without a scale are not."""
+        return () if self.scaled_by is None else self.found
+
+    @property
     def measured(self) -> bool:
         """Whether the gradients were measured; see :class:`Found`."""
         return any(part.measures is not None for part in self.found)

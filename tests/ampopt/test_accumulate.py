@@ -209,6 +209,20 @@ def test_a_sum_that_overflows_skips(backend):
         assert bits(params) == before
 
 
+@every_backend
+@pytest.mark.parametrize("drop", ["window", "micro_batch"])
+def test_what_was_added_unchecked_is_judged_by_what_ends_the_window(backend, drop):
+    params = params_of()
+    optimizer = ampopt.SGD(params)
+    before = bits(params)
+    give(params, INF, 1.0)
+    assert optimizer.accumulate(drop=drop) == (0.0, None)
+    give(params, 1.0, 1.0)
+    result = optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert result.skipped and result.scale == 0.5
+    assert bits(params) == before
+
+
 # --- what may follow ------------------------------------------------------------------------------
 
 

@@ -104,6 +104,29 @@ def test_names_or_places_of_exactly_those_that_overflow_once_unscaled(
     assert bool(found_inf > 0) == bool(bad)
 
 
+@pytest.mark.parametrize(
+    ("bad", "kept"), [([(2,), (), (0, 4)], 1), ([(2,), (0, 2)], 0), ([(), ()], 2)]
+)
+def test_a_micro_batch_that_is_left_out_is_named_too(bad, kept, backend):
+    """Also where the step is taken; and nothing else where none is left."""
+    optimizer, params = made(ampopt.SGD)
+    for places in bad:
+        give(params, places)
+        optimizer.accumulate(grads_scaled_by=1.0, drop="micro_batch")
+    result = optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert result.skipped == (not kept)
+    assert set(result.overflowed) == {NAMES[i] for places in bad for i in places}
+
+
+@pytest.mark.parametrize("drop", ["window", "micro_batch"])
+def test_a_sum_that_overflows_is_named(drop, backend):
+    optimizer, params = made(ampopt.SGD)
+    for _ in range(2):
+        give(params, (4,), 3e38)
+        optimizer.accumulate(grads_scaled_by=1.0, drop=drop)
+    assert optimizer.unscale_and_step(grads_scaled_by=1.0).overflowed == [NAMES[4]]
+
+
 def test_other_parameters_have_gradients_in_later_steps():
     optimizer, params = made(ampopt.AdamW)
     give(params, [2])
