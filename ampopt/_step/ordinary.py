@@ -50,10 +50,9 @@ class Ordinary(Stepping):
         super().__init__(optimizer, rule, meets=meets and not own_step)
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
-        self._decision: Decision | None = None  # that the step is under, while it and hooks run
-        self._is_over = False  # that step, and its post-hooks run
-        self._around: Decision | None = None  # that the last step was taken around, before hooks
-        self._around_which: Decision | None = None  # in its post-hooks
+        self._decision: Decision | None = None  # of a control point, while step and hooks run
+        self._around: Decision | None = None  # of a scaler's step, until its post-hooks run
+        self._decided: Decision | None = None  # that of the two, or none, which these hooks follow
 
     @functools.cached_property
     def skipper(self) -> Skipper | None:
@@ -81,7 +80,7 @@ class Ordinary(Stepping):
         """
         self.check_step()
         decision = self._decision = self.unscale(request)
-        self._is_over = False
+        self._decided = None
         try:
             if step is not None:
                 return self._step_or_skip(step, decision)
@@ -116,21 +115,24 @@ class Ordinary(Stepping):
     @property
     def decided(self) -> Decision | None:
         """See :class:`Stepping`."""
-        return self._decision if self._is_over else self._around_which
+        return self._decided
 
     @property
     def skip_flag(self) -> Tensor | None:
         """See :class:`Stepping`.
 
         Not while the step runs: those of torch's, which skip where they see one, may see none.
+        Nor of a scaler, which has left its own on the optimizer.
         """
-        return self._decision.skip if self._decision is not None and self._is_over else None
+        if self._decision is None or self._decided is None:
+            return None
+        return self._decided.skip
 
     def step_is_over(self) -> None:
         """See :class:`Stepping`."""
         self.end_pending()
-        self._is_over = self._decision is not None
-        self._around_which, self._around = self._around, None
+        self._decided = self._around if self._decision is None else self._decision
+        self._around = None
 
     # --- a step, or none --------------------------------------------------------------------------
 
