@@ -2,36 +2,37 @@
 
 Going through every parameter, state and layout in Python costs more than a small network's whole
 step, and next to nothing changes between steps but the gradients. A plan is made once and holds
-until something else changes; that it does hold is checked at every step (see ``guards``).
+until something else changes. That it does hold is asked at every step, of its guards: like those of
+``torch.compile``, they cost less than preparing by far.
 """
 
+import operator
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from ampopt._step import dtensor, gradients, ranks
-from ampopt._step.guards import Guards
+from ampopt._step import dtensor, ranks
 from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_held, works_of
-from ampopt._step.param_rounding import keys_of, position_of
+from ampopt._step.param_rounding import PARAM_ROUNDING
 from ampopt._step.rank_sums import RankSums
-from ampopt._step.rule_state import lay_end_to_end, state_of
-from ampopt_kernels.cpu.objects import bump_versions
-from ampopt_kernels.found import Owner
-from ampopt_kernels.random_numbers import STREAM
-from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Request, Row, Work
-from ampopt_kernels.tensors import dense_like
+from ampopt._step.ranks import REPLICATED
+from ampopt._step.rule_rows import RuleRows
+from ampopt_kernels.cpu.objects import Contents, Layouts, addresses, bump_versions
+from ampopt_kernels.step import Decision, Request, Work
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleSteps
 
 __all__ = ["Plan"]
 
+_OPTIONS = ("master_weights", PARAM_ROUNDING, REPLICATED)
+"""Of param groups, besides those of their rule."""
+
 
 class Plan:
-    """The rows of every parameter that has a gradient, by device.
+    """A step of every parameter that has a gradient, ready to be taken.
 
     Attributes:
         works: what to run, the first parameter's device first; empty without gradients.
@@ -49,11 +50,10 @@ class Plan:
             RuntimeError: see :func:`ampopt._step.gradients.held`, and
                 :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
-        optimizer, keeper = steps.optimizer, steps.masters
-        groups, rule = optimizer.param_groups, steps.rule
+        optimizer, rule = steps.optimizer, steps.rule
+        groups = optimizer.param_groups
         steps.checks.check_plannable()
         self._rule, self._uploads, self._home = rule, steps.uploads, device_of(groups)
-        self._copies: list[tuple[Tensor, Tensor]] = []  # what steps write to copies of
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
         # nothing can be taken all the same.
         self._agreement: ranks.Agreement | None = None
@@ -68,102 +68,16 @@ class Plan:
         if rule.reduces and self._agreement is not None:
             n_terms = rule.widths(len(rule.hyper_values(groups[0]))).terms
             self._rank_sums = RankSums(self._agreement, groups, n_terms)
-        self._flags = flags = [rule.flag_values(group) for group in groups]
-        present = [
-            (group, p)
-            for group, p in gradients.present(groups)
-            if keeper.holder(groups[group], p).grad is not None
-        ]
-        self._present = [p for _, p in present]
-        masters = [
-            (place, master)
-            for place, (group, p) in enumerate(present)
-            if (master := keeper.of(groups[group], p)) is not None
-        ]
-        states = [state_of(steps, p, flags[group]) for group, p in present]
-        if _widen_scalars(rule, states):
-            rule = rule.with_float64_scalars
-        for part in (*rule.state, *rule.scalar_state):
-            lay_end_to_end([p for _, p in present], states, part.name)
-        self._held = gradients.held(groups)
-        whose = {one.owner.key: one.owner for one in self._held}
-        everyone = [p for group in groups for p in group["params"]]
-        place_of = {id(p): place for place, p in enumerate(everyone)}
-        made = [
-            self._row(steps, group, param, state, whose[id(param)], place_of[id(param)])
-            for (group, param), state in zip(present, states, strict=True)
-        ]
-        rows, grads = [row for row, _ in made], [grad for _, grad in made]
-        self.works: list[Work] = works_of(rows, grads, steps.uploads, rule)
+        made = RuleRows(steps, self._agreement)
+        self.works: list[Work] = works_of(made.rows, made.grads, steps.uploads, made.rule)
         for work in self.works:
             work.hyper = list(map(rule.hyper_values, groups))
-        order = {id(row): place for place, row in enumerate(rows)}
+        order = {id(row): place for place, row in enumerate(made.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
-        parts = [(*rule.state_for(own), *rule.scalar_state_for(own)) for own in flags]
-        held = [
-            s[part.name] for (g, _), s in zip(present, states, strict=True) for part in parts[g]
-        ]
-        held += [row.keys for row in rows if row.keys is not None]
-        spread = any(map(dtensor.is_spread, everyone))
-        self._guards = Guards(
-            optimizer, rule, flags, keeper, self._present, masters, held, grads, spread=spread
-        )
-        # Whether a step may unscale gradients before it uses them, and no bit of what it does
-        # changes. Not those of a dtype that is narrower than the arithmetic, nor copies of them.
-        self._writes_gradients = all(
-            row.grad_dtype == row.compute_dtype and grad.data_ptr() == _address_of_grad(p)
-            for (row, grad), p in zip(made, self._present, strict=True)
-        )
-        self.lasts = not self._copies and not any(p.is_complex() for p in self._present)
-
-    def _row(
-        self,
-        steps: "RuleSteps",
-        group: int,
-        param: Tensor,
-        state: dict[str, Any],
-        owner: Owner,
-        place: int,
-    ) -> tuple[Row, Tensor]:
-        """What a step does with ``param``, whose ``place`` is that among all, and its gradient."""
-        optimizer, masters = steps.optimizer, steps.masters
-        rule, flags, dense = steps.rule, self._flags[group], self._dense
-        local, agreement = dtensor.local, self._agreement
-        master = masters.of(optimizer.param_groups[group], param)
-        holder = masters.holder(optimizer.param_groups[group], param)
-        keys = keys_of(optimizer, optimizer.param_groups[group], param, place)
-        position = place * STREAM if rule.draws else 0
-        if keys is not None or rule.draws:
-            position += position_of(param)
-        p = gradients.real(local(param.detach() if master is None else master))
-        copy = None if master is None else dense(local(param.detach()), p)
-        grad = dense_like(gradients.values_of(holder), p)
-        row = Row(
-            grad.dtype,
-            param=dense(p, p),
-            copy=copy,
-            state=tuple(
-                dense(gradients.real(local(state[part.name])), p) for part in rule.state_for(flags)
-            ),
-            scalars=tuple(
-                state[part.name] if part in rule.scalar_state_for(flags) else None
-                for part in rule.scalar_state
-            ),
-            flags=flags,
-            group=group,
-            counted=agreement is None or agreement.counts(param, group),
-            owner=owner,
-            keys=keys,
-            position=position,
-        )
-        return row, grad
-
-    def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """``tensor`` laid out as ``like``: where it is not, a copy, which a step copies back."""
-        copy = dense_like(tensor, like)
-        if copy is not tensor:
-            self._copies.append((tensor, copy))
-        return copy
+        self._present, self._held, self._copies = made.present, made.held, made.copies
+        self._writes_gradients = made.gradients_are_written()
+        self.lasts = not made.copies and not any(p.is_complex() for p in made.present)
+        self._guards = _Guards(steps, made)
 
     def renew(self, optimizer: Any) -> bool:
         """Take up the gradients and hyperparameters of this step, if nothing else has changed.
@@ -219,20 +133,88 @@ class Plan:
             work.grads = []  # whose memory the next backward pass may need
 
 
-def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
-    """Make scalar states float64 if one is, but for those with a dtype of their own; if it is so.
+class _Guards:
+    """What a plan takes for granted.
 
-    Backends want each alike in all rows.
+    That is the very parameters, each in its group, and states; where all of them are in memory and
+    how parameters and gradients are laid out in it; which parameters have gradients; the flags
+    and other options of the groups.
     """
-    names = [part.name for part in rule.scalar_state if part.dtype is None]
-    kept = [(state, name) for state in states for name in names if name in state]
-    if all(state[name].dtype == torch.float32 for state, name in kept):
-        return False
-    for state, name in kept:
-        if state[name].dtype != torch.float64:
-            state[name] = state[name].double()
-    return True
+
+    def __init__(self, steps: "RuleSteps", made: RuleRows) -> None:
+        """Take it down.
+
+        Args:
+            steps: whose plan it is.
+            made: the rows.
+        """
+        optimizer = steps.optimizer
+        groups = optimizer.param_groups
+        self._rule, self._keeper = steps.rule, steps.masters
+        self._present, self._masters = made.present, made.masters
+        self._params = list(chain.from_iterable(group["params"] for group in groups))
+        self._spread = any(map(dtensor.is_spread, self._params))  # over ranks
+        kept = set(made.present)
+        self._absent = [p for p in self._params if p not in kept]
+        self._process_group, self._state = optimizer.process_group, optimizer.state
+        # Users may keep other things there than the state of a parameter.
+        of_params = [state for state in self._state.values() if isinstance(state, dict)]
+        self._groups = [
+            (group["params"], own, list(map(group.get, _OPTIONS)))
+            for group, own in zip(groups, made.flags, strict=True)
+        ]
+        members = [group["params"] for group in groups]
+        self._contents = Contents([*members, self._state, *of_params])
+        # An object may stay and what it refers to be exchanged, as by an assignment to its data.
+        self._held = [*self._params, *(master for _, master in made.masters), *made.states]
+        held, params = self._held, self._params
+        if self._spread:  # of such a tensor, the part that is here counts
+            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
+        self._addresses, self._params_laid_out = addresses(held), Layouts(params)
+        self._grads_laid_out = Layouts(made.grads)
+        grads = list(map(_grad_of, self._present))
+        self._placements = dtensor.placements(grads) if self._spread else []
+
+    def gradients(self, optimizer: Any) -> list[Tensor] | None:
+        """The gradients of this step as kernels see them; ``None`` if anything else has changed."""
+        if len(optimizer.param_groups) != len(self._groups):
+            return None
+        for group, (members, flags, options) in zip(
+            optimizer.param_groups, self._groups, strict=True
+        ):
+            if (
+                group["params"] is not members
+                or self._rule.flag_values(group) != flags
+                or list(map(group.get, _OPTIONS)) != options
+            ):
+                return None
+        for param in self._absent:
+            if param.grad is not None:
+                return None
+        held, params = self._held, self._params
+        if self._spread:
+            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
+        if not (
+            optimizer.state is self._state
+            and optimizer.process_group is self._process_group
+            and self._contents.unchanged()
+            and addresses(held) == self._addresses
+            and self._params_laid_out.fit(params)
+        ):
+            return None
+        grads = list(map(_grad_of, self._present))
+        if self._spread and dtensor.placements(grads) != self._placements:
+            for param in self._present:
+                dtensor.settle(param)
+            grads = list(map(_grad_of, self._present))
+            self._placements = dtensor.placements(grads)
+        if self._keeper.unscaled:
+            for place, master in self._masters:
+                if grads[place] is not None:
+                    grads[place] = master.grad
+        if self._spread:
+            grads = dtensor.local_of_each(grads)
+        return grads if self._grads_laid_out.fit(grads) else None
 
 
-def _address_of_grad(param: Tensor) -> int:
-    return dtensor.local(param.grad).data_ptr()
+_grad_of: Any = operator.attrgetter("grad")  # over hundreds, half the time of a comprehension

@@ -1,0 +1,143 @@
+"""What a step of a rule does with each parameter: a row of tensors, made of it and its state."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step import dtensor, gradients, ranks
+from ampopt._step.param_rounding import keys_of, position_of
+from ampopt._step.rule_state import lay_end_to_end, state_of
+from ampopt_kernels.random_numbers import STREAM
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.step import Row
+from ampopt_kernels.tensors import dense_like
+
+if TYPE_CHECKING:
+    from ampopt._step.by_rule import RuleSteps
+
+__all__ = ["RuleRows"]
+
+
+class RuleRows:
+    """The rows of every parameter that has a gradient, in the order of the param groups.
+
+    Not to be kept from step to step: it holds on to the gradients.
+
+    Attributes:
+        rule: to be run on them: that of the steps, or the same with scalar states of float64.
+        flags: of the rule, for each group.
+        held: the gradients of all parameters that have one.
+        present: the parameters that are stepped.
+        masters: of these, each behind its place among them.
+        rows: one for each.
+        grads: of each, as kernels see it.
+        states: what else is written, whole.
+        copies: original and copy of what is not laid out as kernels take it.
+    """
+
+    def __init__(self, steps: "RuleSteps", agreement: ranks.Agreement | None) -> None:
+        """Make them, and state where it is missing.
+
+        Args:
+            steps: whose.
+            agreement: of the ranks that decide together.
+        """
+        self._steps, self._agreement = steps, agreement
+        groups, rule, keeper = steps.optimizer.param_groups, steps.rule, steps.masters
+        self.flags = [rule.flag_values(group) for group in groups]
+        self.held = gradients.held(groups)
+        stepped = [
+            one
+            for one in self.held
+            if keeper.holder(groups[one.group], one.tensor).grad is not None
+        ]
+        self.present: list[Tensor] = [one.tensor for one in stepped]
+        self.masters = [
+            (place, master)
+            for place, one in enumerate(stepped)
+            if (master := keeper.of(groups[one.group], one.tensor)) is not None
+        ]
+        states = [state_of(steps, one.tensor, self.flags[one.group]) for one in stepped]
+        self.rule = rule.with_float64_scalars if _widen_scalars(rule, states) else rule
+        for part in (*rule.state, *rule.scalar_state):
+            lay_end_to_end(self.present, states, part.name)
+        places = {id(p): place for place, p in enumerate(p for g in groups for p in g["params"])}
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.rows: list[Row] = []
+        self.grads: list[Tensor] = []
+        self.states: list[Tensor] = []
+        for one, state in zip(stepped, states, strict=True):
+            row, grad = self._row(one, state, places[id(one.tensor)])
+            self.rows.append(row)
+            self.grads.append(grad)
+            flags = self.flags[one.group]
+            parts = (*rule.state_for(flags), *rule.scalar_state_for(flags))
+            self.states += [state[part.name] for part in parts]
+            self.states += [] if row.keys is None else [row.keys]
+
+    def _row(self, held: gradients.Held, state: dict[str, Any], place: int) -> tuple[Row, Tensor]:
+        """What a step does with a parameter, whose ``place`` is that among all; its gradient."""
+        (index, param, owner), steps = held, self._steps
+        rule, flags, local, dense = steps.rule, self.flags[index], dtensor.local, self._dense
+        group = steps.optimizer.param_groups[index]
+        master, holder = steps.masters.of(group, param), steps.masters.holder(group, param)
+        keys = keys_of(steps.optimizer, group, param, place)
+        position = place * STREAM if rule.draws else 0
+        if keys is not None or rule.draws:
+            position += position_of(param)
+        p = gradients.real(local(param.detach() if master is None else master))
+        copy = None if master is None else dense(local(param.detach()), p)
+        grad = dense_like(gradients.values_of(holder), p)
+        row = Row(
+            grad.dtype,
+            param=dense(p, p),
+            copy=copy,
+            state=tuple(
+                dense(gradients.real(local(state[part.name])), p) for part in rule.state_for(flags)
+            ),
+            scalars=tuple(
+                state[part.name] if part in rule.scalar_state_for(flags) else None
+                for part in rule.scalar_state
+            ),
+            flags=flags,
+            group=index,
+            counted=self._agreement is None or self._agreement.counts(param, index),
+            owner=owner,
+            keys=keys,
+            position=position,
+        )
+        return row, grad
+
+    def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """``tensor`` laid out as ``like``: where it is not, a copy, which a step copies back."""
+        copy = dense_like(tensor, like)
+        if copy is not tensor:
+            self.copies.append((tensor, copy))
+        return copy
+
+    def gradients_are_written(self) -> bool:
+        """Whether a step may unscale them before it uses them, and no bit of it changes.
+
+        Not those of a dtype that is narrower than the arithmetic, nor copies of gradients.
+        """
+        return all(
+            row.grad_dtype == row.compute_dtype
+            and grad.data_ptr() == dtensor.local(param.grad).data_ptr()
+            for row, grad, param in zip(self.rows, self.grads, self.present, strict=True)
+        )
+
+
+def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
+    """Make scalar states float64 if one is, but for those with a dtype of their own; if it is so.
+
+    Backends want each alike in all rows.
+    """
+    names = [part.name for part in rule.scalar_state if part.dtype is None]
+    kept = [(state, name) for state in states for name in names if name in state]
+    if all(state[name].dtype == torch.float32 for state, name in kept):
+        return False
+    for state, name in kept:
+        if state[name].dtype != torch.float64:
+            state[name] = state[name].double()
+    return True
