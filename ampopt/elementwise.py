@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ampopt._step import torch_scaler
 from ampopt._step.by_rule import ByRule, RuleSteps
+from ampopt._step.closures import evaluated
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
-from ampopt._step.replay import evaluated
 from ampopt._step.rule_state import shares_storage
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached, Stepping

@@ -1,23 +1,35 @@
-"""Control points that are given a closure: they evaluate it, and again while it overflows.
+"""What steps make of a closure: they evaluate it, and control points again while it overflows.
 
-What is common to both is in :func:`_replayed`; what one evaluation is, in their own functions.
+What is common to the two is in :func:`_replayed`; what one evaluation is, in their own functions.
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampopt._step import ranks
-from ampopt._step.replay import Replay, check_closure, check_loss, check_verdict, step_with
+from ampopt._step.replay import Replay
+from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.given import request_for, successor_of
+from ampopt.loss_scale.numbers import check_scale_number
 from ampopt.results import StepResult, as_flag, found_behind
 
-__all__ = ["step_after_unscale", "unscale_and_step"]
+__all__ = ["evaluated", "step_after_unscale", "unscale_and_step"]
 
 Verdict = Callable[[], tuple[Any, Any]]
 """Gives ``found_inf`` and the successor of the scale, for which it may judge gradients first."""
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """What ``closure`` returns, called as torch's optimizers do; ``None`` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def unscale_and_step(
@@ -61,7 +73,7 @@ def unscale_and_step(
             )
         if not judges:
             return loss, lambda: (None, None)
-        check_loss(loss)
+        _check_loss(loss)
 
         def verdict() -> tuple[Any, Any]:
             with ours.told(loss):
@@ -120,7 +132,7 @@ def step_after_unscale(
                 "unscale_and_step"
             )
         ours.pending = None
-        check_verdict(*returned)
+        _check_verdict(*returned)
         return returned[0], lambda: returned[1:]
 
     return _replayed(optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng)
@@ -136,7 +148,7 @@ def _replayed(
     preserve_rng: bool,
 ) -> StepResult:
     """``optimizer.step`` with a closure that evaluates until the verdict is that all is finite."""
-    check_closure(closure)
+    _check_closure(closure)
     if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
         raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
     ours, groups = optimizer._ampopt, optimizer.param_groups
@@ -150,10 +162,96 @@ def _replayed(
         meet=None if agreement is None else functools.partial(agreement.closures, ours.home),
     )
     with ours.restored_on_failure(replay.restore_rng):
-        loss = step_with(optimizer.step, replay)
+        loss = _step_with(optimizer.step, replay)
     ours.mark_given(given, replay.successor)
     ours.mark_given(replay.scale, replay.successor)
     found_inf = ours.no_overflow() + float(replay.overflowed)
     if ours.causes and ours.decided is not None:
         found_inf = found_inf + ours.decided.found_inf
     return StepResult(loss, as_flag(found_inf, found_behind(replay.found_inf)), replay.successor)
+
+
+def _step_with(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+    """Call an optimizer's ``step`` with ``closure``; if it takes none, evaluate that first.
+
+    Returns:
+        The loss.
+    """
+    # A scheduler's wrapper around step shows the self that it fills in.
+    names = [name for name in inspect.signature(step).parameters if name != "self"]
+    if "closure" in names[1:]:
+        return step(closure=closure)
+    if names:
+        return step(closure)
+    loss = closure()
+    step()
+    return loss
+
+
+def _check_closure(closure: Any) -> None:
+    """Refuse a closure that cannot take the scale, before anything has run.
+
+    Raises:
+        TypeError: it is not callable, or not with one argument.
+    """
+    if not callable(closure):
+        raise TypeError(
+            f"closure must be callable, got {type(closure).__name__}; a scale is passed by name, "
+            "as in unscale_and_step(grads_scaled_by=scale)"
+        )
+    try:
+        signature = inspect.signature(closure)
+    except ValueError:  # some built-in callables have none to show
+        return
+    try:
+        signature.bind(object())
+    except TypeError:
+        raise TypeError(
+            f"closure{signature} must take the scale as its one argument: a replay lowers it. "
+            "Write `def closure(scale): ...` and scale the loss with "
+            "`scale_outputs(loss, scale).backward()`"
+        ) from None
+
+
+def _check_loss(loss: Any) -> None:
+    """Refuse what a closure returned in place of a loss.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor of one element.
+    """
+    if isinstance(loss, Tensor):
+        if loss.numel() == 1:
+            return
+        got = f"a tensor of shape {tuple(loss.shape)}"
+    elif isinstance(loss, (int, float)):
+        return
+    else:
+        got = type(loss).__name__
+    raise TypeError(
+        f"closure must return the unscaled loss, a number or a one-element tensor, got {got}"
+    )
+
+
+def _check_verdict(loss: Any, found_inf: Any, scale: Any) -> None:
+    """Refuse what a closure returned in place of ``(loss, found_inf, scale)``.
+
+    Raises:
+        TypeError: one of them is of the wrong kind.
+        ValueError: the scale is a number that cannot be one.
+    """
+    _check_loss(loss)
+    flag = isinstance(found_inf, Tensor) and found_inf.numel() == 1
+    if not flag and not isinstance(found_inf, (bool, int, float)):
+        raise TypeError(
+            "the closure of step_after_unscale must return (loss, found_inf, scale), but its "
+            f"found_inf is {found_inf!r}: return (loss, *optimizer.unscale(scale))"
+        )
+    if scale is None or isinstance(scale, (LossScale, Tensor)):
+        return
+    try:
+        check_scale_number(scale)
+    except TypeError:
+        raise TypeError(
+            "the closure of step_after_unscale must return (loss, found_inf, scale), but its "
+            f"scale is {scale!r}: return (loss, *optimizer.unscale(scale))"
+        ) from None

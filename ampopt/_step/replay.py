@@ -1,6 +1,5 @@
 """Replay: the same closure again under a smaller scale until its gradients are finite."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,12 +8,11 @@ import torch
 from torch import Tensor
 
 from ampopt.errors import NonFiniteGradientError
-from ampopt.loss_scale.base import LossScale, drops
-from ampopt.loss_scale.numbers import check_scale_number
+from ampopt.loss_scale.base import drops
 from ampopt.nonfinite import found_now, look_anew
 from ampopt_kernels.devices import ACCELERATORS
 
-__all__ = ["Replay", "check_closure", "check_loss", "check_verdict", "evaluated", "step_with"]
+__all__ = ["Replay"]
 
 
 class Replay:
@@ -152,100 +150,6 @@ class Replay:
         torch.set_rng_state(state[0])
         for device, device_state in zip(self._devices, state[1:], strict=True):
             torch.get_device_module(device).set_rng_state(device_state, device)
-
-
-def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns, called as torch's optimizers do; ``None`` without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
-def step_with(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-    """Call an optimizer's ``step`` with ``closure``; if it takes none, evaluate that first.
-
-    Returns:
-        The loss.
-    """
-    # A scheduler's wrapper around step shows the self that it fills in.
-    names = [name for name in inspect.signature(step).parameters if name != "self"]
-    if "closure" in names[1:]:
-        return step(closure=closure)
-    if names:
-        return step(closure)
-    loss = closure()
-    step()
-    return loss
-
-
-def check_closure(closure: Any) -> None:
-    """Refuse a closure that cannot take the scale, before anything has run.
-
-    Raises:
-        TypeError: it is not callable, or not with one argument.
-    """
-    if not callable(closure):
-        raise TypeError(
-            f"closure must be callable, got {type(closure).__name__}; a scale is passed by name, "
-            "as in unscale_and_step(grads_scaled_by=scale)"
-        )
-    try:
-        signature = inspect.signature(closure)
-    except ValueError:  # some built-in callables have none to show
-        return
-    try:
-        signature.bind(object())
-    except TypeError:
-        raise TypeError(
-            f"closure{signature} must take the scale as its one argument: a replay lowers it. "
-            "Write `def closure(scale): ...` and scale the loss with "
-            "`scale_outputs(loss, scale).backward()`"
-        ) from None
-
-
-def check_loss(loss: Any) -> None:
-    """Refuse what a closure returned in place of a loss.
-
-    Raises:
-        TypeError: it is neither a number nor a tensor of one element.
-    """
-    if isinstance(loss, Tensor):
-        if loss.numel() == 1:
-            return
-        got = f"a tensor of shape {tuple(loss.shape)}"
-    elif isinstance(loss, (int, float)):
-        return
-    else:
-        got = type(loss).__name__
-    raise TypeError(
-        f"closure must return the unscaled loss, a number or a one-element tensor, got {got}"
-    )
-
-
-def check_verdict(loss: Any, found_inf: Any, scale: Any) -> None:
-    """Refuse what a closure returned in place of ``(loss, found_inf, scale)``.
-
-    Raises:
-        TypeError: one of them is of the wrong kind.
-        ValueError: the scale is a number that cannot be one.
-    """
-    check_loss(loss)
-    flag = isinstance(found_inf, Tensor) and found_inf.numel() == 1
-    if not flag and not isinstance(found_inf, (bool, int, float)):
-        raise TypeError(
-            "the closure of step_after_unscale must return (loss, found_inf, scale), but its "
-            f"found_inf is {found_inf!r}: return (loss, *optimizer.unscale(scale))"
-        )
-    if scale is None or isinstance(scale, (LossScale, Tensor)):
-        return
-    try:
-        check_scale_number(scale)
-    except TypeError:
-        raise TypeError(
-            "the closure of step_after_unscale must return (loss, found_inf, scale), but its "
-            f"scale is {scale!r}: return (loss, *optimizer.unscale(scale))"
-        ) from None
 
 
 def _finite(loss: Any) -> bool:

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt._step import gradients
+from ampopt._step.closures import evaluated
 from ampopt._step.dtensor import is_spread, placed_as
 from ampopt._step.ordinary import Ordinary
-from ampopt._step.replay import evaluated
 from ampopt._step.stepping import Attached
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.transfers import carried

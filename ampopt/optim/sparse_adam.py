@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt._step import gradients
+from ampopt._step.closures import evaluated
 from ampopt._step.ordinary import Ordinary
-from ampopt._step.replay import evaluated
 from ampopt._step.stepping import Attached
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
