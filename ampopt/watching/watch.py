@@ -18,7 +18,7 @@ from ampopt.watching import report
 from ampopt.watching.alarm import Condition
 from ampopt.watching.reading import Reading, Taken, take
 from ampopt_kernels.found import Found
-from ampopt_kernels.ledger import Attempt, Ledger, Part, zeros
+from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, Attempt, Ledger, Part, zeros
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
@@ -240,7 +240,7 @@ class Watch:
         """Go on from what was saved, in place of what was noted.
 
         Raises:
-            TypeError: ``state_dict`` is no dict.
+            TypeError: ``state_dict`` is no dict, or ``steps`` in it no number.
             ValueError: it is not of a watch, or of one over other parameters. Nothing has changed.
         """
         if not isinstance(state_dict, Mapping):
@@ -254,22 +254,25 @@ class Watch:
         self._grow()
         rows = state_dict["parameters"]
         known = {name for names in self._names.values() for name in names}
-        if set(rows) != known:
+        saved = set(rows) if isinstance(rows, Mapping) else set()
+        if saved != known:
             raise ValueError(
                 "the saved watch was over other parameters: "
-                f"{sorted(set(rows) ^ known)} are in one of the two only"
+                f"{sorted(saved ^ known)} are in one of the two only"
             )
-        self._steps = state_dict["steps"]
+        steps = check_count("steps", state_dict["steps"], least=0)
+        table = {name: _numbers(name, row, COLUMNS) for name, row in rows.items()}
+        totals = _numbers("totals", state_dict["totals"], 1 + len(CAUSES))
+        recent = _numbers("recent", state_dict["recent"], -1, RING)[-self._last :]
+        self._steps, self._forgotten = steps, max(steps - len(recent), 0)
         for device, names in self._names.items():
             ledger = zeros(len(names), self._last, torch.device("cpu"))
             for place, name in enumerate(names):
-                ledger.parameters[place] = torch.tensor(rows[name], dtype=torch.float64)
+                ledger.parameters[place] = table[name]
             if device == self._home:
-                ledger.totals.copy_(torch.tensor(state_dict["totals"], dtype=torch.float64))
-                recent = state_dict["recent"][-self._last :]
-                self._forgotten = self._steps - len(recent)
-                for number, entry in enumerate(recent, start=self._steps - len(recent)):
-                    ledger.ring[number % self._last] = torch.tensor(entry, dtype=torch.float64)
+                ledger.totals.copy_(totals)
+                for number, entry in enumerate(recent, start=self._forgotten):
+                    ledger.ring[number % self._last] = entry
             self._ledgers[device].numbers.copy_(ledger.numbers)
 
     # --- the parts --------------------------------------------------------------------------------
@@ -376,6 +379,14 @@ class Watch:
             raise RuntimeError(
                 f"{call}: this watch is closed; make another, ampopt.Watch(optimizer)"
             )
+
+
+def _numbers(name: str, saved: Any, *shape: int) -> Tensor:
+    """What was saved under ``name``, as a tensor of ``shape``."""
+    try:
+        return torch.tensor(saved, dtype=torch.float64).view(shape)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} of the saved watch is not of a watch: {error}") from None
 
 
 def _written_by(writer: Any) -> Callable[[dict[str, Any]], Any]:

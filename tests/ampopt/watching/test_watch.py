@@ -477,6 +477,14 @@ def test_mistakes_are_told(monkeypatch):
     state["parameters"]["unknown"] = [0.0] * 5
     with pytest.raises(ValueError, match="unknown"):
         watch.load_state_dict(state)
+    before = watch.state_dict()
+    for entry, wrong in (
+        ("steps", -1), ("steps", "3"), ("parameters", None), ("totals", [0.0]), ("recent", [[1.0]]),
+        ("parameters", dict.fromkeys(before["parameters"], [0.0])),
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError), match="steps|other parameters|not of a watch"):
+            watch.load_state_dict({**before, entry: wrong})
+        assert watch.state_dict() == before
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
