@@ -60,6 +60,30 @@ def test_what_is_narrower_is_spread():
     assert out.tolist() == [[2.0] * 4, [4.0] * 4]
 
 
+@pytest.mark.parametrize("number", [0.0, -0.0, 1, 1.0, True, 1.5, -3, 2**31])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+def test_operands_become_what_they_become_at_first(number, dtype):
+    """Of numbers that Python takes for equal, too: 0.0 is -0.0, and 1 is 1.0."""
+    from triton.runtime import interpreter
+
+    ours: Any = interpreter.interpreter_semantic
+    remembering = ours.binary_op_type_checking_impl
+    one = ours.scalar_constant(1, getattr(tl, dtype))
+
+    def become(convert: Any, *operands: Any) -> Any:
+        try:
+            made = convert(*operands)
+        except ValueError as error:  # 2**31 is no int32
+            return str(error)
+        return [(operand.type.name, operand.handle.data.tobytes()) for operand in made]
+
+    for other in (number, ours.to_tensor(number)):
+        for operands in ((one, other), (other, one)):
+            expected = become(inspect.unwrap(remembering), *operands)
+            assert become(remembering, *operands) == expected
+            assert become(remembering, *operands) == expected
+
+
 def test_types_are_those_of_triton():
     from triton.language import core
 

@@ -23,6 +23,7 @@ def make_it_quick() -> None:
     _remember_shapes()
     _remember_blocks()
     _spread_what_is_narrower()
+    _remember_operands()
     _leave_overflows_unseen()
     _ask_tuples_for_types_later()
 
@@ -148,6 +149,39 @@ def _spread_what_is_narrower() -> None:
         return original(self, lhs, rhs)
 
     ours.broadcast_impl_value = broadcast
+
+
+def _remember_operands() -> None:
+    """Ask once what an operation makes of operands of two types, or of a type and a number.
+
+    Mostly it leaves them as they are, but for the number, which is a tensor then.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    # Of the interpreter's own: a compiler's tensors belong to what it compiles.
+    ours: Any = interpreter.interpreter_semantic
+    original = ours.binary_op_type_checking_impl
+    tensor: Any = core.tensor
+    known: dict[Any, list[Any]] = {}
+
+    def described(operand: Any) -> Any:
+        is_tensor = isinstance(operand, tensor)
+        return operand.type.name if is_tensor else (type(operand), repr(operand))
+
+    @functools.wraps(original)
+    def operands(lhs: Any, rhs: Any, *allowed: Any, **named: Any) -> Any:
+        key = (described(lhs), described(rhs), allowed, *named.items())
+        if key not in known:
+            made = original(lhs, rhs, *allowed, **named)
+            pairs = list(zip((lhs, rhs), made, strict=True))
+            if any(isinstance(x, tensor) and new is not x for x, new in pairs):
+                return made
+            known[key] = [None if new is x else new for x, new in pairs]
+        left, right = known[key]
+        return lhs if left is None else left, rhs if right is None else right
+
+    ours.binary_op_type_checking_impl = operands
 
 
 def _leave_overflows_unseen() -> None:
