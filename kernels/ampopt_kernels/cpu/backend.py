@@ -7,7 +7,7 @@ skipped step returns at once.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,28 +40,31 @@ class Cpu(Eager):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a piece, or a row if none were prepared."""
-        parts: list[tuple[Tensor, torch.dtype, bool, Sequence[int]]]
         pieces = []
         if isinstance(work.table, Pieces):
             pieces = [piece for _, piece in work.table.pieces]
-            parts = [(p.gather(work), p.dtype, p.rows[0].counted, p.among) for p in pieces]
+            parts = [_Read(p.gather(work), p.dtype, p.rows[0].counted, p.among) for p in pieces]
         else:
             parts = [
-                (grad, row.compute_dtype, row.counted, (place,))
+                _Read(grad, row.compute_dtype, row.counted, (place,))
                 for place, (grad, row) in enumerate(zip(work.grads, work.rows, strict=True))
             ]
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
-        parts = [part for part in parts if part[0].numel()]
-        grads = [grad for grad, *_ in parts]
+        parts = [part for part in parts if part.grad.numel()]
+        grads = [part.grad for part in parts]
         found, sums, squares = (), {}, None
         if request.measure:
             measured, sums = found_in(work, inverse)
             found = (measured,)
         if request.max_norm is not None:
             # Rows that are parts by themselves have been read if they were measured.
-            unread = {p[3][0]: p[0] for p in parts if len(p[3]) > 1 or p[3][0] not in sums}
+            unread = {
+                part.rows[0]: part.grad
+                for part in parts
+                if len(part.rows) > 1 or part.rows[0] not in sums
+            }
             sums |= zip(unread, self._sums_of_squares(list(unread.values())), strict=True)
-            squares = [sums[among[0]] for *_, among in parts]
+            squares = [sums[part.rows[0]] for part in parts]
         if found:
             flags = [bool(flag) for flag in found[0].flags]
         else:
@@ -69,14 +72,17 @@ class Cpu(Eager):
             finite = 0 <= inverse <= 1 and (
                 self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
             )
-            flags = [not finite and _overflows(grad, inverse, dtype) for grad, dtype, *_ in parts]
+            flags = [not finite and _overflows(p.grad, inverse, p.dtype) for p in parts]
             if any(flags):
                 among = [
-                    row for flag, part in zip(flags, parts, strict=True) if flag for row in part[3]
+                    row
+                    for flag, part in zip(flags, parts, strict=True)
+                    if flag
+                    for row in part.rows
                 ]
                 found = (_found(work, among, inverse),)
         if squares is not None:
-            squares = [x if part[2] else 0.0 for x, part in zip(squares, parts, strict=True)]
+            squares = [x if part.counted else 0.0 for x, part in zip(squares, parts, strict=True)]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
             squares = squares * inverse * inverse
         if request.write:
@@ -172,6 +178,18 @@ class Cpu(Eager):
         """Apply the rule to the parts of a piece."""
         for part in parts:
             apply_rule(rule, piece.flags, part.of(tensors), part.h, part.chances)
+
+
+class _Read(NamedTuple):
+    """A gradient that is read at once, with the dtype that it is unscaled in, and whose it is.
+
+    That of a row, or of all rows of a bundle; they count towards the norm or do not.
+    """
+
+    grad: Tensor
+    dtype: torch.dtype
+    counted: bool
+    rows: Sequence[int]
 
 
 def _chances(row: Row) -> tuple[int, ...]:
