@@ -429,3 +429,20 @@ def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
 def test_fsdp1_has_the_norm_of_the_model_once(four_ranks, strategy, orig):
     for norm, expected in four_ranks.run(norms_under_fsdp1, strategy, orig):
         assert norm == pytest.approx(expected, rel=1e-5)
+
+
+def test_other_ranks_are_asked_for_once_there_are_any(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(ranks, "agreement", lambda *args, **meets: asked.append(args))
+    p = Parameter(torch.ones(1))
+    optimizer = Plain([p], lr=0.5)
+
+    def step() -> int:
+        p.grad = torch.ones(1)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        return len(asked)
+
+    assert step() == 0
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert step() == 1
+    assert step() == 1
