@@ -286,15 +286,9 @@ class Watch:
         if decision is not None:
             judged = decision.judged or decision
             norm = decision.norm if judged.norm is None else judged.norm
-            attempt = self._here(
-                Attempt(
-                    self._steps,
-                    skip=decision.skip,
-                    cause=judged.cause,
-                    scale=judged.scaled_by,
-                    norm=norm,
-                )
-            )
+            told = (decision.skip, judged.cause, judged.scaled_by, norm)
+            here = (x if x is None else carried(x, self._home) for x in told)
+            attempt = Attempt(self._steps, *here)
             measured = judged if judged.measured else decision
             found = {f.measures.device: f for f in measured.found if f.measures is not None}
         for device in dict.fromkeys((self._home, *found)):
@@ -312,10 +306,6 @@ class Watch:
                 notes_step=device == self._home,
             )
         self._tell()
-
-    def _here(self, attempt: Attempt) -> Attempt:
-        tensors = {k: v for k, v in vars(attempt).items() if isinstance(v, Tensor)}
-        return replace(attempt, **{k: carried(v, self._home) for k, v in tensors.items()})
 
     def _parts_of(self, device: torch.device, found: Found) -> list[Part]:
         """Where parameters of this optimizer are in ``found``, as in the last step if alike."""

@@ -19,7 +19,18 @@ from ampopt_kernels.found import Found
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["CAUSES", "COLUMNS", "COUNTS", "RING", "Attempt", "Ledger", "Part", "note", "zeros"]
+__all__ = [
+    "CAUSES",
+    "COLUMNS",
+    "COUNTS",
+    "NOT_GIVEN",
+    "RING",
+    "Attempt",
+    "Ledger",
+    "Part",
+    "note",
+    "zeros",
+]
 
 COUNTS = 4
 """Numbers of each parameter before the attempts, which are counted from 1, and 0 is none."""
@@ -131,7 +142,7 @@ def note(
         table = ledger.parameters[places]
         table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
         table[:, 2:COUNTS] += measures[:, 1:3] * (1 - skipped)
-        squares = measures[:, 3].sum()
+        squares = measures[:, 3].cumsum(0)[-1]  # in order, as a loop adds them
         if not found.surely_finite:
             flags = found.flags_on(device).to(wide)[firsts]
             order = torch.arange(COLUMNS - COUNTS, device=device)

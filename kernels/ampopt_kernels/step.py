@@ -110,6 +110,11 @@ class Work:
         """Of the rows that are rounded stochastically."""
         return [row.keys for row in self.rows if row.keys is not None]
 
+    @functools.cached_property
+    def compute_dtypes(self) -> list[torch.dtype]:
+        """The arithmetic dtype of each row."""
+        return [row.compute_dtype for row in self.rows]
+
     def take(self, grads: list[Tensor], hyper: Sequence[Sequence[float | Tensor]]) -> None:
         """Work on these from now on, each gradient laid out as the one in its place before."""
         self.grads, self.hyper = grads, hyper

@@ -20,14 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import numbers, objects
+from ampopt_kernels.cpu import noting, numbers, objects
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library
 from ampopt_kernels.cpu.bundles import BUNDLE, Part, Piece
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
+from ampopt_kernels.found import Found
+from ampopt_kernels.ledger import Attempt, Ledger
+from ampopt_kernels.ledger import Part as LedgerPart
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Partials, Request, Work
+from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = ["PATIENCE", "Compiled"]
 
@@ -79,6 +83,22 @@ class Compiled(Cpu):
         found = super().detect(work, request)
         self._detecting += time.perf_counter() - start
         return found
+
+    def note(
+        self,
+        ledger: Ledger,
+        attempt: Attempt,
+        found: Found | None,
+        parts: Sequence[LedgerPart],
+        uploads: Uploads,
+        *,
+        notes_step: bool,
+    ) -> None:
+        """See :meth:`Backend.note`. One loop of C++, once there are loops."""
+        if numbers.loaded is None:
+            super().note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
+        else:
+            noting.note(numbers.loaded, ledger, attempt, found, parts, notes_step=notes_step)
 
     def _apply(
         self, rule: Rule, piece: Piece, parts: Sequence[Part], tensors: Sequence[Tensor]

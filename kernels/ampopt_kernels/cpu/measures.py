@@ -6,10 +6,8 @@ squares have the bits that a norm is made of.
 """
 
 import functools
-import math
 
 import torch
-from torch import Tensor
 
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.sums import sum_of_squares
@@ -34,16 +32,14 @@ def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
         work: whose gradients are measured.
         inverse: the reciprocal of the scale.
     """
-    held = [
-        (place, grad, row.compute_dtype, row.counted)
-        for place, (grad, row) in enumerate(zip(work.grads, work.rows, strict=True))
-        if grad.numel()
-    ]
-    if not held:
+    rows = [place for place, grad in enumerate(work.grads) if grad.numel()]
+    if not rows:
         return Found([], [], work.owners), {}
-    rows, grads, dtypes, counted = map(list, zip(*held, strict=True))
+    grads, dtypes = [work.grads[row] for row in rows], [work.compute_dtypes[row] for row in rows]
     if numbers.loaded is not None:
-        flags, measures = _in_one_loop(grads, dtypes, inverse)
+        kinds = zip((grad.dtype for grad in grads), dtypes, strict=True)
+        bounds = [_bounds(*kind, inverse) for kind in kinds]
+        flags, measures = numbers.measures(grads, bounds, inverse)
     else:
         unscaled = [g.to(dtype) * inverse for g, dtype in zip(grads, dtypes, strict=True)]
         flags = [not bool(u.isfinite().all()) for u in unscaled]
@@ -53,31 +49,18 @@ def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
     squares = measures[:, 3]
     before = dict(zip(rows, squares.tolist(), strict=True))
     squares.mul_(inverse * inverse)
+    counted = [work.rows[row].counted for row in rows]
     if not all(counted):
         squares.mul_(torch.tensor(counted, device="cpu"))
     return Found(flags, rows, work.owners, measures), before
 
 
-def _in_one_loop(
-    grads: list[Tensor], dtypes: list[torch.dtype], inverse: float
-) -> tuple[list[bool], Tensor]:
-    pairs = zip(grads, dtypes, strict=True)
-    found = numbers.measures(grads, [_bounds(g.dtype, dtype, inverse) for g, dtype in pairs])
-    flags, largest, *_ = found.unbind(1)
-    if not math.isfinite(inverse):  # of a scale of 0, under which nothing is finite
-        found[:, 1:4] = 0.0
-        inverse = 0.0
-    unscaled = (largest.to(torch.float32) * inverse).abs().double()
-    if torch.float64 in dtypes:
-        wide = torch.tensor([dtype == torch.float64 for dtype in dtypes], device="cpu")
-        unscaled = torch.where(wide, (largest * inverse).abs(), unscaled)
-    largest.copy_(unscaled)
-    return (flags > 0).tolist(), found[:, 1:]
-
-
 @functools.lru_cache(maxsize=64)  # a scale is used for many steps, and few others come between
 def _bounds(dtype: torch.dtype, computed: torch.dtype, inverse: float) -> tuple[int, ...]:
-    """The bits of the least magnitudes that, unscaled, are not 0, not flushed, and not finite."""
+    """The bits of the least magnitudes that, unscaled, are not 0, not flushed, and not finite.
+
+    And whether that is computed in float64.
+    """
     # There or above. Only a scale that is none makes something of 0.
     low = torch.tensor([1, 1, 0], dtype=torch.int64, device="cpu")
     high = torch.full_like(low, numbers.INFINITY[dtype])  # or below
@@ -87,4 +70,4 @@ def _bounds(dtype: torch.dtype, computed: torch.dtype, inverse: float) -> tuple[
         unscaled = (middle.to(_INTEGERS[dtype]).view(dtype).to(computed) * inverse).abs()
         below = unscaled <= flushed
         low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
-    return tuple(low.tolist())
+    return *low.tolist(), computed == torch.float64

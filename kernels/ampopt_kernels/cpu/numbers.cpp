@@ -1,4 +1,4 @@
-// What native.py declares, and reductions.py and gather_scatter.py call: loops over numbers in
+// What numbers.py declares, and gather_scatter.py and noting.py call besides: loops over numbers in
 // memory, which need neither Python nor torch to compile.
 
 // Or else g++ makes vectors half as wide as they can be.
@@ -21,7 +21,7 @@ extern "C" void scatter(char* const* tensors, const int64_t* bytes, int64_t n, c
     for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(tensors[i], scratch, bytes[i]);
 }
 
-// Of reductions.py: tensors by address, dtype (as there) and number of elements, in parts for one
+// Of numbers.py: tensors by address, dtype (as there) and number of elements, in parts for one
 // thread each, whose bounds and order do not depend on the number of threads.
 
 struct Part {
@@ -178,11 +178,12 @@ static Measures measures(const void* tensor, const Part& part, int64_t dtype, co
     }
 }
 
-// Of each tensor, in five columns: whether it overflows, the largest finite magnitude, how many are
-// not 0, how many of these flush, and the sum of squares; scaled as they are.
+// Of each tensor whether it overflows, and in four columns the largest finite magnitude, unscaled;
+// how many are not 0; how many of these flush; and the sum of squares, scaled as they are. After
+// its bounds there is whether the arithmetic is float64.
 extern "C" void measure(
     const void* const* tensors, const int64_t* dtypes, const int64_t* sizes, int64_t n,
-    int64_t threads, const int64_t* bounds, double* columns
+    int64_t threads, const int64_t (*bounds)[4], double inverse, bool* flags, double (*columns)[4]
 ) {
     const std::vector<Part> parts = parts_of(sizes, n);
     const int64_t count = parts.size();
@@ -190,18 +191,62 @@ extern "C" void measure(
     #pragma omp parallel for num_threads(threads) if (count >= WORTH_THREADS)
     for (int64_t p = 0; p < count; ++p) {
         const int64_t t = parts[p].tensor;
-        found[p] = measures(tensors[t], parts[p], dtypes[t], bounds + 3 * t);
+        found[p] = measures(tensors[t], parts[p], dtypes[t], bounds[t]);
     }
-    std::fill(columns, columns + 5 * n, 0.0);
+    std::fill(flags, flags + n, false);
+    std::fill(columns[0], columns[n], 0.0);
     for (int64_t p = 0; p < count; ++p) {
         const int64_t t = parts[p].tensor;
-        double* of = columns + 5 * t;
-        of[0] = std::max<double>(of[0], found[p].overflowed);
-        of[1] = std::max(of[1], found[p].largest);
-        of[2] += found[p].used;
-        of[3] += found[p].used - found[p].kept;
-        of[4] += found[p].squares;
+        double* of = columns[t];
+        flags[t] = flags[t] || found[p].overflowed;
+        of[0] = std::max(of[0], found[p].largest);
+        of[1] += found[p].used;
+        of[2] += found[p].used - found[p].kept;
+        of[3] += found[p].squares;
     }
+    for (int64_t t = 0; t < n; ++t) {
+        double& largest = columns[t][0];
+        largest = std::abs(bounds[t][3] ? largest * inverse : float(largest) * float(inverse));
+        if (bounds[t][2] == 0)  // for the scale is 0 or next to it, and not even 0 is finite
+            std::fill(columns[t], columns[t] + 3, 0.0);
+    }
+}
+
+// What ledger.py has a note do. Of each parameter there are the first of its parts, their number,
+// and its row in the ledger. Without flags no part has overflowed.
+extern "C" void note(
+    const double (*measures)[4], const float* flags, const int64_t (*parts)[3], int64_t n,
+    const double (&attempt)[4], double* ledger, int64_t size, int64_t places, bool notes_step
+) {
+    const auto [number, cause, scale, norm] = attempt;
+    double squares = n > 0 ? 0.0 : NOT_GIVEN;
+    bool finite = true;
+    for (int64_t i = 0; i < n; ++i) {
+        const auto [first, count, place] = parts[i];
+        double* row = ledger + COLUMNS * place;
+        bool overflowed = false;
+        for (int64_t part = first; part < first + count; ++part) {
+            const auto [largest, used, flushed, square] = measures[part];
+            row[0] = std::max(row[0], largest);
+            row[2] += cause > 0 ? 0.0 : used;
+            row[3] += cause > 0 ? 0.0 : flushed;
+            squares += square;
+            overflowed = overflowed || (flags && flags[part] > 0);
+        }
+        if (overflowed) {
+            row[COUNTS + int64_t(row[1]) % (COLUMNS - COUNTS)] = number;
+            row[1] += 1;
+            finite = false;
+        }
+    }
+    if (!notes_step) return;
+    double* totals = ledger + COLUMNS * places;
+    double* ring = totals + 1 + CAUSES;
+    const int64_t last = (ledger + size - ring) / 4;
+    totals[0] = cause > 0 ? totals[0] + 1 : 0.0;
+    if (cause > 0) totals[int64_t(cause)] += 1;
+    const double entry[] = {cause, scale, norm, finite ? squares : INFINITY};
+    std::copy_n(entry, 4, ring + 4 * ((int64_t(number) - 1) % last));
 }
 
 // What all elements are; NaN if they are not all the same.

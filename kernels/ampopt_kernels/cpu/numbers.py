@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.build import Library
 from ampopt_kernels.cpu.objects import addresses
+from ampopt_kernels.ledger import CAUSES, COLUMNS, COUNTS, NOT_GIVEN
 
 __all__ = [
     "INFINITY",
@@ -42,15 +43,28 @@ INFINITY = {
 _DTYPES = {dtype: number for number, dtype in enumerate(INFINITY)}
 
 
+_CONSTANTS = {
+    "PART": PART,
+    "COLUMNS": COLUMNS,
+    "COUNTS": COUNTS,
+    "CAUSES": len(CAUSES),
+    "NOT_GIVEN": NOT_GIVEN,
+}
+
+
 @functools.cache
-def library() -> Library:
+def library(*options: str) -> Library:
     """What holds the loops over numbers.
+
+    Args:
+        options: of the compiler, besides those for every library.
 
     Raises:
         OSError: there is no compiler.
     """
     source = Path(__file__).with_name("numbers.cpp").read_text(encoding="utf-8")
-    return Library(source, (f"-DPART={PART}",))
+    constants = (f"-D{name}={value}" for name, value in _CONSTANTS.items())
+    return Library(source, (*constants, *options))
 
 
 loaded: ctypes.CDLL | None = None
@@ -72,8 +86,12 @@ def loops() -> ctypes.CDLL:
     for loop in (made.gather, made.scatter):
         loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None
     made.all_finite.argtypes = (pointer, pointer, pointer, count, count)
-    made.measure.argtypes = (pointer, pointer, pointer, count, count, pointer, pointer)
+    tensors = pointer, pointer, pointer, count, count
+    made.measure.argtypes = (*tensors, pointer, ctypes.c_double, pointer, pointer)
     made.measure.restype = None
+    made.note.argtypes = (*(pointer, pointer, pointer, count), *(pointer, pointer, count, count))
+    made.note.argtypes += (ctypes.c_bool,)
+    made.note.restype = None
     made.common.argtypes, made.common.restype = (pointer, count), ctypes.c_double
     loaded = made
     return made
@@ -92,27 +110,33 @@ def sums_of_squares(tensors: list[Tensor]) -> list[float]:
 
     The same for any number of threads, and whatever tensors there are besides.
     """
-    found = measures(tensors, [(1, 1, INFINITY[tensor.dtype]) for tensor in tensors])
-    return found[:, 4].tolist()
+    _, found = measures(tensors, [(1, 1, INFINITY[tensor.dtype], 1) for tensor in tensors], 1.0)
+    return found[:, 3].tolist()
 
 
-def measures(tensors: list[Tensor], bounds: Iterable[tuple[int, ...]]) -> Tensor:
-    """Of dense CPU tensors of dtypes that rules take, as they are: float64, shape (tensors, 5).
-
-    Whether a magnitude reaches the last of its ``bounds``; the largest that does not; how many of
-    these reach the first; how many of those do not reach the second; the sum of all squares.
+def measures(
+    tensors: list[Tensor], bounds: Iterable[tuple[int, ...]], inverse: float
+) -> tuple[list[bool], Tensor]:
+    """Of dense CPU tensors of dtypes that rules take, as they are.
 
     Args:
         tensors: to be read once.
-        bounds: three magnitudes of each, as the integers that have their bits.
+        bounds: three magnitudes of each, as the integers that have their bits, and whether its
+            arithmetic is float64.
+        inverse: that largest magnitudes are multiplied by, in that arithmetic.
+
+    Returns:
+        Of each tensor whether a magnitude reaches the third bound, and float64, shape (tensors, 4):
+        the largest that does not, times ``inverse``; how many of these reach the first; how many
+        of those do not reach the second; the sum of all squares.
     """
-    found = torch.empty(len(tensors), 5, dtype=torch.float64, device="cpu")
-    numbers = (*_located(tensors), array("q", chain.from_iterable(bounds)))
-    where, dtypes, sizes, three = (x.buffer_info()[0] for x in numbers)
-    threads = torch.get_num_threads()
-    loop = loops().measure
-    loop(where, dtypes, sizes, len(tensors), threads, three, found.data_ptr())
-    return found
+    flags = array("b", bytes(len(tensors)))
+    found = torch.empty(len(tensors), 4, dtype=torch.float64, device="cpu")
+    numbers = (*_located(tensors), array("q", chain.from_iterable(bounds)), flags)
+    where, dtypes, sizes, four, flagged = (x.buffer_info()[0] for x in numbers)
+    given = where, dtypes, sizes, len(tensors), torch.get_num_threads()
+    loops().measure(*given, four, inverse, flagged, found.data_ptr())
+    return list(map(bool, flags)), found
 
 
 def common(tensor: Tensor) -> float | None:

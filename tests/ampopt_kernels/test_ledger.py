@@ -1,0 +1,141 @@
+"""A ledger: what a note of each backend adds to it, against a definition number by number."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.kernel_rows import CPU, ENGINES
+from support.strategies import fewer
+
+from ampopt_kernels.cpu import numbers
+from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.cpu.compiled import Compiled
+from ampopt_kernels.found import Found, Owner
+from ampopt_kernels.ledger import CAUSES, COLUMNS, COUNTS, NOT_GIVEN, Attempt, Part, zeros
+from ampopt_kernels.triton.uploads import Uploads
+
+PLACES, LAST = 3, 4
+
+
+def compiled():
+    if cpp_compiler() is None:
+        pytest.skip("there is no C++ compiler here")
+    numbers.loops()
+    return Compiled()
+
+
+ALL = {**ENGINES, "compiled": compiled}
+
+
+@dataclass
+class Step:
+    """One attempt: of each parameter that had a gradient its place, flag and measures."""
+
+    rows: list[tuple[int, bool, tuple[float, int, int, float]]]
+    cause: int
+    scale: float | None
+    norm: float | None
+    host_sees: bool
+    looked: bool
+    notes_step: bool
+
+    def found(self):
+        if not self.looked:
+            return None, []
+        flags = [flag for _, flag, _ in self.rows]
+        flags = flags if self.host_sees else torch.tensor(flags, dtype=torch.float32)
+        measures = torch.tensor([row[2] for row in self.rows], dtype=torch.float64).view(-1, 4)
+        owners = [Owner("a parameter", 0)] * len(self.rows)
+        parts = [Part(i, 1, row[0]) for i, row in enumerate(self.rows)]
+        return Found(flags, range(len(self.rows)), owners, measures), parts
+
+    def attempt(self, number):
+        def given(x):
+            return None if x is None else torch.tensor(x)
+
+        other = None if self.cause < 2 else torch.tensor(self.cause)
+        return Attempt(number, torch.tensor(float(self.cause > 0)), other, *map(given, self.told))
+
+    @property
+    def told(self):
+        return self.scale, self.norm
+
+
+measures = st.tuples(
+    st.floats(0.0, 2.0**60, width=32), *[st.integers(0, 2**40)] * 2, st.floats(0.0, 2.0**60)
+)
+rows = st.lists(st.tuples(st.booleans(), measures), max_size=PLACES)
+steps = st.builds(
+    lambda places, rows, *rest: Step(
+        [(place, *row) for place, row in zip(places, rows, strict=False)], *rest
+    ),
+    st.permutations(range(PLACES)),
+    rows,
+    st.integers(0, len(CAUSES)),
+    st.none() | st.sampled_from([1.0, 2.0**-20, 65536.0]),
+    st.none() | st.floats(0.0, 2.0**60, width=32),
+    *[st.booleans()] * 3,
+)
+
+
+def defined(history):
+    """The parameters, totals and ring after ``history``."""
+    table = [[0.0] * COLUMNS for _ in range(PLACES)]
+    totals, ring = [0.0] * (1 + len(CAUSES)), [[0.0] * 4 for _ in range(LAST)]
+    for number, step in enumerate(history, start=1):
+        known = step.rows if step.looked else []
+        squares = 0.0 if known else NOT_GIVEN
+        for place, flag, (largest, used, flushed, square) in known:
+            row = table[place]
+            row[0] = max(row[0], largest)
+            if not step.cause:
+                row[2] += used
+                row[3] += flushed
+            squares += square
+            if flag:
+                row[COUNTS + int(row[1]) % (COLUMNS - COUNTS)] = number
+                row[1] += 1
+        if any(flag for _, flag, _ in known):
+            squares = math.inf
+        if step.notes_step:
+            totals[0] = totals[0] + 1 if step.cause else 0.0
+            if step.cause:
+                totals[step.cause] += 1
+            scale, norm = (NOT_GIVEN if x is None else x for x in step.told)
+            ring[(number - 1) % LAST] = [step.cause, scale, norm, squares]
+    return table, totals, ring
+
+
+@pytest.mark.parametrize("engine", ALL)
+@fewer(0.5)
+@given(history=st.lists(steps, max_size=6))
+def test_each_backend_notes_what_is_defined(engine, history):
+    backend, ledger, uploads = ALL[engine](), zeros(PLACES, LAST, CPU), Uploads()
+    for number, step in enumerate(history, start=1):
+        found, parts = step.found()
+        attempt, notes_step = step.attempt(number), step.notes_step
+        backend.note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
+    table, totals, ring = defined(history)
+    assert ledger.parameters.tolist() == table
+    assert ledger.totals.tolist() == totals
+    noted = ledger.ring.tolist()
+    assert [entry[:3] for entry in noted] == [entry[:3] for entry in ring]
+    squares, wanted = ([entry[3] for entry in of] for of in (noted, ring))
+    if engine == "triton":  # which adds some at a time
+        assert squares == pytest.approx(wanted, rel=1e-15)
+    else:
+        assert squares == wanted
+
+
+@pytest.mark.parametrize("engine", ["triton", "compiled"])
+def test_a_parameter_in_several_parts_is_one(engine):
+    backend, ledger = ALL[engine](), zeros(1, 1, CPU)
+    parts = torch.tensor([[1.0, 4, 1, 2.0], [5.0, 3, 0, 25.0]], dtype=torch.float64)
+    for number, flags in enumerate(([0.0, 0.0], [1.0, 1.0]), start=1):
+        found = Found(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)
+        backend.note(ledger, Attempt(number), found, [Part(0, 2, 0)], Uploads(), notes_step=True)
+    assert ledger.parameters[0, :5].tolist() == [5.0, 1.0, 14.0, 2.0, 2.0]
+    assert ledger.ring[0, 3] == math.inf
