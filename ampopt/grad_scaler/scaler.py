@@ -13,10 +13,9 @@ from ampopt._step.overflow import device_of
 from ampopt._step.ranks import Carried, check_process_group
 from ampopt._step.torch_private import pytree
 from ampopt.grad_scaler import other_optimizers as others
-from ampopt.grad_scaler import state as schedules
+from ampopt.grad_scaler import scheduled
 from ampopt.grad_scaler.closures import evaluation, refused, split
 from ampopt.grad_scaler.other_optimizers import Record
-from ampopt.grad_scaler.scheduled import ScheduledScaler
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale
@@ -32,7 +31,7 @@ _KEYWORDS = frozenset({"max_norm", "max_replays", "preserve_rng"})
 """Those of ``unscale_and_step`` that ``step`` hands on."""
 
 
-class GradScaler(ScheduledScaler):
+class GradScaler(scheduled.ScheduledScaler):
     """``torch.amp.GradScaler`` with the loss scales, the skipping and the replay of ampopt.
 
     Same constructor, methods and state dicts, so that it takes the place of torch's in a loop or a
@@ -286,7 +285,7 @@ class GradScaler(ScheduledScaler):
         if not self._enabled:
             return
         if new_scale is not None:
-            scale = schedules.at(self._loss_scale, new_scale)
+            scale = scheduled.at(self._loss_scale, new_scale)
         else:
             learned = [
                 record.successor
@@ -296,9 +295,9 @@ class GradScaler(ScheduledScaler):
             scale = self._loss_scale
             if learned:
                 scale = next_scale(*learned)
-                scale = schedules.on(self._loss_scale.device or scale.value.device, scale)
+                scale = scheduled.on(self._loss_scale.device or scale.value.device, scale)
                 if scale._settings() != self._loss_scale._settings():  # changed since
-                    scale = schedules.changed(scale, **self._loss_scale._settings())
+                    scale = scheduled.changed(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
                 record.holder._ampopt.pending = None
@@ -405,7 +404,7 @@ class GradScaler(ScheduledScaler):
         scale, device = self._loss_scale, device_of(optimizer.param_groups)
         if device is not None and scale.device not in (None, device):
             if device not in self._replicas:
-                self._replicas[device] = schedules.on(device, scale)
+                self._replicas[device] = scheduled.on(device, scale)
             scale = self._replicas[device]
         group = self.process_group
         inner = getattr(getattr(optimizer, "unscale", None), "__self__", optimizer)
