@@ -164,10 +164,10 @@ class Masters:
         Raises:
             RuntimeError: unscaled values would underflow to zero.
         """
-        groups = self._groups
         for index, param, owner in held:
-            in_place = not (self._kept and needs_master(groups[index], param))
-            if in_place and param.grad.dtype in gradients.UNDERFLOWING:
+            if param.grad.dtype not in gradients.UNDERFLOWING:
+                continue
+            if not (self._kept and needs_master(self._groups[index], param)):
                 raise RuntimeError(
                     f"the gradient of {owner.name} is "
                     f"{str(param.grad.dtype).removeprefix('torch.')}, where unscaled values would "
