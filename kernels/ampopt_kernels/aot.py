@@ -47,7 +47,7 @@ REQUESTS = (
     "accumulate", "accumulate anew", "accumulate or reject", "by chance",
 )  # fmt: skip
 """What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
-QUICK = "of flags, only none and all; of targets, for updates in other dtypes than float32, one"
+QUICK = "of flags, only none and all; of targets, but for float32, one in turn"
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
 def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False) -> list[Task]:
     """Each different launch of the cases once, for each target.
 
-    If ``quick``, updates in other dtypes than float32 are for one of them, each in turn: so every
+    If ``quick``, those in other dtypes than float32 are for one of them, each in turn: so every
     target meets every rule, and every dtype, though not each rule in each dtype.
     """
     different: dict[Any, tuple[Case, int]] = {}
@@ -266,8 +266,8 @@ def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False
             different.setdefault(key, (case, index))
     in_turn = itertools.cycle(targets)
     found: list[Task] = []
-    for (name, *_), (case, index) in different.items():
-        one = quick and name == "update" and case.dtype != "float32"
+    for case, index in different.values():
+        one = quick and case.dtype != "float32"
         found += [Task(case, index, t) for t in ([next(in_turn)] if one else targets)]
     return found
 
