@@ -149,7 +149,8 @@ def __getattr__(name: str) -> Any:
     offered = sorted(n for n in globals() if n[0] != "_" and n not in _NOT_LANGUAGE)
     raise AttributeError(
         f"the rule uses tl.{name}, which the eager backend does not have. "
-        f"It has: {', '.join(offered)}. Write the rule with these."
+        f"It has: {', '.join(offered)}. Write the rule with these, and with maximum, minimum, "
+        "power, sign and others of ampopt_kernels; sums over a parameter are those of Rule(reduce=)"
     )
 
 
@@ -236,6 +237,7 @@ _NOT_LANGUAGE = {
     "array",
     "widest",
     "offered",
+    "sys",
     "name",
 }
 

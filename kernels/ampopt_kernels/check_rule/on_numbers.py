@@ -1,6 +1,7 @@
 """A rule tried on two numbers, and shown to Triton, before it is let near a parameter."""
 
 import functools
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,19 +49,24 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     its_scalars = f"of {owner}'s rule, which declares scalar_state={scalars}, {declared}"
     its_states = f"of {owner}'s rule, which declares state={states} under {given}, {declared}"
 
-    one = torch.ones((), dtype=torch.float64, device="cpu")
-    s, h = (one,) * len(scalars), (one * 0.5,) * n_hyper
-    sums: tuple[Any, ...] = ()
+    one, two = (torch.ones(n, dtype=torch.float64, device="cpu") for n in ((), 2))
+    s, h, of_two = (one,) * len(scalars), (one * 0.5,) * n_hyper, (two,) * len(scalars)
+    given_two, sums = (of_two, h), ()
     if rule.reduces:
         role = "before_reduce"
-        s, h = _called(f"{role} {its_scalars}", _pair, rule.torch_before_reduce, s, h, flags)
+        before = rule.torch_before_reduce
+        s, h = _called(f"{role} {its_scalars}", _pair, before, s, h, flags)
         _check_scalars(f"{role} of {owner}'s rule", s, h, scalars)
+        given_two = _called(f"{role} {its_scalars}", _pair, before, *given_two, flags)
         terms = _Blocks(f"reduce {its_states}", f"reduce of {owner}'s rule", h, flags, states)
         n_terms = terms.check(rule.torch_reduce_in(torch.float32), _terms)
         sums = (one,) * n_terms
         _check_number(f"{role} of {owner}'s rule", "h", len(h), rule.widths(n_hyper).reduce, given)
         _check_number(f"{terms.role}", "terms", n_terms, rule.widths(n_hyper).terms, given)
-    s, h = _called(f"scalars {its_scalars}", _pair, rule.torch_scalars, s, h, flags, sums, sums)
+    what = f"scalars {its_scalars}"
+    s, h = _called(what, _pair, rule.torch_scalars, s, h, flags, sums, sums)
+    # Of two parameters at once, whose scalars may differ; the totals are one number each.
+    _called(what, _pair, rule.torch_scalars, *given_two, flags, (two,) * len(sums), sums)
     _check_scalars(f"scalars of {owner}'s rule", s, h, scalars)
     _check_number(f"scalars of {owner}'s rule", "h", len(h), rule.width(n_hyper), given)
     role = f"update of {owner}'s rule"
@@ -177,11 +183,20 @@ def _pair(returned: Any) -> tuple[Any, Any]:
 
 
 def _called(what: str, taken: Callable[[Any], Any], function: Any, *arguments: Any) -> Any:
-    """What ``taken`` makes of what ``function`` returns."""
+    """What ``taken`` makes of what ``function`` returns, which is to leave ``arguments`` alone."""
+    given = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    before = [x.clone() for x in tensors]
     try:
-        return taken(function(*arguments))
-    except _Broken:
-        raise
+        result = taken(function(*arguments))
+        if not all(map(torch.equal, tensors, before)):
+            raise _Broken(
+                f"{what}, changes in place what it is given, as `x += y` does on the CPU: write "
+                "`x = x + y`"
+            )
+        return result
+    except _Broken as error:
+        raise ValueError(str(error)) from None
     except AttributeError as error:
         raise AttributeError(f"{what}: {error}") from error
     except (IndexError, NameError, TypeError, ValueError) as error:
@@ -189,7 +204,10 @@ def _called(what: str, taken: Callable[[Any], Any], function: Any, *arguments: A
             f"{what}, does not keep to that: {type(error).__name__}: {error}"
         ) from error
     except RuntimeError as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
-            f"{what}, is not elementwise: {error}. Blocks have many elements, so choose between "
-            "values by tl.where(g > 0, a, b), not by `if g > 0`, nor by `and`, `or`, `not`"
+            f"{what}, is not elementwise at {line.filename}:{line.lineno}, `{line.line}`: {error}. "
+            "There are many values at once, of elements or of parameters, so choose between them "
+            "by tl.where(x > 0, a, b), not by `if x > 0`, nor by `and`, `or`, `not`, nor by "
+            "`max` or `min`, but by maximum and minimum of ampopt_kernels"
         ) from error

@@ -18,7 +18,8 @@ _INSTEAD = {
         "Write the number in the function, as NAME: tl.constexpr = NUMBER; one that may change "
         "is a hyperparameter"
     ),
-    r"Unsupported function referenced|real number": (
+    r"[Ss]tarred": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
+    r"Unsupported function referenced|real number|is not defined": (
         "Call functions of tl and of ampopt_kernels, and your own marked with jit: the sign of x, "
         "for one, is tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))"
     ),

@@ -86,6 +86,17 @@ def formats(p, g, state, h, flags):
 
 
 @jit
+def unpacks_the_rest(p, g, state, h, flags):
+    rate, *rest = h  # here
+    return p - rate * g, state
+
+
+@jit
+def pythons_own(p, g, state, h, flags):
+    return p - abs(g), state  # here
+
+
+@jit
 def has_a_lambda(p, g, state, h, flags):
     twice = lambda x: 2 * x  # here # noqa: E731
     return p - twice(g), state
@@ -121,6 +132,8 @@ def calls_one_that_is_refused(p, g, state, h, flags):
         (calls_unmarked, "`unmarked(g)`", "marked with jit"),
         (method_of_tensors, "`g.clamp`", "ampopt_kernels.Rule"),
         (formats, "f'{h[0]}'", "ampopt_kernels.Rule"),
+        (unpacks_the_rest, "`rate, *rest = h`", "a + (b,)"),
+        (pythons_own, "`abs`", "Call functions of tl"),
         (has_a_lambda, "`lambda x: 2 * x`", "ampopt_kernels.Rule"),
         (of(0.5), "`rate`", "NAME: tl.constexpr = NUMBER"),
         (calls_one_that_is_refused, "`x ** 3`", "x * x"),

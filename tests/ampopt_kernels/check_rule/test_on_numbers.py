@@ -39,7 +39,54 @@ def joining(p, g, state, h, flags):
 @pytest.mark.parametrize("update", [branching, joining])
 def test_a_branch_on_a_gradient_is_refused_and_where_is_named(update):
     rule = Rule(update=update, hyper=HYPER)
-    assert_refused(rule, ValueError, "is not elementwise", "tl.where(g > 0, a, b), not by `if g")
+    assert_refused(rule, ValueError, "is not elementwise", "tl.where(x > 0, a, b), not by `if x")
+
+
+@jit
+def adds_to_the_gradient(p, g, state, h, flags):
+    g += h[1] * p
+    return p - h[0] * g, state
+
+
+@jit
+def decays_the_state(p, g, state, h, flags):
+    average = state[0]
+    average *= h[1]
+    return p - h[0] * g, (average,)
+
+
+@jit
+def squares_of_a_decayed_state(p, g, state, h, flags):
+    average = state[0]
+    average *= 0.5
+    return (average * average,)
+
+
+@jit
+def counts_in_place(s, h):
+    (count,) = s
+    count += 1
+    return (count,), h
+
+
+@jit
+def keeps_sums(s, h, flags, sums):
+    return s, h
+
+
+@pytest.mark.parametrize(
+    ("role", "rule"),
+    [
+        ("update", {"update": adds_to_the_gradient}),
+        ("update", {"update": decays_the_state}),
+        ("reduce", {"reduce": squares_of_a_decayed_state, "scalars": keeps_sums}),
+        ("scalars", {"scalars": counts_in_place, "scalar_state": COUNT}),
+    ],
+)
+def test_what_is_changed_in_place_is_refused(role, rule):
+    """On torch tensors it would be the gradient of the caller's, or a state before its time."""
+    declared = Rule(**{"update": one_state, "hyper": HYPER, "state": STATE, **rule})
+    assert_refused(declared, ValueError, f"{role} of", "changes in place", "`x = x + y`")
 
 
 @jit
@@ -246,6 +293,26 @@ def forgets_h(s, h):
 def unpacks_three(s, h):
     lr, decay, eps = h
     return s, (lr,)
+
+
+@jit
+def chooses_by_the_count(s, h):
+    (count,) = s
+    return (count + 1,), (h[0] if count > 2 else 0.5 * h[0], h[1])
+
+
+@jit
+def takes_the_larger(s, h):
+    (count,) = s
+    return (count + 1,), (max(h[0], 1 / (count + 1)), h[1])
+
+
+@pytest.mark.parametrize("scalars", [chooses_by_the_count, takes_the_larger])
+def test_scalars_that_branch_on_a_count_are_refused_with_their_line(scalars):
+    """Of one parameter they would do, but not of several whose counts differ."""
+    rule = Rule(update=no_state, scalars=scalars, hyper=HYPER, scalar_state=COUNT)
+    line = scalars.fn.__code__.co_firstlineno + 3
+    assert_refused(rule, ValueError, "scalars of", f"{__file__}:{line}, `return", "tl.where(x > 0")
 
 
 def test_scalars_too_few_or_too_many_are_refused():
