@@ -40,6 +40,20 @@ def test_a_plan_outlasts_ordinary_steps(implementation):
     assert optimizer._ampopt.rule.plan is plan
 
 
+@pytest.mark.parametrize("rate", [float, torch.tensor])
+def test_a_plan_that_is_kept_takes_the_hyperparameters_of_each_step(rate):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = ampopt.SGD([weight], lr=rate(0.5))
+    plans = set()
+    for lr, expected in ((0.5, 0.5), (0.25, 0.25), (0.125, 0.125), (2.0, -1.875)):
+        optimizer.param_groups[0]["lr"] = rate(lr)
+        weight.grad = torch.ones(3)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        assert weight.tolist() == [expected] * 3
+        plans.add(optimizer._ampopt.rule.plan)
+    assert len(plans) == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [
