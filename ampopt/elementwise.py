@@ -15,6 +15,7 @@ from ampopt._step.rule_state import shares_storage
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached, Stepping
 from ampopt._step.torch_private import uncompiled
+from ampopt._step.variants import kind_of
 from ampopt.loss_scale.given import request_for, successor_of
 from ampopt.optimizer import Optimizer
 from ampopt.results import Unscaled
@@ -256,13 +257,14 @@ class ElementwiseOptimizer(Optimizer):
         """The state, as torch's. A parameter that never had a gradient has none."""
         state_dict = super().state_dict()
         states = state_dict["state"]
-        for group in state_dict["param_groups"]:
-            if not self.rule.has_state(self.rule.flag_values(group)):
-                continue
-            for key in group["params"]:
+        for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, key in zip(group["params"], packed["params"], strict=True):
                 # A master alone is the parameter, and torch would take it for a state that is all
-                # there.
-                if states.get(key, {}).keys() == {MASTER}:
+                # there, if there is to be any.
+                alone = states.get(key, {}).keys() == {MASTER}
+                if alone and self.rule.has_state(
+                    self.rule.flag_values(group, kind_of(group, param))
+                ):
                     del states[key]
         return state_dict
 

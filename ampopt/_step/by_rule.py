@@ -22,6 +22,7 @@ from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import Attempt, Stepping
 from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import Skipper, skipper_of
+from ampopt._step.variants import kind_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
@@ -42,7 +43,7 @@ class ByRule(Stepping):
             rule: its steps.
             step: the ``step`` of its class, which takes :attr:`asked` to ``rule``.
         """
-        super().__init__(optimizer, rule)
+        super().__init__(optimizer, rule, meets=rule.rule.averages is not None)
         self._step = step
 
     @property
@@ -207,10 +208,10 @@ class RuleSteps:
         """Take torch's own step, unless the request says to skip it; see ``skip_by``."""
         optimizer = self.optimizer
         if self._torch_needs_state:
-            for group, param in gradients.present(optimizer.param_groups):
+            for index, param in gradients.present(optimizer.param_groups):
                 if not optimizer.state.get(param):
-                    flags = self.rule.flag_values(optimizer.param_groups[group])
-                    state_of(self, param, flags)
+                    group = optimizer.param_groups[index]
+                    state_of(self, param, self.rule.flag_values(group, kind_of(group, param)))
         agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
         decision = self.masters.unscale(request, agreement, self.uploads)
         # Hooks of torch's class have run around ours.

@@ -12,6 +12,7 @@ from ampopt._step import dtensor, gradients
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.param_rounding import is_stochastic
 from ampopt._step.torch_private import check_for_fused, overlaps_itself
+from ampopt._step.variants import Variants, kind_of
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.rule import Rule
 
@@ -83,13 +84,34 @@ class Checks:
         groups, rule = optimizer.param_groups, self._rule
         gradients.check(groups)
         self.check_dtypes()
-        for group in groups:
-            flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
-            try_out(rule, flags, n_hyper, type(optimizer).__name__)
-        for group, param in gradients.present(groups):
+        present = gradients.present(groups)
+        variants = Variants(rule, groups, present)
+        for flags, hyper in zip(variants.flags(groups), variants.hyper(groups), strict=True):
+            try_out(rule, flags, len(hyper), type(optimizer).__name__)
+        for group, param in present:
             _check_written_once(groups, param)
+            if rule.averages is not None:
+                self._check_rows(group, param)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
+
+    def _check_rows(self, index: int, param: Tensor) -> None:
+        """Refuse a parameter that has no rows, where states are of rows, or that is complex."""
+        groups, name = self._owner.param_groups, type(self._owner).__name__
+        which = gradients.name_of(groups, param)
+        if param.is_complex():
+            raise RuntimeError(
+                f"{name} does not support complex parameters, as {which} is: leave it to another "
+                "optimizer"
+            )
+        flags = self._rule.flag_values(groups[index], kind_of(groups[index], param))
+        kept = [part.name for part in self._rule.marginals_for(flags)]
+        if kept and param.ndim < 2:
+            raise RuntimeError(
+                f"{name} keeps {', '.join(kept)} of rows and columns, which {which}, of shape "
+                f"{tuple(param.shape)}, has not: give the rule a flag for such parameters, by "
+                "Rule.entries, and these states when='not FLAG'"
+            )
 
     def remember_dtypes(self) -> None:
         """Remember the dtype of each parameter, to notice a model that is cast later."""
@@ -121,7 +143,8 @@ class Checks:
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue
-            states = self._rule.state_for(self._rule.flag_values(group))
+            flags = self._rule.flag_values(group, kind_of(group, param))
+            states = (*self._rule.state_for(flags), *self._rule.marginals_for(flags))
             states = [part for part in states if part.dtype in (None, torch.float16)]
             if states:
                 self._warned_of_float16 = True

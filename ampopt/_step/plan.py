@@ -53,13 +53,14 @@ class Plan:
         optimizer, rule = steps.optimizer, steps.rule
         groups = optimizer.param_groups
         steps.checks.check_plannable()
-        self._rule, self._uploads, self._home = rule, steps.uploads, device_of(groups)
+        self._uploads, self._home = steps.uploads, device_of(groups)
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
         # nothing can be taken all the same.
         self._agreement: ranks.Agreement | None = None
         self._apart: ranks.Apart | None = None
         try:
-            self._agreement = ranks.agreement(groups, optimizer.process_group)
+            meets = rule.averages is not None
+            self._agreement = ranks.agreement(groups, optimizer.process_group, meets=meets)
         except ranks.Apart as error:
             if asks or rule.reduces:
                 raise
@@ -71,7 +72,8 @@ class Plan:
         made = RuleRows(steps, self._agreement)
         self.works: list[Work] = works_of(made.rows, made.grads, steps.uploads, made.rule)
         for work in self.works:
-            work.hyper = list(map(rule.hyper_values, groups))
+            work.hyper = made.variants.hyper(groups)
+        self._variants = made.variants
         order = {id(row): place for place, row in enumerate(made.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._present, self._held, self._copies = made.present, made.held, made.copies
@@ -88,7 +90,7 @@ class Plan:
         grads = self._guards.gradients(optimizer) if self.lasts else None
         if grads is None:
             return False
-        hyper = list(map(self._rule.hyper_values, optimizer.param_groups))
+        hyper = self._variants.hyper(optimizer.param_groups)
         for work, places in zip(self.works, self._places, strict=True):
             own = grads if len(places) == len(grads) else [grads[i] for i in places]
             work.take(own, hyper)
@@ -102,7 +104,7 @@ class Plan:
             return self._decided_elsewhere(request)
         asked = request
         if self._agreement is not None:
-            vote = ranks.Vote(self._agreement) if request.asks else None
+            vote = ranks.Vote(self._agreement, len(self._present)) if request.asks else None
             asked = replace(asked, agree=vote, agree_on_sums=self._rank_sums)
         if request.write and not self._writes_gradients:
             asked = replace(asked, write=False)
@@ -150,7 +152,8 @@ class _Guards:
         """
         optimizer = steps.optimizer
         groups = optimizer.param_groups
-        self._rule, self._keeper = steps.rule, steps.masters
+        self._keeper = steps.masters
+        self._variants, self._flags = made.variants, made.flags
         self._present, self._masters = made.present, made.masters
         self._params = list(chain.from_iterable(group["params"] for group in groups))
         self._spread = any(map(dtensor.is_spread, self._params))  # over ranks
@@ -159,10 +162,7 @@ class _Guards:
         self._process_group, self._state = optimizer.process_group, optimizer.state
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
-        self._groups = [
-            (group["params"], own, list(map(group.get, _OPTIONS)))
-            for group, own in zip(groups, made.flags, strict=True)
-        ]
+        self._groups = [(group["params"], list(map(group.get, _OPTIONS))) for group in groups]
         members = [group["params"] for group in groups]
         self._contents = Contents([*members, self._state, *of_params])
         # An object may stay and what it refers to be exchanged, as by an assignment to its data.
@@ -177,16 +177,11 @@ class _Guards:
 
     def gradients(self, optimizer: Any) -> list[Tensor] | None:
         """The gradients of this step as kernels see them; ``None`` if anything else has changed."""
-        if len(optimizer.param_groups) != len(self._groups):
+        groups = optimizer.param_groups
+        if len(groups) != len(self._groups) or self._variants.flags(groups) != self._flags:
             return None
-        for group, (members, flags, options) in zip(
-            optimizer.param_groups, self._groups, strict=True
-        ):
-            if (
-                group["params"] is not members
-                or self._rule.flag_values(group) != flags
-                or list(map(group.get, _OPTIONS)) != options
-            ):
+        for group, (members, options) in zip(groups, self._groups, strict=True):
+            if group["params"] is not members or list(map(group.get, _OPTIONS)) != options:
                 return None
         for param in self._absent:
             if param.grad is not None:

@@ -1,5 +1,6 @@
 """What a step of a rule does with each parameter: a row of tensors, made of it and its state."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,6 +9,9 @@ from torch import Tensor
 from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.param_rounding import keys_of, position_of
 from ampopt._step.rule_state import lay_end_to_end, state_of
+from ampopt._step.spread_marginals import SpreadMarginals
+from ampopt._step.variants import Variants
+from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.random_numbers import STREAM
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row
@@ -26,7 +30,8 @@ class RuleRows:
 
     Attributes:
         rule: to be run on them: that of the steps, or the same with scalar states of float64.
-        flags: of the rule, for each group.
+        variants: of the param groups.
+        flags: of the rule, for each of them.
         held: the gradients of all parameters that have one.
         present: the parameters that are stepped.
         masters: of these, each behind its place among them.
@@ -45,7 +50,6 @@ class RuleRows:
         """
         self._steps, self._agreement = steps, agreement
         groups, rule, keeper = steps.optimizer.param_groups, steps.rule, steps.masters
-        self.flags = [rule.flag_values(group) for group in groups]
         self.held = gradients.held(groups)
         stepped = [
             one
@@ -53,12 +57,15 @@ class RuleRows:
             if keeper.holder(groups[one.group], one.tensor).grad is not None
         ]
         self.present: list[Tensor] = [one.tensor for one in stepped]
+        self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped])
+        self.flags, of = self.variants.flags(groups), self.variants.of
         self.masters = [
             (place, master)
             for place, one in enumerate(stepped)
             if (master := keeper.of(groups[one.group], one.tensor)) is not None
         ]
-        states = [state_of(steps, one.tensor, self.flags[one.group]) for one in stepped]
+        flags = [self.flags[variant] for variant in of]
+        states = list(map(functools.partial(state_of, steps), self.present, flags))
         self.rule = rule.with_float64_scalars if _widen_scalars(rule, states) else rule
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end(self.present, states, part.name)
@@ -67,46 +74,55 @@ class RuleRows:
         self.rows: list[Row] = []
         self.grads: list[Tensor] = []
         self.states: list[Tensor] = []
-        for one, state in zip(stepped, states, strict=True):
-            row, grad = self._row(one, state, places[id(one.tensor)])
+        for one, variant, state in zip(stepped, of, states, strict=True):
+            row, grad = self._row(one, variant, state, places[id(one.tensor)])
             self.rows.append(row)
             self.grads.append(grad)
-            flags = self.flags[one.group]
-            parts = (*rule.state_for(flags), *rule.scalar_state_for(flags))
-            self.states += [state[part.name] for part in parts]
+            self.states += [state[part.name] for part in rule.all_state_for(row.flags)]
             self.states += [] if row.keys is None else [row.keys]
 
-    def _row(self, held: gradients.Held, state: dict[str, Any], place: int) -> tuple[Row, Tensor]:
+    def _row(
+        self, held: gradients.Held, variant: int, state: dict[str, Any], place: int
+    ) -> tuple[Row, Tensor]:
         """What a step does with a parameter, whose ``place`` is that among all; its gradient."""
         (index, param, owner), steps = held, self._steps
-        rule, flags, local, dense = steps.rule, self.flags[index], dtensor.local, self._dense
+        rule, flags, local, dense = steps.rule, self.flags[variant], dtensor.local, self._dense
         group = steps.optimizer.param_groups[index]
         master, holder = steps.masters.of(group, param), steps.masters.holder(group, param)
         keys = keys_of(steps.optimizer, group, param, place)
         position = place * STREAM if rule.draws else 0
         if keys is not None or rule.draws:
             position += position_of(param)
-        p = gradients.real(local(param.detach() if master is None else master))
-        copy = None if master is None else dense(local(param.detach()), p)
-        grad = dense_like(gradients.values_of(holder), p)
+        p = like = gradients.real(local(param.detach() if master is None else master))
+        marginals = rule.marginals_for(flags)
+        if marginals and not p.is_contiguous():  # where an element's row follows from its place
+            like = torch.empty_like(p, memory_format=torch.contiguous_format)
+        copy = None if master is None else dense(local(param.detach()), like)
+        grad = dense_like(gradients.values_of(holder), like)
         row = Row(
             grad.dtype,
-            param=dense(p, p),
+            param=dense(p, like),
             copy=copy,
             state=tuple(
-                dense(gradients.real(local(state[part.name])), p) for part in rule.state_for(flags)
+                dense(gradients.real(local(state[part.name])), like)
+                for part in rule.state_for(flags)
             ),
             scalars=tuple(
                 state[part.name] if part in rule.scalar_state_for(flags) else None
                 for part in rule.scalar_state
             ),
             flags=flags,
-            group=index,
+            group=variant,
             counted=self._agreement is None or self._agreement.counts(param, index),
             owner=owner,
             keys=keys,
             position=position,
         )
+        if marginals:
+            kept = [local(state[part.name]) for part in marginals]
+            spread = SpreadMarginals(param) if dtensor.is_spread(param) else None
+            size = (param.shape[-2], param.shape[-1])
+            row.marginals = Marginals.of(marginals, kept, p, row.compute_dtype, size, spread)
         return row, grad
 
     def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:

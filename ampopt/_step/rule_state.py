@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import dtensor, gradients
+from ampopt._step.spread_marginals import SpreadMarginals, on_each_rank
 from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.rule import MASTER, PARAM, State
 from ampopt_kernels.tensors import real, widest
@@ -32,7 +33,7 @@ def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict
     scalars = rule.scalar_state_for(flags)
     if scalars and steps.complete_state is not None:
         steps.complete_state(state)
-    for part in rule.state_for(flags):
+    for part in (*rule.state_for(flags), *rule.marginals_for(flags)):
         value = state.get(part.name)
         if value is not None and dtensor.is_spread(value) != dtensor.is_spread(param):
             raise RuntimeError(
@@ -44,14 +45,12 @@ def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict
         dtype = _dtype_of(part, like)
         if value is not None and (master is not None or part.dtype is not None):
             # From torch, or from a run without masters: in the parameter's dtype.
-            state[part.name] = value.to(dtype)
+            value = state[part.name] = value.to(dtype)
+        if value is not None and part.shape is not None:
+            state[part.name] = on_each_rank(value).contiguous()
         if value is None:
-            mine = torch.empty_like(dtensor.local(like), dtype=dtype)
-            if part.init == PARAM:
-                mine.copy_(dtensor.local(like))
-            else:
-                real(mine).fill_(_initial(part, optimizer.param_groups, param))
-            state[part.name] = dtensor.spread_like(mine, like)
+            initial = None if part.init == PARAM else _initial(part, optimizer.param_groups, param)
+            state[part.name] = _made(part, like, dtype, initial)
     undeclared = [state.get(part.name) for part in scalars if part.dtype is None]
     dtype = _scalar_dtype(undeclared, param.device)
     for part in scalars:
@@ -62,6 +61,19 @@ def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict
             value.fill_(_initial(part, optimizer.param_groups, param))
         state[part.name] = _scalar(value, own, param.device)
     return state
+
+
+def _made(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> Tensor:
+    """The state ``part`` of a parameter, or master, ``like``; a copy of it without ``initial``."""
+    if part.shape is not None:
+        made = torch.empty(part.beside(like.shape), dtype=dtype, device=like.device).fill_(initial)
+        return SpreadMarginals(like).replicated(part, made) if dtensor.is_spread(like) else made
+    made = torch.empty_like(dtensor.local(like), dtype=dtype)
+    if initial is None:
+        made.copy_(dtensor.local(like))
+    else:
+        real(made).fill_(initial)
+    return dtensor.spread_like(made, like)
 
 
 def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:

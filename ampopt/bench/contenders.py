@@ -21,7 +21,7 @@ AMPOPT = "ampopt"
 TORCH = ("for-loop", "foreach", "fused")
 _OTHERS = ("apex", "optimi")
 
-_NO_RULE = ("Adafactor", "Muon")
+_NO_RULE = ("Muon",)
 _MAX_NORM = 1.0
 _NEVER = 1 << 30
 """Growth interval: a scale that grew in one run and not in another would not be the same work."""

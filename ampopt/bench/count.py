@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import ampopt
+from ampopt._step.variants import kind_of
 
 __all__ = ["bytes_by_kernel", "bytes_moved"]
 
@@ -23,7 +24,7 @@ def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
     Detect reads the gradients. Reduce, of a rule that has it, reads what its terms are made of.
     Update reads the gradients again, reads parameters and states, and writes parameters and states;
     of parameters that have masters it writes those and the copies. The scalars, some bytes for each
-    tensor, and sums, some for each chunk, are left out.
+    tensor, sums, some for each chunk, and states of rows and columns are left out.
 
     Args:
         optimizer: after its first step, so that its states exist; all of its parameters with
@@ -31,12 +32,12 @@ def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
     """
     detect = reduce = update = 0
     for group in optimizer.param_groups:
-        flags = optimizer.rule.flag_values(group)
-        names = [part.name for part in optimizer.rule.state_for(flags)]
-        reduced = _reduced(optimizer, group, flags)
         for param in group["params"]:
             if param.grad is None:
                 continue
+            flags = optimizer.rule.flag_values(group, kind_of(group, param))
+            names = [part.name for part in optimizer.rule.state_for(flags)]
+            reduced = _reduced(optimizer, group, flags)
             state = optimizer.state[param]
             master = optimizer._ampopt.masters.of(group, param)
             stored, copies = (param, []) if master is None else (master, [param])
@@ -60,11 +61,12 @@ def _reduced(
     if not rule.reduces:
         return [False] * n
     with torch.enable_grad():
-        grad, param, *state = given = [torch.ones(1, requires_grad=True) for _ in range(n)]
+        n_read = n + len(rule.marginals_for(flags))
+        grad, param, *state = given = [torch.ones(1, requires_grad=True) for _ in range(n_read)]
         h = (1.0,) * rule.widths(len(rule.hyper_values(group))).reduce
         terms = rule.torch_reduce_in(torch.float32)(param, grad, tuple(state), h, flags)
         used = torch.autograd.grad(torch.stack(terms).sum(), given, allow_unused=True)
-    return [gradient is not None for gradient in used]
+    return [gradient is not None for gradient in used[:n]]
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -1,5 +1,6 @@
 """Invariant: what an author wrote for every device compiles for those that are not here."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.nn import Parameter
 
 import ampopt
+from ampopt._step.variants import kind_of
 from ampopt.testing.claims import Claims, maker
 from ampopt_kernels.aot import TARGETS
 from ampopt_kernels.check_rule.by_triton import can_compile_for, compile_for
@@ -23,7 +25,8 @@ class Compilation(Claims):
         No GPU is needed, but Triton. A rule that only ran on CPUs would fail in the first step on a
         cluster, where it is found late.
         """
-        optimizer: Any = maker(self, {})([Parameter(torch.ones(1, 1))])  # which Muon takes too
+        params = [Parameter(torch.ones(1, 1)), Parameter(torch.ones(1))]
+        optimizer: Any = maker(self, {})(params[:1])  # which Muon takes too
         if not isinstance(optimizer, ampopt.ElementwiseOptimizer):
             pytest.skip("not a rule")
         rule, (group,) = optimizer.rule, optimizer.param_groups
@@ -32,6 +35,7 @@ class Compilation(Claims):
         targets = [target for target in TARGETS if can_compile_for(target)]
         if not targets:
             pytest.skip("Triton cannot be imported here, or compiles for none of these")
-        flags, n_hyper = rule.flag_values(group), len(rule.hyper_values(group))
-        for target in targets:
+        every = {rule.flag_values(group, kind_of(group, param)) for param in params}
+        n_hyper = len(rule.hyper_values(group))
+        for flags, target in itertools.product(every, targets):
             compile_for(target, rule, flags, n_hyper, type(optimizer).__name__)

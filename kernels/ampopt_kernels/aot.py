@@ -33,6 +33,7 @@ from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.ledger import Attempt, Part, zeros
+from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Request, Row, Work, run
@@ -191,6 +192,10 @@ def launches(case: Case) -> list[Launch]:
         flags=case.flags,
         keys=torch.zeros((), dtype=torch.int64) if case.request == "by chance" else None,
     )
+    if parts := rule.marginals_for(case.flags):
+        states = [torch.zeros(part.beside((2, 4))) for part in parts]
+        matrix = torch.empty(2, 4)
+        row.marginals = Marginals.of(parts, states, matrix, row.compute_dtype, (2, 4))
     hyper = [[0.5] * count_hyper(rule, case.flags)]
     work = Work(torch.device("cpu"), [row], [tensor(low)], rule, hyper)
     if case.request.startswith("accumulate"):
@@ -368,7 +373,7 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
 def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
     """How many hyperparameters the rule unpacks: an entry of ``hyper`` may stand for several."""
     one = torch.ones((), dtype=torch.float64)
-    states = (one,) * len(rule.state_for(flags))
+    states = (one,) * len((*rule.state_for(flags), *rule.marginals_for(flags)))
     for n in range(len(rule.hyper), len(rule.hyper) + 9):
         try:
             s, h, sums = (one,) * len(rule.scalar_state), (one * 0.5,) * n, ()

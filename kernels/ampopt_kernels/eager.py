@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.found import Found, measured
+from ampopt_kernels.marginals import advance
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Work
@@ -151,7 +152,7 @@ class Eager(Backend):
         """See :meth:`Backend.reduce`."""
         rule, wide = work.rule, widest(work.device)
         assert rule is not None
-        inverse, clip = decision.factors_on_device.unbind()[1:]
+        skip, inverse, clip = decision.factors_on_device.unbind()
         known: list[tuple[Any, ...]] = [()] * len(work.rows)
         for group in _groups(work):
             _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, known)
@@ -159,13 +160,21 @@ class Eager(Backend):
         for row, whole, h in zip(work.rows, work.grads, known, strict=True):
             dtype = row.compute_dtype
             h = tuple(_cast(x, dtype) for x in h)
+            factor = _cast(inverse, dtype), _cast(clip, dtype)
+            read = (whole, *row.written[: 1 + len(row.state)])
+            if row.marginals is not None:
+                advance(rule, row.marginals, row.flags, read, (*factor, *h), skip)
+                read = tuple(map(flat, read))
+            start = 0
             total = torch.zeros(
                 rule.widths(len(work.hyper[0])).terms, dtype=wide, device=work.device
             )
-            for tensors in _chunks(whole, *row.written[: 1 + len(row.state)]):
+            for tensors in _chunks(*read):
                 grad, param, *state = (t.to(dtype) for t in tensors)
-                g = grad * _cast(inverse, dtype) * _cast(clip, dtype)
-                terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), h, row.flags)
+                end = start + grad.numel()
+                g, state = grad * factor[0] * factor[1], (*state, *row.factors(start, end))
+                terms = rule.torch_reduce_in(dtype)(param, g, state, h, row.flags)
+                start = end
                 total = total + torch.stack([term.to(wide).sum() for term in terms])
             sums.append(total)
         return torch.stack(sums)
@@ -180,20 +189,23 @@ class Eager(Backend):
         for row, whole, h in zip(work.rows, work.grads, advanced, strict=True):
             dtype = row.compute_dtype
             h = tuple(_cast(x, dtype) for x in h)
-            n, position = 1 + len(row.state), row.position
+            n, start = 1 + len(row.state), 0
             tensors = (whole, *row.written)
-            if row.keys is not None or rule.draws:  # positions are those in memory
+            # Positions are those in memory.
+            if row.keys is not None or rule.draws or row.marginals is not None:
                 tensors = tuple(map(flat, tensors))
             for grad, *stored in _chunks(*tensors):
+                position, end = row.position + start, start + grad.numel()
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 param, *state = (t.to(dtype) for t in stored[:n])
                 update = rule.torch_update_in(dtype)
                 at = rule.at(param, position)
-                param, state = update(param, g, tuple(state), h, row.flags, *at)
+                read = (*state, *row.factors(start, end))
+                param, state = update(param, g, read, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
                 if row.keys is not None:
                     param = stochastically(param, position, row.keys)
-                position += grad.numel()
+                start = end
                 for old, new in zip(stored, (param, *state, *copy), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
 

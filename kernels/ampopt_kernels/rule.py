@@ -12,13 +12,12 @@ from torch import Tensor
 from ampopt_kernels import torch_language
 from ampopt_kernels.language import INTERPRETED, jit, tl
 from ampopt_kernels.random_numbers import places
+from ampopt_kernels.state import MASTER, PARAM, State
 
-__all__ = ["MASTER", "PARAM", "Rule", "State"]
+__all__ = ["MASTER", "PARAM", "Kind", "Rule", "State"]
 
-MASTER = "master_param"
-"""Where ``optimizer.state[p]`` keeps the float32 master of ``p``, beside the states of the rule."""
-PARAM = "param"
-"""As ``State.init``: what the parameter is when the state is made."""
+Kind = tuple[int, torch.dtype]
+"""How many dimensions a parameter has, and its dtype, or that of its master."""
 
 
 @jit
@@ -31,47 +30,6 @@ def keep(s, h):
 def keep_all(s, h, flags):
     """The ``before_reduce`` of a rule that has none: hyperparameters reach ``reduce``."""
     return s, h
-
-
-@dataclass(frozen=True)
-class State:
-    """One tensor (or 0-d scalar) that an optimizer keeps for each parameter.
-
-    Attributes:
-        name: the key in ``optimizer.state[p]``; torch's own name where torch has one.
-        init: its value before the first step: a number; the name of the param-group entry that
-            holds it; or ``"param"`` for a copy of the parameter, of its master if it has one. It is
-            read when the state is made, which a skipped step may do; a rule that wants the entry's
-            value at the first step taken knows that step by its count.
-        when: the flag under which it exists, or several, under all of which; ``None`` for always.
-        dtype: what it is kept in: float16, bfloat16, float32 or float64, and of complex parameters
-            the complex dtype of two such; of a scalar, float32 or float64. What is loaded is
-            converted to the arithmetic dtype, and rounded once when it is stored. ``None`` is the
-            dtype of the parameter, or its master, and of scalars float32, or float64 if that is
-            torch's default dtype.
-    """
-
-    name: str
-    init: float | str = 0.0
-    when: str | tuple[str, ...] | None = None
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        """Check the dtype."""
-        if self.dtype is not None and self.dtype not in _DTYPES:
-            raise ValueError(
-                f"State {self.name!r} cannot be kept in {self.dtype!r}: choose torch.float16, "
-                "torch.bfloat16, torch.float32 or torch.float64, or leave dtype out for the "
-                "parameter's own"
-            )
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The flags under all of which it exists."""
-        return (self.when,) if isinstance(self.when, str) else self.when or ()
-
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,8 +60,8 @@ class Rule:
         hyper: names of param-group entries, numbers or one-element tensors, in the order of ``h``.
             A tuple entry such as ``betas`` is laid flat.
         state: the tensors kept for each parameter, in the order of ``state``.
-        flags: names of param-group entries; each flag is the truth of its entry, so that a
-            ``weight_decay`` of 0 costs nothing. A tensor counts as true.
+        flags: names of param-group entries, or of ``entries``; each flag is the truth of its entry,
+            so that a ``weight_decay`` of 0 costs nothing. A tensor counts as true.
         scalars: ``scalars(s, h) -> (s, h)`` or ``scalars(s, h, flags) -> (s, h)``, optional, once
             per parameter and step in float64 on the device: ``s`` are the scalar states (step
             counts and the like), ``h`` the hyperparameters. What it returns as ``h``, as many
@@ -117,6 +75,17 @@ class Rule:
         before_reduce: ``before_reduce(s, h, flags) -> (s, h)``, optional: those scalars that
             ``reduce`` has to know, such as the step count and bias corrections that a direction is
             made with. What it returns is what ``scalars`` gets; its ``h`` is that of ``reduce``.
+        averages: ``averages(p, g, state, h, flags) -> terms``, beside states with a ``shape``, and
+            ``reduce``, whose ``h`` it takes: a block for each such state, in their order, whose
+            means over rows, or columns, reach ``factors``. ``state`` are the elementwise ones.
+        factors: ``factors(means, state, h, flags) -> (state, factors)``, beside ``averages``: what
+            these states become, and what ``reduce`` and ``update`` read in the place of each, after
+            the elementwise ones, broadcast over the parameter: a tensor each, shaped as the state.
+            Written with torch, and not marked, as it computes on whole tensors, and on few numbers:
+            ``row_var.mean(-2, keepdim=True)`` is of each matrix. A skipped step stores nothing.
+        entries: ``entries(group, ndim, dtype) -> dict``, optional: param-group entries that depend
+            on how many dimensions a parameter has and on its dtype, or its master's: flags, such as
+            for those that have no rows, and numbers. They stand in for those of the group.
         scalar_state: the 0-d tensors kept for each parameter, in the order of ``s``. One whose flag
             is off reads as 0 and is not stored.
         scalars64: ``scalars`` where scalar states are float64; ``None`` if it is the same, as it
@@ -132,10 +101,14 @@ class Rule:
     scalars64: Any = None
     reduce: Any = None
     before_reduce: Any = field(default=keep_all)
+    averages: Any = None
+    factors: Any = None
+    entries: Any = None
 
     def __post_init__(self) -> None:
         """Check the declaration, so that a slip is named where it was made."""
-        for role in ("update", "scalars", "before_reduce", *["reduce"] * self.reduces):
+        optional = ["reduce"] * self.reduces + ["averages"] * (self.averages is not None)
+        for role in ("update", "scalars", "before_reduce", *optional):
             if not hasattr(getattr(self, role), "fn"):
                 raise TypeError(
                     f"Rule {role} must be a function marked with @ampopt_kernels.jit, "
@@ -159,23 +132,41 @@ class Rule:
         if self.before_reduce is not keep_all and not self.reduces:
             raise TypeError("Rule before_reduce is for reduce, which is missing: scalars alone do")
         for part in self.scalar_state:
-            if part.init == PARAM or part.dtype in (torch.float16, torch.bfloat16):
+            narrow = part.dtype in (torch.float16, torch.bfloat16)
+            if part.init == PARAM or part.shape is not None or narrow:
                 raise ValueError(
                     f"State {part.name!r} is a scalar, which is kept in torch.float32 or "
-                    "torch.float64 and begins with a number or a param-group entry: declare it so, "
-                    "or in state"
+                    "torch.float64, has no shape, and begins with a number or a param-group entry: "
+                    "declare it so, or in state"
                 )
+        self._check_marginals()
         names = [part.name for part in (*self.state, *self.scalar_state)]
         for name in names:
             if name == MASTER or names.count(name) > 1:
                 why = "is where masters are kept" if name == MASTER else "is declared twice"
                 raise ValueError(f"State {name!r} {why}: give each state a name of its own")
         for part in (*self.state, *self.scalar_state):
-            if not set(part.needs) <= set(self.flags):
+            if not {name for name, _ in part.needs} <= set(self.flags):
                 raise ValueError(
                     f"State {part.name!r} exists when {part.when!r}, which is not among the "
                     f"rule's flags {self.flags}: add it to flags"
                 )
+
+    def _check_marginals(self) -> None:
+        shaped = [part.name for part in self.state if part.shape is not None]
+        needed = {"averages": self.averages, "factors": self.factors, "reduce": self.reduce}
+        missing = [role for role, function in needed.items() if function is None]
+        if shaped and missing:
+            raise TypeError(
+                f"Rule with the states {shaped}, of rows and columns, lacks {', '.join(missing)}: "
+                "averages says what they are means of, factors what becomes of them, and reduce is "
+                "what both are beside"
+            )
+        if not shaped and (self.averages is not None or self.factors is not None):
+            raise TypeError(
+                "Rule averages and factors are for states of rows and columns: declare some, as in "
+                'state=(State("row_var", shape="rows"),)'
+            )
 
     @functools.cached_property
     def reduces(self) -> bool:
@@ -199,40 +190,61 @@ class Rule:
             return self
         return replace(self, scalars=self.scalars64, scalars64=None)
 
-    def flag_values(self, group: Mapping[str, Any]) -> tuple[bool, ...]:
-        """The flags of the param group ``group``. Reads no device tensor."""
+    def flag_values(self, group: Mapping[str, Any], kind: Kind | None = None) -> tuple[bool, ...]:
+        """The flags of the param group ``group``, for its parameters of a kind.
+
+        Reads no device tensor.
+        """
         flags: list[bool] = []
         try:
-            for value in map(group.__getitem__, self.flags):
+            for value in map(self._seen(group, kind).__getitem__, self.flags):
                 flags.append(isinstance(value, Tensor) or bool(value))
         except KeyError as error:
             raise _lacking(group, error) from None
         return tuple(flags)
 
-    def hyper_values(self, group: Mapping[str, Any]) -> list[float | Tensor]:
-        """The hyperparameters of the param group ``group``, laid flat in the order of ``h``."""
+    def hyper_values(
+        self, group: Mapping[str, Any], kind: Kind | None = None
+    ) -> list[float | Tensor]:
+        """The hyperparameters of the param group ``group``, laid flat in the order of ``h``.
+
+        For its parameters of a kind, where ``entries`` tells them apart.
+        """
         flat: list[float | Tensor] = []
         try:
-            for value in map(group.__getitem__, self.hyper):
+            for value in map(self._seen(group, kind).__getitem__, self.hyper):
                 flat.extend(value if isinstance(value, (tuple, list)) else (value,))
         except KeyError as error:
             raise _lacking(group, error) from None
         return flat
 
     def state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
-        """The states that exist under ``flags``."""
-        return tuple(part for part in self.state if self._exists(part, flags))
+        """The elementwise states that exist under ``flags``."""
+        return tuple(p for p in self.state if p.shape is None and self._exists(p, flags))
+
+    def marginals_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
+        """The states of rows and columns that exist under ``flags``."""
+        return tuple(p for p in self.state if p.shape is not None and self._exists(p, flags))
 
     def scalar_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The scalar states that exist under ``flags``."""
         return tuple(part for part in self.scalar_state if self._exists(part, flags))
 
+    def all_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
+        """All states that exist under ``flags``."""
+        return tuple(p for p in (*self.state, *self.scalar_state) if self._exists(p, flags))
+
     def has_state(self, flags: tuple[bool, ...]) -> bool:
         """Whether there is any state under ``flags``."""
-        return bool(self.state_for(flags) or self.scalar_state_for(flags))
+        return bool(self.all_state_for(flags))
 
     def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
-        return all(flags[self.flags.index(name)] for name in part.needs)
+        return all(flags[self.flags.index(name)] == truth for name, truth in part.needs)
+
+    def _seen(self, group: Mapping[str, Any], kind: Kind | None) -> Mapping[str, Any]:
+        if self.entries is None or kind is None:
+            return group
+        return {**group, **self.entries(group, *kind)}
 
     def at(self, p: Tensor, start: int = 0) -> tuple[Any, ...]:
         """What ``update`` takes besides on torch tensors; see :func:`random_numbers.places`."""
@@ -264,6 +276,19 @@ class Rule:
     def _torch_reduce64(self) -> Any:
         in_float64 = torch_language.in_float64
         return torch_language.dividing(torch_language.bind(self.reduce, in_float64))
+
+    def torch_averages_in(self, dtype: torch.dtype) -> Any:
+        """``averages`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
+        return self._torch_averages64 if dtype == torch.float64 else self._torch_averages
+
+    @functools.cached_property
+    def _torch_averages(self) -> Any:
+        return torch_language.dividing(torch_language.bind(self.averages))
+
+    @functools.cached_property
+    def _torch_averages64(self) -> Any:
+        in_float64 = torch_language.in_float64
+        return torch_language.dividing(torch_language.bind(self.averages, in_float64))
 
     @functools.cached_property
     def torch_before_reduce(self) -> Any:
@@ -326,7 +351,7 @@ class Rule:
             if not self.reduces:
                 return Widths(0, 0, len(self.torch_scalars(s, h, flags)[1]))
             s, before = self.torch_before_reduce(s, h, flags)
-            states = (one,) * len(self.state_for(flags))
+            states = (one,) * len((*self.state_for(flags), *self.marginals_for(flags)))
             terms = self.torch_reduce_in(torch.float64)(one, one, states, before, flags)
             sums = (one,) * len(terms)
             _, h = self.torch_scalars(s, before, flags, sums, sums)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ampopt_kernels.found import NOBODY, Found, Owner
 from ampopt_kernels.ledger import Attempt, Ledger, Part, note
+from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import take_keys
@@ -39,7 +40,8 @@ class Row:
     Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
     A bfloat16 parameter that is rounded stochastically has ``keys``, of which each step takes one,
     0-d int64; see ``stochastic``. The chances of its elements, and random numbers of a rule, follow
-    from the ``position`` of the first one in the whole; see ``random_numbers``.
+    from the ``position`` of the first one in the whole; see ``random_numbers``. Beside states of
+    rows and columns, its ``marginals``, all tensors are contiguous.
     """
 
     grad_dtype: torch.dtype
@@ -53,11 +55,16 @@ class Row:
     owner: Owner = NOBODY
     keys: Tensor | None = None
     position: int = 0
+    marginals: Marginals | None = None
 
     @property
     def written(self) -> tuple[Tensor, ...]:
         """Parameter, states and copy: what ``update`` writes, in its order."""
         return tuple(t for t in (self.param, *self.state, self.copy) if t is not None)
+
+    def factors(self, start: int, end: int) -> tuple[Tensor, ...]:
+        """What a rule reads of rows and columns for the elements from ``start`` to ``end``."""
+        return () if self.marginals is None else self.marginals.at(start, end)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:

@@ -40,6 +40,8 @@ def trained(cls: Any, default: str) -> Any:
     return everything(again)
 
 
-@pytest.mark.parametrize("cls", [ampopt.NAdam, ampopt.SGD, ampopt.Adafactor, ampopt.Muon, Plain])
+@pytest.mark.parametrize(
+    "cls", [ampopt.NAdam, ampopt.SGD, ampopt.LAMB, ampopt.Adafactor, ampopt.Muon, Plain]
+)
 def test_steps_are_taken_where_the_parameters_are(cls):
     assert trained(cls, "meta") == trained(cls, "cpu")

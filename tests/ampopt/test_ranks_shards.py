@@ -185,6 +185,11 @@ def test_every_rule_is_stepped_by_parts(two_ranks, cls):
         check(two_ranks, "fsdp", "eager", cls.__name__, dtype, options, STORY)
 
 
+@pytest.mark.parametrize("layout", ["hsdp", "tp", "2-D"])
+def test_rows_and_columns_are_averaged_over_all_ranks(four_ranks, layout):
+    check(four_ranks, layout, "eager", "Adafactor", torch.float32, {}, STORY)
+
+
 def counted(layout: str) -> list[int]:
     """Collectives of a step in each form: in one call, clipping, in two, plain, in a window."""
     from torch.distributed.tensor.debug import CommDebugMode

@@ -161,7 +161,8 @@ def test_built_in_rules_keep_to_what_they_declare(name):
     n_hyper = count_hyper(rule, (False,) * len(rule.flags))
     for flags in itertools.product((False, True), repeat=len(rule.flags)):
         s, h, sums = (one,) * len(rule.scalar_state), (one * 0.5,) * n_hyper, ()
-        state = (torch.ones(2),) * len(rule.state_for(flags))
+        states, marginals = rule.state_for(flags), rule.marginals_for(flags)
+        state = (torch.ones(2),) * len((*states, *marginals))
         if rule.reduces:
             s, h = rule.torch_before_reduce(s, h, flags)
             terms = rule.torch_reduce_in(torch.float32)(*[torch.ones(2)] * 2, state, h, flags)
@@ -170,5 +171,5 @@ def test_built_in_rules_keep_to_what_they_declare(name):
         s, h = rule.torch_scalars(s, h, flags, sums, sums)
         assert len(s) == len(rule.scalar_state)
         p, new = rule.torch_update(torch.ones(2), torch.ones(2), state, h, flags)
-        assert len(new) == len(state)
+        assert len(new) == len(states)
         assert all(t.shape == (2,) for t in (p, *new))

@@ -53,7 +53,7 @@ _ORDINARY: dict[str, Any] = {"half_precision": (torch.bfloat16,)}
 _OF_EACH: dict[str, dict[str, Any]] = {
     # A step goes by the learning rate that the last one computed.
     "ASGD": {"zero_lr_is_still": False},
-    "Adafactor": {"layout_changes_no_bit": False},
+    "Adafactor": {"complex_parameters": False},
     # torch's LBFGS takes views of its gradients, and the largest of their elements.
     "LBFGS": {
         "any_layout": False,

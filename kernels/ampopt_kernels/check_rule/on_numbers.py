@@ -47,7 +47,9 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     scalars = [part.name for part in rule.scalar_state]
     states = [part.name for part in rule.state_for(flags)]
     its_scalars = f"of {owner}'s rule, which declares scalar_state={scalars}, {declared}"
-    its_states = f"of {owner}'s rule, which declares state={states} under {given}, {declared}"
+    marginals = [part.name for part in rule.marginals_for(flags)]
+    read = states + marginals
+    its_states = f"of {owner}'s rule, which declares state={read} under {given}, {declared}"
 
     one, two = (torch.ones(n, dtype=torch.float64, device="cpu") for n in ((), 2))
     s, h, of_two = (one,) * len(scalars), (one * 0.5,) * n_hyper, (two,) * len(scalars)
@@ -58,7 +60,9 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         s, h = _called(f"{role} {its_scalars}", _pair, before, s, h, flags)
         _check_scalars(f"{role} of {owner}'s rule", s, h, scalars)
         given_two = _called(f"{role} {its_scalars}", _pair, before, *given_two, flags)
-        terms = _Blocks(f"reduce {its_states}", f"reduce of {owner}'s rule", h, flags, states)
+        if marginals:
+            _try_marginals(rule, flags, h, its_states, owner)
+        terms = _Blocks(f"reduce {its_states}", f"reduce of {owner}'s rule", h, flags, read)
         n_terms = terms.check(rule.torch_reduce_in(torch.float32), _terms)
         sums = (one,) * n_terms
         _check_number(f"{role} of {owner}'s rule", "h", len(h), rule.widths(n_hyper).reduce, given)
@@ -70,7 +74,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     _check_scalars(f"scalars of {owner}'s rule", s, h, scalars)
     _check_number(f"scalars of {owner}'s rule", "h", len(h), rule.width(n_hyper), given)
     role = f"update of {owner}'s rule"
-    update = _Blocks(f"update {its_states}", role, h, flags, states, rule.draws)
+    update = _Blocks(f"update {its_states}", role, h, flags, read, rule.draws)
 
     def updated(returned: Any) -> dict[str, Any]:
         p, new = returned
@@ -82,6 +86,33 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         return dict(zip(("p", *states), (p, *new), strict=True))
 
     update.check(rule.torch_update, updated)
+
+
+def _try_marginals(
+    rule: Rule, flags: tuple[bool, ...], h: tuple[Any, ...], what: str, owner: str
+) -> None:
+    """Refuse ``averages`` or ``factors`` that give something else than one for each state."""
+    states, parts = [part.name for part in rule.state_for(flags)], rule.marginals_for(flags)
+    names = [part.name for part in parts]
+    role = f"averages of {owner}'s rule"
+    n_terms = _Blocks(f"averages {what}", role, h, flags, states).check(
+        rule.torch_averages_in(torch.float32), _terms
+    )
+    if n_terms != len(parts):
+        raise ValueError(
+            f"{role} returned {n_terms} terms for {len(parts)} states of rows and columns, "
+            f"{names}: return one for each, in their order"
+        )
+    given = tuple(torch.full(part.beside((2, 3)), 0.5, device="cpu") for part in parts)
+    numbers = tuple(float(x) for x in h)
+    made = _called(f"factors {what}", _pair, rule.factors, given, given, numbers, flags)
+    for role, values in zip(("states", "factors"), made, strict=True):
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in values]
+        if shapes != [tuple(x.shape) for x in given]:
+            raise ValueError(
+                f"factors of {owner}'s rule returned {role} of the shapes {shapes} beside a "
+                f"parameter of shape (2, 3): return one for each of {names}, of its shape"
+            )
 
 
 class _Broken(ValueError):

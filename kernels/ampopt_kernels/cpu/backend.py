@@ -17,6 +17,7 @@ from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
+from ampopt_kernels.marginals import Marginals, advance
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Partials, Request, Row, Work
 from ampopt_kernels.stochastic import stochastically
@@ -109,7 +110,10 @@ class Cpu(Eager):
             n_state = len(rule.state_for(piece.flags))
             tensors = (grad, piece.param, *piece.rest[:n_state])
             summed = piece.sums or functools.partial(self._sum, rule, piece)
-            sums[list(piece.among)] = summed(list(piece.each(h)), tensors)
+            rows = list(piece.each(h))
+            if piece.marginals is not None:
+                advance(rule, piece.marginals, piece.flags, tensors, rows[0].h)
+            sums[list(piece.among)] = summed(rows, tensors)
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -169,7 +173,8 @@ class Cpu(Eager):
         self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
     ) -> Tensor:
         """The terms of the rule over each row of a piece, shape (rows, terms)."""
-        sums = [sum_terms(rule, piece.flags, row.of(tensors), row.h) for row in rows]
+        own = piece.marginals
+        sums = [sum_terms(rule, piece.flags, row.of(tensors), row.h, own) for row in rows]
         return torch.stack(sums)
 
     def _apply(
@@ -177,7 +182,8 @@ class Cpu(Eager):
     ) -> None:
         """Apply the rule to the parts of a piece."""
         for part in parts:
-            apply_rule(rule, piece.flags, part.of(tensors), part.h, part.chances)
+            given = part.of(tensors), part.h, part.chances, piece.marginals
+            apply_rule(rule, piece.flags, *given)
 
 
 class _Read(NamedTuple):
@@ -203,13 +209,14 @@ def apply_rule(
     tensors: Sequence[Tensor],
     h: tuple[float, ...],
     chances: tuple[int, ...] = (),
+    marginals: Marginals | None = None,
 ) -> None:
     """Apply ``rule`` to flat gradient, parameter and states, in place.
 
     One tensor more than the rule has states is a copy of the parameter, which is written.
     ``h`` begins with the reciprocal of the scale and the clip coefficient. ``chances`` are the
     position of the first element, of a rule that draws random numbers, and a key, with which the
-    parameter is rounded stochastically.
+    parameter is rounded stochastically. ``marginals`` are those of the parameter, then a whole one.
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     inverse, clip, *rest = h
@@ -220,7 +227,9 @@ def apply_rule(
         if not (inverse == 1 and clip == 1):
             g = g * inverse * clip
         position, *key = (chances[0] + start, *chances[1:]) if chances else (0,)
-        new = updated(rule, flags, g, [t.to(dtype) for t in stored], tuple(rest), position)
+        factors = () if marginals is None else marginals.at(start, start + grad.numel())
+        given = g, [t.to(dtype) for t in stored], tuple(rest), position, factors
+        new = updated(rule, flags, *given)
         if key:
             new = (stochastically(new[0], position, *key), *new[1:])
         for old, value in zip(stored, new, strict=True):
@@ -263,11 +272,15 @@ def updated(
     stored: Sequence[Tensor],
     h: tuple[Any, ...],
     position: int,
+    factors: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
-    """What the rule makes of parameter, states and, if there is one more tensor, copy."""
+    """What the rule makes of parameter, states and, if there is one more tensor, copy.
+
+    ``factors`` it reads besides, after the states.
+    """
     n = len(rule.state_for(flags))
     update = rule.torch_update_in(grad.dtype)
     at = rule.at(stored[0], position)
-    param, state = update(stored[0], grad, tuple(stored[1 : 1 + n]), h, flags, *at)
+    param, state = update(stored[0], grad, (*stored[1 : 1 + n], *factors), h, flags, *at)
     copies = len(stored) - 1 - n
     return (param, *state, *[param] * copies)

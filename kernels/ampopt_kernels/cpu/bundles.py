@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
 from ampopt_kernels.cpu.numbers import common
+from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 from ampopt_kernels.sums import Sums
@@ -117,6 +118,11 @@ class Piece:
         return self.rows[0].flags
 
     @property
+    def marginals(self) -> Marginals | None:
+        """Of the row, which then is alone."""
+        return self.rows[0].marginals
+
+    @property
     def params(self) -> list[Tensor]:
         """The parameter of each row."""
         return _params(self.rows)
@@ -142,7 +148,7 @@ class Piece:
         with.
 
         Args:
-            h: of the block; numbers, and tensors with an entry for each row.
+            h: of the block; numbers, and lists with one for each row.
         """
         rows = list(self.each(h))
         start = 0
@@ -153,7 +159,7 @@ class Piece:
 
     def each(self, h: tuple[Any, ...]) -> Iterator[Part]:
         """Each row as a part; ``h`` as for :meth:`alike`."""
-        columns = (x[self.places].tolist() if isinstance(x, Tensor) else repeat(x) for x in h)
+        columns = ([x[i] for i in self.places] if isinstance(x, list) else repeat(x) for x in h)
         sizes = [self.param.numel()] if self.copies is None else [p.numel() for p in self.params]
         start = 0
         for size, *own in zip(sizes, *columns, strict=False):  # of which some have no end
@@ -195,7 +201,7 @@ class Block:
         )
 
     def before_reduce(self, rule: Rule, hyper: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-        """The ``h`` of ``reduce``: numbers, or float64 tensors with an entry for each row."""
+        """The ``h`` of ``reduce``: numbers, or lists with one for each row."""
         return self._told_apart(rule.host_before_reduce(*self._given(hyper))[1])
 
     def advance(
@@ -207,7 +213,7 @@ class Block:
     ) -> tuple[tuple[Any, ...], bool]:
         """Advance the scalars; return ``h``, and whether it differs from row to row.
 
-        Its entries are numbers, and, if it does, float64 tensors with an entry for each row.
+        Its entries are numbers, and, if it does, lists with one for each row.
         ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
         group share it, and so do steps of a rule that counts nothing. ``sums`` are those of all
         rows of the work, of a rule that reduces.
@@ -251,12 +257,12 @@ class Block:
             if stored is not None:
                 stored.copy_(value)
         h = self._told_apart(h)
-        return h, any(isinstance(x, Tensor) for x in h)
+        return h, any(isinstance(x, list) for x in h)
 
     def _told_apart(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
         """``h`` as numbers where it is the same for all rows."""
         varies = (isinstance(x, Tensor) and x.ndim > 0 for x in h)
-        return tuple(x if v else float(x) for x, v in zip(h, varies, strict=True))
+        return tuple(x.tolist() if v else float(x) for x, v in zip(h, varies, strict=True))
 
 
 class _Advanced(NamedTuple):
@@ -314,7 +320,7 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
     total = 0
     for place, (row, param) in enumerate(zip(rows, _params(rows), strict=True)):
         size = param.numel()
-        if not 0 < size <= SMALL:
+        if not 0 < size <= SMALL or row.marginals is not None:
             runs.append([place])
         elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
             bundle.append(place)

@@ -10,11 +10,12 @@ are compiled at their first step.
 """
 
 import ctypes
+import functools
 import operator
 import time
 import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -136,11 +137,11 @@ class Compiled(Cpu):
             if piece.param.numel():
                 widths = rule.widths(len(work.hyper[block.group]))
                 key = _key(rule, piece, 2 + widths.update)
-                piece.function = self._function(key)
+                piece.function = self._function_for(piece, key)
                 keys = [key]
                 if rule.reduces:
                     keys.append(_key(rule, piece, 2 + widths.reduce, reduces=True))
-                    piece.sums = self._function(keys[1])
+                    piece.sums = self._function_for(piece, keys[1])
                 used = used or piece.function is not None
                 decided = decided and all(
                     key in self._functions or self._libraries[key][0] is None for key in keys
@@ -151,6 +152,13 @@ class Compiled(Cpu):
                 if isinstance(piece.copies, TorchCopies):
                     piece.copies = NativeCopies(piece.params, piece.param)
         return self._broken or (decided and (numbers.loaded is not None or not used))
+
+    def _function_for(self, piece: Piece, key: _Key) -> Any:
+        """:meth:`_function`, which reads the marginals of the piece, if there are any."""
+        function = self._function(key)
+        if function is None or piece.marginals is None:
+            return function
+        return functools.partial(function, beside=piece.marginals.addresses)
 
     def _function(self, key: _Key) -> Any:
         """:class:`_Loop` or :class:`_Sums` for the next step; ``None`` to stay eager."""
@@ -217,8 +225,17 @@ class _Loop:
         function.argtypes = (pointer, pointer, pointer, count, count, *gives)
         function.restype = None
 
-    def __call__(self, parts: Sequence[Part], tensors: Sequence[Tensor], *gives: int) -> None:
-        """Run it over ``parts``, which are all of the tensors: gradient, parameter and others."""
+    def __call__(
+        self,
+        parts: Sequence[Part],
+        tensors: Sequence[Tensor],
+        *gives: int,
+        beside: Iterable[int] = (),
+    ) -> None:
+        """Run it over ``parts``, which are all of the tensors: gradient, parameter and others.
+
+        ``beside`` are the addresses of marginals, which rules read besides.
+        """
         h = array("d")
         for part in parts:
             h.extend(part.h)
@@ -226,6 +243,7 @@ class _Loop:
                 position, *key = part.chances
                 h.extend((position - part.start, *key))  # where the piece begins
         where = array("q", map(Tensor.data_ptr, tensors))
+        where.extend(beside)
         ends = array("q", map(_end_of, parts))
         starts = h.buffer_info()[0], where.buffer_info()[0], ends.buffer_info()[0]
         # As many threads as are worth the time they take to start.
@@ -243,10 +261,12 @@ class _Sums:
         self._loop = _Loop(library.sums, ctypes.c_void_p)
         self._n_terms = ctypes.c_int64.in_dll(library, "n_terms").value
 
-    def __call__(self, rows: Sequence[Part], tensors: Sequence[Tensor]) -> Tensor:
-        """Of gradient, parameter and states; see :meth:`Cpu._sum`."""
+    def __call__(
+        self, rows: Sequence[Part], tensors: Sequence[Tensor], beside: Iterable[int] = ()
+    ) -> Tensor:
+        """Of gradient, parameter and states; see :meth:`Cpu._sum` and :class:`_Loop`."""
         sums = torch.empty(len(rows), self._n_terms, dtype=torch.float64, device="cpu")
-        self._loop(rows, tensors, sums.data_ptr())
+        self._loop(rows, tensors, sums.data_ptr(), beside=beside)
         return sums
 
 

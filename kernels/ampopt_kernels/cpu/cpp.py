@@ -72,6 +72,30 @@ static inline uint16_t to_float16(float x) {
 }
 """
 
+_SPREAD = """
+// What elements read of their rows, or columns: of one after another, from ``start`` on.
+template <typename T> struct Spread {
+    const bool rows;
+    const int64_t m, n;
+    int64_t column, left;
+    const T *row, *columns;
+    Spread(const void* of, bool rows, int64_t m, int64_t n, int64_t start)
+        : rows(rows), m(m), n(n), column(start % n), left(m - start / n % m),
+          row((const T*)of + start / n), columns((const T*)of + start / n / m * n) {}
+    void next(int64_t size, T* out) {
+        for (const T* end = out + size; out < end;) {
+            const int64_t here = lesser(end - out, n - column);
+            for (int64_t j = 0; j < here; ++j) out[j] = rows ? *row : columns[column + j];
+            out += here, column += here;
+            if (column == n) {
+                column = 0, ++row;
+                if (--left == 0) left = m, columns += n;
+            }
+        }
+    }
+};
+"""
+
 # The loops are functions of their own: compilers make no vectors of one in a parallel region that
 # shares many variables. Parts, and rows, are given by their ends, and each has an ``h``.
 _UPDATE = """
@@ -180,12 +204,13 @@ def source_of(
     Args:
         rule: whose ``update`` or ``reduce`` it is.
         flags: of the rule.
-        dtypes: of gradient, parameter, states and copy, if there is one.
+        dtypes: of gradient, parameter, elementwise states and copy, if there is one.
         width: of ``h``: the reciprocal of the scale, the clip coefficient, then what the function
             takes as ``h``.
         reduces: ``reduce`` it is, which takes no copy.
         by_chance: round the parameter, bfloat16, stochastically.
 
+    Behind the tensors are the addresses of ``Marginals``, if the rule has any.
     ``h`` has the position of the first element besides if the rule draws random numbers or
     ``by_chance``, and then the key.
 
@@ -204,8 +229,17 @@ def source_of(
     )
     n_state = len(rule.state_for(flags))
     function = torch_language.bind(rule.reduce if reduces else rule.update, _LANGUAGE)
-    given = (stored[0], grad * inverse * clip, tuple(stored[1 : 1 + n_state]), tuple(rest), flags)
-    preamble = f"#define BLOCK {BLOCK}\n{_PREAMBLE}"
+    marginals, state = rule.marginals_for(flags), stored[1 : 1 + n_state]
+    filled = []
+    for i, part in enumerate(marginals, len(dtypes)):
+        m, n = (f"(int64_t)tensors[{len(dtypes) + len(marginals) + k}]" for k in range(2))
+        c, rows = _C[compute], str(part.shape == "rows").lower()
+        program.before.append(f"{c} t{i}[BLOCK];")
+        program.before.append(f"Spread<{c}> spread{i}(tensors[{i}], {rows}, {m}, {n}, start);")
+        filled.append(f"spread{i}.next(lesser(BLOCK, end - block), t{i});")
+        state.append(program.new(compute, f"t{i}[i - block]", True))
+    given = (stored[0], grad * inverse * clip, tuple(state), tuple(rest), flags)
+    preamble = f"#define BLOCK {BLOCK}\n{_PREAMBLE}{_SPREAD * bool(marginals)}"
     if not reduces and (rule.draws or by_chance):
         preamble += random_numbers.CPP
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
@@ -215,8 +249,8 @@ def source_of(
         for k, term in enumerate(returned):
             program.each.append(f"terms[{k}][j] += {_cast(term, torch.float64)};")
         read = [i for i, x in enumerate((grad, *stored)) if x.used]
-        body = {"n_terms": len(returned), "part": PART, "width": width, **program.body(read)}
-        return Source(preamble + _SUMS.format(**body), program.exact)
+        body = {"part": PART, "width": width, **program.body(read, filled)}
+        return Source(preamble + _SUMS.format(n_terms=len(returned), **body), program.exact)
     param, state = returned
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
     if by_chance:
@@ -230,7 +264,7 @@ def source_of(
         to = f"{rounded}({_cast(value, torch.float32)})" if rounded else _cast(value, dtype)
         program.each.append(f"t{i}[i] = {to};")
     width += (rule.draws or by_chance) + by_chance
-    body = program.body(range(1 + len(stored)))
+    body = program.body(range(1 + len(stored)), filled)
     return Source(preamble + _UPDATE.format(width=width, **body), program.exact)
 
 
@@ -250,11 +284,14 @@ class _Program:
     each: list[str] = field(default_factory=list)
     exact: bool = True
 
-    def body(self, tensors: Iterable[int]) -> dict[str, str]:
-        """Both, as they are put into a function that fetches ``tensors``."""
+    def body(self, tensors: Iterable[int], filled: Iterable[str] = ()) -> dict[str, str]:
+        """Both, as they are put into a function that fetches ``tensors``.
+
+        ``filled`` are statements for each block.
+        """
         return {
             "before": "\n    ".join(self.before),
-            "fetched": "\n        ".join(f"fetch(t{i} + block);" for i in tensors),
+            "fetched": "\n        ".join((*(f"fetch(t{i} + block);" for i in tensors), *filled)),
             "each": "\n            ".join(self.each),
         }
 

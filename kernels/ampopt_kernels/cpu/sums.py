@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.eager import CHUNK
+from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic, flat
 
@@ -26,11 +27,16 @@ BLOCK = 1 << 6
 
 
 def sum_terms(
-    rule: Rule, flags: tuple[bool, ...], tensors: Sequence[Tensor], h: tuple[Any, ...]
+    rule: Rule,
+    flags: tuple[bool, ...],
+    tensors: Sequence[Tensor],
+    h: tuple[Any, ...],
+    marginals: Marginals | None = None,
 ) -> Tensor:
     """The terms of a rule, each summed over flat gradient, parameter and states.
 
-    ``h`` begins with the reciprocal of the scale and the clip coefficient.
+    ``h`` begins with the reciprocal of the scale and the clip coefficient. ``marginals`` are those
+    of the parameter.
 
     Returns:
         float64, shape (terms,).
@@ -43,9 +49,12 @@ def sum_terms(
     for start in range(0, max(n, 1), CHUNK):
         grad, param, *state = (t[start : start + CHUNK].to(dtype) for t in tensors)
         g = grad * inverse * clip
+        if marginals is not None:
+            state += marginals.at(start, start + g.numel())
         terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), tuple(rest), flags)
         parts.append(torch.stack([_in_blocks(term, size) for term in terms]))
-    return torch.tensor([in_order(term) for term in torch.cat(parts, 1)], dtype=torch.float64)
+    sums = [in_order(term) for term in torch.cat(parts, 1)]
+    return torch.tensor(sums, dtype=torch.float64, device="cpu")
 
 
 def sum_of_squares(tensor: Tensor) -> float:

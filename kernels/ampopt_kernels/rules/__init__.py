@@ -1,6 +1,7 @@
 """The rules of the built-in optimizers, one optimizer family a file."""
 
 from ampopt_kernels.rules.adadelta import adadelta
+from ampopt_kernels.rules.adafactor import adafactor
 from ampopt_kernels.rules.adagrad import adagrad
 from ampopt_kernels.rules.adam import adam
 from ampopt_kernels.rules.adamax import adamax
@@ -20,6 +21,7 @@ from ampopt_kernels.rules.sophia import sophia, sophia_hessian
 
 __all__ = [
     "adadelta",
+    "adafactor",
     "adagrad",
     "adam",
     "adamax",

@@ -11,6 +11,7 @@ from ampopt_kernels.cpu import objects
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Ledger, Part
+from ampopt_kernels.marginals import advance
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.triton.accumulate import accumulate_kernel
@@ -170,7 +171,10 @@ class Triton(Backend):
             self._launch_control(work, Request(), None, known, decide=False)
         n_terms = rule.widths(len(work.hyper[0])).terms
         parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
-        for programs, arguments in _reductions(work, decision.factors_on_device, h, parts):
+        factors = decision.factors_on_device
+        if rule.averages is not None:
+            _advance_marginals(work, factors, h)
+        for programs, arguments in _reductions(work, factors, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
         spans = work.uploads.get("parts of rows", table.spans, torch.int32, work.device)
@@ -335,6 +339,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],
+                "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
                 "COLUMNS": table.columns,
                 "BLOCK": BLOCK,
             },
@@ -366,11 +371,24 @@ def _reductions(
                 "ALIGNS": group.aligns[:n],
                 "N_H": h.shape[1],
                 "N_TERMS": rule.widths(len(work.hyper[0])).terms,
+                "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
+                "FACTORS": len(row.dtypes),
                 "COLUMNS": table.columns,
                 "CHUNK": table.chunk,
                 "BLOCK": BLOCK,
             },
         )
+
+
+def _advance_marginals(work: Work, factors: Tensor, h: Tensor) -> None:
+    """By what ``before_reduce`` gave for each row."""
+    assert work.rule is not None
+    for row, grad, numbers in zip(work.rows, work.grads, h, strict=True):
+        if row.marginals is not None:
+            skip, *given = (*factors.unbind(), *numbers.unbind())
+            given = [x.to(row.compute_dtype) for x in given]
+            read = (grad, *row.written[: 1 + len(row.state)])
+            advance(work.rule, row.marginals, row.flags, read, given, skip)
 
 
 def _reduces(work: Work) -> bool:

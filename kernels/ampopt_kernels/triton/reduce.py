@@ -4,6 +4,7 @@ No order of anything is left to chance, so that the sums are the same bits each 
 """
 
 from ampopt_kernels.language import jit, kernel, tl
+from ampopt_kernels.triton.marginals import factors_of, load_factors
 
 __all__ = ["reduce_kernel", "sum_kernel"]
 
@@ -23,6 +24,8 @@ def reduce_kernel(
     ALIGNS: tl.constexpr,
     N_H: tl.constexpr,
     N_TERMS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+    FACTORS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -43,6 +46,8 @@ def reduce_kernel(
         ALIGNS: powers of two, bytes, that divide the addresses of each.
         N_H: scalars that ``RULE`` takes.
         N_TERMS: terms that it returns.
+        OF_ROWS: of each factor of rows or columns, whether it is of rows; see ``marginals``.
+        FACTORS: the first column of the table with one.
         COLUMNS: width of the table.
         CHUNK: elements for each program, a multiple of ``BLOCK``.
         BLOCK: elements at a time.
@@ -65,19 +70,20 @@ def reduce_kernel(
 
     end = tl.minimum(tl.load(row + COLUMNS - 1) - start, CHUNK).to(tl.int32)
     whole = end // BLOCK * BLOCK
+    factors_at, place = factors_of(row, start, OF_ROWS, FACTORS, COMPUTE)
     totals = ()
     for _ in tl.static_range(N_TERMS):
         totals = totals + (tl.zeros((BLOCK,), tl.float64),)
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
     for offset in range(0, whole, BLOCK):
         totals = _with_block(
-            totals, streams, offset, end, inverse, clip, h,
-            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, False, BLOCK,
+            totals, streams, offset, end, inverse, clip, h, factors_at, place,
+            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, False, BLOCK,
         )  # fmt: skip
     if whole < end:
         totals = _with_block(
-            totals, streams, whole, end, inverse, clip, h,
-            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, True, BLOCK,
+            totals, streams, whole, end, inverse, clip, h, factors_at, place,
+            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, True, BLOCK,
         )  # fmt: skip
     for i in tl.static_range(N_TERMS):
         tl.store(sums + program.to(tl.int64) * N_TERMS + i, tl.sum(totals[i], 0))
@@ -92,11 +98,14 @@ def _with_block(
     inverse,
     clip,
     h,
+    factors,
+    place,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
     COMPUTE: tl.constexpr,
     N_TERMS: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -111,7 +120,8 @@ def _with_block(
             x = tl.load(streams[i] + at)
         values = values + (x.to(COMPUTE),)
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
-    terms = RULE(values[1], grad, values[2:], h, FLAGS)  # pyright: ignore
+    state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, MASKED)
+    terms = RULE(values[1], grad, state, h, FLAGS)  # pyright: ignore
     new = ()
     for i in tl.static_range(N_TERMS):
         wide = terms[i].to(tl.float64)

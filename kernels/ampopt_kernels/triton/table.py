@@ -5,10 +5,11 @@ The table has one int64 row for each parameter::
     grad | param | states ... copy | scalar states ... | keys | position | flags | counted | group
     | numel
 
-with 0 for what a row has not, and for ``counted`` where it does not count towards the norm.
-``flags`` is their number among ``Table.flag_sets``. A launch takes those of its programs' (row,
-chunk) pairs that share dtypes, flags and alignment, so the number of launches does not depend on
-the number of tensors or groups.
+and, where the rule has any, factors of rows and columns behind the copy, and how many rows and
+columns a matrix has, with 0 for what a row has not, and for ``counted`` where it does not count
+towards the norm. ``flags`` is their number among ``Table.flag_sets``. A launch takes those of its
+programs' (row, chunk) pairs that share dtypes, flags and alignment, so the number of launches does
+not depend on the number of tensors or groups.
 """
 
 from dataclasses import dataclass, replace
@@ -116,6 +117,8 @@ class Table:
         for index, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
             addresses = [t.data_ptr() for t in (grad, *row.written)]
             aligned.append(all(address % 16 == 0 for address in addresses))
+            if row.marginals is not None:
+                addresses += row.marginals.addresses
             addresses += [0] * (2 + n_states - len(addresses))
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
@@ -157,8 +160,8 @@ class Table:
 
 
 def state_columns(rule: Rule | None) -> int:
-    """Columns for states, and for the copy that comes right behind those that a row has."""
-    return 0 if rule is None else len(rule.state) + 1
+    """Columns for states, and what comes right behind those that a row has, the copy first."""
+    return 0 if rule is None else len(rule.state) + 1 + 2 * (rule.averages is not None)
 
 
 def hyper_table(work: Work) -> Tensor:

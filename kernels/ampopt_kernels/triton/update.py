@@ -2,6 +2,7 @@
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.stochastic import rounded_stochastically
+from ampopt_kernels.triton.marginals import factors_of, load_factors
 
 __all__ = ["update_kernel"]
 
@@ -22,6 +23,7 @@ def update_kernel(
     COMPUTE: tl.constexpr,
     ALIGNS: tl.constexpr,
     N_H: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -43,6 +45,7 @@ def update_kernel(
         COMPUTE: the arithmetic dtype.
         ALIGNS: powers of two, bytes, that divide the addresses of each.
         N_H: scalars that the rule takes.
+        OF_ROWS: of each factor of rows or columns, whether it is of rows; see ``marginals``.
         COLUMNS: width of the table.
         CHUNK: elements for each program, a multiple of ``BLOCK``. Were it an argument, float64
             rules would spill registers.
@@ -69,6 +72,7 @@ def update_kernel(
 
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
+    factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE)
     if BY_CHANCE:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
 
@@ -86,6 +90,8 @@ def update_kernel(
             h,
             key,
             position,
+            factors_at,
+            place,
             RULE,
             FLAGS,
             DTYPES,
@@ -93,13 +99,14 @@ def update_kernel(
             BY_CHANCE,
             DRAWS,
             COMPUTE,
+            OF_ROWS,
             False,
             BLOCK,
         )
     if whole < end:
         _update_block(
-            streams, whole, end, inverse, clip, h, key, position,
-            RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, DRAWS, COMPUTE, True, BLOCK,
+            streams, whole, end, inverse, clip, h, key, position, factors_at, place,
+            RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, DRAWS, COMPUTE, OF_ROWS, True, BLOCK,
         )  # fmt: skip
 
 
@@ -113,6 +120,8 @@ def _update_block(
     h,
     key,
     position,
+    factors,
+    place,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
@@ -120,6 +129,7 @@ def _update_block(
     BY_CHANCE: tl.constexpr,
     DRAWS: tl.constexpr,
     COMPUTE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -134,11 +144,12 @@ def _update_block(
         values = values + (x.to(COMPUTE),)
     # Two products, so that clipping rounds as it does on gradients that were unscaled before.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
+    state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, MASKED)
     if DRAWS:
         where = (position + at, values[1])  # pyright: ignore
-        param, state = RULE(values[1], grad, values[2:], h, FLAGS, where)  # pyright: ignore
+        param, state = RULE(values[1], grad, state, h, FLAGS, where)  # pyright: ignore
     else:
-        param, state = RULE(values[1], grad, values[2:], h, FLAGS)  # pyright: ignore
+        param, state = RULE(values[1], grad, state, h, FLAGS)  # pyright: ignore
     new = (param,) + state
     if COPIED:
         new = new + (param,)

@@ -172,7 +172,7 @@ def give(params: list[Parameter], x: float, sparse: bool) -> None:
             p.grad = torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=True)
 
 
-@pytest.mark.parametrize("cls", [ampopt.Muon, ampopt.Adafactor, ampopt.SparseAdam])
+@pytest.mark.parametrize("cls", [ampopt.Muon, ampopt.SparseAdam])
 @pytest.mark.parametrize("first", [1.0, INF])
 def test_optimizers_with_a_step_of_torchs_never_look(cls, first, device):
     optimizer, params = matrices(cls)

@@ -17,7 +17,9 @@ from ampopt_kernels.cpu.build import Library, cpp_compiler
 from ampopt_kernels.cpu.bundles import Part
 from ampopt_kernels.cpu.compiled import _Loop
 from ampopt_kernels.cpu.cpp import source_of
+from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.tensors import arithmetic
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 
@@ -58,12 +60,27 @@ def tensors_of(rule: Rule, flags: Any, stored: Any, n: int, seed: int) -> list[t
     return [*given, given[1].to(copy)] if copy is not None else given
 
 
+def marginals_of(rule: Rule, flags: Any, p: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Of a stack of matrices of many columns or few, if the rule reads any."""
+    if not (parts := rule.marginals_for(flags)):
+        return None
+    columns = next(n for n in (125, 17, 7, 3, 2, 1) if p.numel() % n == 0)
+    rows = p.numel() // columns
+    shaped = p.view(-1, rows // (2 - rows % 2), columns)
+    made = Marginals.of(parts, (), shaped, dtype, (shaped.shape[1], columns))
+    for factor in made.factors:
+        factor.copy_(torch.linspace(0.5, 2, factor.numel()).view(factor.shape))
+    return made
+
+
 def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float, ...]) -> Any:
     """What the eager backend and the C++ make of the same tensors."""
     ours, theirs = (tensors_of(rule, flags, stored, n, seed) for _ in range(2))
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
-    _Loop(Library(source.text).load().update)([Part(0, n, h)], ours)
-    apply_rule(rule, flags, theirs, h)
+    marginals = marginals_of(rule, flags, ours[1], arithmetic(*stored[:2]))
+    beside = () if marginals is None else marginals.addresses
+    _Loop(Library(source.text).load().update)([Part(0, n, h)], ours, beside=beside)
+    apply_rule(rule, flags, theirs, h, (), marginals)
     return ours, theirs, source
 
 
@@ -97,13 +114,19 @@ HYPER = {
     "r": [0.0, 0.5],
     "weight_lr_power": [2.0],
     "trust_coefficient": [1e-2],
+    "beta2_decay": [-0.8],
+    "d": [1.0, 2.0],
 }
 
 
 def samples_of(rule: Rule) -> list[list[Any]]:
     """Values to draw for each hyperparameter."""
-    three = {"betas": [(0.98, 0.92, 0.99), (0.5, 0.75, 0.3)]} if rule is rules.adan else {}
-    return [{**HYPER, **three}[part] for part in rule.hyper]
+    own: dict[str, Any] = {}
+    if rule is rules.adan:
+        own = {"betas": [(0.98, 0.92, 0.99), (0.5, 0.75, 0.3)]}
+    if rule is rules.adafactor:
+        own = {"eps": [(1e-7, 1e-3), (0.25, 0.5)]}
+    return [{**HYPER, **own}[part] for part in rule.hyper]
 
 
 def flat(values: list[Any]) -> tuple[float, ...]:

@@ -1,0 +1,305 @@
+"""Rules with states of rows and columns: what they are means of, and how elements read them."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import ampopt
+from ampopt_kernels import Rule, State, jit, tl
+from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.language import HAS_TRITON
+
+BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
+SHAPES = [(3, 4), (5,), (2, 3, 2), (70, 61), (0, 3), (4, 1), (1, 7), ()]
+STEPS = 3
+
+
+@jit
+def _averages(p, g, state, h, flags):
+    MIXED: tl.constexpr = flags[1]
+    if MIXED:
+        return g * state[0], tl.abs(p)
+    else:
+        return g * g, tl.abs(p)
+
+
+def _factors(means: Any, state: Any, h: Any, flags: Any) -> Any:
+    by_row, by_column = map(torch.lerp, state, means, [h[1]] * 2)
+    return (by_row, by_column), (by_row / (1 + by_row.abs().mean(-2, keepdim=True)), by_column)
+
+
+@jit
+def _direction(g, state, h, flags):
+    VECTOR: tl.constexpr = flags[0]
+    average = state[0] + 0.5 * (g - state[0])
+    if VECTOR:
+        return average, average
+    else:
+        return average, average * (1 + state[1]) + state[2]
+
+
+@jit
+def _reduce(p, g, state, h, flags):
+    _, direction = _direction(g, state, h, flags)
+    return (direction * direction,)
+
+
+@jit
+def _scalars(s, h, flags, sums):
+    return s, (h[0] / (1 + tl.sqrt(sums[0])), h[1])
+
+
+@jit
+def _update(p, g, state, h, flags):
+    average, direction = _direction(g, state, h, flags)
+    return p - h[0] * direction, (average,)
+
+
+RULE = Rule(
+    update=_update,
+    reduce=_reduce,
+    scalars=_scalars,
+    averages=_averages,
+    factors=_factors,
+    entries=lambda group, ndim, dtype: {"vector": ndim < 2},
+    hyper=("lr", "weight"),
+    flags=("vector", "mixed"),
+    state=(
+        State("by_row", shape="rows", when="not vector", init=0.5),
+        State("average"),
+        State("by_column", shape="columns", when="not vector", dtype=torch.float64),
+    ),
+)
+
+
+class OfLines(ampopt.ElementwiseOptimizer):
+    """Of no use: steps that differ from row to row and from column to column."""
+
+    rule = RULE
+
+    def __init__(self, params: Any, mixed: bool = False, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.25, "weight": 0.75, "mixed": mixed}, **options)
+
+
+def params_of(dtype: torch.dtype) -> list[Parameter]:
+    return [
+        Parameter(torch.linspace(-1, 2, torch.Size(shape).numel()).to(dtype).reshape(shape))
+        for shape in SHAPES
+    ]
+
+
+def gradient(p: torch.Tensor, step: int) -> torch.Tensor:
+    return torch.linspace(-2 + step, 1, p.numel(), dtype=torch.float64).reshape(p.shape) + 0.25
+
+
+def step(optimizer: Any, params: list[Any], i: int, bad: float = 0.0, **options: Any) -> None:
+    for p in params:
+        p.grad = (gradient(p, i) * 4 + bad).to(p.dtype)
+    optimizer.unscale_and_step(grads_scaled_by=4.0, **options)
+
+
+def groups_of(params: list[Any]) -> list[dict[str, Any]]:
+    return [{"params": params[:3], "mixed": True}, {"params": params[3:]}]
+
+
+def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]]:
+    """The same in float64, one parameter after another."""
+    result = []
+    starts = [p.detach().double() for p in params_of(dtype)]
+    given = [[gradient(p, i).to(dtype).flatten().double() for p in starts] for i in range(STEPS)]
+    norms = [torch.cat(grads).norm() for grads in given]
+    for k, p in enumerate(starts):
+        average, by_row, by_column = torch.zeros_like(p), 0.5, 0.0
+        for i in range(STEPS):
+            g = gradient(p, i).to(dtype).double()
+            if max_norm is not None:
+                g = g * min(1.0, max_norm / (norms[i].item() + 1e-6))
+            first = g * (average if k < 3 else g)
+            average = average + 0.5 * (g - average)
+            direction = average
+            if p.ndim > 1 and p.numel():
+                by_row = 0.25 * by_row + 0.75 * first.mean(-1, keepdim=True)
+                by_column = 0.25 * by_column + 0.75 * p.abs().mean(-2, keepdim=True)
+                factor = by_row / (1 + by_row.abs().mean(-2, keepdim=True))
+                direction = average * (1 + factor) + by_column
+            p = p - 0.25 / (1 + direction.norm()) * direction
+        state = {"average": average}
+        if p.ndim > 1 and p.numel():
+            state |= {"by_row": by_row, "by_column": by_column}
+        result.append({"p": p, **state})
+    return result
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("dtype", "options", "max_norm"),
+    [
+        (torch.float32, {}, None),
+        (torch.float64, {}, 2.0),
+        (torch.bfloat16, {"master_weights": True}, 2.0),
+    ],
+    ids=str,
+)
+def test_means_are_those_of_unscaled_and_clipped_gradients(backend, max_norm, dtype, options):
+    ampopt.set_backend(backend)
+    params = params_of(dtype)
+    optimizer = OfLines(groups_of(params), **options)
+    for i in range(STEPS):
+        step(optimizer, params, i, max_norm=max_norm)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for p, expected in zip(params, reference(dtype, max_norm), strict=True):
+        state = optimizer.state[p]
+        exact = {"p": state.get("master_param", p.detach()), **state}
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                exact[name].double(), value, rtol=tolerance, atol=tolerance, msg=name
+            )
+        if p.ndim > 1:
+            assert state["by_row"].shape == (*p.shape[:-1], 1)
+            assert state["by_column"].shape == (*p.shape[:-2], 1, p.shape[-1])
+            assert state["by_column"].dtype == torch.float64
+        else:
+            assert state.keys() - {"master_param"} == {"average"}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_skip_changes_no_bit_and_a_run_repeats_itself(backend):
+    ampopt.set_backend(backend)
+    ends = []
+    for skips in (False, True):
+        params = params_of(torch.float32)
+        optimizer = OfLines(groups_of(params))
+        if skips:
+            step(optimizer, params, 0, bad=float("inf"))
+        step(optimizer, params, 0)
+        if skips:
+            before = copy.deepcopy(optimizer.state_dict()["state"])
+            step(optimizer, params, 1, bad=float("nan"))
+            after = optimizer.state_dict()["state"]
+            assert all(torch.equal(after[k][n], before[k][n]) for k in before for n in before[k])
+        step(optimizer, params, 1)
+        ends.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
+    assert all(map(torch.equal, *ends))
+
+
+def test_on_a_device_a_skip_is_selected():
+    from ampopt_kernels.eager import Eager
+    from ampopt_kernels.marginals import Marginals
+    from ampopt_kernels.step import Request, Row, Work, run
+
+    p, average = torch.ones(2, 3), torch.zeros(2, 3)
+    states = [torch.full((2, 1), 0.5), torch.zeros(1, 3)]
+    parts = RULE.marginals_for((False, False))
+    made = Marginals.of(parts, states, p, torch.float32, (2, 3))
+    row = Row(p.dtype, p, (average,), flags=(False, False), marginals=made)
+    for bad, kept in ((float("inf"), True), (0.0, False)):
+        before = [t.clone() for t in (p, average, *states)]
+        work = Work(p.device, [row], [torch.full((2, 3), 1.0 + bad)], RULE, [[0.25, 0.75]])
+        run(lambda _: Eager(), [work], Request())
+        same = [torch.equal(a, b) for a, b in zip(before, (p, average, *states), strict=True)]
+        assert same == [kept] * 4
+
+
+@pytest.mark.skipif("compiled" not in BACKENDS, reason="there is no C++ compiler here")
+@pytest.mark.parametrize("shape", [(3, 5000), (5000, 3), (700, 5, 3), (1, 1), (2, 65_600)])
+def test_compiled_ones_have_the_bits_of_eager_ones(shape):
+    """Where rows are longer and shorter than what is worked on at a time."""
+    ends = []
+    for backend in ("eager", "compiled"):
+        ampopt.set_backend(backend)
+        p = Parameter(torch.linspace(-3, 1, torch.Size(shape).numel()).reshape(shape))
+        optimizer = OfLines([p])
+        for i in range(2):
+            step(optimizer, [p], i)
+        ends.append([p.detach(), *optimizer.state[p].values()])
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layouts_change_no_bit(backend):
+    ampopt.set_backend(backend)
+    values = torch.linspace(-1, 2, 35).reshape(7, 5)
+    params = [Parameter(values.clone()), Parameter(values.mT.contiguous().mT)]
+    for p in params:
+        optimizer = OfLines([p])
+        for i in range(2):
+            step(optimizer, [p], i)
+    assert params[1].stride() == (1, 7)
+    assert torch.equal(*params)
+
+
+def test_what_has_no_rows_is_refused():
+    class Careless(OfLines):
+        rule = replace(RULE, entries=lambda group, ndim, dtype: {"vector": False})
+
+    p = Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=r"keeps by_row, by_column of rows .* of shape \(3,\)"):
+        Careless([p]).step()
+    p = Parameter(torch.ones(2, 3, dtype=torch.complex64))
+    p.grad = torch.ones_like(p)
+    optimizer = OfLines([p])
+    with pytest.raises(RuntimeError, match="does not support complex parameters"):
+        optimizer.step()
+    assert not optimizer.state and p.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"averages": None}, "lacks averages"),
+        ({"factors": None}, "lacks factors"),
+        ({"state": (State("average"),)}, "are for states of rows and columns"),
+        ({"averages": lambda p, g, state, h, flags: (g,)}, "averages must be a function marked"),
+    ],
+)
+def test_declarations_that_lack_a_part_are_refused(changes, message):
+    with pytest.raises(TypeError, match=message):
+        replace(RULE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"shape": "diagonal"}, "choose 'rows' or 'columns'"), ({"init": "param"}, "cannot begin")],
+)
+def test_states_that_cannot_be_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        State("s", **{"shape": "rows", **given})
+    with pytest.raises(ValueError, match="is a scalar"):
+        replace(RULE, scalar_state=(State("s", shape="rows"),))
+
+
+@jit
+def _one_term(p, g, state, h, flags):
+    return (g * g,)
+
+
+@jit
+def _summed(p, g, state, h, flags):
+    return (g.sum(), g)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"averages": _one_term}, r"returned 1 terms for 2 states .*by_row"),
+        ({"averages": _summed}, "a rule is elementwise"),
+        ({"factors": lambda means, state, h, flags: (means, means[:1])}, r"factors .*\(2, 1\)\]"),
+        ({"factors": lambda means, state, h, flags: (means, h[9])}, "does not keep to that"),
+        ({"factors": lambda means, state, h, flags: means[::-1]}, r"returned states of the shapes"),
+    ],
+)
+def test_functions_that_give_something_else_are_refused_before_the_first_step(changes, message):
+    class Wrong(OfLines):
+        rule = replace(RULE, **changes)
+
+    p = Parameter(torch.ones(2, 3))
+    p.grad = torch.ones(2, 3)
+    optimizer = Wrong([p])
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert not optimizer.state and p.eq(1).all()
