@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import closures, gradients, ranks, torch_scaler
+from ampopt._step import closures, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.snapshot import loaded_uncast
@@ -348,7 +348,6 @@ class Optimizer(torch.optim.Optimizer):
         ours.refuse_pending("unscale")
         ours.check_step()
         scale = ours.scale(grads_scaled_by)
-        gradients.check(self.param_groups)
         decision = None
         if ours.sums.window is not None:
             decision = ours.take_sums(ours.asking(request_for(scale)))
