@@ -133,8 +133,14 @@ class ElementwiseOptimizer(Optimizer):
             **kwargs: what the base classes take.
 
         Raises:
+            TypeError: the class has no ``rule``.
             ValueError: ``param_rounding`` is another, or does not go with ``differentiable``.
         """
+        if not isinstance(getattr(self, "rule", None), Rule):
+            raise TypeError(
+                f"{type(self).__name__} has no rule: set the class attribute, as in "
+                "rule = Rule(update=update, hyper=('lr',))"
+            )
         check_rounding(param_rounding)
         super().__init__(*args, **kwargs)
         options: dict[str, Any] = {"master_weights": True} if master_weights else {}

@@ -118,6 +118,12 @@ def _initial(part: State, groups: list[dict[str, Any]], param: Tensor) -> Any:
     if not isinstance(part.init, str):
         return part.init
     group = next(g for g in groups if any(p is param for p in g["params"]))
+    if part.init not in group:
+        raise KeyError(
+            f"State {part.name!r} begins with the entry {part.init!r} of each param group, which "
+            f"has {sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults, "
+            "or have it begin with a number, or as a copy of the parameter, 'param'"
+        )
     value = group[part.init]
     return value.detach().reshape(()) if isinstance(value, Tensor) else value
 

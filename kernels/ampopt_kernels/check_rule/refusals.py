@@ -19,6 +19,7 @@ _INSTEAD = {
         "is a hyperparameter"
     ),
     r"[Ss]tarred": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
+    r"attribute 'to'": "The seed and the step of rand are numbers of h, such as hyperparameters",
     r"Unsupported function referenced|real number|is not defined": (
         "Call functions of tl and of ampopt_kernels, and your own marked with jit: the sign of x, "
         "for one, is tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))"

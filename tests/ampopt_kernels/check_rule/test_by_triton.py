@@ -92,6 +92,11 @@ def unpacks_the_rest(p, g, state, h, flags):
 
 
 @jit
+def writes_the_seed(p, g, state, h, flags, at):
+    return p - h[0] * g * rand(0, h[1], at), state  # here
+
+
+@jit
 def pythons_own(p, g, state, h, flags):
     return p - abs(g), state  # here
 
@@ -133,6 +138,7 @@ def calls_one_that_is_refused(p, g, state, h, flags):
         (method_of_tensors, "`g.clamp`", "ampopt_kernels.Rule"),
         (formats, "f'{h[0]}'", "ampopt_kernels.Rule"),
         (unpacks_the_rest, "`rate, *rest = h`", "a + (b,)"),
+        (writes_the_seed, "`rand(0, h[1], at)`", "are numbers of h"),
         (pythons_own, "`abs`", "Call functions of tl"),
         (has_a_lambda, "`lambda x: 2 * x`", "ampopt_kernels.Rule"),
         (of(0.5), "`rate`", "NAME: tl.constexpr = NUMBER"),

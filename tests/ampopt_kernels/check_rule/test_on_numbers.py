@@ -315,6 +315,38 @@ def test_scalars_that_branch_on_a_count_are_refused_with_their_line(scalars):
     assert_refused(rule, ValueError, "scalars of", f"{__file__}:{line}, `return", "tl.where(x > 0")
 
 
+@jit
+def one_term(p, g, state, h, flags):
+    return (g * g,)
+
+
+@jit
+def reads_second_sum(s, h, flags, sums):
+    return s, (h[0] / tl.sqrt(sums[1]), h[1])
+
+
+def test_a_sum_that_reduce_does_not_return_is_refused():
+    rule = Rule(update=no_state, reduce=one_term, scalars=reads_second_sum, hyper=HYPER)
+    assert_refused(rule, ValueError, "scalars of", "does not keep to that", "IndexError")
+
+
+def test_a_state_that_begins_with_an_entry_no_group_has_is_refused():
+    rule = Rule(update=one_state, hyper=HYPER, state=(State("average", init="gradient"),))
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    with pytest.raises(KeyError, match="State 'average' begins with the entry 'gradient'.*'decay'"):
+        optimizer_of(rule)([param]).step()
+    assert param.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_class_without_a_rule_is_refused_when_it_is_made():
+    class Unruly(ampopt.ElementwiseOptimizer):
+        pass
+
+    with pytest.raises(TypeError, match=r"Unruly has no rule: .*rule = Rule\(update"):
+        Unruly([Parameter(torch.ones(3))], {"lr": 0.5})
+
+
 def test_scalars_too_few_or_too_many_are_refused():
     assert_refused(
         Rule(update=no_state, hyper=HYPER, scalars=counts_nothing, scalar_state=COUNT),
