@@ -1,5 +1,7 @@
 """Tensors as engines see them: dense runs of real numbers, and the dtype that is computed in."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,7 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+@functools.cache  # it is asked of each of hundreds of tensors
 def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
     """What a rule computes in on tensors of these ``dtypes``: float64 if one is, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
