@@ -109,21 +109,27 @@ def advance(
             numbers, or 0-d tensors of the arithmetic dtype.
         skip: more than 0 to store nothing; ``None`` where the host has seen that it is not so.
     """
-    size = _CHUNK.get(tensors[0].device.type, _CHUNK_ON_DEVICES)
-    read = [_stacked(t.view(own.shape)) for t in tensors]
-    if own.spread is not None:
-        sums = _sums(rule, own, flags, read, h, size)
-        shapes = (part.beside(own.shape) for part in own.parts)
-        sums = map(own.spread.whole, own.parts, map(Tensor.view, sums, shapes))
-        factors = _taken_up(rule, own, flags, own.states, list(sums), h, skip)
-        for part, room, factor in zip(own.parts, own.factors, factors, strict=True):
-            room.copy_(own.spread.here(part, factor))
+    if 0 in own.size or not own.states[0].numel():  # there are no elements anywhere
         return
+    size = _CHUNK.get(tensors[0].device.type, _CHUNK_ON_DEVICES)
+    read = [t.view(own.shape) for t in tensors]
+    small = read[0].numel() <= size
+    if small or own.spread is not None:
+        sums = _sums(rule, own, flags, read if small else list(map(_stacked, read)), h, size)
+        if own.spread is not None:
+            shapes = (part.beside(own.shape) for part in own.parts)
+            sums = list(map(own.spread.whole, own.parts, map(Tensor.view, sums, shapes)))
+        factors = _taken_up(rule, own, flags, own.states, sums, h, skip)
+        if own.spread is not None:
+            factors = map(own.spread.here, own.parts, factors)
+        for room, factor in zip(own.factors, factors, strict=True):
+            room.copy_(factor)
+        return
+    read, states, rooms = (list(map(_stacked, x)) for x in (read, own.states, own.factors))
     matrices, m, n = read[0].shape
-    states, rooms = list(map(_stacked, own.states)), list(map(_stacked, own.factors))
     # Matrices have nothing to do with each other: of small ones, as many at a time as fit a cache.
-    some = max(size // max(m * n, 1), 1)
-    for first in range(0, matrices if m * n else 0, some):
+    some = max(size // (m * n), 1)
+    for first in range(0, matrices, some):
         batch = slice(first, first + some)
         sums = _sums(rule, own, flags, [t[batch] for t in read], h, size)
         factors = _taken_up(rule, own, flags, [t[batch] for t in states], sums, h, skip)

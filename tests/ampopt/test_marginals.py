@@ -162,6 +162,7 @@ def test_means_are_those_of_unscaled_and_clipped_gradients(backend, max_norm, dt
             assert state["by_row"].shape == (*p.shape[:-1], 1)
             assert state["by_column"].shape == (*p.shape[:-2], 1, p.shape[-1])
             assert state["by_column"].dtype == torch.float64
+            assert p.numel() or not state["by_column"].any()
         else:
             assert state.keys() - {"master_param"} == {"average"}
 
