@@ -83,7 +83,7 @@ class Ordinary(Stepping):
         self._decided = None
         try:
             if step is not None:
-                return self._step_or_skip(step, decision)
+                return self._step_in_hooks(step, decision)
             return self._step_and_hooks(decision)
         finally:
             self._decision = None
@@ -146,11 +146,19 @@ class Ordinary(Stepping):
         step = written_step(type(optimizer))
 
         def within_hooks(*args: Any, **kwargs: Any) -> Attempt:
-            return self._step_or_skip(functools.partial(step, *args, **kwargs), decision)
+            return self._step_in_hooks(functools.partial(step, *args, **kwargs), decision)
 
         attempt = hooked(within_hooks)(optimizer)
         mark_as_called(optimizer)
         return attempt
+
+    def _step_in_hooks(self, step: Callable[[], Any], decision: Decision | None) -> Attempt:
+        """As :meth:`_step_or_skip`, where hooks are run around it."""
+        self.is_stepping = True
+        try:
+            return self._step_or_skip(step, decision)
+        finally:
+            self.is_stepping = False
 
     def _step_or_skip(self, step: Callable[[], Any], decision: Decision | None) -> Attempt:
         """Call ``step`` or skip it.

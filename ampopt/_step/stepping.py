@@ -81,7 +81,11 @@ class Stepping(ABC):
         watch: who notes what there is in the gradients, an :class:`ampopt.Watch`.
         causes: for which steps are skipped besides, each an :class:`ampopt.skip_when`.
         loss: of the step that a control point takes, if the caller gave it.
+        is_stepping: whether a control point runs the step now. Hooks that are run meanwhile are
+            those of a step within it, as ``super().step()`` has them.
     """
+
+    is_stepping = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, rule: "RuleSteps | None", *, meets: bool = False

@@ -52,7 +52,10 @@ class Watch:
     more than 16 times, at least as often as the one that did most.
 
     The watch is not in the optimizer's state dict; it has its own. A copy of the optimizer has no
-    watch. Parameters that are added later are watched, too.
+    watch. Parameters that are added later are watched, too. A micro-batch that ``accumulate`` has
+    left out is counted for no parameter: ``.overflowed`` of the step names them. A plain ``step()``
+    whose class calls ``super().step()`` counts as often as torch runs hooks for it, which may be
+    twice.
 
     Attributes:
         optimizer: that is watched.
@@ -280,6 +283,8 @@ class Watch:
     @torch.no_grad()
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The step post-hook: add the step to the ledgers."""
+        if optimizer._ampopt.is_stepping:
+            return
         self._steps += 1
         decision = optimizer._ampopt.decided
         attempt, found = Attempt(self._steps), {}

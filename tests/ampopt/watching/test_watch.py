@@ -304,6 +304,37 @@ def test_it_grows_with_the_optimizer():
     assert read["parameters"]["new"]["last_overflow"] == read["skips"] == 2
 
 
+@pytest.mark.parametrize("base", [ampopt.AdamW, Plain])
+@pytest.mark.parametrize("skip_by", ["host", "transaction"])
+def test_a_step_within_the_step_of_a_subclass_is_no_further_attempt(base, skip_by):
+    class Derived(base):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    made(base)  # torch puts hooks around the step of a class that has instances
+    optimizer, params = made(Derived)
+    optimizer.skip_by = skip_by
+    watch = ampopt.Watch(optimizer)
+    for way in (in_one_call, in_two_calls, with_our_scaler, with_torchs_scaler):
+        for number in (1.0, INF):
+            give(params, [[number], None, None, [1.0]], 2.0)
+            way(optimizer, 2.0)
+    read = watch.read()
+    assert (read["steps"], read["skips"], read["skips_in_a_row"]) == (8, 4, 1)
+    assert read["parameters"][NAMES[0]]["overflows"] == 4
+
+
+def test_a_step_that_was_put_on_the_instance_is_counted():
+    optimizer, params = made(Plain)
+    theirs = optimizer.step
+    optimizer.step = lambda *args, **kwargs: theirs(*args, **kwargs)
+    watch = ampopt.Watch(optimizer)
+    for number in (1.0, INF):
+        give(params, [[number], None, None, None], 2.0)
+        optimizer.unscale_and_step(grads_scaled_by=2.0)
+    assert (watch.read()["steps"], watch.read()["skips"]) == (2, 1)
+
+
 def test_a_state_is_loaded_with_weights_only_and_goes_on():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer, last=3)
