@@ -195,9 +195,10 @@ class Rule:
 
         Reads no device tensor.
         """
+        seen = group if kind is None else self._seen(group, kind)
         flags: list[bool] = []
         try:
-            for value in map(self._seen(group, kind).__getitem__, self.flags):
+            for value in map(seen.__getitem__, self.flags):
                 flags.append(isinstance(value, Tensor) or bool(value))
         except KeyError as error:
             raise _lacking(group, error) from None
@@ -210,9 +211,10 @@ class Rule:
 
         For its parameters of a kind, where ``entries`` tells them apart.
         """
+        seen = group if kind is None else self._seen(group, kind)
         flat: list[float | Tensor] = []
         try:
-            for value in map(self._seen(group, kind).__getitem__, self.hyper):
+            for value in map(seen.__getitem__, self.hyper):
                 flat.extend(value if isinstance(value, (tuple, list)) else (value,))
         except KeyError as error:
             raise _lacking(group, error) from None
@@ -241,8 +243,8 @@ class Rule:
     def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
         return all(flags[self.flags.index(name)] == truth for name, truth in part.needs)
 
-    def _seen(self, group: Mapping[str, Any], kind: Kind | None) -> Mapping[str, Any]:
-        if self.entries is None or kind is None:
+    def _seen(self, group: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
+        if self.entries is None:
             return group
         return {**group, **self.entries(group, *kind)}
 
