@@ -2,7 +2,8 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class Ordinary(Stepping):
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
         self._decision: Decision | None = None  # of a control point, while step and hooks run
-        self._around: Decision | None = None  # of a scaler's step, until its post-hooks run
+        self._around: Decision | None = None  # of a scaler's step, or closure's, until hooks run
         self._decided: Decision | None = None  # that of the two, or none, which these hooks follow
 
     @functools.cached_property
@@ -102,7 +103,17 @@ class Ordinary(Stepping):
                 "evaluated the closure, as skip_when wants it: step without a closure, with "
                 "unscale_and_step(grads_scaled_by=scale, loss=loss)"
             )
-        return self.unscale(request)
+        self._around = self.unscale(request)
+        return self._around
+
+    @contextmanager
+    def restored_on_failure(self, restore_rng: Callable[[], None]) -> Iterator[None]:
+        """See :class:`Stepping`. The decision of a step that failed is none of the next one's."""
+        try:
+            with super().restored_on_failure(restore_rng):
+                yield
+        finally:
+            self._around = None
 
     def check_gradients(self) -> None:
         """See :class:`Stepping`."""

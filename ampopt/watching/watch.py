@@ -44,7 +44,8 @@ class Watch:
     Training is bitwise what it is without. On an accelerator it costs one launch a step, and what
     detect counts besides as it reads the gradients; on the CPU, counting as they are read. A plain
     ``step()`` of a rule has its gradients read for it; one of an ordinary optimizer is counted, and
-    nothing more is known of it, nor of a step after ``unscale_`` of torch's scaler.
+    nothing more is known of it, nor of a step after ``unscale_`` of torch's scaler. Of a closure
+    that is run again, the last evaluation is noted.
 
     Where ranks decide together, each rank has a watch, and reading one is for all ranks to do at
     the same step: it brings the parameters of all of them together. Under DDP each rank has all. A

@@ -289,6 +289,35 @@ def test_a_hook_has_the_scale_of_its_step_too(way):
     assert [None if s is None else s.item() for s in scales] == [4.0, None]
 
 
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.Adafactor, Plain])
+def test_of_a_closure_the_last_evaluation_is_noted(cls):
+    optimizer, params = made(cls)
+    watch, losses, scales = ampopt.Watch(optimizer), [INF, 0.0], []
+    optimizer.register_step_post_hook(lambda o, *_: scales.append(o.grads_scaled_by))
+
+    def closure(scale: Any) -> Any:
+        size = float(scale) if float(scale) <= 4.0 else INF
+        for param in params:
+            param.grad = torch.full_like(param, size)
+        return torch.tensor(losses[-1])
+
+    scale = ampopt.DynamicLossScale(init_scale=16.0)
+    _, _, scale = optimizer.unscale_and_step(closure, grads_scaled_by=scale)
+    (entry,) = watch.read()["recent"]
+    elements = sum(param.numel() for param in params)
+    assert (entry["skipped"], entry["scale"]) == (False, 4.0)
+    assert entry["norm"] == pytest.approx(elements**0.5)
+    told = watch.read()["parameters"].values()
+    assert [row["largest"] for row in told] == [float(size > 0) for size in SIZES]
+    assert float(scales[0]) == 4.0
+
+    losses.pop()
+    with pytest.raises(ampopt.NonFiniteGradientError):
+        optimizer.unscale_and_step(closure, grads_scaled_by=scale)
+    optimizer.step()
+    assert watch.read()["recent"][-1]["scale"] is None
+
+
 def test_it_grows_with_the_optimizer():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer)
