@@ -54,7 +54,7 @@ def _totals(read: dict[str, Any]) -> str:
     scale = read["recent"][-1]["scale"] if read["recent"] else None
     under = "" if scale is None else f", the last under a scale of {_power(scale)}"
     row = f", {read['skips_in_a_row']} in a row up to now" if read["skips_in_a_row"] else ""
-    return f"{read['steps']} steps, {read['skips']} skipped{row}{under}."
+    return f"{_steps(read['steps'])}, {read['skips']} skipped{row}{under}."
 
 
 def _of_overflows(read: dict[str, Any]) -> list[str]:
@@ -105,7 +105,11 @@ def _of_flushing(read: dict[str, Any]) -> list[str]:
 
 def _of_other_causes(read: dict[str, Any]) -> list[str]:
     causes = {cause: n for cause, n in read["skipped_by"].items() if n and cause != "overflow"}
-    return [f"{n} steps were skipped for their {cause}." for cause, n in causes.items()]
+    return [f"Skipped for the {cause}: {_steps(n)}." for cause, n in causes.items()]
+
+
+def _steps(n: int) -> str:
+    return f"{n} step" if n == 1 else f"{n} steps"
 
 
 def _power(scale: float) -> str:

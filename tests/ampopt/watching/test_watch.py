@@ -502,6 +502,10 @@ def test_table_report_and_picture_name_the_worst(tmp_path):
     assert "No step" in watch.report()
     skipping(optimizer, params, 2)
     skipping(optimizer, params, 1, value=1.0)
+    handle = ampopt.skip_when(optimizer, norm=1e-9)
+    skipping(optimizer, params, 1, value=1.0)
+    handle.remove()
+    assert watch.report().endswith("Skipped for the norm: 1 step.")
     assert str(watch).splitlines()[2].split()[:3] == [NAMES[0], "2", "2"]
     assert f"`{NAMES[0]}` overflowed 2 times" in watch.report()
     pytest.importorskip("matplotlib")
