@@ -1,4 +1,4 @@
-"""The optimizers that torch lacks step as others' implementations of them do, for 600 steps."""
+"""The optimizers that torch lacks step as others' implementations of them do, for 2,000 steps."""
 
 import inspect
 import re
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, bits
 
-STEPS = 600
+STEPS = 2000
 SHAPES = ((3, 5), ())
 
 
@@ -103,7 +103,7 @@ def gradients(steps: int) -> list[list[Tensor]]:
     random = np.random.default_rng(0)
     columns = []
     for shape in SHAPES:
-        turning = np.sin(np.arange(steps) / 60).reshape(-1, *[1] * len(shape))
+        turning = np.sin(np.arange(steps) / 200).reshape(-1, *[1] * len(shape))
         noise = random.standard_normal((steps, *shape))
         columns.append(torch.tensor((turning + noise) * 10.0 ** random.uniform(-3, 1, shape)))
     return [list(step) for step in zip(*columns, strict=True)]
