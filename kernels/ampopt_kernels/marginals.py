@@ -23,6 +23,8 @@ __all__ = ["Marginals", "advance"]
 _CHUNK = {"cpu": 1 << 16}
 """Elements whose terms are held at a time: on a CPU what fits the cache of a core."""
 _CHUNK_ON_DEVICES = 1 << 24
+_FEW = 7
+"""Numbers, as in rows of a convolution's kernel, whose sum takes a CPU longer than adding them."""
 
 
 @dataclass
@@ -183,10 +185,7 @@ def _sums(
         if scaled:
             g = g * inverse * clip
         terms = averages(p, g, tuple(state), tuple(rest), flags)
-        return [
-            term.sum(dim, keepdim=True, dtype=wide)
-            for term, dim in zip(terms, own.dims, strict=True)
-        ]
+        return [_summed(term, dim, wide) for term, dim in zip(terms, own.dims, strict=True)]
 
     if tensors[0].numel() <= size:
         return summed(tensors)
@@ -199,6 +198,13 @@ def _sums(
         for total, dim, part in zip(sums, own.dims, found, strict=True):
             total[some, rows if dim == -1 else slice(None)] += part
     return sums
+
+
+def _summed(term: Tensor, dim: int, wide: torch.dtype) -> Tensor:
+    """The sum over ``dim``, which stays, as one element."""
+    if term.device.type == "cpu" and 0 < term.shape[dim] <= _FEW:
+        return functools.reduce(torch.add, term.to(wide).unbind(dim)).unsqueeze(dim)
+    return term.sum(dim, keepdim=True, dtype=wide)
 
 
 def _chunks(matrices: int, m: int, n: int, size: int) -> Iterator[tuple[slice, slice]]:
