@@ -18,7 +18,7 @@ PRINTED = {
     "Lion, one formula": ["[0.7500, 1.2500, 1.0000]"],
     "Adam, numbers of a step and flags": ["tensor(2.)", "[0.5000, 1.5000]"],
     "LAMB, sums over a parameter": ["[2.6464, 4.3536]"],
-    "Adafactor, rows and columns": [],
+    "Adafactor, rows and columns": ["[2.9595, 4.0640]", "torch.Size([2, 1])"],
     "Langevin dynamics, random numbers": ["1.2"],
     "Schedule-free SGD, modes": ["[0.2500, 1.7500]"],
     "A step that is no rule": ["[0.9000, 1.0000, 1.0000]"],
