@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import dtensor, gradients
 from ampopt._step.masters import has_masters, needs_master
-from ampopt._step.param_rounding import is_stochastic
+from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
 from ampopt._step.torch_private import check_for_fused, overlaps_itself
 from ampopt._step.variants import Variants, kind_of
 from ampopt_kernels.check_rule.on_numbers import try_out
@@ -79,9 +79,12 @@ class Checks:
                 expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks
                 its word.
             TypeError: see :func:`ampopt._step.gradients.held`.
+            ValueError: a group is to be rounded in no way that there is.
         """
         optimizer = self._owner
         groups, rule = optimizer.param_groups, self._rule
+        for group in groups:
+            check_rounding(group.get(PARAM_ROUNDING, "nearest"))
         gradients.check(groups)
         self.check_dtypes()
         present = gradients.present(groups)

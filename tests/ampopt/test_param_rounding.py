@@ -168,6 +168,15 @@ def test_wrong_values_are_refused():
     ):
         with pytest.raises(ValueError, match="param_rounding must be 'nearest' or 'stochastic'"):
             make()
+    for steps in (0, 1):
+        optimizer = sgd([p])
+        for _ in range(steps):
+            step(optimizer, [0.5])
+        optimizer.param_groups[0]["param_rounding"] = "up"
+        before = p.detach().clone()
+        with pytest.raises(ValueError, match="param_rounding must be .* got 'up'"):
+            step(optimizer, [0.5])
+        assert torch.equal(p, before)
     with pytest.raises(ValueError, match="does not go with differentiable=True"):
         ampopt.AdamW([p], param_rounding="stochastic", differentiable=True)
     p.grad = torch.ones(2).to(BF16).to_sparse()
