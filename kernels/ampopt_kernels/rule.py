@@ -191,7 +191,7 @@ class Rule:
         return replace(self, scalars=self.scalars64, scalars64=None)
 
     def flag_values(self, group: Mapping[str, Any], kind: Kind | None = None) -> tuple[bool, ...]:
-        """The flags of the param group ``group``, for its parameters of a kind.
+        """The flags of the param group ``group``, for its parameters of one ``kind``.
 
         Reads no device tensor.
         """
@@ -209,7 +209,7 @@ class Rule:
     ) -> list[float | Tensor]:
         """The hyperparameters of the param group ``group``, laid flat in the order of ``h``.
 
-        For its parameters of a kind, where ``entries`` tells them apart.
+        For its parameters of one ``kind``, where ``entries`` tells them apart.
         """
         seen = group if kind is None else self._seen(group, kind)
         flat: list[float | Tensor] = []
