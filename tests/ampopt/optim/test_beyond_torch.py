@@ -1,4 +1,7 @@
-"""The optimizers that torch lacks step as others' implementations of them do, for 2,000 steps."""
+"""Optimizers step as others' implementations of them do, for 2,000 steps.
+
+Those are the ones that torch lacks, and Adafactor, whose rule has other operations than torch's.
+"""
 
 import inspect
 import re
@@ -93,6 +96,11 @@ PEERS = [
         lambda params: transcribed_optimizers.Sophia(
             params, lr=0.01, betas=(0.965, 0.99), rho=0.04, weight_decay=0.1, bs=32
         ),
+    ),
+    Peer(
+        ampopt.Adafactor,
+        {"lr": 0.01, "weight_decay": 0.1},
+        lambda params: torch.optim.Adafactor(params, lr=0.01, weight_decay=0.1),
     ),
 ]
 each_peer = pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.cls.__name__)
