@@ -24,7 +24,7 @@ __all__ = ["RuleRows"]
 
 
 class RuleRows:
-    """The rows of every parameter that has a gradient, in the order of the param groups.
+    """The rows of every parameter that has a gradient, group by group, in each by variants.
 
     Not to be kept from step to step: it holds on to the gradients.
 
@@ -56,9 +56,12 @@ class RuleRows:
             for one in self.held
             if keeper.holder(groups[one.group], one.tensor).grad is not None
         ]
-        self.present: list[Tensor] = [one.tensor for one in stepped]
         self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped])
-        self.flags, of = self.variants.flags(groups), self.variants.of
+        # Those of one variant beside each other, so that backends take them together.
+        order = sorted(range(len(stepped)), key=self.variants.of.__getitem__)
+        stepped = [stepped[i] for i in order]
+        self.flags, of = self.variants.flags(groups), [self.variants.of[i] for i in order]
+        self.present: list[Tensor] = [one.tensor for one in stepped]
         self.masters = [
             (place, master)
             for place, one in enumerate(stepped)

@@ -176,16 +176,25 @@ def _sums(
     """Of each marginal, its term summed over rows, or columns, of some matrices, in float64."""
     dtype, device = own.factors[0].dtype, tensors[0].device
     wide = widest(device)
-    inverse, clip, *rest = h
-    scaled = isinstance(inverse, Tensor) or inverse != 1 or clip != 1
+    factors = [x for x in h[:2] if isinstance(x, Tensor) or x != 1]
+    rest = tuple(h[2:])
     averages = rule.torch_averages_in(dtype)
+    # One for all chunks: to be given new memory may take longer than to fill it.
+    at_most = min(tensors[0].numel(), max(size, own.shape[-1]))
+    room = torch.empty(at_most, dtype=wide, device=device)
 
     def summed(given: Sequence[Tensor]) -> list[Tensor]:
         g, p, *state = (t.to(dtype) for t in given)
-        if scaled:
-            g = g * inverse * clip
-        terms = averages(p, g, tuple(state), tuple(rest), flags)
-        return [_summed(term, dim, wide) for term, dim in zip(terms, own.dims, strict=True)]
+        g = functools.reduce(torch.mul, factors, g)
+        terms = averages(p, g, tuple(state), rest, flags)
+        sums, widened = [], None
+        for term, dim in zip(terms, own.dims, strict=True):
+            in_room = room[: term.numel()].view(term.shape)
+            if term is not widened:  # rows and columns may be of one
+                in_room.copy_(term)
+                widened = term
+            sums.append(_summed(in_room, dim))
+        return sums
 
     if tensors[0].numel() <= size:
         return summed(tensors)
@@ -200,11 +209,11 @@ def _sums(
     return sums
 
 
-def _summed(term: Tensor, dim: int, wide: torch.dtype) -> Tensor:
+def _summed(term: Tensor, dim: int) -> Tensor:
     """The sum over ``dim``, which stays, as one element."""
-    if term.device.type == "cpu" and 0 < term.shape[dim] <= _FEW:
-        return functools.reduce(torch.add, term.to(wide).unbind(dim)).unsqueeze(dim)
-    return term.sum(dim, keepdim=True, dtype=wide)
+    if term.device.type == "cpu" and 1 < term.shape[dim] <= _FEW:
+        return functools.reduce(torch.add, term.unbind(dim)).unsqueeze(dim)
+    return term.sum(dim, keepdim=True)
 
 
 def _chunks(matrices: int, m: int, n: int, size: int) -> Iterator[tuple[slice, slice]]:

@@ -31,7 +31,8 @@ def _before_reduce(s, h, flags):
 
 @jit
 def _averages(p, g, state, h, flags):
-    return g * g, g * g
+    square = g * g
+    return square, square
 
 
 def _factors(means: Any, state: Any, h: Any, flags: Any) -> Any:
