@@ -21,7 +21,8 @@ AMPOPT = "ampopt"
 TORCH = ("for-loop", "foreach", "fused")
 _OTHERS = ("apex", "optimi")
 
-_NO_RULE = ("Muon",)
+_ASKED_FOR = ("Adafactor", "Muon")
+"""Of torch's, what does not step element by element."""
 _MAX_NORM = 1.0
 _NEVER = 1 << 30
 """Growth interval: a scale that grew in one run and not in another would not be the same work."""
@@ -47,7 +48,7 @@ class Contender:
 
 
 def optimizers() -> list[str]:
-    """The optimizers that are a rule here and exist in torch, by name."""
+    """The names of those that are a rule here and exist in torch, but for :func:`others`."""
     return [
         name
         for name in ampopt.__all__
@@ -55,6 +56,7 @@ def optimizers() -> list[str]:
         and issubclass(kind, ampopt.ElementwiseOptimizer)
         and hasattr(torch.optim, name)
         and hasattr(kind, "rule")
+        and name not in _ASKED_FOR
     ]
 
 
@@ -63,7 +65,7 @@ def others() -> list[str]:
 
     The columns of torch's implementations are pytorch_optimizer's of those that torch lacks.
     """
-    return [*LACKING, *(name for name in _NO_RULE if hasattr(torch.optim, name))]
+    return [*LACKING, *(name for name in _ASKED_FOR if hasattr(torch.optim, name))]
 
 
 def names(device: torch.device) -> tuple[str, ...]:
