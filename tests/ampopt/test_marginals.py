@@ -1,11 +1,11 @@
 """Rules with states of rows and columns: what they are means of, and how elements read them."""
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.scripted_steps import assert_a_skip_changes_no_bit, gradient, params_of, step
 from torch.nn import Parameter
 
 import ampopt
@@ -85,23 +85,6 @@ class OfLines(ampopt.ElementwiseOptimizer):
         super().__init__(params, {"lr": 0.25, "weight": 0.75, "mixed": mixed}, **options)
 
 
-def params_of(dtype: torch.dtype) -> list[Parameter]:
-    return [
-        Parameter(torch.linspace(-1, 2, torch.Size(shape).numel()).to(dtype).reshape(shape))
-        for shape in SHAPES
-    ]
-
-
-def gradient(p: torch.Tensor, step: int) -> torch.Tensor:
-    return torch.linspace(-2 + step, 1, p.numel(), dtype=torch.float64).reshape(p.shape) + 0.25
-
-
-def step(optimizer: Any, params: list[Any], i: int, bad: float = 0.0, **options: Any) -> None:
-    for p in params:
-        p.grad = (gradient(p, i) * 4 + bad).to(p.dtype)
-    optimizer.unscale_and_step(grads_scaled_by=4.0, **options)
-
-
 def groups_of(params: list[Any]) -> list[dict[str, Any]]:
     return [{"params": params[:3], "mixed": True}, {"params": params[3:]}]
 
@@ -109,7 +92,7 @@ def groups_of(params: list[Any]) -> list[dict[str, Any]]:
 def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]]:
     """The same in float64, one parameter after another."""
     result = []
-    starts = [p.detach().double() for p in params_of(dtype)]
+    starts = [p.detach().double() for p in params_of(SHAPES, dtype)]
     given = [[gradient(p, i).to(dtype).flatten().double() for p in starts] for i in range(STEPS)]
     norms = [torch.cat(grads).norm() for grads in given]
     for k, p in enumerate(starts):
@@ -146,7 +129,7 @@ def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]
 )
 def test_means_are_those_of_unscaled_and_clipped_gradients(backend, max_norm, dtype, options):
     ampopt.set_backend(backend)
-    params = params_of(dtype)
+    params = params_of(SHAPES, dtype)
     optimizer = OfLines(groups_of(params), **options)
     for i in range(STEPS):
         step(optimizer, params, i, max_norm=max_norm)
@@ -170,21 +153,7 @@ def test_means_are_those_of_unscaled_and_clipped_gradients(backend, max_norm, dt
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skip_changes_no_bit_and_a_run_repeats_itself(backend):
     ampopt.set_backend(backend)
-    ends = []
-    for skips in (False, True):
-        params = params_of(torch.float32)
-        optimizer = OfLines(groups_of(params))
-        if skips:
-            step(optimizer, params, 0, bad=float("inf"))
-        step(optimizer, params, 0)
-        if skips:
-            before = copy.deepcopy(optimizer.state_dict()["state"])
-            step(optimizer, params, 1, bad=float("nan"))
-            after = optimizer.state_dict()["state"]
-            assert all(torch.equal(after[k][n], before[k][n]) for k in before for n in before[k])
-        step(optimizer, params, 1)
-        ends.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
-    assert all(map(torch.equal, *ends))
+    assert_a_skip_changes_no_bit(lambda params: OfLines(groups_of(params)), SHAPES)
 
 
 def test_on_a_device_a_skip_is_selected():

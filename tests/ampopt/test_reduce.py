@@ -1,10 +1,10 @@
 """Rules that sum something up over parameters: trust ratios, norms, and what all of them share."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
+from support.scripted_steps import assert_a_skip_changes_no_bit, gradient, params_of, step
 from support.summing_rule import Ratio
 from torch.nn import Parameter
 
@@ -21,32 +21,15 @@ SIZES = [(3,), (2, 5), (0,), (70, 61), ()]
 STEPS = 3
 
 
-def params_of(dtype: torch.dtype) -> list[Parameter]:
-    return [
-        Parameter(torch.linspace(-1, 2, torch.Size(size).numel()).to(dtype).reshape(size))
-        for size in SIZES
-    ]
-
-
-def gradient(p: torch.Tensor, step: int) -> torch.Tensor:
-    return torch.linspace(-2 + step, 1, p.numel(), dtype=torch.float64).reshape(p.shape) + 0.25
-
-
 def groups_of(params: list[Any]) -> list[dict[str, Any]]:
     return [{"params": params[:2], "squared": True}, {"params": params[2:]}]
-
-
-def step(optimizer: Any, params: list[Any], i: int, bad: float = 0.0, **options: Any) -> None:
-    for p in params:
-        p.grad = (gradient(p, i) * 4 + bad).to(p.dtype)
-    optimizer.unscale_and_step(grads_scaled_by=4.0, **options)
 
 
 def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]]:
     """The same in float64, one parameter after another."""
     result = [
         {"p": p.detach().double(), "average": torch.zeros_like(p).double(), "total": 0.0}
-        for p in params_of(dtype)
+        for p in params_of(SIZES, dtype)
     ]
     for i in range(STEPS):
         grads = [gradient(r["p"], i).to(dtype).double() for r in result]
@@ -76,7 +59,7 @@ def reference(dtype: torch.dtype, max_norm: float | None) -> list[dict[str, Any]
 def test_sums_are_those_of_unscaled_and_clipped_gradients(backend, max_norm, dtype, options):
     """With bundled, large, empty and 0-d parameters, and flags of their own."""
     ampopt.set_backend(backend)
-    params = params_of(dtype)
+    params = params_of(SIZES, dtype)
     optimizer = Ratio(groups_of(params), **options)
     for i in range(STEPS):
         step(optimizer, params, i, max_norm=max_norm)
@@ -92,21 +75,7 @@ def test_sums_are_those_of_unscaled_and_clipped_gradients(backend, max_norm, dty
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_skip_changes_no_bit_and_a_run_repeats_itself(backend):
     ampopt.set_backend(backend)
-    ends = []
-    for skips in (False, True):
-        params = params_of(torch.float32)
-        optimizer = Ratio(groups_of(params))
-        if skips:
-            step(optimizer, params, 0, bad=float("inf"))
-        step(optimizer, params, 0)
-        if skips:
-            before = copy.deepcopy(optimizer.state_dict()["state"])
-            step(optimizer, params, 1, bad=float("nan"))
-            after = optimizer.state_dict()["state"]
-            assert all(torch.equal(after[k][n], before[k][n]) for k in before for n in before[k])
-        step(optimizer, params, 1)
-        ends.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
-    assert all(map(torch.equal, *ends))
+    assert_a_skip_changes_no_bit(lambda params: Ratio(groups_of(params)), SIZES)
 
 
 @pytest.mark.skipif("compiled" not in BACKENDS, reason="there is no C++ compiler here")
@@ -116,7 +85,7 @@ def test_compiled_sums_have_the_bits_of_eager_ones():
         ampopt.set_backend(backend)
         sizes = [1, 3, BLOCK, BLOCK + 1, PART, PART + 1, 100_003]
         others = [Parameter(torch.linspace(-3, 1, size)) for size in sizes]
-        params = [*params_of(torch.float32), *others]
+        params = [*params_of(SIZES, torch.float32), *others]
         optimizer = Ratio(groups_of(params))
         for i in range(2):
             step(optimizer, params, i)
@@ -128,7 +97,7 @@ def test_plain_and_split_steps_are_the_joined_one():
     ampopt.set_backend("eager")
     ends = []
     for how in range(3):
-        params = params_of(torch.float32)
+        params = params_of(SIZES, torch.float32)
         optimizer = Ratio(groups_of(params))
         for i in range(2):
             for p in params:
