@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -520,13 +521,9 @@ def unscale_and_step(
         )
     if scale is None and max_norm is None:
         return StepResult(optimizer.step(), ours.flag(None), None)
-    if loss is not None:
-        with ours.told(loss):
-            return unscale_and_step(
-                optimizer, None, grads_scaled_by, max_norm=max_norm, write=write
-            )
     attempt = ours.attempt if ours.sums.window is None else ours.attempt_with_sums
-    decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
+    with nullcontext() if loss is None else ours.told(loss):
+        decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     successor = successor_of(scale, decision)
     ours.mark_stepped(scale, successor)
     return StepResult(returned, ours.flag(decision), successor)

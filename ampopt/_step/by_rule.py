@@ -150,8 +150,7 @@ class RuleSteps:
         self.uploads: dict[torch.device, Uploads] = {}
         self.plan: Plan | None = None
         self.decision: Decision | None = None
-        self._skipper: Skipper | None = None
-        self.checks = Checks(optimizer, rule)
+        self.checks = Checks(optimizer)
 
     @property
     def optimizer(self) -> Any:
@@ -163,14 +162,12 @@ class RuleSteps:
         """What a step does."""
         return self.optimizer.rule if self._rule is None else self._rule
 
-    @property
+    @functools.cached_property
     def skipper(self) -> Skipper:
         """How torch's own step is skipped; chosen before the first."""
-        if self._skipper is None:
-            optimizer = self.optimizer
-            home = device_of(optimizer.param_groups) or torch.device("cpu")
-            self._skipper = skipper_of(optimizer.skip_by, home)
-        return self._skipper
+        optimizer = self.optimizer
+        home = device_of(optimizer.param_groups) or torch.device("cpu")
+        return skipper_of(optimizer.skip_by, home)
 
     def step(self, request: Request) -> Decision | None:
         """Step, or skip, with what is in the gradients. ``None`` if no rank has any."""
@@ -189,16 +186,16 @@ class RuleSteps:
     def check_gradients(self) -> None:
         """Refuse gradients that no step can take, before anything changes."""
         held = gradients.held(self.optimizer.param_groups)
-        self.checks.warn_of_float16()
+        self.checks.warn_of_float16(self.rule)
         if self.checks.need_torch():
             self.checks.check_dtypes()
             self.masters.check_float16(held)
         else:
-            self.checks.check_plannable()
+            self.checks.check_plannable(self.rule)
 
     def _planned(self, asks: bool) -> Plan | None:
         """What this step and the next work on; ``None`` if torch's own step has to do this one."""
-        self.checks.warn_of_float16()
+        self.checks.warn_of_float16(self.rule)
         if self.checks.need_torch():
             return None
         self.plan = Plan(self, asks=asks)

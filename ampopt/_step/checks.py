@@ -2,6 +2,7 @@
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stoch
 from ampopt._step.torch_private import check_for_fused, overlaps_itself
 from ampopt._step.variants import Variants, kind_of
 from ampopt_kernels.check_rule.on_numbers import try_out
-from ampopt_kernels.rule import Rule
+from ampopt_kernels.rule import Rule, State
 
 __all__ = ["Checks"]
 
@@ -23,26 +24,21 @@ _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, tor
 
 
 class Checks:
-    """Of the parameters and gradients of one optimizer, and of its rule."""
+    """Of the parameters and gradients of one optimizer, and of a rule."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin.
 
         Args:
             optimizer: to check, which is not kept alive.
-            rule: to step by; ``None`` for that of the optimizer.
         """
-        self._optimizer, self._rule_given = weakref.ref(optimizer), rule
+        self._optimizer = weakref.ref(optimizer)
         self._dtypes = WeakIdKeyDictionary()  # weak, for an identity is used again
         self._warned_of_float16 = False
 
     @property
     def _owner(self) -> Any:
         return self._optimizer()
-
-    @property
-    def _rule(self) -> Rule:
-        return self._owner.rule if self._rule_given is None else self._rule_given
 
     def need_torch(self) -> bool:
         """Whether this step has to be torch's own: differentiable, or sparse.
@@ -71,8 +67,11 @@ class Checks:
                 )
         return False
 
-    def check_plannable(self) -> None:
+    def check_plannable(self, rule: Rule) -> None:
         """Refuse what no plan can be made for, before anything has changed.
+
+        Args:
+            rule: to step by.
 
         Raises:
             RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast, or is
@@ -82,39 +81,21 @@ class Checks:
             ValueError: a group is to be rounded in no way that there is.
         """
         optimizer = self._owner
-        groups, rule = optimizer.param_groups, self._rule
+        groups, name = optimizer.param_groups, type(optimizer).__name__
         for group in groups:
             check_rounding(group.get(PARAM_ROUNDING, "nearest"))
-        gradients.check(groups)
+        held = gradients.held(groups)
         self.check_dtypes()
-        present = gradients.present(groups)
-        variants = Variants(rule, groups, present)
-        for flags, hyper in zip(variants.flags(groups), variants.hyper(groups), strict=True):
-            try_out(rule, flags, len(hyper), type(optimizer).__name__)
-        for group, param in present:
-            _check_written_once(groups, param)
+        variants = Variants(rule, groups, [(one.group, one.tensor) for one in held])
+        flags, hyper = variants.flags(groups), variants.hyper(groups)
+        for own_flags, own_hyper in zip(flags, hyper, strict=True):
+            try_out(rule, own_flags, len(own_hyper), name)
+        for (group, param, owner), variant in zip(held, variants.of, strict=True):
+            _check_written_once(param, owner.name)
             if rule.averages is not None:
-                self._check_rows(group, param)
+                _check_rows(param, owner.name, rule.marginals_for(flags[variant]), name)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
-
-    def _check_rows(self, index: int, param: Tensor) -> None:
-        """Refuse a parameter that has no rows, where states are of rows, or that is complex."""
-        groups, name = self._owner.param_groups, type(self._owner).__name__
-        which = gradients.name_of(groups, param)
-        if param.is_complex():
-            raise RuntimeError(
-                f"{name} does not support complex parameters, as {which} is: leave it to another "
-                "optimizer"
-            )
-        flags = self._rule.flag_values(groups[index], kind_of(groups[index], param))
-        kept = [part.name for part in self._rule.marginals_for(flags)]
-        if kept and param.ndim < 2:
-            raise RuntimeError(
-                f"{name} keeps {', '.join(kept)} of rows and columns, which {which}, of shape "
-                f"{tuple(param.shape)}, has not: give the rule a flag for such parameters, by "
-                "Rule.entries, and these states when='not FLAG'"
-            )
 
     def remember_dtypes(self) -> None:
         """Remember the dtype of each parameter, to notice a model that is cast later."""
@@ -137,8 +118,8 @@ class Checks:
                         "masters of half-precision parameters)"
                     )
 
-    def warn_of_float16(self) -> None:
-        """Warn once of a state that is to be kept in float16."""
+    def warn_of_float16(self, rule: Rule) -> None:
+        """Warn once of a state of ``rule`` that is to be kept in float16."""
         if self._warned_of_float16:
             return
         optimizer = self._owner
@@ -146,8 +127,7 @@ class Checks:
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue
-            flags = self._rule.flag_values(group, kind_of(group, param))
-            states = (*self._rule.state_for(flags), *self._rule.marginals_for(flags))
+            states = rule.tensor_state_for(rule.flag_values(group, kind_of(group, param)))
             states = [part for part in states if part.dtype in (None, torch.float16)]
             if states:
                 self._warned_of_float16 = True
@@ -163,9 +143,25 @@ class Checks:
                 return
 
 
-def _check_written_once(groups: list[dict[str, Any]], param: Tensor) -> None:
+def _check_written_once(param: Tensor, name: str) -> None:
     if overlaps_itself(dtensor.local(param)):
         raise RuntimeError(
-            f"{gradients.name_of(groups, param)} is expanded: several of its elements share one "
-            "place in memory, and each would be updated; make it of expanded.clone()"
+            f"{name} is expanded: several of its elements share one place in memory, and each "
+            "would be updated; make it of expanded.clone()"
+        )
+
+
+def _check_rows(param: Tensor, name: str, marginals: Sequence[State], optimizer: str) -> None:
+    """Refuse a parameter that has no rows, where states are of rows, or that is complex."""
+    if param.is_complex():
+        raise RuntimeError(
+            f"{optimizer} does not support complex parameters, as {name} is: leave it to another "
+            "optimizer"
+        )
+    if marginals and param.ndim < 2:
+        kept = ", ".join(part.name for part in marginals)
+        raise RuntimeError(
+            f"{optimizer} keeps {kept} of rows and columns, which {name}, of shape "
+            f"{tuple(param.shape)}, has not: give the rule a flag for such parameters, by "
+            "Rule.entries, and these states when='not FLAG'"
         )

@@ -13,7 +13,6 @@ from ampopt_kernels.tensors import real
 __all__ = [
     "UNDERFLOWING",
     "Held",
-    "check",
     "held",
     "name_of",
     "offenders",
@@ -122,11 +121,6 @@ def _check(param: Tensor, grad: Tensor, name: str) -> None:
             f"the gradient of {name} is on {grad.device}, the parameter on {param.device}: move "
             "the model before making the optimizer, and call zero_grad() after a move"
         )
-
-
-def check(param_groups: Iterable[dict[str, Any]]) -> None:
-    """Refuse gradients that no backend can take, before anything has changed; see :func:`held`."""
-    held(param_groups)
 
 
 def values_of(param: Tensor) -> Tensor:

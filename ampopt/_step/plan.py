@@ -52,7 +52,7 @@ class Plan:
         """
         optimizer, rule = steps.optimizer, steps.rule
         groups = optimizer.param_groups
-        steps.checks.check_plannable()
+        steps.checks.check_plannable(rule)
         self._uploads, self._home = steps.uploads, device_of(groups)
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
         # nothing can be taken all the same.
