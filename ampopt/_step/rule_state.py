@@ -33,7 +33,7 @@ def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict
     scalars = rule.scalar_state_for(flags)
     if scalars and steps.complete_state is not None:
         steps.complete_state(state)
-    for part in (*rule.state_for(flags), *rule.marginals_for(flags)):
+    for part in rule.tensor_state_for(flags):
         value = state.get(part.name)
         if value is not None and dtensor.is_spread(value) != dtensor.is_spread(param):
             raise RuntimeError(

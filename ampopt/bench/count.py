@@ -1,14 +1,15 @@
 """The bytes that a step of a rule has to move, which is what its time is held against."""
 
+import functools
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import ampopt
 from ampopt._step.variants import kind_of
+from ampopt_kernels.rule import Rule
 
 __all__ = ["bytes_by_kernel", "bytes_moved"]
 
@@ -37,7 +38,7 @@ def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
                 continue
             flags = optimizer.rule.flag_values(group, kind_of(group, param))
             names = [part.name for part in optimizer.rule.state_for(flags)]
-            reduced = _reduced(optimizer, group, flags)
+            reduced = _reduced(optimizer.rule, flags, len(optimizer.rule.hyper_values(group)))
             state = optimizer.state[param]
             master = optimizer._ampopt.masters.of(group, param)
             stored, copies = (param, []) if master is None else (master, [param])
@@ -52,18 +53,16 @@ def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
     return moved
 
 
-def _reduced(
-    optimizer: ampopt.ElementwiseOptimizer, group: dict[str, Any], flags: tuple[bool, ...]
-) -> list[bool]:
+@functools.lru_cache(maxsize=64)  # hundreds of parameters have the same
+def _reduced(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> list[bool]:
     """Which of gradient, parameter and states the terms of the rule are made of."""
-    rule = optimizer.rule
     n = 2 + len(rule.state_for(flags))
     if not rule.reduces:
         return [False] * n
     with torch.enable_grad():
-        n_read = n + len(rule.marginals_for(flags))
+        n_read = 2 + len(rule.tensor_state_for(flags))
         grad, param, *state = given = [torch.ones(1, requires_grad=True) for _ in range(n_read)]
-        h = (1.0,) * rule.widths(len(rule.hyper_values(group))).reduce
+        h = (1.0,) * rule.widths(n_hyper).reduce
         terms = rule.torch_reduce_in(torch.float32)(param, grad, tuple(state), h, flags)
         used = torch.autograd.grad(torch.stack(terms).sum(), given, allow_unused=True)
     return [gradient is not None for gradient in used[:n]]

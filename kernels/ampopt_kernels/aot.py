@@ -373,7 +373,7 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
 def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
     """How many hyperparameters the rule unpacks: an entry of ``hyper`` may stand for several."""
     one = torch.ones((), dtype=torch.float64)
-    states = (one,) * len((*rule.state_for(flags), *rule.marginals_for(flags)))
+    states = (one,) * len(rule.tensor_state_for(flags))
     for n in range(len(rule.hyper), len(rule.hyper) + 9):
         try:
             s, h, sums = (one,) * len(rule.scalar_state), (one * 0.5,) * n, ()
@@ -381,7 +381,7 @@ def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
                 s, h = rule.torch_before_reduce(s, h, flags)
                 sums = rule.torch_reduce_in(torch.float64)(one, one, states, h, flags)
             _, h = rule.torch_scalars(s, h, flags, sums, sums)
-            rule.torch_update(one, one, states, h, flags, *rule.at(one))
+            rule.torch_update_in(torch.float32)(one, one, states, h, flags, *rule.at(one))
         except (ValueError, IndexError):
             continue
         return n

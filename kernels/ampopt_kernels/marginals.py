@@ -20,9 +20,8 @@ from ampopt_kernels.tensors import widest
 
 __all__ = ["Marginals", "advance"]
 
-_CHUNK = {"cpu": 1 << 16}
+_CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
 """Elements whose terms are held at a time: on a CPU what fits the cache of a core."""
-_CHUNK_ON_DEVICES = 1 << 24
 _FEW = 7
 """Numbers, as in rows of a convolution's kernel, whose sum takes a CPU longer than adding them."""
 
@@ -113,7 +112,7 @@ def advance(
     """
     if 0 in own.size or not own.states[0].numel():  # there are no elements anywhere
         return
-    size = _CHUNK.get(tensors[0].device.type, _CHUNK_ON_DEVICES)
+    size = _CHUNK_ON_CPU if tensors[0].is_cpu else _CHUNK_ON_DEVICES
     read = [t.view(own.shape) for t in tensors]
     small = read[0].numel() <= size
     if small or own.spread is not None:

@@ -224,6 +224,10 @@ class Rule:
         """The elementwise states that exist under ``flags``."""
         return tuple(p for p in self.state if p.shape is None and self._exists(p, flags))
 
+    def tensor_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
+        """All but scalars, in the order in which ``reduce`` and ``update`` read them."""
+        return (*self.state_for(flags), *self.marginals_for(flags))
+
     def marginals_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The states of rows and columns that exist under ``flags``."""
         return tuple(p for p in self.state if p.shape is not None and self._exists(p, flags))
@@ -254,43 +258,24 @@ class Rule:
 
     def torch_update_in(self, dtype: torch.dtype) -> Any:
         """``update`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
-        return self._torch_update64 if dtype == torch.float64 else self.torch_update
-
-    @functools.cached_property
-    def torch_update(self) -> Any:
-        """``update`` on torch tensors, with blocks of float32."""
-        return torch_language.dividing(torch_language.bind(self.update))
-
-    @functools.cached_property
-    def _torch_update64(self) -> Any:
-        in_float64 = torch_language.in_float64
-        return torch_language.dividing(torch_language.bind(self.update, in_float64))
+        return self._on_blocks("update", dtype)
 
     def torch_reduce_in(self, dtype: torch.dtype) -> Any:
-        """``reduce`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
-        return self._torch_reduce64 if dtype == torch.float64 else self._torch_reduce
-
-    @functools.cached_property
-    def _torch_reduce(self) -> Any:
-        return torch_language.dividing(torch_language.bind(self.reduce))
-
-    @functools.cached_property
-    def _torch_reduce64(self) -> Any:
-        in_float64 = torch_language.in_float64
-        return torch_language.dividing(torch_language.bind(self.reduce, in_float64))
+        """``reduce``, likewise."""
+        return self._on_blocks("reduce", dtype)
 
     def torch_averages_in(self, dtype: torch.dtype) -> Any:
-        """``averages`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
-        return self._torch_averages64 if dtype == torch.float64 else self._torch_averages
+        """``averages``, likewise."""
+        return self._on_blocks("averages", dtype)
 
     @functools.cached_property
-    def _torch_averages(self) -> Any:
-        return torch_language.dividing(torch_language.bind(self.averages))
+    def _on_blocks(self) -> "Callable[[str, torch.dtype], Any]":
+        @functools.cache
+        def on_blocks(role: str, dtype: torch.dtype) -> Any:
+            language = torch_language.in_float64 if dtype == torch.float64 else None
+            return torch_language.dividing(torch_language.bind(getattr(self, role), language))
 
-    @functools.cached_property
-    def _torch_averages64(self) -> Any:
-        in_float64 = torch_language.in_float64
-        return torch_language.dividing(torch_language.bind(self.averages, in_float64))
+        return on_blocks
 
     @functools.cached_property
     def torch_before_reduce(self) -> Any:
@@ -353,7 +338,7 @@ class Rule:
             if not self.reduces:
                 return Widths(0, 0, len(self.torch_scalars(s, h, flags)[1]))
             s, before = self.torch_before_reduce(s, h, flags)
-            states = (one,) * len((*self.state_for(flags), *self.marginals_for(flags)))
+            states = (one,) * len(self.tensor_state_for(flags))
             terms = self.torch_reduce_in(torch.float64)(one, one, states, before, flags)
             sums = (one,) * len(terms)
             _, h = self.torch_scalars(s, before, flags, sums, sums)

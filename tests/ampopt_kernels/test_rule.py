@@ -148,7 +148,9 @@ def test_scalars_have_the_same_bits_for_one_parameter_as_among_others(counts, lr
 
 
 def test_runs_on_tensors():
-    p, state = RULE.torch_update(torch.ones(2), torch.full((2,), 2.0), (), (0.25,), ())
+    p, state = RULE.torch_update_in(torch.float32)(
+        torch.ones(2), torch.full((2,), 2.0), (), (0.25,), ()
+    )
     assert p.tolist() == [0.5, 0.5]
     assert state == ()
 
@@ -161,8 +163,8 @@ def test_built_in_rules_keep_to_what_they_declare(name):
     n_hyper = count_hyper(rule, (False,) * len(rule.flags))
     for flags in itertools.product((False, True), repeat=len(rule.flags)):
         s, h, sums = (one,) * len(rule.scalar_state), (one * 0.5,) * n_hyper, ()
-        states, marginals = rule.state_for(flags), rule.marginals_for(flags)
-        state = (torch.ones(2),) * len((*states, *marginals))
+        states = rule.state_for(flags)
+        state = (torch.ones(2),) * len(rule.tensor_state_for(flags))
         if rule.reduces:
             s, h = rule.torch_before_reduce(s, h, flags)
             terms = rule.torch_reduce_in(torch.float32)(*[torch.ones(2)] * 2, state, h, flags)
@@ -170,6 +172,6 @@ def test_built_in_rules_keep_to_what_they_declare(name):
             sums = (one,) * len(terms)
         s, h = rule.torch_scalars(s, h, flags, sums, sums)
         assert len(s) == len(rule.scalar_state)
-        p, new = rule.torch_update(torch.ones(2), torch.ones(2), state, h, flags)
+        p, new = rule.torch_update_in(torch.float32)(torch.ones(2), torch.ones(2), state, h, flags)
         assert len(new) == len(states)
         assert all(t.shape == (2,) for t in (p, *new))

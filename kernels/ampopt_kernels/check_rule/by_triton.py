@@ -197,7 +197,7 @@ def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tupl
         "RULE": compilable(rule.update),
         "FLAGS": flags,
         "DRAWS": rule.draws,
-        "N_STATES": len((*rule.state_for(flags), *rule.marginals_for(flags))),
+        "N_STATES": len(rule.tensor_state_for(flags)),
         "N_H": widths.update,
         "DTYPE": tl.float32,
     }

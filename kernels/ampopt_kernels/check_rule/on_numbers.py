@@ -47,8 +47,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     scalars = [part.name for part in rule.scalar_state]
     states = [part.name for part in rule.state_for(flags)]
     its_scalars = f"of {owner}'s rule, which declares scalar_state={scalars}, {declared}"
-    marginals = [part.name for part in rule.marginals_for(flags)]
-    read = states + marginals
+    read = [part.name for part in rule.tensor_state_for(flags)]
     its_states = f"of {owner}'s rule, which declares state={read} under {given}, {declared}"
 
     one, two = (torch.ones(n, dtype=torch.float64, device="cpu") for n in ((), 2))
@@ -60,7 +59,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         s, h = _called(f"{role} {its_scalars}", _pair, before, s, h, flags)
         _check_scalars(f"{role} of {owner}'s rule", s, h, scalars)
         given_two = _called(f"{role} {its_scalars}", _pair, before, *given_two, flags)
-        if marginals:
+        if rule.marginals_for(flags):
             _try_marginals(rule, flags, h, its_states, owner)
         terms = _Blocks(f"reduce {its_states}", f"reduce of {owner}'s rule", h, flags, read)
         n_terms = terms.check(rule.torch_reduce_in(torch.float32), _terms)
@@ -86,7 +85,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
             )
         return dict(zip(("p", *states), (p, *new), strict=True))
 
-    update.check(rule.torch_update, updated)
+    update.check(rule.torch_update_in(torch.float32), updated)
 
 
 def _try_marginals(

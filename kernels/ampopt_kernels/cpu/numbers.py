@@ -101,8 +101,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
     """Of dense CPU tensors of dtypes that rules take."""
     where, dtypes, sizes = _located(tensors)
     starts = where.buffer_info()[0], dtypes.buffer_info()[0], sizes.buffer_info()[0]
-    finite = (loaded or loops()).all_finite
-    return bool(finite(*starts, len(where), torch.get_num_threads()))
+    return bool(loops().all_finite(*starts, len(where), torch.get_num_threads()))
 
 
 def sums_of_squares(tensors: list[Tensor]) -> list[float]:

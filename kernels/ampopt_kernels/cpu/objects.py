@@ -104,7 +104,7 @@ def _declared(made: ctypes.CDLL) -> ctypes.PyDLL:
 
 def addresses(tensors: list[Tensor]) -> array:
     """Where the first elements of strided tensors are, as 64-bit integers."""
-    library = loops.there or loops.asked()
+    library = loops.asked()
     if library is not None:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
@@ -114,7 +114,7 @@ def addresses(tensors: list[Tensor]) -> array:
 
 def bump_versions(tensors: list[Tensor]) -> None:
     """Tell autograd of a write to each of ``tensors`` that it has not seen."""
-    library = loops.there or loops.asked()
+    library = loops.asked()
     if library is None or not library.bump_versions(tensors):
         torch.autograd.graph.increment_version(tensors)
 
@@ -132,7 +132,7 @@ class Contents:
 
     def unchanged(self) -> bool:
         """Whether they hold the very same objects as then, in the same order."""
-        library = loops.there or loops.asked()
+        library = loops.asked()
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
             return bool(library.hold(self._containers, sizes, self._members, self._values))
@@ -166,7 +166,7 @@ class Layouts:
         if len(tensors) != self._n:
             return False
         if self._numbers is not None:
-            library = loops.there or loops.asked()
+            library = loops.asked()
             assert library is not None
             return bool(library.laid_out(tensors, self._numbers.buffer_info()[0]))
         assert self._told is not None
@@ -188,7 +188,7 @@ _TOLD: tuple[Callable[[Any], Any], ...] = (
 
 def _numbers(tensors: list[Tensor]) -> array | None:
     """The layouts of ``tensors`` as C++ tells them; ``None`` while there is none that could."""
-    library = loops.there or loops.asked()
+    library = loops.asked()
     if library is None or (n := library.layouts(tensors, None, 0)) < 0:
         return None
     found = array("q", bytes(8 * n))
