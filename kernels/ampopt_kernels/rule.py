@@ -225,7 +225,7 @@ class Rule:
         return tuple(p for p in self.state if p.shape is None and self._exists(p, flags))
 
     def tensor_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
-        """All but scalars, in the order in which ``reduce`` and ``update`` read them."""
+        """All but scalars under ``flags``, in the order in which the rule's functions read them."""
         return (*self.state_for(flags), *self.marginals_for(flags))
 
     def marginals_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
@@ -261,11 +261,11 @@ class Rule:
         return self._on_blocks("update", dtype)
 
     def torch_reduce_in(self, dtype: torch.dtype) -> Any:
-        """``reduce``, likewise."""
+        """``reduce`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
         return self._on_blocks("reduce", dtype)
 
     def torch_averages_in(self, dtype: torch.dtype) -> Any:
-        """``averages``, likewise."""
+        """``averages`` on torch tensors, with blocks of ``dtype``, float32 or float64."""
         return self._on_blocks("averages", dtype)
 
     @functools.cached_property
