@@ -249,7 +249,7 @@ class Captured:
             if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
                 return False
         with torch.no_grad():  # as in a step: layouts are compared together with torch's modes
-            return plan.renew(self._optimizer)
+            return plan.renew(steps)
 
     def _hyper_tensors(self) -> list[Tensor]:
         optimizer = self._optimizer

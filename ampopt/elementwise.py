@@ -105,7 +105,8 @@ class ElementwiseOptimizer(Optimizer):
     be skipped, say ``skip_by = "step"``, and the rule alone is, on the device.
 
     Attributes:
-        rule: the mathematics; see :class:`ampopt_kernels.Rule`.
+        rule: the mathematics; see :class:`ampopt_kernels.Rule`. Another one, put on the class or an
+            instance, is what the next step runs.
     """
 
     rule: ClassVar[Rule]

@@ -176,7 +176,7 @@ class RuleSteps:
             self.masters.check_unedited()
         self.decision = None  # torch's own step is not to see that of the last one
         plan = self.plan
-        if plan is None or not plan.renew(self.optimizer):
+        if plan is None or not plan.renew(self):
             plan = self._planned(request.asks)
         self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
         if on_masters:

@@ -53,6 +53,7 @@ class Plan:
         optimizer, rule = steps.optimizer, steps.rule
         groups = optimizer.param_groups
         steps.checks.check_plannable(rule)
+        self._rule = rule
         self._uploads, self._home = steps.uploads, device_of(groups)
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
         # nothing can be taken all the same.
@@ -81,13 +82,15 @@ class Plan:
         self.lasts = not made.copies and not any(p.is_complex() for p in made.present)
         self._guards = _Guards(steps, made)
 
-    def renew(self, optimizer: Any) -> bool:
+    def renew(self, steps: "RuleSteps") -> bool:
         """Take up the gradients and hyperparameters of this step, if nothing else has changed.
 
         Returns:
             Whether nothing has; if not, another plan is needed.
         """
-        grads = self._guards.gradients(optimizer) if self.lasts else None
+        optimizer = steps.optimizer
+        same = self.lasts and steps.rule is self._rule
+        grads = self._guards.gradients(optimizer) if same else None
         if grads is None:
             return False
         hyper = self._variants.hyper(optimizer.param_groups)

@@ -1,13 +1,16 @@
 """What a step works on is kept from one step to the next, and never when it should not be."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from support.object_loops import need_object_loops
+from support.short_rules import signum
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampopt
+from ampopt_kernels import rules
 from ampopt_kernels.cpu import objects
 from ampopt_kernels.cpu.build import cpp_compiler
 
@@ -225,6 +228,22 @@ def test_one_plan_serves_every_backend(order):
             )
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))
     assert all(plan is plans[0] for plan in plans)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
+@pytest.mark.parametrize("on", ["instance", "class"])
+def test_a_rule_that_is_exchanged_between_steps_is_the_rule_of_the_next(on, backend):
+    class Exchanged(ampopt.SGD):
+        pass
+
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = Exchanged([weight], lr=0.5, momentum=0.5)
+    owner: Any = optimizer if on == "instance" else Exchanged
+    for rule, expected in ((rules.sgd, 5.0), (signum, 4.5)):
+        owner.rule = rule
+        weight.grad = torch.full((3,), -8.0 if rule is rules.sgd else 32.0)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        assert weight.tolist() == [expected] * 3
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
