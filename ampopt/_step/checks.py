@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import dtensor, gradients
+from ampopt._step.hyperparameters import check_numbers
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
 from ampopt._step.torch_private import check_for_fused, overlaps_itself
@@ -77,8 +78,9 @@ class Checks:
             RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast, or is
                 expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks
                 its word.
-            TypeError: see :func:`ampopt._step.gradients.held`.
-            ValueError: a group is to be rounded in no way that there is.
+            TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is no number.
+            ValueError: there are more numbers than one, or fewer; a group is to be rounded in no
+                way that there is.
         """
         optimizer = self._owner
         groups, name = optimizer.param_groups, type(optimizer).__name__
@@ -87,6 +89,11 @@ class Checks:
         held = gradients.held(groups)
         self.check_dtypes()
         variants = Variants(rule, groups, [(one.group, one.tensor) for one in held])
+        for group, entries in variants.seen(groups):
+            for entry in rule.hyper:
+                if entry in entries:
+                    like = optimizer.defaults.get(entry, entries[entry])
+                    check_numbers(f"{entry} of group {group}", entries[entry], like)
         flags, hyper = variants.flags(groups), variants.hyper(groups)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ampopt._step import dtensor, ranks
+from ampopt._step.hyperparameters import forms_of
 from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_held, works_of
 from ampopt._step.param_rounding import PARAM_ROUNDING
 from ampopt._step.rank_sums import RankSums
@@ -72,9 +73,10 @@ class Plan:
             self._rank_sums = RankSums(self._agreement, groups, n_terms)
         made = RuleRows(steps, self._agreement)
         self.works: list[Work] = works_of(made.rows, made.grads, steps.uploads, made.rule)
+        self._variants, hyper = made.variants, made.variants.hyper(groups)
+        self._forms = forms_of(hyper)
         for work in self.works:
-            work.hyper = made.variants.hyper(groups)
-        self._variants = made.variants
+            work.hyper = hyper
         order = {id(row): place for place, row in enumerate(made.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._present, self._held, self._copies = made.present, made.held, made.copies
@@ -94,6 +96,8 @@ class Plan:
         if grads is None:
             return False
         hyper = self._variants.hyper(optimizer.param_groups)
+        if forms_of(hyper) != self._forms:
+            return False
         for work, places in zip(self.works, self._places, strict=True):
             own = grads if len(places) == len(grads) else [grads[i] for i in places]
             work.take(own, hyper)

@@ -1,6 +1,6 @@
 """Param groups as a rule sees them: divided, where it tells kinds of parameters apart."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ class Variants:
             self._kinds = list(dict.fromkeys(kinds))
             places = {kind: place for place, kind in enumerate(self._kinds)}
             self.of = [places[kind] for kind in kinds]
+
+    def seen(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """The group of each, and the entries that the rule sees."""
+        for group, kind in self._kinds:
+            yield group, groups[group] if kind is None else self._rule.seen(groups[group], kind)
 
     def flags(self, groups: Sequence[dict[str, Any]]) -> list[tuple[bool, ...]]:
         """The flags of each."""

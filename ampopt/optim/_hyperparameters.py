@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
+from ampopt._step.hyperparameters import check_numbers
 
 __all__ = ["check_betas", "check_lr", "check_not_negative", "check_positive"]
 
@@ -11,10 +11,10 @@ def check_lr(lr: Any) -> None:
     """Refuse a learning rate below 0. Looks at a tensor, as torch does.
 
     Raises:
+        TypeError: it is no number, as for all that is checked here.
         ValueError: it is, or is a tensor of several elements.
     """
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element, got one of shape {tuple(lr.shape)}")
+    check_numbers("lr", lr, 0.0)
     if not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}; it must be 0 or more")
 
@@ -25,8 +25,7 @@ def check_betas(betas: Any, count: int = 2) -> None:
     Raises:
         ValueError: they are not.
     """
-    if len(betas) != count:
-        raise ValueError(f"Invalid betas: {betas}; there must be {count}")
+    check_numbers("betas", betas, (0.0,) * count)
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(
@@ -41,6 +40,7 @@ def check_not_negative(**values: Any) -> None:
         ValueError: one is.
     """
     for name, value in values.items():
+        check_numbers(name, value, 0.0)
         if not value >= 0.0:
             raise ValueError(f"Invalid {name} value: {value}; it must be 0 or more")
 
@@ -52,5 +52,6 @@ def check_positive(**values: Any) -> None:
         ValueError: one is not.
     """
     for name, value in values.items():
+        check_numbers(name, value, 0.0)
         if not value > 0.0:
             raise ValueError(f"Invalid {name} value: {value}; it must be above 0")

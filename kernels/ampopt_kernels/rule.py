@@ -195,7 +195,7 @@ class Rule:
 
         Reads no device tensor.
         """
-        seen = group if kind is None else self._seen(group, kind)
+        seen = group if kind is None else self.seen(group, kind)
         flags: list[bool] = []
         try:
             for value in map(seen.__getitem__, self.flags):
@@ -211,7 +211,7 @@ class Rule:
 
         For its parameters of one ``kind``, where ``entries`` tells them apart.
         """
-        seen = group if kind is None else self._seen(group, kind)
+        seen = group if kind is None else self.seen(group, kind)
         flat: list[float | Tensor] = []
         try:
             for value in map(seen.__getitem__, self.hyper):
@@ -247,7 +247,8 @@ class Rule:
     def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
         return all(flags[self.flags.index(name)] == truth for name, truth in part.needs)
 
-    def _seen(self, group: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
+    def seen(self, group: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
+        """The entries of ``group`` for its parameters of one ``kind``; see :attr:`entries`."""
         if self.entries is None:
             return group
         return {**group, **self.entries(group, *kind)}

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.optimizers import SOME_RULES, Plain
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.testing.bits import bits, everything
+from ampopt.testing.bits import assert_bitwise_unchanged, bits, everything
 
 INF = float("inf")
 NAN = float("nan")
@@ -315,6 +316,43 @@ def test_float16_gradients_cannot_be_unscaled_in_place(cls):
         optimizer.unscale(grads_scaled_by=2.0)
     assert (everything(optimizer), bits([p.grad for p in params])) == before
     assert optimizer._ampopt.pending is None
+
+
+# --- hyperparameters ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_hyperparameter_that_is_no_number(backend, steps):
+    params = [Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = ampopt.AdamW([{"params": [p]} for p in params])
+    last = optimizer.param_groups[1]  # the others are not to be updated before it is looked at
+    for _ in range(steps):
+        step_with_ones(optimizer, params)
+    for entry, bad, error, allowed in (
+        ("lr", "0.1", TypeError, "a number or a tensor of one element"),
+        ("lr", None, TypeError, "a number or a tensor of one element"),
+        ("lr", 1j, TypeError, "a number or a tensor of one element"),
+        ("lr", torch.ones(2), ValueError, "a number or a tensor of one element"),
+        ("eps", np.ones(1), TypeError, "a number or a tensor of one element"),
+        ("betas", (0.9, "x"), TypeError, "a tuple of 2, each a number or a tensor of one element"),
+        ("betas", 0.9, TypeError, "a tuple of 2, each a number or a tensor of one element"),
+        ("betas", (0.9,), ValueError, "a tuple of 2, each a number or a tensor of one element"),
+    ):
+        good, last[entry] = last[entry], bad
+        match = re.escape(f"{entry} of group 1 must be {allowed}, got {bad!r}")
+        with assert_bitwise_unchanged(optimizer), pytest.raises(error, match=match):
+            step_with_ones(optimizer, params)
+        last[entry] = good
+    for entry, value in (("lr", np.float64(0.5)), ("lr", torch.ones(1)), ("betas", [0.5, 0.5])):
+        last[entry] = value
+        step_with_ones(optimizer, params)
+
+
+def step_with_ones(optimizer: Any, params: list[Parameter]) -> None:
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
 
 
 # --- constructors and backends --------------------------------------------------------------------

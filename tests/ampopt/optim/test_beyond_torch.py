@@ -189,8 +189,11 @@ def test_hyperparameters_out_of_range_are_refused(cls):
             continue
         if name == "betas":
             value = value[: len(taken[name].default)]
-        with pytest.raises(ValueError, match="Invalid .*; |lr must be"):
+        with pytest.raises(ValueError, match="Invalid .*; |lr must|betas must"):
             cls([Parameter(torch.ones(1))], **{name: value})
+        wrong = re.escape(f"{name} must be a") + ".*number.*, got '0.1'"
+        with pytest.raises(TypeError, match=wrong):
+            cls([Parameter(torch.ones(1))], **{name: "0.1"})
 
 
 @pytest.mark.parametrize("cls", BEYOND_TORCH)
