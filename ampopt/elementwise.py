@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ampopt._step import torch_scaler
 from ampopt._step.by_rule import ByRule, RuleSteps
+from ampopt._step.checks import check_options
 from ampopt._step.closures import evaluated
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import Ordinary
-from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
+from ampopt._step.param_rounding import PARAM_ROUNDING, is_stochastic
 from ampopt._step.rule_state import shares_storage
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached, Stepping
@@ -134,7 +135,7 @@ class ElementwiseOptimizer(Optimizer):
             **kwargs: what the base classes take.
 
         Raises:
-            TypeError: the class has no ``rule``.
+            TypeError: the class has no ``rule``; ``master_weights`` is no bool.
             ValueError: ``param_rounding`` is another, or does not go with ``differentiable``.
         """
         if not isinstance(getattr(self, "rule", None), Rule):
@@ -142,7 +143,7 @@ class ElementwiseOptimizer(Optimizer):
                 f"{type(self).__name__} has no rule: set the class attribute, as in "
                 "rule = Rule(update=update, hyper=('lr',))"
             )
-        check_rounding(param_rounding)
+        check_options({"master_weights": master_weights, PARAM_ROUNDING: param_rounding})
         super().__init__(*args, **kwargs)
         options: dict[str, Any] = {"master_weights": True} if master_weights else {}
         if param_rounding != "nearest":
@@ -238,9 +239,10 @@ class ElementwiseOptimizer(Optimizer):
         So may be ``param_rounding``.
 
         Raises:
+            TypeError: ``master_weights`` is no bool.
             ValueError: ``param_rounding`` is no way to round.
         """
-        check_rounding(param_group.get(PARAM_ROUNDING, "nearest"))
+        check_options(param_group)
         super().add_param_group(param_group)
         self._ampopt.rule.checks.remember_dtypes()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.mistakes import instead_of
-from ampopt.loss_scale.numbers import check_count
+from ampopt.loss_scale.numbers import check_bool, check_count
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
 from ampopt.precision.levels import Precision
@@ -43,9 +43,9 @@ def check_overflow(then: Any, max_replays: Any, preserve_rng: bool, cuda_graph: 
             raise ValueError(
                 "max_replays does not go with on_overflow='skip': leave one of them out"
             )
-    if preserve_rng and then != "replay":
+    if check_bool("preserve_rng", preserve_rng) and then != "replay":
         raise ValueError("preserve_rng is for replays: give on_overflow='replay' too")
-    if cuda_graph and then != "skip":
+    if check_bool("cuda_graph", cuda_graph) and then != "skip":
         raise ValueError(
             f"on_overflow={then!r} does not go with cuda_graph=True: the host has to look at each "
             "step; leave one of them out"

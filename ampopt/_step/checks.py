@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
 from ampopt._step.torch_private import check_for_fused, overlaps_itself
 from ampopt._step.variants import Variants, kind_of
+from ampopt.loss_scale.numbers import check_bool
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.rule import Rule, State
 
-__all__ = ["Checks"]
+__all__ = ["Checks", "check_options"]
 
 _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
@@ -78,14 +79,15 @@ class Checks:
             RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast, or is
                 expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks
                 its word.
-            TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is no number.
+            TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is no number,
+                or an option no bool.
             ValueError: there are more numbers than one, or fewer; a group is to be rounded in no
                 way that there is.
         """
         optimizer = self._owner
         groups, name = optimizer.param_groups, type(optimizer).__name__
         for group in groups:
-            check_rounding(group.get(PARAM_ROUNDING, "nearest"))
+            check_options(group)
         held = gradients.held(groups)
         self.check_dtypes()
         variants = Variants(rule, groups, [(one.group, one.tensor) for one in held])
@@ -148,6 +150,17 @@ class Checks:
                     stacklevel=2,
                 )
                 return
+
+
+def check_options(group: Mapping[str, Any]) -> None:
+    """Refuse options of a param group that are none.
+
+    Raises:
+        TypeError: ``master_weights`` is no bool.
+        ValueError: ``param_rounding`` is no way to round.
+    """
+    check_bool("master_weights", group.get("master_weights", False))
+    check_rounding(group.get(PARAM_ROUNDING, "nearest"))
 
 
 def _check_written_once(param: Tensor, name: str) -> None:

@@ -15,7 +15,7 @@ from ampopt._step import ranks
 from ampopt._step.replay import Replay
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.given import request_for, successor_of
-from ampopt.loss_scale.numbers import check_scale_number
+from ampopt.loss_scale.numbers import check_bool, check_scale_number
 from ampopt.results import StepResult, as_flag, found_behind
 
 __all__ = ["evaluated", "step_after_unscale", "unscale_and_step"]
@@ -151,6 +151,7 @@ def _replayed(
     _check_closure(closure)
     if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
         raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
+    check_bool("preserve_rng", preserve_rng)
     ours, groups = optimizer._ampopt, optimizer.param_groups
     replay = Replay(
         torch.enable_grad()(evaluate),

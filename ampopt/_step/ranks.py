@@ -15,6 +15,7 @@ from torch import Tensor
 from ampopt._step.dtensor import is_spread
 from ampopt._step.torch_private import flattened, is_flattened_by_fsdp1, root_of
 from ampopt.backend import backend_for
+from ampopt.loss_scale.numbers import check_bool
 from ampopt_kernels.devices import captures
 from ampopt_kernels.step import Partials
 from ampopt_kernels.tensors import widest
@@ -428,10 +429,7 @@ class Carried:
 
 
 def _is_replicated(group: dict[str, Any]) -> bool:
-    given = group.get(REPLICATED, False)
-    if not isinstance(given, bool):
-        raise TypeError(f"replicated of a param group must be True or False, got {given!r}")
-    return given
+    return check_bool("replicated of a param group", group.get(REPLICATED, False))
 
 
 def _digest(params: Iterable[Any]) -> int:

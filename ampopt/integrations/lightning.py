@@ -18,6 +18,7 @@ except ImportError as error:
 
 from ampopt.grad_scaler.scaler import GradScaler
 from ampopt.integrations.step_record import StepRecord
+from ampopt.loss_scale.numbers import check_bool
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
 
@@ -65,7 +66,7 @@ class MixedPrecision(plugins.MixedPrecision):
         if scaler is None:
             fixed = StaticLossScale(1.0) if precision == "bf16-mixed" else None
             scaler = GradScaler(device, loss_scale=fixed)
-        if replay and not isinstance(scaler, GradScaler):
+        if check_bool("replay", replay) and not isinstance(scaler, GradScaler):
             raise MisconfigurationException(
                 f"replay=True needs an ampopt.GradScaler, got {type(scaler).__name__}"
             )

@@ -1,4 +1,4 @@
-"""Checks of the numbers users hand over. Messages give the value, what is allowed, and the fix."""
+"""Checks of what users hand over for a number or a truth, which say what is allowed instead."""
 
 import math
 import numbers
@@ -6,7 +6,14 @@ import operator
 import struct
 from typing import Any
 
-__all__ = ["LARGEST_SCALE", "SMALLEST_SCALE", "check_count", "check_number", "check_scale_number"]
+__all__ = [
+    "LARGEST_SCALE",
+    "SMALLEST_SCALE",
+    "check_bool",
+    "check_count",
+    "check_number",
+    "check_scale_number",
+]
 
 SMALLEST_SCALE = 2.0**-126
 """float32's smallest normal number; the reciprocal of a smaller scale may overflow float32."""
@@ -15,6 +22,21 @@ LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
 """float32's largest number."""
 
 _LARGEST_COUNT = 2**31 - 1
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """``value``, if it is a bool. To Python, ``"no"`` is true, too.
+
+    Args:
+        name: what messages call the value.
+        value: given for a bool.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def check_number(name: str, value: Any) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.base import Device, LossScale, check_entries, check_flag
-from ampopt.loss_scale.numbers import check_scale_number
+from ampopt.loss_scale.numbers import check_bool, check_scale_number
 
 __all__ = ["StaticLossScale"]
 
@@ -76,9 +76,5 @@ class StaticLossScale(LossScale):
 
 
 def _check_static(value: Any, drop_overflow_update: Any) -> tuple[float, bool]:
-    if not isinstance(drop_overflow_update, bool):
-        raise TypeError(
-            f"drop_overflow_update must be a bool, got {drop_overflow_update!r} of type "
-            f"{type(drop_overflow_update).__name__}"
-        )
-    return check_scale_number(value, "value"), drop_overflow_update
+    drop = check_bool("drop_overflow_update", drop_overflow_update)
+    return check_scale_number(value, "value"), drop

@@ -3,8 +3,9 @@
 from typing import Any
 
 from ampopt._step.hyperparameters import check_numbers
+from ampopt.loss_scale.numbers import check_bool
 
-__all__ = ["check_betas", "check_lr", "check_not_negative", "check_positive"]
+__all__ = ["check_betas", "check_flags", "check_lr", "check_not_negative", "check_positive"]
 
 
 def check_lr(lr: Any) -> None:
@@ -31,6 +32,16 @@ def check_betas(betas: Any, count: int = 2) -> None:
             raise ValueError(
                 f"Invalid beta parameter at index {index}: {beta}; it must be 0 or more and below 1"
             )
+
+
+def check_flags(**values: Any) -> None:
+    """Refuse what is no bool of the hyperparameters that are to be, which are given by name.
+
+    Raises:
+        TypeError: one is none.
+    """
+    for name, value in values.items():
+        check_bool(name, value)
 
 
 def check_not_negative(**values: Any) -> None:

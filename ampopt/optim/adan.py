@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_betas, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
 from ampopt_kernels import rules
 
 __all__ = ["Adan"]
@@ -33,7 +33,8 @@ class Adan(ElementwiseOptimizer):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
-        ValueError: a hyperparameter is out of range.
+        TypeError: a hyperparameter is no number, or no bool.
+        ValueError: one is out of range.
 
     Differs from there: each parameter counts its own steps, in its state, so one whose gradients
     come late starts as if new; ``max_norm`` of ``unscale_and_step`` takes the place of
@@ -61,6 +62,7 @@ class Adan(ElementwiseOptimizer):
         check_lr(lr)
         check_betas(betas, 3)
         check_not_negative(eps=eps, weight_decay=weight_decay)
+        check_flags(no_prox=no_prox, maximize=maximize)
         defaults = {
             "lr": lr,
             "betas": betas,

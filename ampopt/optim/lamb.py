@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_betas, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
 from ampopt_kernels import rules
 
 __all__ = ["LAMB"]
@@ -36,7 +36,8 @@ class LAMB(ElementwiseOptimizer):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
-        ValueError: a hyperparameter is out of range.
+        TypeError: a hyperparameter is no number, or no bool.
+        ValueError: one is out of range.
 
     Differs from there: a parameter without ``weight_decay`` has its ratio of norms, too;
     ``max_grad_norm`` is ``max_norm`` of ``unscale_and_step``; arithmetic on float16 and bfloat16
@@ -63,6 +64,7 @@ class LAMB(ElementwiseOptimizer):
         check_lr(lr)
         check_betas(betas)
         check_not_negative(eps=eps, weight_decay=weight_decay)
+        check_flags(bias_correction=bias_correction, maximize=maximize)
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_lr, check_not_negative
+from ampopt.optim._hyperparameters import check_flags, check_lr, check_not_negative
 from ampopt_kernels import rules
 
 __all__ = ["LARS"]
@@ -38,7 +38,8 @@ class LARS(ElementwiseOptimizer):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
-        ValueError: a hyperparameter is out of range.
+        TypeError: a hyperparameter is no number, or no bool.
+        ValueError: one is out of range.
 
     Differs from there: ``adapt`` says which parameters have a ratio, where all of fewer than two
     dimensions have none there, nor a decay; arithmetic on float16 and bfloat16 parameters is
@@ -71,6 +72,7 @@ class LARS(ElementwiseOptimizer):
             weight_decay=weight_decay,
             trust_coefficient=trust_coefficient,
         )
+        check_flags(nesterov=nesterov, adapt=adapt, maximize=maximize)
         defaults = {
             "lr": lr,
             "momentum": momentum,

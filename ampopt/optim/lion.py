@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_betas, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
 from ampopt_kernels import rules
 
 __all__ = ["Lion"]
@@ -33,7 +33,8 @@ class Lion(ElementwiseOptimizer):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
-        ValueError: a hyperparameter is out of range.
+        TypeError: a hyperparameter is no number, or no bool.
+        ValueError: one is out of range.
 
     Differs from there: ``maximize``; arithmetic on float16 and bfloat16 parameters is float32,
     rounded once at the end.
@@ -57,6 +58,7 @@ class Lion(ElementwiseOptimizer):
         check_lr(lr)
         check_betas(betas)
         check_not_negative(weight_decay=weight_decay)
+        check_flags(maximize=maximize)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
             params,

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_betas, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
 from ampopt_kernels import rules
 
 __all__ = ["NovoGrad"]
@@ -34,7 +34,8 @@ class NovoGrad(ElementwiseOptimizer):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
-        ValueError: a hyperparameter is out of range.
+        TypeError: a hyperparameter is no number, or no bool.
+        ValueError: one is out of range.
 
     Differs from there: the squared norm is float64, and named ``exp_avg_sq``, the average
     ``exp_avg``; no decoupled decay; arithmetic on float16 and bfloat16 parameters is float32,
@@ -61,6 +62,7 @@ class NovoGrad(ElementwiseOptimizer):
         check_lr(lr)
         check_betas(betas)
         check_not_negative(eps=eps, weight_decay=weight_decay)
+        check_flags(grad_averaging=grad_averaging, maximize=maximize)
         defaults = {
             "lr": lr,
             "betas": betas,

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.optim._hyperparameters import check_betas, check_lr, check_not_negative
+from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
 from ampopt_kernels import rules
 
 __all__ = ["ScheduleFreeAdamW"]
@@ -43,7 +43,8 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
-        ValueError: a hyperparameter is out of range.
+        TypeError: a hyperparameter is no number, or no bool.
+        ValueError: one is out of range.
 
     Differs from there: it begins in the mode to train in; each parameter counts its own steps and
     weights, in its state, where there a group does; a step in the mode to evaluate in is a
@@ -83,6 +84,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
             warmup_steps=warmup_steps,
             weight_lr_power=weight_lr_power,
         )
+        check_flags(maximize=maximize)
         defaults = {
             "lr": lr,
             "betas": betas,

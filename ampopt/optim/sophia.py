@@ -8,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import (
     check_betas,
+    check_flags,
     check_lr,
     check_not_negative,
     check_positive,
@@ -47,7 +48,8 @@ class Sophia(ElementwiseOptimizer):
         process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
 
     Raises:
-        ValueError: a hyperparameter is out of range.
+        TypeError: a hyperparameter is no number, or no bool.
+        ValueError: one is out of range.
 
     Differs from there: ``bs`` is a hyperparameter, where it is an argument of ``step``; arithmetic
     on float16 and bfloat16 parameters is float32, rounded once at the end.
@@ -74,6 +76,7 @@ class Sophia(ElementwiseOptimizer):
         check_betas(betas)
         check_not_negative(rho=rho, weight_decay=weight_decay)
         check_positive(bs=bs)
+        check_flags(maximize=maximize)
         defaults = {
             "lr": lr,
             "betas": betas,

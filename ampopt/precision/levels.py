@@ -9,6 +9,7 @@ import torch
 
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
+from ampopt.loss_scale.numbers import check_bool
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.precision.autocast import autocast
 from ampopt.precision.cast import NORMS, Model, as_tuple, cast, check_dtypes
@@ -71,7 +72,8 @@ class Precision:
                 "compute_dtype must be torch.float16 or torch.bfloat16, or param_dtype with "
                 f"neither allow nor deny, got {self.compute_dtype}"
             )
-        if self.master_weights and self.param_dtype.itemsize > 2:
+        masters = check_bool("master_weights", self.master_weights)
+        if masters and self.param_dtype.itemsize > 2:
             raise ValueError(f"{self.param_dtype} parameters need no master_weights: leave it out")
         autocast("cpu", torch.bfloat16, self.allow, self.deny, enabled=False)  # checks the names
         if not callable(self.scaling):

@@ -3,7 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 
-from ampopt.loss_scale.numbers import check_count
+from ampopt.loss_scale.numbers import check_bool, check_count
 from ampopt.watching.reading import Reading
 
 __all__ = ["Alarm", "Condition"]
@@ -47,6 +47,7 @@ class Condition:
                 raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
             if not 0 <= value <= most:
                 raise ValueError(f"{name} must be from 0 to {most:g}, got {value!r}")
+        check_bool("raises", self.raises)
         if (self.skips_in_a_row, self.scale_below, self.zero_share_above) == (None,) * 3:
             raise ValueError(
                 "alarm needs something to be alarmed by: give skips_in_a_row, scale_below or "

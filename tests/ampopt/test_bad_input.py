@@ -355,6 +355,61 @@ def step_with_ones(optimizer: Any, params: list[Parameter]) -> None:
     optimizer.unscale_and_step(grads_scaled_by=1.0)
 
 
+# --- bools ----------------------------------------------------------------------------------------
+
+SWITCHED: dict[str, Callable[[Any], Any]] = {
+    "master_weights": lambda yes: adamw(master_weights=yes),
+    "master_weights of a Precision": lambda yes: ampopt.Precision(
+        param_dtype=torch.float16, compute_dtype=torch.float16, master_weights=yes
+    ),
+    "master_weights of a group": lambda yes: ampopt.AdamW(
+        [{"params": [Parameter(torch.ones(1))], "master_weights": yes}]
+    ),
+    "master_weights of a group added": lambda yes: adamw().add_param_group(
+        {"params": [Parameter(torch.ones(1))], "master_weights": yes}
+    ),
+    "drop_overflow_update": lambda yes: ampopt.StaticLossScale(2.0, yes),
+    "preserve_rng": lambda yes: adamw().unscale_and_step(never, 2.0, preserve_rng=yes),
+    "preserve_rng of the split": lambda yes: adamw().step_after_unscale(
+        never, 2.0, preserve_rng=yes
+    ),
+    "preserve_rng of a TrainStep": lambda yes: train_step(on_overflow="replay", preserve_rng=yes),
+    "cuda_graph": lambda yes: train_step(cuda_graph=yes),
+    "raises": lambda yes: ampopt.Watch(adamw()).alarm(skips_in_a_row=2, raises=yes),
+    "maximize": lambda yes: ampopt.Lion([Parameter(torch.ones(1))], maximize=yes),
+    "no_prox": lambda yes: ampopt.Adan([Parameter(torch.ones(1))], no_prox=yes),
+    "adapt": lambda yes: ampopt.LARS([Parameter(torch.ones(1))], adapt=yes),
+    "bias_correction": lambda yes: ampopt.LAMB([Parameter(torch.ones(1))], bias_correction=yes),
+    "grad_averaging": lambda yes: ampopt.NovoGrad([Parameter(torch.ones(1))], grad_averaging=yes),
+}
+
+
+def adamw(**options: Any) -> ampopt.AdamW:
+    return ampopt.AdamW([Parameter(torch.ones(1))], **options)
+
+
+def train_step(**options: Any) -> ampopt.TrainStep:
+    return ampopt.TrainStep(torch.nn.Linear(1, 1), torch.nn.MSELoss(), adamw(), None, **options)
+
+
+@pytest.mark.parametrize("switch", SWITCHED)
+@pytest.mark.parametrize("bad", ["yes", "False", 1, 0, None, np.True_], ids=repr)
+def test_what_is_neither_true_nor_false(switch, bad):
+    with pytest.raises(
+        TypeError, match=rf"{switch.split()[0]}.* must be True or False, got {bad!r}"
+    ):
+        SWITCHED[switch](bad)
+
+
+def test_master_weights_of_a_group_that_become_no_bool_between_steps():
+    params = [Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    optimizer = ampopt.AdamW(params)
+    step_with_ones(optimizer, params)
+    optimizer.param_groups[0]["master_weights"] = "no"
+    with assert_bitwise_unchanged(optimizer), pytest.raises(TypeError, match="got 'no'"):
+        step_with_ones(optimizer, params)
+
+
 # --- constructors and backends --------------------------------------------------------------------
 
 

@@ -556,7 +556,7 @@ class TestState:
         ("bad", "error", "message"),
         [
             ({**STATIC, "value": 0.0}, ValueError, "value must be positive"),
-            ({**STATIC, "drop_overflow_update": 1}, TypeError, "bool"),
+            ({**STATIC, "drop_overflow_update": 1}, TypeError, "True or False"),
             ({"type": "StaticLossScale", "value": 1.0}, ValueError, "missing"),
             ({**STATIC, "type": "DynamicLossScale"}, ValueError, "of a StaticLossScale"),
             ([], TypeError, "must be a dict, got list"),
@@ -720,7 +720,7 @@ class TestArguments:
     def test_bad_static_arguments(self):
         with pytest.raises(ValueError, match="value must be positive.*got 0"):
             StaticLossScale(0)
-        with pytest.raises(TypeError, match="drop_overflow_update must be a bool, got 1"):
+        with pytest.raises(TypeError, match="drop_overflow_update must be True or False, got 1"):
             StaticLossScale(1.0, 1)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="value must be a number"):
             StaticLossScale("1")  # type: ignore[arg-type]
