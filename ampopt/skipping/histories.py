@@ -79,7 +79,8 @@ class Running(History):
     def _judge(self, value: Tensor) -> Tensor:
         count, mean, squares = self.numbers.unbind()
         deviation = (squares / (count - 1).clamp(min=1)).sqrt()
-        return (count >= self._warmup) & (value - mean > self._deviations * deviation)
+        usual = value - mean <= self._deviations * deviation  # which NaN is not
+        return (count >= self._warmup) & ~usual
 
     def learn(self, value: Tensor, judged: Tensor, taken: Tensor, finite: Tensor) -> None:
         """See :meth:`History.learn`."""
@@ -123,7 +124,8 @@ class Window(History):
         squares = torch.where(held, (ring - mean).square(), 0.0).sum()
         deviation = (squares / (known - given["correction"])).sqrt()
         away = (value - mean).abs() if given["both_sides"] else value - mean
-        return (count + 1 >= given["first"]) & (away > self._deviations * deviation)
+        usual = away <= self._deviations * deviation  # which NaN is not
+        return (count + 1 >= given["first"]) & ~usual
 
     def learn(self, value: Tensor, judged: Tensor, taken: Tensor, finite: Tensor) -> None:
         """See :meth:`History.learn`."""

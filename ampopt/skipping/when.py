@@ -54,7 +54,8 @@ class skip_when:
     train, give all of them the same, their mean, or they part. Only what is judged can be skipped
     for a cause: not a plain ``step()``, nor ``grads_scaled_by=None``, a scale with
     ``drop_overflow_update=False``. What ``accumulate`` has added up is judged as one, where it is
-    stepped with: the norm is that of the sum, and the loss the one that is given there.
+    stepped with: the norm is that of the sum, and the loss the one that is given there. A loss that
+    is NaN counts as too large, though the gradients be finite.
 
     Deviations are counted from the running mean of the steps that were taken. It is bitwise the
     same training as without, as long as nothing is skipped.
@@ -97,7 +98,8 @@ class skip_when:
         of the last 128 steps, above or below, from the 64th step on. ``"llm.c"``: its outlier
         detector over 64 steps, the new one among them, for ``norm_deviations`` and
         ``loss_deviations`` that are given; its options ``-sg`` and ``-sl`` have no default. In both
-        skipped steps are part of the history; here overflowed ones are not.
+        skipped steps are part of the history; here overflowed ones are not, nor is a loss that is
+        NaN, for which the step is skipped here, as in OLMo-core; in llm.c it is not.
 
         Args:
             name: one of these.
@@ -171,7 +173,8 @@ class skip_when:
         judged = {}
         for what in self._watched:
             value, limit = values[what], self._limits[what]
-            bad = torch.zeros_like(value, dtype=torch.bool) if limit is None else value > limit
+            # So that NaN, which is neither more nor less than anything, is bad.
+            bad = torch.zeros_like(value, dtype=torch.bool) if limit is None else ~(value <= limit)
             if what in self._histories:
                 judged[what] = self._histories[what].judge(value)
                 bad = bad | judged[what]

@@ -171,6 +171,38 @@ def test_a_loss_is_judged_where_it_is_given():
         optimizer.unscale_and_step(grads_scaled_by=1.0, loss=torch.ones(2))
 
 
+LIMITS = {
+    "loss": lambda optimizer: ampopt.skip_when(optimizer, loss=2.0),
+    "deviations": lambda optimizer: ampopt.skip_when(optimizer, loss_deviations=3.0, warmup=2),
+    "olmo": lambda optimizer: ampopt.skip_when.like("olmo", optimizer, norm_deviations=None),
+    "llm.c": lambda optimizer: ampopt.skip_when.like("llm.c", optimizer, loss_deviations=3.0),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("bad", [math.nan, INF])
+def test_a_loss_that_is_not_finite_is_out_of_the_ordinary_and_not_learnt_from(backend, limit, bad):
+    if limit in ("olmo", "llm.c") and backend == "triton":
+        return  # torch's operations too, after many steps in the interpreter
+    optimizer, param = made(ampopt.SGD)
+    watch = ampopt.Watch(optimizer)
+    LIMITS[limit](optimizer)
+    scale: Any = ampopt.DynamicLossScale(init_scale=8.0, growth_interval=1, max_scale=8.0)
+    skipped = []
+    usual = [1.0, 1.5] * (33 if limit in ("olmo", "llm.c") else 2)
+    for loss in (*usual, bad, bad, 1.25, bad, 1.25):
+        give(param, 1.0, 8.0)
+        before = everything(optimizer)
+        result = optimizer.unscale_and_step(grads_scaled_by=scale, loss=torch.tensor(loss))
+        scale = result.scale
+        skipped.append(result.skipped)
+        if result.skipped:
+            assert everything(optimizer) == before
+    assert skipped == [False] * len(usual) + [True, True, False, True, False]
+    assert watch.read()["skipped_by"] == {"overflow": 0, "norm": 0, "loss": 3}
+    assert scale.item() == 8.0
+
+
 def test_a_closure_is_not_run_again_for_a_cause_that_no_scale_mends():
     optimizer, param = made()
     ampopt.skip_when(optimizer, loss=2.0)
