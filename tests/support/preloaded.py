@@ -3,11 +3,12 @@
 To import torch, and what torch imports for an optimizer, takes seconds, and to train takes less.
 """
 
+import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,19 +70,23 @@ class Preloaded:
 def _serve(modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no collection in a script looks at, and copies, what is there
+    context = multiprocessing.get_context("fork")
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            _become(*json.loads(line))
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        # As a process of multiprocessing's, it ends without taking down what it has not imported.
+        script = context.Process(target=_become, args=json.loads(line))
+        script.start()
+        script.join(_TIMEOUT)
+        script.kill()
+        script.join()
+        print(script.exitcode, flush=True)
 
 
 def _become(
     script: str, arguments: list[str], cwd: str, environment: Any, out: str, err: str
 ) -> None:
-    """Run the script, and end as Python ends."""
-    signal.alarm(_TIMEOUT)
+    """Run the script."""
     for file, flags, number in (
         (os.devnull, os.O_RDONLY, 0),
         (out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 1),
@@ -94,7 +99,6 @@ def _become(
     sys.argv[:] = [script, *arguments]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
-    sys.exit()
 
 
 if __name__ == "__main__":
