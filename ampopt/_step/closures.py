@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from ampopt._step import ranks
-from ampopt._step.replay import Replay
+from ampopt._step.replay import Replay, Verdict
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.given import request_for, successor_of
 from ampopt.loss_scale.numbers import check_bool, check_scale_number
 from ampopt.results import StepResult, as_flag, found_behind
+from ampopt_kernels.step import Decision
 
 __all__ = ["evaluated", "step_after_unscale", "unscale_and_step"]
-
-Verdict = Callable[[], tuple[Any, Any]]
-"""Gives ``found_inf`` and the successor of the scale, for which it may judge gradients first."""
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -72,15 +70,16 @@ def unscale_and_step(
                 "current_grad_scale=scale)"
             )
         if not judges:
-            return loss, lambda: (None, None)
+            return loss, lambda: (None, None, None)
         _check_loss(loss)
 
-        def verdict() -> tuple[Any, Any]:
+        def verdict() -> tuple[Any, Any, Decision | None]:
             with ours.told(loss):
                 decision = ours.judge(request_for(scale, max_norm=max_norm, write=write))
             if decision is None:
-                return 0.0, successor_of(scale, None)
-            return as_flag(decision.overflow, decision.culprits), successor_of(scale, decision)
+                return 0.0, successor_of(scale, None), None
+            flag = as_flag(decision.overflow, decision.culprits)
+            return flag, successor_of(scale, decision), decision
 
         return loss, verdict
 
@@ -131,9 +130,9 @@ def step_after_unscale(
                 "after the backward pass; a closure that leaves gradients scaled belongs to "
                 "unscale_and_step"
             )
-        ours.pending = None
+        decision, ours.pending = ours.pending and ours.pending.decision, None
         _check_verdict(*returned)
-        return returned[0], lambda: returned[1:]
+        return returned[0], lambda: (*returned[1:], decision)
 
     return _replayed(optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng)
 
@@ -160,6 +159,7 @@ def _replayed(
         preserve_rng=preserve_rng,
         devices=dict.fromkeys(p.device for group in groups for p in group["params"]),
         offenders=ours.offenders,
+        discard=ours.discard,
         meet=None if agreement is None else functools.partial(agreement.closures, ours.home),
     )
     with ours.restored_on_failure(replay.restore_rng):

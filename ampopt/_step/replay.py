@@ -11,8 +11,13 @@ from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale.base import drops
 from ampopt.nonfinite import found_now, look_anew
 from ampopt_kernels.devices import ACCELERATORS
+from ampopt_kernels.step import Decision
 
-__all__ = ["Replay"]
+__all__ = ["Replay", "Verdict"]
+
+Verdict = Callable[[], tuple[Any, Any, Decision | None]]
+"""Gives ``found_inf``, the successor of the scale, and the decision behind them, if there is one;
+for which it may judge gradients first."""
 
 
 class Replay:
@@ -22,8 +27,9 @@ class Replay:
 
         for _ in range(1 + max_replays):
             loss, verdict = evaluate(scale)
-            found_inf, successor = verdict()
+            found_inf, successor, decision = verdict()
             if not found_inf: return loss
+            discard(decision)
             scale = successor
         raise NonFiniteGradientError
 
@@ -39,26 +45,28 @@ class Replay:
 
     def __init__(
         self,
-        evaluate: Callable[[Any], tuple[Any, Callable[[], tuple[Any, Any]]]],
+        evaluate: Callable[[Any], tuple[Any, Verdict]],
         scale: Any,
         *,
         max_replays: int,
         preserve_rng: bool,
         devices: Iterable[torch.device],
         offenders: Callable[[], Iterable[str]],
+        discard: Callable[[Any], None],
         meet: Callable[..., tuple[bool, bool]] | None = None,
     ) -> None:
         """Prepare the evaluations of one step.
 
         Args:
-            evaluate: ``evaluate(scale) -> (loss, verdict)``; ``verdict() -> (found_inf,
-                successor)`` judges the gradients and leaves them ready for the step.
+            evaluate: ``evaluate(scale) -> (loss, verdict)``; ``verdict() -> (found_inf, successor,
+                decision)`` judges the gradients and leaves them ready for the step.
             scale: to begin with; ``None`` for no scaling, when nothing is checked.
             max_replays: of one evaluation.
             preserve_rng: give every replay the random state of the first attempt. See also
                 :meth:`restore_rng`.
             devices: whose random state that is, besides the CPU's.
             offenders: names of the parameters whose gradients are not finite now.
+            discard: called with the decision on gradients that no step takes.
             meet: ``meet(evaluation, finite=, raised=)``, of this rank and of its so many-th
                 evaluation: whether it is finite on all of those that evaluate together, and whether
                 any has raised. ``None`` if it is alone.
@@ -68,7 +76,7 @@ class Replay:
         self.overflowed, self.found_inf = False, None
         self._max_replays = max_replays
         self._devices = [d for d in devices if d.type in ACCELERATORS]
-        self._offenders = offenders
+        self._offenders, self._discard = offenders, discard
         self._meet, self._evaluations = meet, 0
         self._rng_before = self._rng_state() if preserve_rng else None
 
@@ -85,7 +93,7 @@ class Replay:
                 self._set_rng_state(state)
             look_anew()
             loss, finite, everywhere, verdict = self._evaluated()
-            self.found_inf, self.successor = verdict()
+            self.found_inf, self.successor, decision = verdict()
             if self.scale is None:
                 return loss
             if not everywhere:
@@ -95,6 +103,7 @@ class Replay:
             self.overflowed = bool(self.found_inf > 0)
             if not self.overflowed or not drops(self.scale):
                 return loss
+            self._discard(decision)
             if self.successor is self.scale:
                 raise self._error("replays", f"{self.scale!r} has no smaller scale to replay with")
             self.scale = self.successor
@@ -103,7 +112,7 @@ class Replay:
             f"gradients still overflow after {self._max_replays} replays (max_replays)",
         )
 
-    def _evaluated(self) -> tuple[Any, bool, bool, Callable[[], tuple[Any, Any]]]:
+    def _evaluated(self) -> tuple[Any, bool, bool, Verdict]:
         """Loss, whether it is finite here and on all ranks, and what gives the verdict."""
         self._evaluations += 1
         try:

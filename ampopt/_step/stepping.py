@@ -276,6 +276,11 @@ class Stepping(ABC):
         scale = None if self.asked is None else self.asked.scale
         return gradients.offenders(self.optimizer.param_groups, scale, self.masters.holder)
 
+    def discard(self, decision: Decision | None) -> None:
+        """A closure is run again, so that no step takes the gradients that this was decided of."""
+        if self.watch is not None:
+            self.watch.note_discarded(decision)
+
     def note_norm(self, request: Request, decision: Decision | None) -> None:
         """Set :attr:`grad_norm` if ``request`` asks for it; without gradients it is 0."""
         if request.max_norm is not None:

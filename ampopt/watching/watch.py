@@ -19,6 +19,7 @@ from ampopt.watching.alarm import Condition
 from ampopt.watching.reading import Reading, Taken, take
 from ampopt_kernels.found import Found
 from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, Attempt, Ledger, Part, zeros
+from ampopt_kernels.step import Decision
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
@@ -45,7 +46,8 @@ class Watch:
     detect counts besides as it reads the gradients; on the CPU, counting as they are read. A plain
     ``step()`` of a rule has its gradients read for it; one of an ordinary optimizer is counted, and
     nothing more is known of it, nor of a step after ``unscale_`` of torch's scaler. Of a closure
-    that is run again, the last evaluation is noted.
+    that is run again, each evaluation that overflowed counts for its parameters, though the attempt
+    is one, and the last is noted.
 
     Where ranks decide together, each rank has a watch, and reading one is for all ranks to do at
     the same step: it brings the parameters of all of them together. Under DDP each rank has all. A
@@ -281,27 +283,34 @@ class Watch:
 
     # --- the parts --------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """The step post-hook: add the step to the ledgers."""
         if optimizer._ampopt.is_stepping:
             return
         self._steps += 1
-        decision = optimizer._ampopt.decided
-        attempt, found = Attempt(self._steps), {}
+        self._add(optimizer._ampopt.decided, self._steps)
+        self._tell()
+
+    def note_discarded(self, decision: Decision | None) -> None:
+        """Add what was found in gradients that overflowed in an attempt which goes on without."""
+        self._add(decision, self._steps + 1, notes_step=False)
+
+    @torch.no_grad()
+    def _add(self, decision: Decision | None, number: int, *, notes_step: bool = True) -> None:
+        attempt, found = Attempt(number), {}
         if decision is not None:
             judged = decision.judged or decision
             norm = decision.norm if judged.norm is None else judged.norm
             told = (decision.skip, judged.cause, judged.scaled_by, norm)
             here = (x if x is None else carried(x, self._home) for x in told)
-            attempt = Attempt(self._steps, *here)
+            attempt = Attempt(number, *here)
             measured = judged if judged.measured else decision
             found = {f.measures.device: f for f in measured.found if f.measures is not None}
         for device in dict.fromkeys((self._home, *found)):
             its_own = attempt
             if device != self._home:
                 skip = attempt.skip
-                its_own = Attempt(self._steps, None if skip is None else carried(skip, device))
+                its_own = Attempt(number, None if skip is None else carried(skip, device))
             parts = self._parts_of(device, found[device]) if device in found else []
             backend_for(device).note(
                 self._ledgers[device],
@@ -309,9 +318,8 @@ class Watch:
                 found.get(device),
                 parts,
                 self._uploads.setdefault(device, Uploads()),
-                notes_step=device == self._home,
+                notes_step=notes_step and device == self._home,
             )
-        self._tell()
 
     def _parts_of(self, device: torch.device, found: Found) -> list[Part]:
         """Where parameters of this optimizer are in ``found``, as in the last step if alike."""

@@ -128,12 +128,13 @@ def test_a_replay_draws_again_what_the_device_drew(kind, monkeypatch):
     monkeypatch.setattr(module, "get_rng_state", state.__getitem__)
     monkeypatch.setattr(module, "set_rng_state", lambda value, d: state.__setitem__(d, value))
     replay = Replay(
-        lambda scale: (None, lambda: (None, None)),
+        lambda scale: (None, lambda: (None, None, None)),
         None,
         max_replays=1,
         preserve_rng=True,
         devices=list(state),
         offenders=lambda: (),
+        discard=lambda decision: None,
     )
     state[torch.device(kind, 1)] = 6
     replay.restore_rng()

@@ -290,7 +290,7 @@ def test_a_hook_has_the_scale_of_its_step_too(way):
 
 
 @pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.Adafactor, Plain])
-def test_of_a_closure_the_last_evaluation_is_noted(cls):
+def test_of_a_closure_each_overflow_and_the_last_evaluation_are_noted(cls):
     optimizer, params = made(cls)
     watch, losses, scales = ampopt.Watch(optimizer), [INF, 0.0], []
     optimizer.register_step_post_hook(lambda o, *_: scales.append(o.grads_scaled_by))
@@ -307,9 +307,22 @@ def test_of_a_closure_the_last_evaluation_is_noted(cls):
     elements = sum(param.numel() for param in params)
     assert (entry["skipped"], entry["scale"]) == (False, 4.0)
     assert entry["norm"] == pytest.approx(elements**0.5)
-    told = watch.read()["parameters"].values()
+    read = watch.read()
+    told = read["parameters"].values()
     assert [row["largest"] for row in told] == [float(size > 0) for size in SIZES]
+    assert [row["overflows"] for row in told] == [2 * (size > 0) for size in SIZES]
+    assert {row["last_overflow"] for row in told} <= {1, None}
+    assert (read["steps"], read["skips"]) == (1, 0)
     assert float(scales[0]) == 4.0
+
+    def split(scale: Any) -> Any:
+        return (closure(scale), *optimizer.unscale(scale))
+
+    losses[-1] = 0.0
+    optimizer.step_after_unscale(split, ampopt.DynamicLossScale(init_scale=8.0))
+    told = watch.read()["parameters"].values()
+    assert [row["overflows"] for row in told] == [3 * (size > 0) for size in SIZES]
+    assert {row["last_overflow"] for row in told} <= {2, None}
 
     losses.pop()
     with pytest.raises(ampopt.NonFiniteGradientError):
