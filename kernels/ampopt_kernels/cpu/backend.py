@@ -109,10 +109,11 @@ class Cpu(Eager):
                 piece.copies.load()
             n_state = len(rule.state_for(piece.flags))
             tensors = (grad, piece.param, *piece.rest[:n_state])
-            summed = piece.sums or functools.partial(self._sum, rule, piece)
+            summed = piece.compiled.get("reduce") or functools.partial(self._sum, rule, piece)
             rows = list(piece.each(h))
             if piece.marginals is not None:
-                advance(rule, piece.marginals, piece.flags, tensors, rows[0].h)
+                given = rule, piece.marginals, piece.flags, tensors, rows[0].h
+                advance(*given, summed=piece.compiled.get("averages"))
             sums[list(piece.among)] = summed(rows, tensors)
         return sums
 
@@ -145,7 +146,7 @@ class Cpu(Eager):
                 parts = list(piece.alike(h))
             else:
                 parts = [Part(0, grad.numel(), h)]
-            apply = piece.function or functools.partial(self._apply, rule, piece)
+            apply = piece.compiled.get("update") or functools.partial(self._apply, rule, piece)
             apply(parts, tensors)
             if piece.copies is not None:
                 piece.copies.store()

@@ -71,8 +71,8 @@ class Piece:
         copies: between the scratch and the tensors of the rows; ``None`` if alone.
         rounded: from the scratch to low-precision copies, of a bundle that has them.
         gathered_at: the stamp of the work whose gradients ``grad`` holds.
-        function: what the compiled backend has made of the rule for this piece, if it has.
-        sums: likewise of ``reduce``.
+        compiled: what the compiled backend has made of functions of the rule for this piece, by
+            their names.
     """
 
     rows: list[Row]
@@ -85,8 +85,7 @@ class Piece:
     copies: Copies | None = None
     rounded: Copies | None = None
     gathered_at: int | None = None
-    function: Callable[..., Any] | None = None
-    sums: Callable[..., Tensor] | None = None
+    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
     def of(rows: list[Row], places: list[int], start: int) -> "Piece":

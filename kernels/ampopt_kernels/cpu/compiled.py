@@ -4,18 +4,17 @@ The body that the eager backend runs operation by operation becomes one loop ove
 parameter and states (see ``cpp``): each element is read and written once.
 
 Its results are the eager backend's to the bit, but for rules with functions that C++ and torch
-round differently. So ``auto`` has the compiler work beside the training and takes up what it has
-made whenever that is done: the clock decides when, and no result depends on it. Those other rules
-are compiled at their first step.
+round differently, and sums over rows and columns, which C++ adds up in another order. So ``auto``
+has the compiler work beside the training and takes up what it has made whenever that is done: the
+clock decides when, and no result depends on it. Those other functions are compiled at their first
+step.
 """
 
 import ctypes
 import functools
-import operator
 import time
 import warnings
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from torch import Tensor
 from ampopt_kernels.cpu import noting, numbers, objects
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.bundles import BUNDLE, Part, Piece
+from ampopt_kernels.cpu.bundles import Part, Piece
+from ampopt_kernels.cpu.calls import CALLS
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
 from ampopt_kernels.found import Found
@@ -45,7 +45,7 @@ disk in a millisecond and so is taken up at once. Without any patience a program
 test perhaps, would start a compiler for each rule.
 """
 
-_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, bool, bool]
+_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, str, bool]
 
 
 class Compiled(Cpu):
@@ -106,14 +106,14 @@ class Compiled(Cpu):
     ) -> None:
         start = time.perf_counter()
         super()._apply(rule, piece, parts, tensors)
-        self._note_spent(_key(rule, piece, len(parts[0].h)), start)
+        self._note_spent(_key(rule, piece, len(parts[0].h), "update"), start)
 
     def _sum(
         self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
     ) -> Tensor:
         start = time.perf_counter()
         sums = super()._sum(rule, piece, rows, tensors)
-        self._note_spent(_key(rule, piece, len(rows[0].h), reduces=True), start)
+        self._note_spent(_key(rule, piece, len(rows[0].h), "reduce"), start)
         return sums
 
     def _note_spent(self, key: _Key, start: float) -> None:
@@ -136,13 +136,14 @@ class Compiled(Cpu):
         for block, piece in work.table.pieces:
             if piece.param.numel():
                 widths = rule.widths(len(work.hyper[block.group]))
-                key = _key(rule, piece, 2 + widths.update)
-                piece.function = self._function_for(piece, key)
-                keys = [key]
+                keys = [_key(rule, piece, 2 + widths.update, "update")]
                 if rule.reduces:
-                    keys.append(_key(rule, piece, 2 + widths.reduce, reduces=True))
-                    piece.sums = self._function_for(piece, keys[1])
-                used = used or piece.function is not None
+                    keys.append(_key(rule, piece, 2 + widths.reduce, "reduce"))
+                if piece.marginals is not None:
+                    keys.append(_key(rule, piece, 2 + widths.reduce, "averages"))
+                found = {key[-2]: self._function_for(piece, key) for key in keys}
+                piece.compiled = {role: made for role, made in found.items() if made is not None}
+                used = used or bool(piece.compiled)
                 decided = decided and all(
                     key in self._functions or self._libraries[key][0] is None for key in keys
                 )
@@ -156,12 +157,12 @@ class Compiled(Cpu):
     def _function_for(self, piece: Piece, key: _Key) -> Any:
         """:meth:`_function`, which reads the marginals of the piece, if there are any."""
         function = self._function(key)
-        if function is None or piece.marginals is None:
+        if function is None or piece.marginals is None or key[-2] == "averages":
             return function
         return functools.partial(function, beside=piece.marginals.addresses)
 
     def _function(self, key: _Key) -> Any:
-        """:class:`_Loop` or :class:`_Sums` for the next step; ``None`` to stay eager."""
+        """What :data:`CALLS` makes of it, for the next step; ``None`` to stay eager."""
         if key in self._functions:
             return self._functions[key]
         first = key not in self._libraries
@@ -173,7 +174,7 @@ class Compiled(Cpu):
             wanted = waits or self._spent.get(key, 0.0) >= self._patience
             loaded = self._loaded(library, wanted, waits)
             if loaded is not None:
-                self._functions[key] = _Sums(loaded) if key[-2] else _Loop(loaded.update)
+                self._functions[key] = CALLS[key[-2]](loaded)
         return self._functions.get(key)
 
     def _library(self, key: _Key) -> tuple[Library | None, bool]:
@@ -210,69 +211,10 @@ class Compiled(Cpu):
         return None
 
 
-class _Loop:
-    """A compiled function of a rule, as a call on tensors."""
-
-    def __init__(self, function: Any, *gives: type) -> None:
-        """Declare its arguments.
-
-        Args:
-            function: of a library.
-            gives: the types of what it takes besides, to write to.
-        """
-        self._function = function
-        pointer, count = ctypes.c_void_p, ctypes.c_int64
-        function.argtypes = (pointer, pointer, pointer, count, count, *gives)
-        function.restype = None
-
-    def __call__(
-        self,
-        parts: Sequence[Part],
-        tensors: Sequence[Tensor],
-        *gives: int,
-        beside: Iterable[int] = (),
-    ) -> None:
-        """Run it over ``parts``, which are all of the tensors: gradient, parameter and others.
-
-        ``beside`` are the addresses of marginals, which rules read besides.
-        """
-        h = array("d")
-        for part in parts:
-            h.extend(part.h)
-            if part.chances:
-                position, *key = part.chances
-                h.extend((position - part.start, *key))  # where the piece begins
-        where = array("q", map(Tensor.data_ptr, tensors))
-        where.extend(beside)
-        ends = array("q", map(_end_of, parts))
-        starts = h.buffer_info()[0], where.buffer_info()[0], ends.buffer_info()[0]
-        # As many threads as are worth the time they take to start.
-        threads = torch.get_num_threads() if ends[-1] > BUNDLE else 1
-        self._function(*starts, len(parts), threads, *gives)
-
-
-_end_of = operator.attrgetter("end")
-
-
-class _Sums:
-    """The compiled ``reduce`` of a rule, as a call on tensors."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._loop = _Loop(library.sums, ctypes.c_void_p)
-        self._n_terms = ctypes.c_int64.in_dll(library, "n_terms").value
-
-    def __call__(
-        self, rows: Sequence[Part], tensors: Sequence[Tensor], beside: Iterable[int] = ()
-    ) -> Tensor:
-        """Of gradient, parameter and states; see :meth:`Cpu._sum` and :class:`_Loop`."""
-        sums = torch.empty(len(rows), self._n_terms, dtype=torch.float64, device="cpu")
-        self._loop(rows, tensors, sums.data_ptr(), beside=beside)
-        return sums
-
-
-def _key(rule: Rule, piece: Piece, width: int, *, reduces: bool = False) -> _Key:
+def _key(rule: Rule, piece: Piece, width: int, role: str) -> _Key:
     """What :func:`source_of` takes for a piece and its gradients."""
-    stored = piece.rest[: len(rule.state_for(piece.flags))] if reduces else piece.rest
+    updates = role == "update"
+    stored = piece.rest if updates else piece.rest[: len(rule.state_for(piece.flags))]
     dtypes = tuple(t.dtype for t in (piece.param, *stored))
-    by_chance = not reduces and piece.rows[0].keys is not None
-    return rule, piece.flags, (piece.rows[0].grad_dtype, *dtypes), width, reduces, by_chance
+    by_chance = updates and piece.rows[0].keys is not None
+    return rule, piece.flags, (piece.rows[0].grad_dtype, *dtypes), width, role, by_chance

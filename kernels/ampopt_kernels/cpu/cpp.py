@@ -3,7 +3,8 @@
 The third engine of the language that rules are written in, beside Triton and ``torch_language``,
 whose results the C++ has to the bit: the same operations in the same order and precision, each
 rounded as IEEE 754 says. Functions that IEEE 754 does not round, such as the exponential, are
-another library's here than torch's, so a source says whether there are any.
+another library's here than torch's, and sums over rows and columns are added up in another order,
+so a source says whether there are any.
 
 Numbers of the host (``h``) are computed in float64, once for each call, as Python does it.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from ampopt_kernels import random_numbers, stochastic, torch_language
+from ampopt_kernels.cpu.loops import AVERAGES, PREAMBLE, SPREAD, SUMS, UPDATE
 from ampopt_kernels.cpu.sums import BLOCK, PART
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
@@ -27,160 +29,10 @@ _STORED = {**_C, torch.float16: "uint16_t", torch.bfloat16: "uint16_t"}
 _LOADED = {torch.float16: "from_float16", torch.bfloat16: "from_bfloat16"}
 _ROUNDED = {torch.float16: "to_float16", torch.bfloat16: "to_bfloat16"}
 
-_PREAMBLE = """
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// Into the cache what comes some blocks later. Processors do so by themselves, but begin anew with
-// each page, and not where something is only written.
-template <typename T> static inline void fetch(const T* block) {
-    constexpr int64_t AHEAD = 16 * BLOCK, LINE = 64 / sizeof(T);
-    for (int64_t i = 0; i < BLOCK; i += LINE) __builtin_prefetch(block + AHEAD + i);
-}
-
-static inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
-static inline float number(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
-
-static inline float from_bfloat16(uint16_t x) { return number(uint32_t(x) << 16); }
-
-// To the nearest, ties to even.
-static inline uint16_t to_bfloat16(float x) {
-    const uint32_t b = bits(x);
-    return x != x ? 0xFFFF : (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
-}
-
-// Without branches, so that compilers make vectors of them (Maratyszcza's FP16): the exponent is
-// moved by a multiplication, or for subnormal numbers by a subtraction, both of them exact.
-static inline float from_float16(uint16_t x) {
-    const uint32_t w = uint32_t(x) << 16, twice = w + w;
-    const uint32_t normal = bits(number((twice >> 4) + (0xE0u << 23)) * 0x1p-112f);
-    const uint32_t subnormal = bits(number((twice >> 17) | (126u << 23)) - 0.5f);
-    return number((w & 0x80000000u) | (twice < (1u << 27) ? subnormal : normal));
-}
-
-// The addition rounds where float16's last place is.
-static inline uint16_t to_float16(float x) {
-    const uint32_t w = bits(x), twice = w + w, exponent = twice & 0xFF000000u;
-    const float size = (std::fabs(x) * 0x1p112f) * 0x1p-110f;
-    const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
-    const uint32_t b = bits(number((bias >> 1) + 0x07800000u) + size);
-    const uint32_t rounded = ((b >> 13) & 0x7C00u) + (b & 0x0FFFu);
-    return ((w & 0x80000000u) >> 16) | (twice > 0xFF000000u ? 0x7E00u : rounded);
-}
-"""
-
-_SPREAD = """
-// What elements read of their rows, or columns: of one after another, from ``start`` on.
-template <typename T> struct Spread {
-    const bool rows;
-    const int64_t m, n;
-    int64_t column, left;
-    const T *row, *columns;
-    Spread(const void* of, bool rows, int64_t m, int64_t n, int64_t start)
-        : rows(rows), m(m), n(n), column(start % n), left(m - start / n % m),
-          row((const T*)of + start / n), columns((const T*)of + start / n / m * n) {}
-    void next(int64_t size, T* out) {
-        for (const T* end = out + size; out < end;) {
-            const int64_t here = lesser(end - out, n - column);
-            for (int64_t j = 0; j < here; ++j) out[j] = rows ? *row : columns[column + j];
-            out += here, column += here;
-            if (column == n) {
-                column = 0, ++row;
-                if (--left == 0) left = m, columns += n;
-            }
-        }
-    }
-};
-"""
-
-# The loops are functions of their own: compilers make no vectors of one in a parallel region that
-# shares many variables. Parts, and rows, are given by their ends, and each has an ``h``.
-_UPDATE = """
-__attribute__((noinline)) static void apply(
-    const double* h, void* const* tensors, int64_t start, int64_t end
-) {{
-    {before}
-    for (int64_t block = start; block < end; block += BLOCK) {{
-        {fetched}
-        const int64_t stop = lesser(block + BLOCK, end);
-        #pragma omp simd
-        for (int64_t i = block; i < stop; ++i) {{
-            {each}
-        }}
-    }}
-}}
-
-extern "C" void update(
-    const double* h, void* const* tensors, const int64_t* ends, int64_t n_parts, int64_t threads
-) {{
-    const int64_t n = ends[n_parts - 1];
-    #pragma omp parallel for num_threads(threads)
-    for (int64_t thread = 0; thread < threads; ++thread) {{
-        const int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
-        for (int64_t part = 0, start = 0; part < n_parts; start = ends[part++]) {{
-            const int64_t from = start < first ? first : start, to = lesser(ends[part], last);
-            if (from < to) apply(h + part * {width}, tensors, from, to);
-        }}
-    }}
-}}
-"""
-
-
-_SUMS = """
-extern "C" const int64_t n_terms = {n_terms};
-
-// Block is added to block, then half to half until one number is left of each term; see
-// cpu/sums.py.
-__attribute__((noinline)) static void sum_part(
-    const double* h, void* const* tensors, int64_t start, int64_t end, double* out
-) {{
-    {before}
-    double terms[{n_terms}][BLOCK] = {{}};
-    for (int64_t block = start; block < end; block += BLOCK) {{
-        {fetched}
-        const int64_t size = lesser(BLOCK, end - block);
-        #pragma omp simd
-        for (int64_t j = 0; j < size; ++j) {{
-            const int64_t i = block + j;
-            {each}
-        }}
-    }}
-    for (int64_t k = 0; k < {n_terms}; ++k) {{
-        double* term = terms[k];
-        for (int64_t rest = BLOCK; rest /= 2;)
-            for (int64_t j = 0; j < rest; ++j) term[j] += term[rest + j];
-        out[k] = term[0];
-    }}
-}}
-
-extern "C" void sums(
-    const double* h, void* const* tensors, const int64_t* ends, int64_t n_rows, int64_t threads,
-    double* out
-) {{
-    for (int64_t row = 0, start = 0; row < n_rows; start = ends[row++], out += n_terms) {{
-        const int64_t n_parts = (ends[row] - start + {part} - 1) / {part};
-        double* parts = new double[n_parts * n_terms];
-        #pragma omp parallel for num_threads(threads)
-        for (int64_t part = 0; part < n_parts; ++part) {{
-            const int64_t from = start + part * {part}, to = lesser(from + {part}, ends[row]);
-            sum_part(h + row * {width}, tensors, from, to, parts + part * n_terms);
-        }}
-        for (int64_t k = 0; k < n_terms; ++k) {{
-            out[k] = 0;
-            for (int64_t part = 0; part < n_parts; ++part) out[k] += parts[part * n_terms + k];
-        }}
-        delete[] parts;
-    }}
-}}
-"""
-
 
 @dataclass(frozen=True)
 class Source:
-    """C++ with a function ``update``, in place, or ``sums``, which ``compiled`` declares.
+    """C++ with the function ``update``, in place, ``sums`` or ``averages``; see ``loops``.
 
     Attributes:
         text: the C++.
@@ -196,21 +48,23 @@ def source_of(
     flags: tuple[bool, ...],
     dtypes: tuple[torch.dtype, ...],
     width: int,
-    reduces: bool = False,
+    role: str = "update",
     by_chance: bool = False,
 ) -> Source:
     """``rule`` as C++.
 
     Args:
-        rule: whose ``update`` or ``reduce`` it is.
+        rule: whose function it is.
         flags: of the rule.
         dtypes: of gradient, parameter, elementwise states and copy, if there is one.
         width: of ``h``: the reciprocal of the scale, the clip coefficient, then what the function
             takes as ``h``.
-        reduces: ``reduce`` it is, which takes no copy.
+        role: which function: ``"update"``, ``"reduce"`` or ``"averages"``; only the first takes a
+            copy.
         by_chance: round the parameter, bfloat16, stochastically.
 
-    Behind the tensors are the addresses of ``Marginals``, if the rule has any.
+    Behind the tensors are the ``addresses`` of ``Marginals``, if the rule has any, of which
+    ``averages`` has the sizes alone.
     ``h`` has the position of the first element besides if the rule draws random numbers or
     ``by_chance``, and then the key.
 
@@ -228,10 +82,10 @@ def source_of(
         for i, dtype in enumerate(dtypes)
     )
     n_state = len(rule.state_for(flags))
-    function = torch_language.bind(rule.reduce if reduces else rule.update, _LANGUAGE)
+    function = torch_language.bind(getattr(rule, role), _LANGUAGE)
     marginals, state = rule.marginals_for(flags), stored[1 : 1 + n_state]
     filled = []
-    for i, part in enumerate(marginals, len(dtypes)):
+    for i, part in enumerate(marginals if role != "averages" else (), len(dtypes)):
         m, n = (f"(int64_t)tensors[{len(dtypes) + len(marginals) + k}]" for k in range(2))
         c, rows = _C[compute], str(part.shape == "rows").lower()
         program.before.append(f"{c} t{i}[BLOCK];")
@@ -239,19 +93,22 @@ def source_of(
         filled.append(f"spread{i}.next(lesser(BLOCK, end - block), t{i});")
         state.append(program.new(compute, f"t{i}[i - block]", True))
     given = (stored[0], grad * inverse * clip, tuple(state), tuple(rest), flags)
-    preamble = f"#define BLOCK {BLOCK}\n{_PREAMBLE}{_SPREAD * bool(marginals)}"
-    if not reduces and (rule.draws or by_chance):
+    preamble = f"#define BLOCK {BLOCK}\n{PREAMBLE}{SPREAD * bool(filled)}"
+    if role != "update":
+        loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
+        terms = function(*given)
+        for k, term in enumerate(terms):
+            program.each.append(f"terms[{k}][j] {adds} {_cast(term, torch.float64)};")
+        read = [i for i, x in enumerate((grad, *stored)) if x.used]
+        of_rows = ", ".join(str(int(part.shape == "rows")) for part in marginals)
+        sizes = {"part": PART, "n_terms": len(terms), "n_tensors": len(dtypes), "width": width}
+        text = loop.format(**sizes, of_rows=of_rows, **program.body(read, filled))
+        return Source(preamble + text, program.exact and role == "reduce")
+    if rule.draws or by_chance:
         preamble += random_numbers.CPP
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
         given += (program,) * rule.draws
-    returned = function(*given)
-    if reduces:
-        for k, term in enumerate(returned):
-            program.each.append(f"terms[{k}][j] += {_cast(term, torch.float64)};")
-        read = [i for i, x in enumerate((grad, *stored)) if x.used]
-        body = {"part": PART, "width": width, **program.body(read, filled)}
-        return Source(preamble + _SUMS.format(n_terms=len(returned), **body), program.exact)
-    param, state = returned
+    param, state = function(*given)
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
     if by_chance:
         preamble += stochastic.CPP
@@ -265,7 +122,7 @@ def source_of(
         program.each.append(f"t{i}[i] = {to};")
     width += (rule.draws or by_chance) + by_chance
     body = program.body(range(1 + len(stored)), filled)
-    return Source(preamble + _UPDATE.format(width=width, **body), program.exact)
+    return Source(preamble + UPDATE.format(width=width, **body), program.exact)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ampopt_kernels import div_rn, jit, maximum, minimum, power, rules, sqrt_rn,
 from ampopt_kernels.cpu.backend import CHUNK, apply_rule
 from ampopt_kernels.cpu.build import Library, cpp_compiler
 from ampopt_kernels.cpu.bundles import Part
-from ampopt_kernels.cpu.compiled import _Loop
+from ampopt_kernels.cpu.calls import Loop
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.rule import Rule, State
@@ -79,7 +79,7 @@ def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float,
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
     marginals = marginals_of(rule, flags, ours[1], arithmetic(*stored[:2]))
     beside = () if marginals is None else marginals.addresses
-    _Loop(Library(source.text).load().update)([Part(0, n, h)], ours, beside=beside)
+    Loop(Library(source.text).load().update)([Part(0, n, h)], ours, beside=beside)
     apply_rule(rule, flags, theirs, h, (), marginals)
     return ours, theirs, source
 
@@ -226,7 +226,7 @@ def test_every_number_of_half_precision_comes_and_goes(dtype):
     rule = Rule(update=_kept, hyper=())
     tensors = [torch.zeros_like(every), every.clone(), torch.empty((1 << 16), dtype=F32)]
     source = source_of(rule, (), tuple(t.dtype for t in tensors), 2)
-    _Loop(Library(source.text).load().update)([Part(0, 1 << 16, (1.0, 1.0))], tensors)
+    Loop(Library(source.text).load().update)([Part(0, 1 << 16, (1.0, 1.0))], tensors)
     assert same_bits(tensors[1:], [every, every.float()])
 
 
@@ -251,7 +251,7 @@ def test_only_what_a_reduce_reads_is_fetched_from_memory():
     """NovoGrad's sums are of gradients alone, and its update reads parameters and averages too."""
     rule, flags = rules.novograd, (False, False)
     fetched = [
-        [f"fetch(t{i} " in source_of(rule, flags, (F32,) * 3, 7, reduces).text for i in range(3)]
-        for reduces in (True, False)
+        [f"fetch(t{i} " in source_of(rule, flags, (F32,) * 3, 7, role).text for i in range(3)]
+        for role in ("reduce", "update")
     ]
     assert fetched == [[True, False, False], [True, True, True]]

@@ -1,0 +1,237 @@
+"""The loops of C++ that the functions of a rule are put into; see ``cpp``.
+
+The loops over elements are functions of their own: compilers make no vectors of one in a parallel
+region that shares many variables.
+"""
+
+__all__ = ["AVERAGES", "PREAMBLE", "SPREAD", "SUMS", "UPDATE"]
+
+PREAMBLE = """
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// The sum of ``n`` numbers: half is added to half until one is left.
+static inline double halved(double* x, int64_t n) {
+    for (int64_t half; n > 1; n = half) {
+        half = (n + 1) / 2;
+        for (int64_t j = 0; j < n - half; ++j) x[j] += x[half + j];
+    }
+    return x[0];
+}
+
+// Into the cache what comes some blocks later. Processors do so by themselves, but begin anew with
+// each page, and not where something is only written.
+template <typename T> static inline void fetch(const T* block) {
+    constexpr int64_t AHEAD = 16 * BLOCK, LINE = 64 / sizeof(T);
+    for (int64_t i = 0; i < BLOCK; i += LINE) __builtin_prefetch(block + AHEAD + i);
+}
+
+static inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
+static inline float number(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
+
+static inline float from_bfloat16(uint16_t x) { return number(uint32_t(x) << 16); }
+
+// To the nearest, ties to even.
+static inline uint16_t to_bfloat16(float x) {
+    const uint32_t b = bits(x);
+    return x != x ? 0xFFFF : (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
+}
+
+// Without branches, so that compilers make vectors of them (Maratyszcza's FP16): the exponent is
+// moved by a multiplication, or for subnormal numbers by a subtraction, both of them exact.
+static inline float from_float16(uint16_t x) {
+    const uint32_t w = uint32_t(x) << 16, twice = w + w;
+    const uint32_t normal = bits(number((twice >> 4) + (0xE0u << 23)) * 0x1p-112f);
+    const uint32_t subnormal = bits(number((twice >> 17) | (126u << 23)) - 0.5f);
+    return number((w & 0x80000000u) | (twice < (1u << 27) ? subnormal : normal));
+}
+
+// The addition rounds where float16's last place is.
+static inline uint16_t to_float16(float x) {
+    const uint32_t w = bits(x), twice = w + w, exponent = twice & 0xFF000000u;
+    const float size = (std::fabs(x) * 0x1p112f) * 0x1p-110f;
+    const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
+    const uint32_t b = bits(number((bias >> 1) + 0x07800000u) + size);
+    const uint32_t rounded = ((b >> 13) & 0x7C00u) + (b & 0x0FFFu);
+    return ((w & 0x80000000u) >> 16) | (twice > 0xFF000000u ? 0x7E00u : rounded);
+}
+"""
+
+SPREAD = """
+// What elements read of their rows, or columns: of one after another, from ``start`` on.
+template <typename T> struct Spread {
+    const bool rows;
+    const int64_t m, n;
+    int64_t column, left;
+    const T *row, *columns;
+    Spread(const void* of, bool rows, int64_t m, int64_t n, int64_t start)
+        : rows(rows), m(m), n(n), column(start % n), left(m - start / n % m),
+          row((const T*)of + start / n), columns((const T*)of + start / n / m * n) {}
+    void next(int64_t size, T* out) {
+        for (const T* end = out + size; out < end;) {
+            const int64_t here = lesser(end - out, n - column);
+            for (int64_t j = 0; j < here; ++j) out[j] = rows ? *row : columns[column + j];
+            out += here, column += here;
+            if (column == n) {
+                column = 0, ++row;
+                if (--left == 0) left = m, columns += n;
+            }
+        }
+    }
+};
+"""
+
+# Parts, and rows, are given by their ends, and each has an ``h``.
+UPDATE = """
+__attribute__((noinline)) static void apply(
+    const double* h, void* const* tensors, int64_t start, int64_t end
+) {{
+    {before}
+    for (int64_t block = start; block < end; block += BLOCK) {{
+        {fetched}
+        const int64_t stop = lesser(block + BLOCK, end);
+        #pragma omp simd
+        for (int64_t i = block; i < stop; ++i) {{
+            {each}
+        }}
+    }}
+}}
+
+extern "C" void update(
+    const double* h, void* const* tensors, const int64_t* ends, int64_t n_parts, int64_t threads
+) {{
+    const int64_t n = ends[n_parts - 1];
+    #pragma omp parallel for num_threads(threads)
+    for (int64_t thread = 0; thread < threads; ++thread) {{
+        const int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
+        for (int64_t part = 0, start = 0; part < n_parts; start = ends[part++]) {{
+            const int64_t from = start < first ? first : start, to = lesser(ends[part], last);
+            if (from < to) apply(h + part * {width}, tensors, from, to);
+        }}
+    }}
+}}
+"""
+
+SUMS = """
+extern "C" const int64_t n_terms = {n_terms};
+
+// Block is added to block; see cpu/sums.py.
+__attribute__((noinline)) static void sum_part(
+    const double* h, void* const* tensors, int64_t start, int64_t end, double* out
+) {{
+    {before}
+    double terms[{n_terms}][BLOCK] = {{}};
+    for (int64_t block = start; block < end; block += BLOCK) {{
+        {fetched}
+        const int64_t size = lesser(BLOCK, end - block);
+        #pragma omp simd
+        for (int64_t j = 0; j < size; ++j) {{
+            const int64_t i = block + j;
+            {each}
+        }}
+    }}
+    for (int64_t k = 0; k < {n_terms}; ++k) out[k] = halved(terms[k], BLOCK);
+}}
+
+extern "C" void sums(
+    const double* h, void* const* tensors, const int64_t* ends, int64_t n_rows, int64_t threads,
+    double* out
+) {{
+    for (int64_t row = 0, start = 0; row < n_rows; start = ends[row++], out += n_terms) {{
+        const int64_t n_parts = (ends[row] - start + {part} - 1) / {part};
+        double* parts = new double[n_parts * n_terms];
+        #pragma omp parallel for num_threads(threads)
+        for (int64_t part = 0; part < n_parts; ++part) {{
+            const int64_t from = start + part * {part}, to = lesser(from + {part}, ends[row]);
+            sum_part(h + row * {width}, tensors, from, to, parts + part * n_terms);
+        }}
+        for (int64_t k = 0; k < n_terms; ++k) {{
+            out[k] = 0;
+            for (int64_t part = 0; part < n_parts; ++part) out[k] += parts[part * n_terms + k];
+        }}
+        delete[] parts;
+    }}
+}}
+"""
+
+# A stack of matrices is taken in bands: some rows of one, with sums of columns of their own.
+AVERAGES = """
+constexpr int64_t N_TERMS = {n_terms}, ROWS = 32;
+extern "C" const int64_t band_rows = ROWS;
+constexpr bool OF_ROWS[] = {{{of_rows}}};
+
+static inline double total(const double* x, int64_t n) {{
+    constexpr int64_t LANES = 8;
+    double sum = 0;
+    int64_t i = 0;
+    if (n >= LANES) {{
+        double lanes[LANES] = {{}};
+        for (; i + LANES <= n; i += LANES)
+            for (int64_t j = 0; j < LANES; ++j) lanes[j] += x[i + j];
+        sum = halved(lanes, LANES);
+    }}
+    for (; i < n; ++i) sum += x[i];
+    return sum;
+}}
+
+// Of whole bands, to sums that begin with those of the first row, or the columns of the first band.
+__attribute__((noinline)) static void sum_bands(
+    const double* h, void* const* tensors, int64_t start, int64_t end, int64_t m, int64_t n,
+    double** sums
+) {{
+    {before}
+    double terms[N_TERMS][BLOCK];
+    int64_t row = start / n % m, column = 0;
+    for (int64_t block = start; block < end; block += BLOCK) {{
+        {fetched}
+        const int64_t size = lesser(BLOCK, end - block);
+        #pragma omp simd
+        for (int64_t j = 0; j < size; ++j) {{
+            const int64_t i = block + j;
+            {each}
+        }}
+        for (int64_t first = 0, here; first < size; first += here) {{
+            here = lesser(size - first, n - column);
+            for (int64_t k = 0; k < N_TERMS; ++k) {{
+                const double* term = terms[k] + first;
+                if (OF_ROWS[k]) *sums[k] += total(term, here);
+                else for (int64_t j = 0; j < here; ++j) sums[k][column + j] += term[j];
+            }}
+            column += here;
+            if (column < n) continue;
+            column = 0, row = row + 1 < m ? row + 1 : 0;
+            for (int64_t k = 0; k < N_TERMS; ++k)
+                sums[k] += OF_ROWS[k] ? 1 : row % ROWS == 0 ? n : 0;
+        }}
+    }}
+}}
+
+// Of the one part there is. Sums of columns are those of each band; then those of the first become
+// those of all. What a thread takes does not depend on how many there are, so no bit does.
+extern "C" void averages(
+    const double* h, void* const* tensors, const int64_t* ends, int64_t, int64_t threads,
+    double* const* sums
+) {{
+    const int64_t m = (int64_t)tensors[{n_tensors}], n = (int64_t)tensors[{n_tensors} + 1];
+    const int64_t bands = (m + ROWS - 1) / ROWS, matrices = *ends / (m * n), all = matrices * bands;
+    const int64_t some = ({part} - 1) / (lesser(ROWS, m) * n) + 1;
+    #pragma omp parallel for num_threads(threads)
+    for (int64_t band = 0; band < all; band += some) {{
+        const int64_t next = lesser(band + some, all);
+        const int64_t from = band / bands * m + band % bands * ROWS;
+        const int64_t to = next / bands * m + next % bands * ROWS;
+        double* own[N_TERMS];
+        for (int64_t k = 0; k < N_TERMS; ++k) own[k] = sums[k] + (OF_ROWS[k] ? from : band * n);
+        sum_bands(h, tensors, from * n, to * n, m, n, own);
+    }}
+    for (int64_t k = 0; k < N_TERMS; ++k) if (!OF_ROWS[k])
+        for (int64_t matrix = 0; matrix < matrices; ++matrix) {{
+            double *first = sums[k] + matrix * bands * n, *other = first + n;
+            for (int64_t band = 1; band < bands; ++band, other += n)
+                for (int64_t j = 0; j < n; ++j) first[j] += other[j];
+        }}
+}}
+"""
