@@ -72,6 +72,8 @@ def unscale_and_step(
         if not judges:
             return loss, lambda: (None, None, None)
         _check_loss(loss)
+        if agreement is not None:
+            ours.check_gradients()  # while the other ranks can still be told
 
         def verdict() -> tuple[Any, Any, Decision | None]:
             with ours.told(loss):
@@ -132,6 +134,8 @@ def step_after_unscale(
             )
         decision, ours.pending = ours.pending and ours.pending.decision, None
         _check_verdict(*returned)
+        if agreement is not None:
+            ours.check_gradients()  # while the other ranks can still be told
         return returned[0], lambda: (*returned[1:], decision)
 
     return _replayed(optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng)

@@ -141,6 +141,14 @@ def refused(what: str) -> str:
     try:
         if what == "raises":
             optimizer.unscale_and_step(raising, 2.0)
+        elif what.startswith("cast"):
+            if rank == 0:
+                p.data, p.grad = p.detach().double(), None
+            p.grad = torch.ones_like(p)
+            if what == "cast":
+                optimizer.unscale_and_step(lambda scale: 1.0, 2.0)
+            else:
+                optimizer.step_after_unscale(lambda scale: (1.0, *optimizer.unscale(scale)), 2.0)
         elif what == "raises, unscaled":
             optimizer.step_after_unscale(raising_unscaled(optimizer), 2.0)
         else:
@@ -249,6 +257,13 @@ def test_a_rank_that_waits_in_vain_is_told_who_has_to_come(two_ranks):
 def test_a_closure_that_raises_on_one_rank_ends_all(two_ranks, what):
     first, second = two_ranks.run(refused, what, timeout=10)
     assert first.startswith("ZeroDivisionError")
+    assert "the closure has raised on another rank" in second
+
+
+@pytest.mark.parametrize("what", ["cast", "cast, unscaled"])
+def test_what_one_rank_cannot_step_with_after_a_closure_ends_all(two_ranks, what):
+    first, second = two_ranks.run(refused, what, timeout=10)
+    assert "was torch.float32 when the optimizer was made and is torch.float64 now" in first
     assert "the closure has raised on another rank" in second
 
 
