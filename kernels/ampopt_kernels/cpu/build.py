@@ -20,8 +20,9 @@ from pathlib import Path
 __all__ = ["Library", "cache_folder", "cpp_compiler", "users_cache"]
 
 # Nothing that changes a result: IEEE 754 to the letter, and no fused multiply-add unless asked for.
+# Of C++14, with GNU's hexadecimal floats, <cmath> is read in a third of the time of C++17's.
 _OPTIONS = (
-    *("-x", "c++", "-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
+    *("-x", "c++", "-std=gnu++14", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *(() if platform.system() == "Darwin" else ("-fopenmp",)),  # Apple's clang has none
 )
