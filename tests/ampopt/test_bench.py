@@ -1,6 +1,7 @@
 """The benchmark measures what it says: the same work by everyone, every row, every column."""
 
 import contextlib
+import gc
 import importlib.util
 import json
 import re
@@ -35,6 +36,13 @@ TINY = {
     "small": lambda on_cpu, room: ((2,),) * 4,
     "mix": lambda on_cpu, room: ((), (4, 4), (1,)),
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_to_collect():
+    """What earlier tests left is not looked through whenever something is to be timed."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 """Which steps are undone on the device, with nothing read back, and which make the host look."""
 
+import unittest
 from typing import Any
 
 import pytest
@@ -75,12 +76,12 @@ def test_a_step_that_does_not_makes_the_host_look(cls):
         (Iterating, "cannot see what changes in Iterating.held, a list_iterator"),
     ],
 )
-def test_what_makes_the_host_look_is_named(cls, reason, caplog):
-    with caplog.at_level("INFO", logger="ampopt._step.transaction"):
+def test_what_makes_the_host_look_is_named(cls, reason):
+    with unittest.TestCase().assertLogs("ampopt._step.transaction", "INFO") as logged:
         found = after_steps(cls).reason
     assert found is not None
     assert found == reason
-    assert f"{cls.__name__}.step {found}: the host waits" in caplog.text
+    assert f"{cls.__name__}.step {found}: the host waits" in "\n".join(logged.output)
 
 
 @pytest.mark.parametrize("skip_by", ["host", "transaction"])
