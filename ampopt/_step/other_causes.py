@@ -55,5 +55,8 @@ class OtherCauses:
         self._cause = torch.where(bad, 0.0, total)
         for cause, its_values, judged in said:
             cause.learn(its_values, judged, self._cause, bad)
-        joined = (bad | (self._cause > 0)).to(torch.float32).reshape(1)
-        return Partials(joined, found.squares, found.found)
+        joined, squares = (bad | (self._cause > 0)).to(torch.float32).reshape(1), found.squares
+        if squares is not None:  # a flag for each part, of which there may be none
+            squares = squares if squares.numel() else squares.new_zeros(1)
+            joined = joined.repeat(squares.numel())
+        return Partials(joined, squares, found.found)

@@ -154,6 +154,21 @@ def test_the_norm_is_that_before_clipping_and_clipping_is_as_without():
     assert optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=0.3).skipped
 
 
+@pytest.mark.parametrize("sizes", [(3, 5, 300), (0,), (0, 3)])
+def test_the_norm_is_that_of_all_parameters(sizes):
+    ends = []
+    for skips in (False, True):
+        params = [Parameter(torch.ones(size)) for size in sizes]
+        optimizer = ampopt.SGD(params, lr=0.5)
+        if skips:
+            ampopt.skip_when(optimizer, norm=1e30)
+        for param in params:
+            param.grad = torch.linspace(-2.0, 3.0, param.numel())
+        optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=0.3)
+        ends.append((bits(params), bits(optimizer.grad_norm)))
+    assert ends[0] == ends[1]
+
+
 def test_a_loss_is_judged_where_it_is_given():
     optimizer, param = made()
     watch = ampopt.Watch(optimizer)
