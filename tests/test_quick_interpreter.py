@@ -1,51 +1,119 @@
-"""The interpreter that the tests run is Triton's, but for where it looks."""
+"""The interpreter that the tests run gives, bit by bit, what Triton's gives."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import ampopt
+from ampopt.testing.bits import bits, everything
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED, kernel, tl
+from ampopt_kernels.triton.uninterpreted import compiler
 
 pytestmark = pytest.mark.skipif(
     not (HAS_TRITON and INTERPRETED), reason="there is no interpreter here"
 )
 
 
-class Replaced:
-    """A scope of the interpreter's: what it replaces, to be put back."""
-
-    def __init__(self) -> None:
-        self.originals: dict[str, Any] = {}
-
-    def set_attr(self, obj: Any, name: str, value: Any) -> None:
-        self.originals[name] = getattr(obj, name)
-        setattr(obj, name, value)
-
-
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", ["", "tensor", "math", "core.tensor_descriptor_base"])
-def test_the_same_builtins_are_replaced(name, again):
-    """Also within a kernel, where those that are replaced already stay."""
+@contextlib.contextmanager
+def plain_interpreter() -> Iterator[None]:
+    """Triton's, with its own operations and launches."""
     from triton.runtime import interpreter
 
     ours: Any = interpreter
-    package: Any = tl
-    for part in filter(None, name.split(".")):
-        package = getattr(package, part)
-    found = []
-    for patch in (ours._patch_builtin, inspect.unwrap(ours._patch_builtin)):
-        scopes = [Replaced() for _ in range(1 + again)]
-        for scope in scopes:
-            patch(package, None, scope)
-        found.append([scope.originals for scope in scopes])
-        for attribute, original in scopes[0].originals.items():
-            setattr(package, attribute, original)
-    assert found[0] == found[1]
-    assert ours._patch_builtin is not inspect.unwrap(ours._patch_builtin)
-    assert found[0][0]
-    assert not again or not found[0][1]
+    quick = [(ours, "_patch_attr"), (ours, "_patch_lang"), (ours.InterpretedFunction, "run")]
+    with pytest.MonkeyPatch.context() as patch, compiler():
+        for owner, name in quick:
+            original = inspect.unwrap(getattr(owner, name))
+            assert original.__module__ == ours.__name__
+            patch.setattr(owner, name, original)
+        yield
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "plain": ampopt.SGD,
+    "flags": lambda p: ampopt.AdamW(p, amsgrad=True, maximize=True),
+    "sums": ampopt.LAMB,
+    "rows and columns": ampopt.Adafactor,
+    "masters": lambda p: ampopt.RMSprop(p, momentum=0.9, master_weights=True),
+    "by chance": lambda p: ampopt.AdamW(p, param_rounding="stochastic"),
+}
+
+
+def trained(make: Any) -> Any:
+    """All that an optimizer holds after steps, of which one is skipped and two are clipped."""
+    torch.manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    params = [torch.nn.Parameter(torch.randn(3, 50).to(dtype)) for dtype in dtypes]
+    optimizer = make(params)
+    watch = ampopt.Watch(optimizer)
+    scale: Any = ampopt.DynamicLossScale(init_scale=2.0**8)
+    for step in range(4):
+        for p in params:
+            p.grad = torch.randn_like(p)
+            p.grad[0, 0] = float("inf") if step == 1 else -0.0
+        clipped = {"max_norm": 1.0} if step > 1 else {}
+        scale = optimizer.unscale_and_step(grads_scaled_by=scale, **clipped).scale
+    return bits([everything(optimizer), scale.state_dict(), watch.state_dict()])
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_alike(backend, name):
+    with plain_interpreter():
+        expected = trained(OPTIMIZERS[name])
+    for _ in range(2):  # the first time it is listened to
+        assert trained(OPTIMIZERS[name]) == expected
+
+
+NUMBERS = (0.0, -0.0, 1, 1.0, True, 1.5, -3, 2**31)
+"""Some that Python takes for equal: 0.0 and -0.0; 1, 1.0 and True."""
+OPERATIONS: dict[str, Any] = {
+    "multiply": lambda: tl.tensor.__mul__,
+    "divide from": lambda: tl.tensor.__rtruediv__,
+    "compare": lambda: tl.tensor.__le__,
+    "maximum": lambda: tl.maximum,
+    "convert": lambda: tl.cast,
+    "spread two": lambda: tl.broadcast,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations_give_the_same(name, dtype):
+    """Of other tensors than those that they were listened to with, too."""
+    from support.remembered_operations import remembering
+    from triton.runtime import interpreter
+
+    ours: Any = interpreter
+    constant: Any = tl.constexpr
+    operation = OPERATIONS[name]()
+    remembered = remembering(operation)
+
+    def tensor(*numbers: int) -> Any:
+        kind = getattr(tl, dtype)
+        handle = ours.TensorHandle(torch.tensor(numbers).numpy().astype(dtype), kind)
+        return tl.tensor(handle, tl.block_type(kind, [len(numbers)]))
+
+    def given(operation: Any, *operands: Any, **named: Any) -> Any:
+        try:
+            made = operation(*operands, **named)
+        except Exception as error:
+            return str(error)
+        made = made if isinstance(made, tuple) else [made]
+        return [(x.type.name, x.dtype, list(x.shape), x.handle.data.tobytes()) for x in made]
+
+    with compiler():
+        for n in range(3):
+            a, b = tensor(n, 1, 5, 7), tensor(1, n, 1, 9)
+            constants = [constant(number) for number in NUMBERS]
+            for other in (a, b, tensor(n), *NUMBERS, *constants, tl.float32, tl.int64):
+                expected = given(operation, a, other, _semantic=ours.interpreter_semantic)
+                assert given(remembered, a, other) == expected
+                assert given(remembered, a, other) == expected
 
 
 @kernel
@@ -60,45 +128,42 @@ def test_what_is_narrower_is_spread():
     assert out.tolist() == [[2.0] * 4, [4.0] * 4]
 
 
-@pytest.mark.parametrize("number", [0.0, -0.0, 1, 1.0, True, 1.5, -3, 2**31])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64"])
-def test_operands_become_what_they_become_at_first(number, dtype):
-    """Of numbers that Python takes for equal, too: 0.0 is -0.0, and 1 is 1.0."""
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_adds_to_memory_is_done_once_a_launch(n):
+    """Also the first time, when it is listened to."""
+
+    @kernel
+    def count(out):
+        tl.atomic_add(out, 1.0)
+
+    out = torch.zeros(1)
+    for _ in range(n):
+        count[(2,)](out)
+    assert out.item() == 2 * n
+
+
+def test_the_same_of_the_language_is_replaced():
+    """At the first launch and later, and put back; within a kernel, where it is, nothing is."""
     from triton.runtime import interpreter
 
-    ours: Any = interpreter.interpreter_semantic
-    remembering = ours.binary_op_type_checking_impl
-    one = ours.scalar_constant(1, getattr(tl, dtype))
+    ours: Any = interpreter
+    function = _spread.fn
 
-    def become(convert: Any, *operands: Any) -> Any:
-        try:
-            made = convert(*operands)
-        except ValueError as error:  # 2**31 is no int32
-            return str(error)
-        return [(operand.type.name, operand.handle.data.tobytes()) for operand in made]
+    def replaced() -> list[Any]:
+        scope = ours._patch_lang(function)
+        changes = [(owner, name) for owner, name, _ in scope._changes]
+        assert not ours._patch_lang(function)._changes
+        scope.restore()
+        return changes
 
-    for other in (number, ours.to_tensor(number)):
-        for operands in ((one, other), (other, one)):
-            expected = become(inspect.unwrap(remembering), *operands)
-            assert become(remembering, *operands) == expected
-            assert become(remembering, *operands) == expected
-
-
-def test_types_are_those_of_triton():
-    from triton.language import core
-
-    float4, double4, float8 = (
-        core.block_type(dtype, [n])
-        for dtype, n in ((core.float32, 4), (core.float64, 4), (core.float32, 8))
-    )
-    for made, dtype, n in ((float4, "fp32", 4), (double4, "fp64", 4), (float8, "fp32", 8)):
-        assert made.name == str(made) == f"<[{str(n)!r}], {dtype}>"
-        assert made.element_ty.name == dtype and made.numel == n and list(made.shape) == [n]
-    assert float4 == core.block_type(core.float32, [4])
-    assert float4 != double4 and float4 != float8
-    for _ in range(2):
-        with pytest.raises(ValueError, match="power of 2"):
-            core.block_type(core.float32, [3])
+    before = dict(vars(tl)), dict(vars(tl.tensor))
+    found = [replaced() for _ in range(3)]
+    with plain_interpreter():
+        scope = ours._patch_lang(function)
+        expected = [(owner, name) for owner, name, _ in scope._changes]
+        scope.restore()
+    assert found == [expected] * 3
+    assert (dict(vars(tl)), dict(vars(tl.tensor))) == before
 
 
 def test_tuples_have_their_types():
