@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.found import Found, measured
-from ampopt_kernels.marginals import advance
+from ampopt_kernels.marginals import advance, sums_of
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Work
@@ -163,7 +163,8 @@ class Eager(Backend):
             factor = _cast(inverse, dtype), _cast(clip, dtype)
             read = (whole, *row.written[: 1 + len(row.state)])
             if row.marginals is not None:
-                advance(rule, row.marginals, row.flags, read, (*factor, *h), skip)
+                own, given = (rule, row.marginals, row.flags), (*factor, *h)
+                advance(*own, sums_of(*own, read, given), given, skip)
                 read = tuple(map(flat, read))
             start = 0
             total = torch.zeros(

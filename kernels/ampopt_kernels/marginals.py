@@ -7,7 +7,7 @@ of its row or column.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.state import State
 from ampopt_kernels.tensors import widest
 
-__all__ = ["Marginals", "advance"]
+__all__ = ["Marginals", "advance", "sums_of"]
 
 _CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
 """Elements whose terms are held at a time: on a CPU what fits the cache of a core."""
@@ -91,10 +91,9 @@ def advance(
     rule: Rule,
     own: Marginals,
     flags: tuple[bool, ...],
-    tensors: Sequence[Tensor],
+    sums: Sequence[Tensor],
     h: Sequence[Any],
     skip: Tensor | None = None,
-    summed: Callable[..., list[Tensor]] | None = None,
 ) -> None:
     """Advance the states by the means of this step's terms, and make the factors of it.
 
@@ -104,19 +103,15 @@ def advance(
         rule: whose.
         own: of one parameter.
         flags: of the rule.
-        tensors: gradient, parameter and elementwise states, all contiguous.
-        h: the reciprocal of the scale, the clip coefficient, then what ``reduce`` takes as ``h``;
-            numbers, or 0-d tensors of the arithmetic dtype.
+        sums: see :func:`sums_of`.
+        h: as :func:`sums_of` takes it.
         skip: more than 0 to store nothing; ``None`` where the host has seen that it is not so.
-        summed: ``summed(own, tensors, h)`` in place of torch's operations: of each marginal its
-            term summed over rows, or columns, in float64, shaped as it is beside what is here.
     """
     if 0 in own.size or not own.states[0].numel():  # there are no elements anywhere
         return
     assert rule.factors is not None
-    sums = (summed or functools.partial(_sums, rule, flags))(own, tensors, h)
     if own.spread is not None:
-        sums = map(own.spread.whole, own.parts, sums)
+        sums = list(map(own.spread.whole, own.parts, sums))
     dtype = own.factors[0].dtype
     means = tuple((s / own.size[dim]).to(dtype) for s, dim in zip(sums, own.dims, strict=True))
     old = tuple(state.to(dtype) for state in own.states)
@@ -130,14 +125,26 @@ def advance(
         room.copy_(factor)
 
 
-def _sums(
+def sums_of(
     rule: Rule,
-    flags: tuple[bool, ...],
     own: Marginals,
+    flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
     h: Sequence[Any],
 ) -> list[Tensor]:
-    """``summed`` of :func:`advance`."""
+    """Of each marginal, its term summed over what is here of rows, or columns.
+
+    Args:
+        rule: whose.
+        own: of one parameter.
+        flags: of the rule.
+        tensors: gradient, parameter and elementwise states, all contiguous.
+        h: the reciprocal of the scale, the clip coefficient, then what ``reduce`` takes as ``h``;
+            numbers, or 0-d tensors of the arithmetic dtype.
+
+    Returns:
+        ``widest``, each of the shape of its factors.
+    """
     dtype, device = own.factors[0].dtype, tensors[0].device
     wide, averages = widest(device), rule.torch_averages_in(dtype)
     *batch, m, n = own.shape

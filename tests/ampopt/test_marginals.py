@@ -189,6 +189,50 @@ def test_compiled_ones_are_eager_ones_within_rounding(shape):
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-6)
 
 
+@jit
+def _without_sums(s, h, flags, sums):
+    return s, h
+
+
+class Alike(OfLines):
+    """Whose ``update`` takes the same numbers for all rows."""
+
+    rule = replace(RULE, scalars=_without_sums)
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "triton"])
+@pytest.mark.parametrize(
+    ("cls", "dtype", "options"),
+    [
+        (OfLines, torch.float32, {}),
+        (Alike, torch.float32, {}),
+        (OfLines, torch.float64, {}),
+        (OfLines, torch.bfloat16, {"master_weights": True}),
+        (ampopt.Adafactor, torch.float32, {}),
+        (ampopt.Adafactor, torch.bfloat16, {"param_rounding": "stochastic"}),
+    ],
+    ids=str,
+)
+def test_no_bit_depends_on_what_a_matrix_is_bundled_with(backend, cls, dtype, options):
+    """Small ones of one shape are stacked, as far as they have gradients in one step."""
+    ampopt.set_backend(backend)
+    shapes = [*[(33, 30)] * 5, (30, 33), *[(2, 3, 9)] * 4, (33, 30), (33,), (3, 2, 9)]
+    lacking = {1: {2}, 2: {0, 6}}
+    ends = []
+    for together in (True, False):
+        params = params_of(shapes, dtype)
+        for i, p in enumerate(params):
+            p.data.mul_(1 + i / 7)
+        optimizer = cls(params, **options)
+        for i in range(4):
+            present = [p for k, p in enumerate(params) if k not in lacking.get(i, ())]
+            for some in [present] if together else [[p] for p in present]:
+                optimizer.zero_grad()
+                step(optimizer, some, i)
+        ends.append([t for p in params for t in (p.detach(), *optimizer.state[p].values())])
+    assert all(map(torch.equal, *ends))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layouts_change_no_bit(backend):
     ampopt.set_backend(backend)

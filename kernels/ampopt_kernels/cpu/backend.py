@@ -17,7 +17,7 @@ from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
-from ampopt_kernels.marginals import Marginals, advance
+from ampopt_kernels.marginals import Marginals, advance, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Partials, Request, Row, Work
 from ampopt_kernels.stochastic import stochastically
@@ -100,6 +100,7 @@ class Cpu(Eager):
         sums = torch.zeros(len(work.rows), n_terms, dtype=torch.float64, device="cpu")
         if skip > 0:
             return sums
+        order, found = [], []
         last, h = None, ()
         for block, piece in work.table.pieces:
             if block is not last:
@@ -107,14 +108,19 @@ class Cpu(Eager):
             grad = piece.gather(work)
             if piece.copies is not None:
                 piece.copies.load()
-            n_state = len(rule.state_for(piece.flags))
-            tensors = (grad, piece.param, *piece.rest[:n_state])
+            tensors = (grad, piece.param, *piece.states)
             summed = piece.compiled.get("reduce") or functools.partial(self._sum, rule, piece)
             rows = list(piece.each(h))
-            if piece.marginals is not None:
-                given = rule, piece.marginals, piece.flags, tensors, rows[0].h
-                advance(*given, summed=piece.compiled.get("averages"))
-            sums[list(piece.among)] = summed(rows, tensors)
+            if piece.marginals:
+                compiled = piece.compiled.get("averages")
+                averages = compiled or functools.partial(self._averages, rule, piece)
+                each = zip(piece.marginals, averages(rows, tensors), rows, strict=True)
+                for own, its_sums, row in each:
+                    advance(rule, own, piece.flags, its_sums, row.h)
+            order += piece.among
+            found.append(summed(rows, tensors))
+        if found:
+            sums[order] = torch.cat(found)  # at once: to index by each piece's would take as long
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -142,7 +148,7 @@ class Cpu(Eager):
                     part._replace(chances=_chances(row))
                     for row, part in zip(piece.rows, piece.each(h), strict=True)
                 ]
-            elif varies:
+            elif varies or piece.marginals:
                 parts = list(piece.alike(h))
             else:
                 parts = [Part(0, grad.numel(), h)]
@@ -174,17 +180,27 @@ class Cpu(Eager):
         self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
     ) -> Tensor:
         """The terms of the rule over each row of a piece, shape (rows, terms)."""
-        own = piece.marginals
-        sums = [sum_terms(rule, piece.flags, row.of(tensors), row.h, own) for row in rows]
+        sums = [
+            sum_terms(rule, piece.flags, row.of(tensors), row.h, own)
+            for row, own in piece.beside(rows)
+        ]
         return torch.stack(sums)
+
+    def _averages(
+        self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """The sums over rows and columns that the means of each row of a piece are made of."""
+        return [
+            sums_of(rule, own, piece.flags, row.of(tensors), row.h)
+            for own, row in zip(piece.marginals, rows, strict=True)
+        ]
 
     def _apply(
         self, rule: Rule, piece: Piece, parts: Sequence[Part], tensors: Sequence[Tensor]
     ) -> None:
         """Apply the rule to the parts of a piece."""
-        for part in parts:
-            given = part.of(tensors), part.h, part.chances, piece.marginals
-            apply_rule(rule, piece.flags, *given)
+        for part, own in piece.beside(parts):
+            apply_rule(rule, piece.flags, part.of(tensors), part.h, part.chances, own)
 
 
 class _Read(NamedTuple):

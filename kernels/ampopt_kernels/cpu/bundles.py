@@ -11,7 +11,7 @@ go.
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
@@ -70,6 +70,7 @@ class Piece:
         grad: scratch for all gradients; ``None`` if alone.
         copies: between the scratch and the tensors of the rows; ``None`` if alone.
         rounded: from the scratch to low-precision copies, of a bundle that has them.
+        marginals: of each row, with factors that lie end to end; of a rule without any, empty.
         gathered_at: the stamp of the work whose gradients ``grad`` holds.
         compiled: what the compiled backend has made of functions of the rule for this piece, by
             their names.
@@ -84,6 +85,7 @@ class Piece:
     grad: Tensor | None = None
     copies: Copies | None = None
     rounded: Copies | None = None
+    marginals: list[Marginals] = field(default_factory=list)
     gathered_at: int | None = None
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
@@ -95,9 +97,10 @@ class Piece:
         where = (places, whole if len(whole) == len(among) else among, rows[0].compute_dtype)
         rest = [_spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
         rounded = [row.copy for row in rows if row.copy is not None]
-        params = _params(rows)
+        params, marginals = _params(rows), _end_to_end([r.marginals for r in rows if r.marginals])
         if len(rows) == 1:
-            return Piece(rows, *where, flat(params[0]), rest + [flat(c) for c in rounded])
+            alone = flat(params[0]), rest + [flat(c) for c in rounded]
+            return Piece(rows, *where, *alone, marginals=marginals)
         size = sum(p.numel() for p in params)
         param = params[0].new_empty(size)
         grad = param.new_empty(size, dtype=rows[0].grad_dtype)
@@ -109,6 +112,7 @@ class Piece:
             grad,
             TorchCopies(params, param),
             TorchCopies(rounded, param) if rounded else None,
+            marginals,
         )
 
     @property
@@ -117,9 +121,9 @@ class Piece:
         return self.rows[0].flags
 
     @property
-    def marginals(self) -> Marginals | None:
-        """Of the row, which then is alone."""
-        return self.rows[0].marginals
+    def states(self) -> list[Tensor]:
+        """Those of all rows: what there is in ``rest`` besides copies."""
+        return self.rest[: len(self.rows[0].state)]
 
     @property
     def params(self) -> list[Tensor]:
@@ -142,9 +146,9 @@ class Piece:
     def alike(self, h: tuple[Any, ...]) -> Iterator[Part]:
         """Parts whose rows have the same ``h``.
 
-        There are several only where gradients come and go, or the rule reduces. A part is applied
-        as if it were alone, so that a parameter's result does not depend on what it is bundled
-        with.
+        There are several only where gradients come and go, or the rule reduces; of a rule with
+        marginals, each row is one. A part is applied as if it were alone, so that a parameter's
+        result does not depend on what it is bundled with.
 
         Args:
             h: of the block; numbers, and lists with one for each row.
@@ -152,18 +156,27 @@ class Piece:
         rows = list(self.each(h))
         start = 0
         for row, (_, end, own, _) in enumerate(rows):
-            if row + 1 == len(rows) or rows[row + 1].h != own:
+            if self.marginals or row + 1 == len(rows) or rows[row + 1].h != own:
                 yield Part(start, end, own)
                 start = end
 
     def each(self, h: tuple[Any, ...]) -> Iterator[Part]:
         """Each row as a part; ``h`` as for :meth:`alike`."""
+        if self.copies is None:  # in less time
+            place = self.places[0]
+            own = tuple([x[place] if isinstance(x, list) else x for x in h])
+            yield Part(0, self.param.numel(), own)
+            return
         columns = ([x[i] for i in self.places] if isinstance(x, list) else repeat(x) for x in h)
-        sizes = [self.param.numel()] if self.copies is None else [p.numel() for p in self.params]
+        sizes = map(Tensor.numel, self.params)
         start = 0
         for size, *own in zip(sizes, *columns, strict=False):  # of which some have no end
             yield Part(start, start + size, tuple(own))
             start += size
+
+    def beside(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Marginals | None]]:
+        """Each of some parts with the marginals of its row, if there are any."""
+        return zip(parts, self.marginals or repeat(None), strict=False)
 
 
 def _params(rows: Sequence[Row]) -> list[Tensor]:
@@ -319,7 +332,7 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
     total = 0
     for place, (row, param) in enumerate(zip(rows, _params(rows), strict=True)):
         size = param.numel()
-        if not 0 < size <= SMALL or row.marginals is not None:
+        if not 0 < size <= SMALL:
             runs.append([place])
         elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
             bundle.append(place)
@@ -333,10 +346,27 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
 def _joins(last: Row, row: Row) -> bool:
     return (
         last.kind == row.kind
+        and _stackable(last.marginals, row.marginals)
         and last.counted == row.counted
         and all(t.is_contiguous() for r in (last, row) for t in r.written)
         and all(_adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
     )
+
+
+def _stackable(last: Marginals | None, own: Marginals | None) -> bool:
+    """Whether their parameters, end to end, are a stack of matrices."""
+    if last is None or own is None:
+        return last is own
+    return last.shape == own.shape and last.spread is own.spread is None
+
+
+def _end_to_end(several: list[Marginals]) -> list[Marginals]:
+    """The same, with room for their factors end to end."""
+    if len(several) < 2:
+        return several
+    columns = zip(*(own.factors for own in several), strict=True)
+    rooms = zip(*(torch.stack(column).unbind() for column in columns), strict=True)
+    return [replace(own, factors=room) for own, room in zip(several, rooms, strict=True)]
 
 
 def _adjoins(a: Tensor | None, b: Tensor | None) -> bool:

@@ -86,21 +86,24 @@ class Averages:
         self._band = ctypes.c_int64.in_dll(library, "band_rows").value
 
     def __call__(
-        self, own: Marginals, tensors: Sequence[Tensor], h: tuple[float, ...]
-    ) -> list[Tensor]:
-        """Of gradient, parameter and states; see ``summed`` of :func:`marginals.advance`."""
+        self, rows: Sequence[Part], tensors: Sequence[Tensor], own: Marginals
+    ) -> list[tuple[Tensor, ...]]:
+        """Of gradient, parameter and states; see :meth:`Cpu._averages` and :class:`Loop`.
+
+        ``own`` are the marginals of the first row, as which the others are shaped.
+        """
         *stack, m, n = own.shape
-        matrices, bands = math.prod(stack), -(-m // self._band)
+        matrices, bands = len(rows) * math.prod(stack), -(-m // self._band)
         shapes = [(matrices, m) if of_rows else (matrices, bands, n) for of_rows in own.of_rows]
         sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
         to = array("q", map(Tensor.data_ptr, sums))
-        whole = [Part(0, tensors[0].numel(), h)]
-        self._loop(whole, tensors, to.buffer_info()[0], beside=(m, n))
+        self._loop(rows, tensors, to.buffer_info()[0], beside=(m, n))
         # Where those of the first band were are now those of all.
-        return [
-            (found if of_rows else found[:, 0]).reshape(part.beside(own.shape))
-            for part, of_rows, found in zip(own.parts, own.of_rows, sums, strict=True)
-        ]
+        found = (
+            (x if of_rows else x[:, 0]).reshape(len(rows), *part.beside(own.shape)).unbind()
+            for part, of_rows, x in zip(own.parts, own.of_rows, sums, strict=True)
+        )
+        return list(zip(*found, strict=True))
 
 
 CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {

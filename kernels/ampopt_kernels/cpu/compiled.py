@@ -139,7 +139,7 @@ class Compiled(Cpu):
                 keys = [_key(rule, piece, 2 + widths.update, "update")]
                 if rule.reduces:
                     keys.append(_key(rule, piece, 2 + widths.reduce, "reduce"))
-                if piece.marginals is not None:
+                if piece.marginals:
                     keys.append(_key(rule, piece, 2 + widths.reduce, "averages"))
                 found = {key[-2]: self._function_for(piece, key) for key in keys}
                 piece.compiled = {role: made for role, made in found.items() if made is not None}
@@ -157,9 +157,12 @@ class Compiled(Cpu):
     def _function_for(self, piece: Piece, key: _Key) -> Any:
         """:meth:`_function`, which reads the marginals of the piece, if there are any."""
         function = self._function(key)
-        if function is None or piece.marginals is None or key[-2] == "averages":
+        if function is None or not piece.marginals:
             return function
-        return functools.partial(function, beside=piece.marginals.addresses)
+        own = piece.marginals[0]
+        if key[-2] == "averages":
+            return functools.partial(function, own=own)
+        return functools.partial(function, beside=own.addresses)
 
     def _function(self, key: _Key) -> Any:
         """What :data:`CALLS` makes of it, for the next step; ``None`` to stay eager."""
@@ -214,7 +217,7 @@ class Compiled(Cpu):
 def _key(rule: Rule, piece: Piece, width: int, role: str) -> _Key:
     """What :func:`source_of` takes for a piece and its gradients."""
     updates = role == "update"
-    stored = piece.rest if updates else piece.rest[: len(rule.state_for(piece.flags))]
+    stored = piece.rest if updates else piece.states
     dtypes = tuple(t.dtype for t in (piece.param, *stored))
     by_chance = updates and piece.rows[0].keys is not None
     return rule, piece.flags, (piece.rows[0].grad_dtype, *dtypes), width, role, by_chance

@@ -209,26 +209,28 @@ __attribute__((noinline)) static void sum_bands(
     }}
 }}
 
-// Of the one part there is. Sums of columns are those of each band; then those of the first become
-// those of all. What a thread takes does not depend on how many there are, so no bit does.
+// Of parts that are whole matrices. Sums of columns are those of each band; then those of the first
+// become those of all. What a thread takes does not depend on how many there are, so no bit does.
 extern "C" void averages(
-    const double* h, void* const* tensors, const int64_t* ends, int64_t, int64_t threads,
+    const double* h, void* const* tensors, const int64_t* ends, int64_t n_parts, int64_t threads,
     double* const* sums
 ) {{
     const int64_t m = (int64_t)tensors[{n_tensors}], n = (int64_t)tensors[{n_tensors} + 1];
-    const int64_t bands = (m + ROWS - 1) / ROWS, matrices = *ends / (m * n), all = matrices * bands;
-    const int64_t some = ({part} - 1) / (lesser(ROWS, m) * n) + 1;
-    #pragma omp parallel for num_threads(threads)
-    for (int64_t band = 0; band < all; band += some) {{
-        const int64_t next = lesser(band + some, all);
-        const int64_t from = band / bands * m + band % bands * ROWS;
-        const int64_t to = next / bands * m + next % bands * ROWS;
-        double* own[N_TERMS];
-        for (int64_t k = 0; k < N_TERMS; ++k) own[k] = sums[k] + (OF_ROWS[k] ? from : band * n);
-        sum_bands(h, tensors, from * n, to * n, m, n, own);
+    const int64_t bands = (m + ROWS - 1) / ROWS, some = ({part} - 1) / (lesser(ROWS, m) * n) + 1;
+    for (int64_t part = 0, first = 0, last; part < n_parts; ++part, first = last) {{
+        last = ends[part] / (m * n) * bands;
+        #pragma omp parallel for num_threads(threads)
+        for (int64_t band = first; band < last; band += some) {{
+            const int64_t next = lesser(band + some, last);
+            const int64_t from = band / bands * m + band % bands * ROWS;
+            const int64_t to = next / bands * m + next % bands * ROWS;
+            double* own[N_TERMS];
+            for (int64_t k = 0; k < N_TERMS; ++k) own[k] = sums[k] + (OF_ROWS[k] ? from : band * n);
+            sum_bands(h + part * {width}, tensors, from * n, to * n, m, n, own);
+        }}
     }}
     for (int64_t k = 0; k < N_TERMS; ++k) if (!OF_ROWS[k])
-        for (int64_t matrix = 0; matrix < matrices; ++matrix) {{
+        for (int64_t matrix = 0; matrix < ends[n_parts - 1] / (m * n); ++matrix) {{
             double *first = sums[k] + matrix * bands * n, *other = first + n;
             for (int64_t band = 1; band < bands; ++band, other += n)
                 for (int64_t j = 0; j < n; ++j) first[j] += other[j];

@@ -11,7 +11,7 @@ from ampopt_kernels.cpu import objects
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Ledger, Part
-from ampopt_kernels.marginals import advance
+from ampopt_kernels.marginals import advance, sums_of
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.triton.accumulate import accumulate_kernel
@@ -388,7 +388,8 @@ def _advance_marginals(work: Work, factors: Tensor, h: Tensor) -> None:
             skip, *given = (*factors.unbind(), *numbers.unbind())
             given = [x.to(row.compute_dtype) for x in given]
             read = (grad, *row.written[: 1 + len(row.state)])
-            advance(work.rule, row.marginals, row.flags, read, given, skip)
+            own = work.rule, row.marginals, row.flags
+            advance(*own, sums_of(*own, read, given), given, skip)
 
 
 def _reduces(work: Work) -> bool:

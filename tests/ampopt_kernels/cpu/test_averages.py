@@ -11,7 +11,7 @@ from hypothesis import given
 
 from ampopt_kernels import Rule, State, jit, tl
 from ampopt_kernels.cpu.build import Library, cpp_compiler
-from ampopt_kernels.cpu.bundles import BUNDLE
+from ampopt_kernels.cpu.bundles import BUNDLE, Part
 from ampopt_kernels.cpu.calls import Averages
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.marginals import Marginals
@@ -84,7 +84,8 @@ def sums_of(shape: Any, both: bool, tensors: list[torch.Tensor], h: tuple[float,
     dtypes = tuple(t.dtype for t in tensors)
     parts = RULE.marginals_for((both,))
     own = Marginals.of(parts, (), tensors[1].view(shape), arithmetic(*dtypes[:2]), shape[-2:])
-    return own, compiled(both, dtypes)(own, tensors, h)
+    (found,) = compiled(both, dtypes)([Part(0, tensors[0].numel(), h)], tensors, own)
+    return own, found
 
 
 SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 129, 300]
