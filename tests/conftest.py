@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from support.selected_marks import command_line, selects_only
@@ -53,8 +54,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Examples first: they are few and long, and other workers would wait for them at the end."""
-    items.sort(key=lambda item: item.path.name != "test_examples.py")
+    """Whole programs first: few and long, and other workers would wait for them at the end."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
 
 
 def pytest_collection_finish():
