@@ -92,30 +92,35 @@ class TestRight(OptimizerContract):
         return Right(params)
 
 
-def tested(name: str, *selected: str) -> str:
-    """What pytest says of the class of that name."""
-    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-W", "error"]
-    command = [sys.executable, "-m", "pytest", *options, *selected, f"{__file__}::{name}"]
+def report_of_pytest() -> str:
+    """What pytest says of this file."""
+    options = ["-q", "-rpf", "--tb=short", "-p", "no:cacheprovider", "-W", "error"]
+    # Sequences of calls find what is wrong, too, but to make a sequence small takes a minute.
+    selected = ["--hypothesis-seed=0", "-k", "TestRight or not any_sequence", __file__]
+    command = [sys.executable, "-m", "pytest", *options, *selected]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout + done.stderr
 
 
 def main() -> None:
     """Test both, and show what there is to see."""
-    # Sequences of calls find it too, but to make a sequence small takes a minute.
-    wrong = tested("TestWrong", "-k", "not any_sequence")
-    failed = sorted(set(re.findall(r"^FAILED \S+::(\w+)", wrong, re.MULTILINE)))
+    report = report_of_pytest()
+
+    def invariants(outcome: str, name: str) -> list[str]:
+        return sorted(re.findall(rf"^{outcome} \S+::{name}::(\w+)", report, re.MULTILINE))
+
+    failed = invariants("FAILED", "TestWrong")
     print(f"Wrong fails {len(failed)} invariants:")
     for name in failed:
         print(f"  {name}")
     name = "test_training_goes_on_as_if_skipped_steps_had_never_been"
-    section = wrong[wrong.index(f" TestWrong.{name} ") :]
+    section = report[report.index(f" TestWrong.{name} ") :]
     found = re.search(rf"def {name}_again\(\):\n(?:.*\n)*?.*    \)\n", section)
     print("\nThe smallest example of one of them, as code to paste beside the class:\n")
     print(re.sub(r"^E {0,3}", "", found[0] if found else section, flags=re.MULTILINE))
-    right = tested("TestRight").splitlines()[-1]
-    print(f"Right: {right}")
-    if not failed or "failed" in right or "passed" not in right:
+    passed, missed = invariants("PASSED", "TestRight"), invariants("FAILED", "TestRight")
+    print(f"Right passes {len(passed)} invariants, and fails {len(missed)}")
+    if not failed or missed or not passed:
         sys.exit("Wrong was to fail, and Right to pass")
 
 
