@@ -174,9 +174,10 @@ def test_parts_are_stepped_as_the_whole(four_ranks, layout, backend, data):
     check(four_ranks, layout, backend, name, *form, steps)
 
 
-def test_what_is_compiled_steps_them_too(two_ranks):
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_what_is_compiled_steps_them_too(two_ranks, name):
     skip_unless_it_runs("compiled")
-    check(two_ranks, "fsdp", "compiled", "AdamW", *FORMS[0], STORY)
+    check(two_ranks, "fsdp", "compiled", name, *FORMS[0], STORY)
 
 
 @pytest.mark.parametrize("cls", EVERY_RULE)
