@@ -1,6 +1,6 @@
 """The eager backend on the CPU: small tensors together, and no more work than the host can see.
 
-The rows are taken in the pieces of ``pieces``. The host may read a CPU tensor at no cost, so a
+The rows are taken in the pieces of ``blocks``. The host may read a CPU tensor at no cost, so a
 skipped step returns at once.
 """
 
@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.bundles import Part, Piece, Pieces
+from ampopt_kernels.cpu.blocks import Pieces
+from ampopt_kernels.cpu.bundles import Part, Piece
 from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal

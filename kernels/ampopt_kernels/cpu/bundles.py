@@ -1,32 +1,24 @@
-"""How the CPU takes the rows of a work: in pieces, small ones bundled; kept from step to step.
+"""What a rule is applied to on the CPU at a time: a tensor, or a bundle of small ones.
 
 A network's small tensors cost a CPU more in calls than in arithmetic. Those whose states lie end
 to end (``ampopt._step.rule_state`` lays them so) are gathered into one scratch that fits the
 cache, the rule runs once over all of them, and the parameters are scattered back.
-
-Rows whose scalars lie end to end are a block: the ``scalars`` of a rule run once, on Python
-numbers, for all rows of a block whose step counts agree, which they do unless gradients come and
-go.
 """
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, repeat
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
-from ampopt_kernels.cpu.numbers import common
 from ampopt_kernels.marginals import Marginals
-from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
-from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat
 
-__all__ = ["BUNDLE", "SMALL", "Part", "Piece", "Pieces"]
+__all__ = ["BUNDLE", "SMALL", "Part", "Piece", "adjoins", "spanning"]
 
 SMALL = 1 << 14
 """Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
@@ -90,12 +82,17 @@ class Piece:
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
+    def all_of(rows: list[Row], start: int) -> "list[Piece]":
+        """All rows of a block that begins at ``start``, small ones bundled."""
+        return [Piece.of([rows[i] for i in places], places, start) for places in _runs(rows)]
+
+    @staticmethod
     def of(rows: list[Row], places: list[int], start: int) -> "Piece":
         """Rows whose states adjoin, by their places in a block that begins at ``start``."""
         among = [start + place for place in places]
         whole = range(among[0], among[-1] + 1)
         where = (places, whole if len(whole) == len(among) else among, rows[0].compute_dtype)
-        rest = [_spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
+        rest = [spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
         rounded = [row.copy for row in rows if row.copy is not None]
         params, marginals = _params(rows), _end_to_end([r.marginals for r in rows if r.marginals])
         if len(rows) == 1:
@@ -183,148 +180,6 @@ def _params(rows: Sequence[Row]) -> list[Tensor]:
     return [row.param for row in rows if row.param is not None]
 
 
-@dataclass
-class Block:
-    """Rows whose scalars advance together.
-
-    Attributes:
-        group: the param group of all of them.
-        rows: in the order in which their scalars lie end to end.
-        start: the place of the first among all rows of the work.
-        scalars: the scalar states, an entry for each row; ``None`` where the flags leave one out.
-        pieces: the same rows, as the rule takes them.
-    """
-
-    group: int
-    rows: list[Row]
-    start: int
-    scalars: list[Tensor | None] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
-
-    @staticmethod
-    def of(rows: list[Row], start: int) -> "Block":
-        columns = zip(*(row.scalars for row in rows), strict=True)
-        return Block(
-            rows[0].group,
-            rows,
-            start,
-            [None if column[0] is None else _spanning(column) for column in columns],
-            [Piece.of([rows[i] for i in places], places, start) for places in _runs(rows)],
-        )
-
-    def before_reduce(self, rule: Rule, hyper: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-        """The ``h`` of ``reduce``: numbers, or lists with one for each row."""
-        return self._told_apart(rule.host_before_reduce(*self._given(hyper))[1])
-
-    def advance(
-        self,
-        rule: Rule,
-        hyper: Sequence[Sequence[Any]],
-        advanced: "dict[int, _Advanced]",
-        sums: Sums | None,
-    ) -> tuple[tuple[Any, ...], bool]:
-        """Advance the scalars; return ``h``, and whether it differs from row to row.
-
-        Its entries are numbers, and, if it does, lists with one for each row.
-        ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
-        group share it, and so do steps of a rule that counts nothing. ``sums`` are those of all
-        rows of the work, of a rule that reduces.
-        """
-        if sums is not None:
-            s, h, flags = self._given(hyper)
-            s, h = rule.host_before_reduce(s, h, flags)
-            each = sums.each[self.start : self.start + len(self.rows)].unbind(1)
-            return self._stored(*rule.host_scalars(s, h, flags, each, sums.totals.unbind()))
-        given, flags = hyper[self.group], self.rows[0].flags
-        found = [0.0 if s is None else common(s) for s in self.scalars]
-        counts = [count for count in found if count is not None]
-        if len(counts) == len(found):
-            numbers = list(map(float, given))
-            # As bits, for which -0.0 is not 0.0.
-            key = array("d", [*counts, *numbers]).tobytes()
-            last = advanced.get(self.group)
-            if last is None or last.key != key:
-                new_s, new_h = rule.scalars_on_numbers(tuple(counts), tuple(numbers), flags)
-                last = _Advanced(key, tuple(map(float, new_s)), tuple(map(float, new_h)))
-                advanced[self.group] = last
-            for stored, value in zip(self.scalars, last.scalars, strict=True):
-                if stored is not None:
-                    stored.fill_(value)
-            return last.h, False
-        return self._stored(*rule.host_scalars(*self._given(hyper)))
-
-    def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
-        """Scalar states of each row, hyperparameters, and flags."""
-        none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
-        # Copies of those that are float64 too: a rule may hand on what will have been advanced.
-        s = tuple(none if s is None else s.to(torch.float64, copy=True) for s in self.scalars)
-        # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
-        # and the same step among others of the same count would have another result.
-        wide = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in hyper[self.group])
-        return s, tuple(wide), self.rows[0].flags
-
-    def _stored(self, new_s: tuple[Any, ...], h: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-        """Store the scalars; return ``h`` as :meth:`advance` does."""
-        for stored, value in zip(self.scalars, new_s, strict=True):
-            if stored is not None:
-                stored.copy_(value)
-        h = self._told_apart(h)
-        return h, any(isinstance(x, list) for x in h)
-
-    def _told_apart(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``h`` as numbers where it is the same for all rows."""
-        varies = (isinstance(x, Tensor) and x.ndim > 0 for x in h)
-        return tuple(x.tolist() if v else float(x) for x, v in zip(h, varies, strict=True))
-
-
-class _Advanced(NamedTuple):
-    """What ``scalars`` of a rule made of step counts and hyperparameters.
-
-    Attributes:
-        key: the counts and hyperparameters, all numbers.
-        scalars: the new values.
-        h: what ``update`` takes, all numbers.
-    """
-
-    key: bytes
-    scalars: tuple[float, ...]
-    h: tuple[float, ...]
-
-
-@dataclass
-class Pieces:
-    """The form of the rows that is kept from step to step: the ``table`` of a work.
-
-    Attributes:
-        pieces: what the rule is applied to at a time, with the block of each.
-        prepared_by: the backend that has nothing left to do beforehand.
-        advanced: see :meth:`Block.advance`.
-    """
-
-    pieces: list[tuple[Block, Piece]]
-    prepared_by: Any = None
-    advanced: dict[int, _Advanced] = field(default_factory=dict)
-
-    @staticmethod
-    def of(work: Work) -> "Pieces":
-        """All rows in pieces."""
-        blocks: list[list[Row]] = []
-        for row in work.rows:
-            if blocks and _advance_together(blocks[-1][-1], row):
-                blocks[-1].append(row)
-            else:
-                blocks.append([row])
-        starts = accumulate((len(rows) for rows in blocks), initial=0)
-        made = [Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
-        return Pieces([(block, piece) for block in made for piece in block.pieces])
-
-
-def _advance_together(last: Row, row: Row) -> bool:
-    return last.group == row.group and all(
-        _adjoins(a, b) for a, b in zip(last.scalars, row.scalars, strict=True)
-    )
-
-
 def _runs(rows: Sequence[Row]) -> list[list[int]]:
     """The places of the rows in runs that can be a piece each; small ones pass over large ones."""
     runs: list[list[int]] = []
@@ -349,7 +204,7 @@ def _joins(last: Row, row: Row) -> bool:
         and _stackable(last.marginals, row.marginals)
         and last.counted == row.counted
         and all(t.is_contiguous() for r in (last, row) for t in r.written)
-        and all(_adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
+        and all(adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
     )
 
 
@@ -369,7 +224,7 @@ def _end_to_end(several: list[Marginals]) -> list[Marginals]:
     return [replace(own, factors=room) for own, room in zip(several, rooms, strict=True)]
 
 
-def _adjoins(a: Tensor | None, b: Tensor | None) -> bool:
+def adjoins(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether ``b`` begins where ``a`` ends."""
     if a is None or b is None:
         return a is b
@@ -379,7 +234,7 @@ def _adjoins(a: Tensor | None, b: Tensor | None) -> bool:
     )
 
 
-def _spanning(tensors: Sequence[Tensor]) -> Tensor:
+def spanning(tensors: Sequence[Tensor]) -> Tensor:
     """One flat view over tensors that adjoin."""
     if len(tensors) == 1:
         return flat(tensors[0])

@@ -1,0 +1,276 @@
+"""The language that rules are written in, on expressions: C++ variables in place of numbers.
+
+What a function of a rule does to them becomes the statements of a program; see ``cpp``.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ampopt_kernels import torch_language
+from ampopt_kernels.tensors import arithmetic
+
+__all__ = ["C_TYPES", "LANGUAGE", "Program", "cast"]
+
+C_TYPES = {torch.float32: "float", torch.float64: "double", torch.bool: "bool"}
+
+
+@dataclass
+class Program:
+    """Statements, in the order in which they were asked for.
+
+    Attributes:
+        compute: the dtype of values.
+        before: what is computed once.
+        each: what is computed for each element.
+        exact: see :class:`cpp.Source`.
+    """
+
+    compute: torch.dtype
+    before: list[str] = field(default_factory=list)
+    each: list[str] = field(default_factory=list)
+    exact: bool = True
+
+    def body(self, tensors: Iterable[int], filled: Iterable[str] = ()) -> dict[str, str]:
+        """Both, as they are put into a function that fetches ``tensors``.
+
+        ``filled`` are statements for each block.
+        """
+        return {
+            "before": "\n    ".join(self.before),
+            "fetched": "\n        ".join((*(f"fetch(t{i} + block);" for i in tensors), *filled)),
+            "each": "\n            ".join(self.each),
+        }
+
+    def new(self, dtype: torch.dtype, code: str, varies: bool) -> "_Expression":
+        """A variable that is ``code``."""
+        to = self.each if varies else self.before
+        name = f"x{len(self.before) + len(self.each)}"
+        to.append(f"const {C_TYPES[dtype]} {name} = {code};")
+        return _Expression(self, name, dtype, varies)
+
+
+def cast(x: Any, dtype: torch.dtype) -> str:
+    """``x``, an expression or a Python number, as C++ of that dtype."""
+    if not isinstance(x, _Expression):
+        return f"({C_TYPES[dtype]}){_literal(float(x))}"
+    x.used = True
+    return x.name if x.dtype == dtype else f"({C_TYPES[dtype]}){x.name}"
+
+
+def _literal(x: float) -> str:
+    if math.isfinite(x):
+        return f"({x.hex()})"
+    return "NAN" if math.isnan(x) else f"({'-' if x < 0 else ''}INFINITY)"
+
+
+def _made(
+    template: str, *operands: Any, dtype: torch.dtype | None = None, exact: bool = True
+) -> Any:
+    """A new variable: ``template`` of operands in their common dtype, ``T`` in the template.
+
+    Numbers take on the dtype of values, as in torch, and are float64 among themselves.
+    """
+    expressions = [x for x in operands if isinstance(x, _Expression)]
+    values = [x.dtype for x in expressions if x.varies]
+    if any(x.dtype == torch.bool for x in expressions):
+        raise TypeError("a rule computes with a truth value; say tl.where(condition, a, b)")
+    common = arithmetic(*values) if values else torch.float64
+    code = template.format(*(cast(x, common) for x in operands), T=C_TYPES[common])
+    program = expressions[0].program
+    program.exact &= exact
+    return program.new(dtype or common, code, bool(values))
+
+
+def _logical(template: str, *operands: Any) -> Any:
+    """A new truth value made of others."""
+    expressions = [x for x in operands if isinstance(x, _Expression)]
+    if len(expressions) < len(operands) or any(x.dtype != torch.bool for x in expressions):
+        raise TypeError("a rule takes & or | or ~ of what is no comparison")
+    code = template.format(*(x.name for x in expressions))
+    return expressions[0].program.new(torch.bool, code, any(x.varies for x in expressions))
+
+
+def _operator(template: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """The methods of an operator, and of the same with operands exchanged."""
+    return (
+        lambda self, other: _made(template, self, other, dtype=dtype),
+        lambda self, other: _made(template, other, self, dtype=dtype),
+    )
+
+
+@dataclass(eq=False)
+class _Expression:
+    """A C++ variable.
+
+    Attributes:
+        program: where it stands.
+        name: its name there.
+        dtype: float32, float64 or bool.
+        varies: whether each element has its own; else it is a number of the host.
+        used: whether anything is computed of it.
+    """
+
+    program: Program
+    name: str
+    dtype: torch.dtype
+    varies: bool
+    used: bool = False
+
+    __add__, __radd__ = _operator("{0} + {1}")
+    __sub__, __rsub__ = _operator("{0} - {1}")
+    __mul__, __rmul__ = _operator("{0} * {1}")
+    __lt__, __gt__ = _operator("{0} < {1}", torch.bool)
+    __le__, __ge__ = _operator("{0} <= {1}", torch.bool)
+
+    def __eq__(self, other: Any) -> Any:
+        return _made("{0} == {1}", self, other, dtype=torch.bool)
+
+    def __ne__(self, other: Any) -> Any:
+        return _made("{0} != {1}", self, other, dtype=torch.bool)
+
+    def __truediv__(self, other: Any) -> Any:
+        return _divided(self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _divided(other, self)
+
+    def __and__(self, other: Any) -> Any:
+        return _logical("{0} & {1}", self, other)
+
+    def __or__(self, other: Any) -> Any:
+        return _logical("{0} | {1}", self, other)
+
+    def __invert__(self) -> Any:
+        return _logical("!{0}", self)
+
+    def __neg__(self) -> Any:
+        return _made("-{0}", self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return _made("std::fabs({0})", self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a rule branches on a value; say tl.where(condition, a, b)")
+
+    def to(self, dtype: torch.dtype) -> Any:
+        """In another dtype, float32 or float64, of a value."""
+        if not self.varies or self.dtype == torch.bool or dtype not in C_TYPES:
+            raise TypeError(f"a rule converts what is no value of an element, or to {dtype}")
+        return self.program.new(dtype, cast(self, dtype), True)
+
+
+# --- the language --------------------------------------------------------------------------------
+
+
+def _divided(x: Any, y: Any) -> Any:
+    if _varies(y) and not _varies(x):
+        return _made("(({T})1 / {1}) * {0}", x, y)  # as torch divides a number by a tensor
+    # Python divides no number by 0; what then is done in its place is not quite the same.
+    return _made("{0} / {1}", x, y, exact=_varies(x))
+
+
+def _varies(x: Any) -> bool:
+    return isinstance(x, _Expression) and x.varies
+
+
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    if not isinstance(condition, _Expression):
+        return a if condition else b
+    if condition.dtype != torch.bool:
+        raise TypeError("a rule selects by what is no comparison; say tl.where(x != 0, a, b)")
+    program, values = condition.program, [x.dtype for x in (a, b) if _varies(x)]
+    varies = condition.varies or bool(values)
+    number = program.compute if varies else torch.float64
+    dtype = arithmetic(*values) if values else number
+    return program.new(dtype, f"{condition.name} ? {cast(a, dtype)} : {cast(b, dtype)}", varies)
+
+
+def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
+    template = f"({{0}} {sign} {{1}} || {{0}} != {{0}}) ? {{0}} : {{1}}"
+
+    def function(a: Any, b: Any) -> Any:
+        if not isinstance(a, _Expression) and not isinstance(b, _Expression):
+            return torch_language.HELPERS[name](a, b)
+        # Where they are equal, a zero's sign tells whose it is: torch takes that of a tensor.
+        return _made(template, b, a) if _varies(a) and not _varies(b) else _made(template, a, b)
+
+    return function
+
+
+def _function(name: str, template: str, exact: bool = True) -> Callable[[Any], Any]:
+    of_number = getattr(torch_language, name)
+    return lambda x: _made(template, x, exact=exact) if isinstance(x, _Expression) else of_number(x)
+
+
+def _sqrt(x: Any) -> Any:
+    # Of float64, torch's own on the CPU is not always the nearest; see ``torch_language.sqrt``.
+    exact = not (_varies(x) and x.dtype == torch.float64)
+    return _function("sqrt", "std::sqrt({0})", exact)(x)
+
+
+def _div_rn(x: Any, y: Any) -> Any:
+    if not isinstance(x, _Expression) and not isinstance(y, _Expression):
+        return torch_language.HELPERS["div_rn"](x, y)
+    return _made("{0} / {1}", x, y, exact=_varies(x) or _varies(y))
+
+
+def _rand(seed: Any, step: Any, program: Any) -> Any:
+    seed, step = (cast(x, torch.float32) for x in (seed, step))
+    return program.new(program.compute, f"uniform({seed}, {step}, position + i)", True)
+
+
+def _as_float32(x: Any) -> Any:
+    return (
+        _made("(float){0}", x)
+        if isinstance(x, _Expression)
+        else torch_language.HELPERS["as_float32"](x)
+    )
+
+
+_EXACT = {
+    "abs": "std::fabs({0})",
+    "rsqrt": "({T})1 / std::sqrt({0})",
+    "floor": "std::floor({0})",
+    "ceil": "std::ceil({0})",
+}
+_INEXACT = {
+    "exp": "std::exp({0})",
+    "exp2": "std::exp2({0})",
+    "log": "std::log({0})",
+    "log2": "std::log2({0})",
+    "sin": "std::sin({0})",
+    "cos": "std::cos({0})",
+    "sigmoid": "({T})1 / (({T})1 + std::exp(-{0}))",
+}
+
+
+class _Language:
+    """What ``tl`` and its helpers are in a rule that becomes C++; the rest is the stand-in's."""
+
+    def __init__(self) -> None:
+        self.where, self.sqrt = _where, _sqrt
+        for name, template in _EXACT.items():
+            setattr(self, name, _function(name, template))
+        for name, template in _INEXACT.items():
+            setattr(self, name, _function(name, template, exact=False))
+        self.HELPERS = {
+            "as_float32": _as_float32,
+            "div_rn": _div_rn,
+            "maximum": _extreme("maximum", ">"),
+            "minimum": _extreme("minimum", "<"),
+            "rand": _rand,
+            "sqrt_rn": _sqrt,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch_language, name)
+
+
+LANGUAGE = _Language()
