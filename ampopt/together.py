@@ -32,7 +32,7 @@ def unscale_and_step(
 
     Rule-based optimizers wait for nothing, and leave ``p.grad`` as it was; see ``skip_by`` of
     :class:`ampopt.Optimizer` for those with an ordinary ``step()``. An optimizer without gradients
-    takes part without a say: its step hooks run, and nothing else.
+    takes part without a say: its step hooks run, told of a skip as all are, and nothing else.
 
     Example:
         >>> for batch in batches:

@@ -80,7 +80,8 @@ class Ordinary(Stepping):
             step: to call, where hooks run around this already.
         """
         self.check_step()
-        decision = self._decision = self.unscale(request)
+        decision = self.unscale(request)
+        self._decision = decision or request.judged
         self._decided = None
         try:
             if step is not None:

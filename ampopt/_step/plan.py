@@ -108,7 +108,7 @@ class Plan:
         if request.asks and self._apart is not None:
             raise self._apart
         if not self.works:
-            return self._decided_elsewhere(request)
+            return self._decided_elsewhere(request) or request.judged
         asked = request
         if self._agreement is not None:
             vote = ranks.Vote(self._agreement, len(self._present)) if request.asks else None

@@ -236,11 +236,18 @@ def test_each_skips_in_its_own_way(skip_by):
         assert as_before(before, all_of(optimizers)) is (number == INF)
 
 
-def test_one_without_gradients_has_no_say():
+def test_one_without_gradients_has_no_say_and_is_told_of_a_skip():
     optimizers, params = made([ampopt.SGD, HostCounted, ampopt.Adam])
     hooks: list[Any] = []
+    told: list[bool] = []
+
+    def hook(optimizer: Any, *_: Any) -> None:
+        hooks.append(optimizer)
+        told.append(bool(optimizer.found_inf > 0))
+
     for optimizer in optimizers:
-        optimizer.register_step_post_hook(lambda optimizer, *_: hooks.append(optimizer))
+        optimizer.register_step_post_hook(hook)
+    watch = ampopt.Watch(optimizers[0])
     for number in (1.0, INF):
         give(params, [None] * 4 + [(1.0, number)] * 2, 2.0)
         before = all_of(optimizers[:2])
@@ -248,6 +255,9 @@ def test_one_without_gradients_has_no_say():
         assert all_of(optimizers[:2]) == before
         assert optimizers[2].state[params[4]]["step"] == 1
     assert hooks == optimizers * 2
+    assert told == [False] * 3 + [True] * 3
+    recent = [{"scale": 2.0, "skipped": False}, {"scale": 2.0, "skipped": True}]
+    assert [{k: entry[k] for k in recent[0]} for entry in watch.read()["recent"]] == recent
 
 
 def test_none_with_gradients_is_a_step_without_effect():
