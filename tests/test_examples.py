@@ -1,10 +1,13 @@
-"""Every example runs as its docstring says, without a warning, and ends with its result."""
+"""Every example runs as its docstring says, without a warning, and ends with its result.
 
+None is in a class: workers of xdist's share what is forked for a file, but for its classes.
+"""
+
+import contextlib
+import functools
 import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,6 @@ from support.preloaded import Preloaded
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-# Of NumPy, about the interpreter of Triton 3.6; pytest ignores it likewise (see pyproject.toml).
-NOT_OURS = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-
-
-OPTIONS = ("-W", "error", "-W", NOT_OURS)
 # What they import, torch's compiler with an optimizer, too.
 IMPORTED = ("ampopt", "torch._dynamo", "sklearn.datasets", "matplotlib.pyplot", "tqdm")
 
@@ -34,31 +32,25 @@ def settings():
 
 @pytest.fixture(scope="module")
 def preloaded():
-    """``None`` where what is imported may have started threads that a fork lacks."""
-    if sys.platform != "linux":
-        yield None
-        return
-    server = Preloaded(IMPORTED, OPTIONS, settings())
-    yield server
-    server.close()
+    """By ``TRITON_INTERPRET``, which decides at its import what Triton is."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def server(interpret):
+            environment = settings() | {"TRITON_INTERPRET": interpret}
+            return stack.enter_context(contextlib.closing(Preloaded(IMPORTED, environment)))
+
+        yield server
 
 
 @pytest.fixture
 def run(preloaded, tmp_path):
-    """Runs an example; in Triton's interpreter, which is chosen by an import, from the start."""
+    """Runs an example."""
 
     def run(example, *arguments, **environment):
+        server = preloaded(environment.get("TRITON_INTERPRET", "0"))
         environment = settings() | environment
-        if preloaded is not None and "TRITON_INTERPRET" not in environment:
-            return preloaded.run(EXAMPLES / example, arguments, tmp_path, environment)
-        return subprocess.run(
-            [sys.executable, *OPTIONS, str(EXAMPLES / example), *arguments],
-            env=environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        return server.run(EXAMPLES / example, *arguments, cwd=tmp_path, environment=environment)
 
     return run
 
@@ -72,54 +64,56 @@ def percentages(text):
     return [float(number) for number in re.findall(r"([\d.]+)%", text)]
 
 
-class TestTrainDigits:
-    def test_float16_reaches_float32(self, run, tmp_path):
-        picture = tmp_path / "picture.png"
-        done = run("train_digits.py", "--epochs", "8", "--output", str(picture))
-        *_, header, full, half, where, verdict = output(done).splitlines()
-        assert header.split() == "test accuracy steps skipped final scale time".split()
-        assert full.split()[0] == "float32" and half.split()[0] == "float16"
-        accuracy32, accuracy16 = percentages(full) + percentages(half)
-        assert accuracy32 > 94 and accuracy16 > accuracy32 - 1
-        steps32, skipped32, scale32 = full.split()[2:5]
-        steps16, skipped16, scale16 = half.split()[2:5]
-        assert steps32 == steps16 == str(8 * 21)
-        assert skipped32 == "0" and scale32 == "-"
-        # From 2**30, at least ten halvings; later ones are those of a scale that has grown.
-        assert 10 <= int(skipped16) <= 30
-        assert 2**12 <= 2 ** int(scale16.removeprefix("2^")) <= 2**24
-        assert where == f"picture: {picture}"
-        assert verdict == "float16 reached float32's accuracy within 1 point"
-        assert "float16: 100%" in done.stderr and "skipped=" in done.stderr  # the progress bar
+def test_train_digits_float16_reaches_float32(run, tmp_path):
+    picture = tmp_path / "picture.png"
+    done = run("train_digits.py", "--epochs", "8", "--output", str(picture))
+    *_, header, full, half, where, verdict = output(done).splitlines()
+    assert header.split() == "test accuracy steps skipped final scale time".split()
+    assert full.split()[0] == "float32" and half.split()[0] == "float16"
+    accuracy32, accuracy16 = percentages(full) + percentages(half)
+    assert accuracy32 > 94 and accuracy16 > accuracy32 - 1
+    steps32, skipped32, scale32 = full.split()[2:5]
+    steps16, skipped16, scale16 = half.split()[2:5]
+    assert steps32 == steps16 == str(8 * 21)
+    assert skipped32 == "0" and scale32 == "-"
+    # From 2**30, at least ten halvings; later ones are those of a scale that has grown.
+    assert 10 <= int(skipped16) <= 30
+    assert 2**12 <= 2 ** int(scale16.removeprefix("2^")) <= 2**24
+    assert where == f"picture: {picture}"
+    assert verdict == "float16 reached float32's accuracy within 1 point"
+    assert "float16: 100%" in done.stderr and "skipped=" in done.stderr  # the progress bar
 
-        content = picture.read_bytes()
-        assert content.startswith(b"\x89PNG\r\n\x1a\n")
-        width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
-        assert width > 600 and height > 400
-        assert 20_000 < len(content) < 400_000
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(content[at : at + 4], "big") for at in (16, 20))
+    assert width > 600 and height > 400
+    assert 20_000 < len(content) < 400_000
 
-    def test_falling_short_is_a_failure(self, run, tmp_path):
-        # In one epoch float16 skips half of the steps, so it cannot reach float32.
-        done = run("train_digits.py", "--epochs", "1")
-        assert done.returncode == 1
-        assert "percentage points behind float32, more than the 1 allowed" in done.stderr
-        assert "Traceback" not in done.stderr
-        assert (tmp_path / "train_digits.png").exists()
 
-    def test_help(self, capsys):
-        assert stopped("--help") == 0
-        explained = capsys.readouterr().out
-        for option in ("--epochs", "--seed", "--device", "--output"):
-            assert option in explained
+def test_train_digits_falling_short_is_a_failure(run, tmp_path):
+    # In one epoch float16 skips half of the steps, so it cannot reach float32.
+    done = run("train_digits.py", "--epochs", "1")
+    assert done.returncode == 1
+    assert "percentage points behind float32, more than the 1 allowed" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "train_digits.png").exists()
 
-    @pytest.mark.parametrize(
-        "arguments",
-        [("--epochs", "0"), ("--device", "nowhere"), ("--output", "missing/picture.png")],
-        ids=lambda arguments: arguments[0],
-    )
-    def test_bad_arguments(self, arguments, capsys):
-        assert stopped(*arguments) == 2
-        assert f"error: {arguments[0]}" in capsys.readouterr().err
+
+def test_train_digits_help(capsys):
+    assert stopped("--help") == 0
+    explained = capsys.readouterr().out
+    for option in ("--epochs", "--seed", "--device", "--output"):
+        assert option in explained
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--epochs", "0"), ("--device", "nowhere"), ("--output", "missing/picture.png")],
+    ids=lambda arguments: arguments[0],
+)
+def test_train_digits_bad_arguments(arguments, capsys):
+    assert stopped(*arguments) == 2
+    assert f"error: {arguments[0]}" in capsys.readouterr().err
 
 
 def stopped(*arguments, example="train_digits.py"):
@@ -158,53 +152,54 @@ def test_find_the_layer(run, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-class TestTrainText:
-    def test_every_level_is_shown_beside_float32(self, run, tmp_path):
-        picture = tmp_path / "picture.png"
-        done = run(
-            "train_text.py", "--size", "tiny", "--seeds", "2", "--output", str(picture),
-        )  # fmt: skip
-        header, *rows, where, spread, o3, verdict = output(done).splitlines()
-        assert header.split() == "held-out loss steps/second peak memory skipped".split()
-        table = {row[:14].strip(): row[14:].split() for row in rows}
-        assert list(table) == ["O0", "O1", "O2", "O3", "bfloat16", "O0, seed 1"]
-        loss = {name: float(row[0]) for name, row in table.items()}
-        apart = abs(loss["O0"] - loss["O0, seed 1"])
-        for name in ("O0", "O1", "O2", "bfloat16"):
-            assert 2 < loss[name] < 3.6  # of log(256), which is 5.5
-        assert all(float(row[1]) > 0 for row in table.values())
-        megabytes = {name: float(row[2]) for name, row in table.items()}
-        assert megabytes["O3"] < megabytes["O2"] < megabytes["O0"]
-        skipped = {name: int(row[-1]) for name, row in table.items()}
-        assert skipped["O0"] == skipped["bfloat16"] == 0 and max(skipped.values()) < 5
-        assert where == f"picture: {picture}"
-        assert spread.startswith("float32 from 2 seeds: ") and f"{apart:.3f}" in spread
-        above = re.match(r"O3 is (\S+) above that: small second moments are zero", o3)
-        assert above is not None and not float(above[1]) < 1
-        assert verdict.startswith("O1, O2, bfloat16: no further above it")
-        assert "O2: 100%" in done.stderr and "skipped=" in done.stderr  # the progress bars
-        assert picture.read_bytes().startswith(b"\x89PNG")
+def test_train_text_every_level_is_shown_beside_float32(run, tmp_path):
+    picture = tmp_path / "picture.png"
+    done = run(
+        "train_text.py", "--size", "tiny", "--seeds", "2", "--output", str(picture),
+    )  # fmt: skip
+    header, *rows, where, spread, o3, verdict = output(done).splitlines()
+    assert header.split() == "held-out loss steps/second peak memory skipped".split()
+    table = {row[:14].strip(): row[14:].split() for row in rows}
+    assert list(table) == ["O0", "O1", "O2", "O3", "bfloat16", "O0, seed 1"]
+    loss = {name: float(row[0]) for name, row in table.items()}
+    apart = abs(loss["O0"] - loss["O0, seed 1"])
+    for name in ("O0", "O1", "O2", "bfloat16"):
+        assert 2 < loss[name] < 3.6  # of log(256), which is 5.5
+    assert all(float(row[1]) > 0 for row in table.values())
+    megabytes = {name: float(row[2]) for name, row in table.items()}
+    assert megabytes["O3"] < megabytes["O2"] < megabytes["O0"]
+    skipped = {name: int(row[-1]) for name, row in table.items()}
+    assert skipped["O0"] == skipped["bfloat16"] == 0 and max(skipped.values()) < 5
+    assert where == f"picture: {picture}"
+    assert spread.startswith("float32 from 2 seeds: ") and f"{apart:.3f}" in spread
+    above = re.match(r"O3 is (\S+) above that: small second moments are zero", o3)
+    assert above is not None and not float(above[1]) < 1
+    assert verdict.startswith("O1, O2, bfloat16: no further above it")
+    assert "O2: 100%" in done.stderr and "skipped=" in done.stderr  # the progress bars
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
-    def test_a_level_that_falls_behind_is_a_failure(self, monkeypatch, tmp_path, capsys):
-        module = runpy.run_path(str(EXAMPLES / "train_text.py"))
-        fallen = {"O0": 2.0, "O1": 2.1, "O2": 2.4, "O3": 9.0, "bfloat16": float("nan")}
 
-        def train(name, text, size, seed):
-            held_out = fallen[name] + 0.2 * seed
-            return module["Run"](name, [3.0], [False], held_out, 1.0, 1.0)
+def test_train_text_a_level_that_falls_behind_is_a_failure(monkeypatch, tmp_path, capsys):
+    module = runpy.run_path(str(EXAMPLES / "train_text.py"))
+    fallen = {"O0": 2.0, "O1": 2.1, "O2": 2.4, "O3": 9.0, "bfloat16": float("nan")}
 
-        monkeypatch.setitem(module["main"].__globals__, "train", train)
-        with pytest.raises(SystemExit, match=r"apart: O2 by 0.3000, bfloat16 by nan"):
-            module["main"](["--seeds", "2", "--output", str(tmp_path / "picture.png")])
+    def train(name, text, size, seed):
+        held_out = fallen[name] + 0.2 * seed
+        return module["Run"](name, [3.0], [False], held_out, 1.0, 1.0)
 
-    @pytest.mark.parametrize(
-        "arguments",
-        [("--steps", "0"), ("--seeds", "0"), ("--device", "nowhere"), ("--size", "huge")],
-        ids=lambda arguments: arguments[0],
-    )
-    def test_bad_arguments(self, arguments, capsys):
-        assert stopped(*arguments, example="train_text.py") == 2
-        assert f"{arguments[0]}" in capsys.readouterr().err
+    monkeypatch.setitem(module["main"].__globals__, "train", train)
+    with pytest.raises(SystemExit, match=r"apart: O2 by 0.3000, bfloat16 by nan"):
+        module["main"](["--seeds", "2", "--output", str(tmp_path / "picture.png")])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--steps", "0"), ("--seeds", "0"), ("--device", "nowhere"), ("--size", "huge")],
+    ids=lambda arguments: arguments[0],
+)
+def test_train_text_bad_arguments(arguments, capsys):
+    assert stopped(*arguments, example="train_text.py") == 2
+    assert f"{arguments[0]}" in capsys.readouterr().err
 
 
 def test_train_sharded(run, tmp_path):
@@ -246,44 +241,42 @@ def test_two_optimizers(run):
     assert percentages(drawn)[0] > 30  # a guess is right in 10%
 
 
-class TestCustomLion:
-    def test_trains_in_both_precisions(self, run, tmp_path):
-        full, half, hint = output(run("custom_lion.py", "--steps", "200")).splitlines()
-        assert full.startswith("Lion in float32") and full.endswith(" 0 of 200 steps skipped")
-        assert half.startswith("Lion in float16") and not half.endswith(" 0 of 200 steps skipped")
-        assert percentages(full)[0] > 90
-        assert percentages(half)[0] > 90
-        assert "TRITON_INTERPRET=1" in hint
-
-    def test_runs_on_triton_too(self, run):
-        pytest.importorskip("triton")
-        lines = output(run("custom_lion.py", "--steps", "1", TRITON_INTERPRET="1")).splitlines()
-        said, difference = lines[-1].split(": ")
-        assert said == "largest difference between the eager and triton backends"
-        # Where rounding turns a sign, a parameter is 2e-3 off after a step; there are twelve.
-        assert float(difference) <= 12 * 2e-3
+def test_custom_lion_trains_in_both_precisions(run, tmp_path):
+    full, half, hint = output(run("custom_lion.py", "--steps", "200")).splitlines()
+    assert full.startswith("Lion in float32") and full.endswith(" 0 of 200 steps skipped")
+    assert half.startswith("Lion in float16") and not half.endswith(" 0 of 200 steps skipped")
+    assert percentages(full)[0] > 90
+    assert percentages(half)[0] > 90
+    assert "TRITON_INTERPRET=1" in hint
 
 
-class TestOwnKernel:
-    def test_both_ways_to_skip_agree(self, run):
-        pytest.importorskip("triton")
-        done = run("own_kernel.py", "--steps", "45", TRITON_INTERPRET="1")
-        full, told, controlled, verdict = output(done).splitlines()
-        assert full.startswith("float32, a plain step()") and full.endswith(
-            " 0 of 45 steps skipped"
-        )
-        assert told.startswith("float16, told to skip")
-        assert controlled.startswith("float16, in full control")
-        assert told.split("accuracy")[1] == controlled.split("accuracy")[1]
-        assert not told.endswith(" 0 of 45 steps skipped")
-        assert percentages(told)[0] > 85
-        assert verdict.startswith("both float16 runs ended in the same weights, bit for bit")
+def test_custom_lion_runs_on_triton_too(run):
+    pytest.importorskip("triton")
+    lines = output(run("custom_lion.py", "--steps", "1", TRITON_INTERPRET="1")).splitlines()
+    said, difference = lines[-1].split(": ")
+    assert said == "largest difference between the eager and triton backends"
+    # Where rounding turns a sign, a parameter is 2e-3 off after a step; there are twelve.
+    assert float(difference) <= 12 * 2e-3
 
-    def test_without_a_gpu_it_says_what_to_do(self, run):
-        pytest.importorskip("triton")
-        done = run("own_kernel.py", CUDA_VISIBLE_DEVICES="")
-        assert done.returncode == 1
-        assert done.stderr == "no GPU: run it with TRITON_INTERPRET=1, in Triton's interpreter\n"
+
+def test_own_kernel_both_ways_to_skip_agree(run):
+    pytest.importorskip("triton")
+    done = run("own_kernel.py", "--steps", "45", TRITON_INTERPRET="1")
+    full, told, controlled, verdict = output(done).splitlines()
+    assert full.startswith("float32, a plain step()") and full.endswith(" 0 of 45 steps skipped")
+    assert told.startswith("float16, told to skip")
+    assert controlled.startswith("float16, in full control")
+    assert told.split("accuracy")[1] == controlled.split("accuracy")[1]
+    assert not told.endswith(" 0 of 45 steps skipped")
+    assert percentages(told)[0] > 85
+    assert verdict.startswith("both float16 runs ended in the same weights, bit for bit")
+
+
+def test_own_kernel_without_a_gpu_it_says_what_to_do(run):
+    pytest.importorskip("triton")
+    done = run("own_kernel.py", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert done.stderr == "no GPU: run it with TRITON_INTERPRET=1, in Triton's interpreter\n"
 
 
 def test_sam(run):

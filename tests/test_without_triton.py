@@ -1,10 +1,11 @@
 """What is promised without Triton, and without a C++ compiler too: everything, more slowly."""
 
+import contextlib
 import os
-import subprocess
 import sys
 
 import pytest
+from support.preloaded import Preloaded
 
 MISSING = """
 import importlib.abc, sys
@@ -123,36 +124,48 @@ else:
 """
 
 
-def run(code, **environment):
-    settings = {
+def settings():
+    kept = {
         name: value
         for name, value in os.environ.items()
         if name not in ("TRITON_INTERPRET", "AMPOPT_BACKEND")
     }
-    settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env=settings | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+@pytest.fixture(scope="module")
+def preloaded():
+    """With what torch imports before it asks for Triton."""
+    with contextlib.closing(Preloaded(["torch.distributed.tensor"], settings())) as server:
+        yield server
+
+
+@pytest.fixture
+def run(preloaded, tmp_path):
+    """Runs code."""
+
+    def run(code, **environment):
+        script = tmp_path / "script.py"
+        script.write_text(code, encoding="utf-8")
+        return preloaded.run(script, cwd=tmp_path, environment=settings() | environment)
+
+    return run
 
 
 @pytest.mark.parametrize("triton", [MISSING, BROKEN], ids=["missing", "broken"])
-def test_trains_and_says_what_is_missing(triton):
+def test_trains_and_says_what_is_missing(run, triton):
     done = run(triton + TRAINING)
     assert done.returncode == 0, done.stderr
     assert "needs Triton, which cannot be imported here; install the triton package" in done.stdout
 
 
-def test_every_rule_runs_without_triton_and_without_a_compiler(tmp_path):
+def test_every_rule_runs_without_triton_and_without_a_compiler(run, tmp_path):
     done = run(MISSING + RULES + WITHOUT_COMPILER, PATH=str(tmp_path), CXX="")
     assert done.returncode == 0, done.stderr
     assert "needs a C++ compiler, and neither CXX nor g++ nor clang++ names one" in done.stdout
 
 
-def test_a_compiler_that_does_not_work_is_an_error_where_it_was_asked_for(tmp_path):
+def test_a_compiler_that_does_not_work_is_an_error_where_it_was_asked_for(run, tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho cannot compile >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -178,7 +191,7 @@ def test_a_compiler_that_does_not_work_is_an_error_where_it_was_asked_for(tmp_pa
     assert "the compiled backend needs a working C++ compiler" in done.stdout
 
 
-def test_asked_for_in_the_environment_it_is_an_error_at_the_first_step():
+def test_asked_for_in_the_environment_it_is_an_error_at_the_first_step(run):
     code = MISSING + "import ampopt\nampopt.get_backend()\n"
     done = run(code, AMPOPT_BACKEND="triton")
     assert done.returncode == 1

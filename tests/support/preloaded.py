@@ -20,32 +20,42 @@ __all__ = ["Preloaded"]
 _TIMEOUT = 600
 """Seconds after which a script is ended."""
 
+# The second is of NumPy, about the interpreter of Triton 3.6; pytest ignores it likewise (see
+# pyproject.toml).
+_OPTIONS = (
+    *("-W", "error"),
+    *("-W", "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
+)
+
 
 class Preloaded:
-    """A process that has imported modules, and forks for each script that it is asked to run."""
+    """A process that has imported modules, and forks for each script that it is asked to run.
 
-    def __init__(
-        self, modules: Sequence[str], options: Sequence[str], environment: Mapping[str, str]
-    ) -> None:
+    On Linux alone: elsewhere, what is imported may have started threads that a fork lacks, and
+    each script is run by a Python of its own.
+    """
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         """Begin with the imports.
 
         Args:
             modules: to import.
-            options: of Python, for all scripts.
             environment: that modules see as they are imported.
         """
-        self._process = subprocess.Popen(
-            [sys.executable, *options, __file__, *modules],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = None
+        if sys.platform == "linux":
+            self._process = subprocess.Popen(
+                [sys.executable, *_OPTIONS, __file__, *modules],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
 
     def run(
-        self, script: Path, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str]
+        self, script: Path, *arguments: str, cwd: Path, environment: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        """What ``subprocess.run`` would return of ``python script *arguments``.
+        """What ``subprocess.run`` would return of ``python -W error script *arguments``.
 
         Args:
             script: a file of Python.
@@ -53,9 +63,14 @@ class Preloaded:
             cwd: where it runs, and what it prints is kept.
             environment: all of it.
         """
+        if self._process is None:
+            command = [sys.executable, *_OPTIONS, str(script), *arguments]
+            return subprocess.run(
+                command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=_TIMEOUT
+            )
         assert self._process.stdin is not None and self._process.stdout is not None
         out, err = cwd / "stdout.txt", cwd / "stderr.txt"
-        task = (str(script), list(arguments), str(cwd), dict(environment), str(out), str(err))
+        task = (str(script), arguments, str(cwd), dict(environment), str(out), str(err))
         self._process.stdin.write(json.dumps(task) + "\n")
         self._process.stdin.flush()
         code = int(self._process.stdout.readline())
@@ -64,7 +79,8 @@ class Preloaded:
 
     def close(self) -> None:
         """End it."""
-        self._process.communicate()
+        if self._process is not None:
+            self._process.communicate()
 
 
 def _serve(modules: Sequence[str]) -> None:
