@@ -49,32 +49,6 @@ class TestStays(OptimizerContract):
 class TestNotOurs(OptimizerContract):
     def make(self, params):
         return torch.optim.SGD(params)
-"""
-
-
-def outside(folder, *arguments):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def test_a_strangers_file_is_tested_and_reported(tmp_path):
-    (tmp_path / "test_theirs.py").write_text(THEIRS, encoding="utf-8")
-    options = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "-k"]
-    done = outside(tmp_path, *options, "TestStays or no_scale_is_step")
-    assert "not claimed: closures" in done.stdout
-    assert "not claimed: complex_parameters" in done.stdout
-    assert "make must return an ampopt.Optimizer, got SGD" in done.stdout
-    assert "TestNotOurs().replay(" in done.stdout
-    assert "1 failed" in done.stdout, done.stdout
-
-
-FAILING = """
-import hypothesis, torch, ampopt
-from ampopt.testing import OptimizerContract
-
-hypothesis.settings.register_profile("theirs", max_examples=15, derandomize=True, database=None)
-hypothesis.settings.load_profile("theirs")
 
 class Flat(ampopt.Optimizer):
     def __init__(self, params, lr=0.5):
@@ -90,19 +64,44 @@ class Flat(ampopt.Optimizer):
 
 class TestFlat(OptimizerContract):
     closures = False
+    settings = hypothesis.settings(max_examples=15, derandomize=True, database=None)
 
     def make(self, params):
         return Flat(params)
 """
+SELECTED = """
+    TestStays
+    or TestNotOurs and no_scale_is_step
+    or TestFlat and (leaves_gradients_alone or layout_does_not_matter)
+"""
 
 
-def test_failures_are_summed_up_the_smallest_first_with_the_claim_that_explains_each(tmp_path):
-    (tmp_path / "test_flat.py").write_text(FAILING, encoding="utf-8")
-    options = ["-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
-    names = "leaves_gradients_alone or layout_does_not_matter"
-    done = outside(tmp_path, *options, "-k", names)
-    _, summary = re.split(r"=+ ampopt\.testing =+\n", done.stdout)
-    lines = summary.splitlines()
+def outside(folder, *arguments):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """What pytest says of a stranger's file."""
+    folder = tmp_path_factory.mktemp("theirs")
+    (folder / "test_theirs.py").write_text(THEIRS, encoding="utf-8")
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "-k", " ".join(SELECTED.split())]
+    return outside(folder, "-m", "pytest", *options).stdout
+
+
+def test_a_strangers_file_is_tested_and_reported(report):
+    assert "not claimed: closures" in report
+    assert "not claimed: complex_parameters" in report
+    assert "make must return an ampopt.Optimizer, got SGD" in report
+    assert "TestNotOurs().replay(" in report
+    assert "3 failed" in report, report
+
+
+def test_failures_are_summed_up_the_smallest_first_with_the_claim_that_explains_each(report):
+    _, summary = re.split(r"=+ ampopt\.testing =+\n", report)
+    lines = summary[summary.index("TestFlat") :].splitlines()
     assert lines[0] == "TestFlat: 2 invariants not kept; the smallest example first"
     assert lines[1].startswith("test_a_step_leaves_gradients_alone (1 parameter, 1 element, ")
     assert lines[2].startswith("    the step wrote to p.grad: [0]")
