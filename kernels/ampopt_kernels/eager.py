@@ -163,8 +163,9 @@ class Eager(Backend):
             factor = _cast(inverse, dtype), _cast(clip, dtype)
             read = (whole, *row.written[: 1 + len(row.state)])
             if row.marginals is not None:
-                own, given = (rule, row.marginals, row.flags), (*factor, *h)
-                advance(*own, sums_of(*own, read, given), given, skip)
+                given = (*factor, *h)
+                of_lines = sums_of(rule, row.marginals, row.flags, read, given)
+                advance(rule, [row.marginals], row.flags, of_lines, [given], skip)
                 read = tuple(map(flat, read))
             start = 0
             total = torch.zeros(

@@ -89,10 +89,10 @@ class Marginals:
 
 def advance(
     rule: Rule,
-    own: Marginals,
+    several: Sequence[Marginals],
     flags: tuple[bool, ...],
     sums: Sequence[Tensor],
-    h: Sequence[Any],
+    h: Sequence[Sequence[Any]],
     skip: Tensor | None = None,
 ) -> None:
     """Advance the states by the means of this step's terms, and make the factors of it.
@@ -101,28 +101,31 @@ def advance(
 
     Args:
         rule: whose.
-        own: of one parameter.
+        several: of one parameter each, all of one shape; of one alone if it is spread.
         flags: of the rule.
-        sums: see :func:`sums_of`.
-        h: as :func:`sums_of` takes it.
+        sums: what :func:`sums_of` gives for each of them, joined.
+        h: as :func:`sums_of` takes it, for each of them.
         skip: more than 0 to store nothing; ``None`` where the host has seen that it is not so.
     """
-    if 0 in own.size or not own.states[0].numel():  # there are no elements anywhere
+    first = several[0]
+    if 0 in first.size or not first.states[0].numel():  # there are no elements anywhere
         return
     assert rule.factors is not None
-    if own.spread is not None:
-        sums = list(map(own.spread.whole, own.parts, sums))
-    dtype = own.factors[0].dtype
-    means = tuple((s / own.size[dim]).to(dtype) for s, dim in zip(sums, own.dims, strict=True))
-    old = tuple(state.to(dtype) for state in own.states)
-    new, factors = rule.factors(means, old, tuple(h[2:]), flags)
-    for state, value in zip(own.states, new, strict=True):
-        value = value.to(state.dtype)
-        state.copy_(value if skip is None else torch.where(skip > 0, state, value))
-    if own.spread is not None:
-        factors = map(own.spread.here, own.parts, factors)
-    for room, factor in zip(own.factors, factors, strict=True):
-        room.copy_(factor)
+    dtype, spread = first.factors[0].dtype, first.spread
+    if spread is not None:
+        sums = [spread.whole(p, s[0])[None] for p, s in zip(first.parts, sums, strict=True)]
+    means = [(s / first.size[dim]).to(dtype) for s, dim in zip(sums, first.dims, strict=True)]
+    # Each by itself: torch's functions may have other bits on a stack.
+    for own, numbers, *mean in zip(several, h, *means, strict=True):
+        old = tuple(state.to(dtype) for state in own.states)
+        new, factors = rule.factors(tuple(mean), old, tuple(numbers[2:]), flags)
+        for state, value in zip(own.states, new, strict=True):
+            value = value.to(state.dtype)
+            state.copy_(value if skip is None else torch.where(skip > 0, state, value))
+        if spread is not None:
+            factors = map(spread.here, own.parts, factors)
+        for room, factor in zip(own.factors, factors, strict=True):
+            room.copy_(factor)
 
 
 def sums_of(
@@ -143,7 +146,8 @@ def sums_of(
             numbers, or 0-d tensors of the arithmetic dtype.
 
     Returns:
-        ``widest``, each of the shape of its factors.
+        ``widest``, each of the shape of its factors behind a first dimension of 1, in which those
+        of several parameters can be joined.
     """
     dtype, device = own.factors[0].dtype, tensors[0].device
     wide, averages = widest(device), rule.torch_averages_in(dtype)
@@ -157,7 +161,8 @@ def sums_of(
         for total, dim, term in zip(sums, own.dims, terms, strict=True):
             at = (some, rows) if dim == -1 else some
             total[at] += term.sum(dim, keepdim=True, dtype=wide)
-    return [total.view(part.beside(own.shape)) for total, part in zip(sums, own.parts, strict=True)]
+    shapes = (part.beside(own.shape) for part in own.parts)
+    return [total.view(1, *shape) for total, shape in zip(sums, shapes, strict=True)]
 
 
 def _chunks(matrices: int, m: int, n: int, size: int) -> Iterator[tuple[slice, slice]]:

@@ -115,9 +115,8 @@ class Cpu(Eager):
             if piece.marginals:
                 compiled = piece.compiled.get("averages")
                 averages = compiled or functools.partial(self._averages, rule, piece)
-                each = zip(piece.marginals, averages(rows, tensors), rows, strict=True)
-                for own, its_sums, row in each:
-                    advance(rule, own, piece.flags, its_sums, row.h)
+                of_lines = averages(rows, tensors)
+                advance(rule, piece.marginals, piece.flags, of_lines, [row.h for row in rows])
             order += piece.among
             found.append(summed(rows, tensors))
         if found:
@@ -189,12 +188,13 @@ class Cpu(Eager):
 
     def _averages(
         self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
-    ) -> list[list[Tensor]]:
-        """The sums over rows and columns that the means of each row of a piece are made of."""
-        return [
+    ) -> list[Tensor]:
+        """The sums over lines, rows or columns, of each row of a piece; see :func:`sums_of`."""
+        sums = (
             sums_of(rule, own, piece.flags, row.of(tensors), row.h)
             for own, row in zip(piece.marginals, rows, strict=True)
-        ]
+        )
+        return list(map(torch.cat, zip(*sums, strict=True)))
 
     def _apply(
         self, rule: Rule, piece: Piece, parts: Sequence[Part], tensors: Sequence[Tensor]

@@ -87,7 +87,7 @@ class Averages:
 
     def __call__(
         self, rows: Sequence[Part], tensors: Sequence[Tensor], own: Marginals
-    ) -> list[tuple[Tensor, ...]]:
+    ) -> list[Tensor]:
         """Of gradient, parameter and states; see :meth:`Cpu._averages` and :class:`Loop`.
 
         ``own`` are the marginals of the first row, as which the others are shaped.
@@ -99,11 +99,10 @@ class Averages:
         to = array("q", map(Tensor.data_ptr, sums))
         self._loop(rows, tensors, to.buffer_info()[0], beside=(m, n))
         # Where those of the first band were are now those of all.
-        found = (
-            (x if of_rows else x[:, 0]).reshape(len(rows), *part.beside(own.shape)).unbind()
+        return [
+            (x if of_rows else x[:, 0]).reshape(len(rows), *part.beside(own.shape))
             for part, of_rows, x in zip(own.parts, own.of_rows, sums, strict=True)
-        )
-        return list(zip(*found, strict=True))
+        ]
 
 
 CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {

@@ -388,8 +388,8 @@ def _advance_marginals(work: Work, factors: Tensor, h: Tensor) -> None:
             skip, *given = (*factors.unbind(), *numbers.unbind())
             given = [x.to(row.compute_dtype) for x in given]
             read = (grad, *row.written[: 1 + len(row.state)])
-            own = work.rule, row.marginals, row.flags
-            advance(*own, sums_of(*own, read, given), given, skip)
+            sums = sums_of(work.rule, row.marginals, row.flags, read, given)
+            advance(work.rule, [row.marginals], row.flags, sums, [given], skip)
 
 
 def _reduces(work: Work) -> bool:

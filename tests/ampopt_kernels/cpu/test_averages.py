@@ -84,8 +84,8 @@ def sums_of(shape: Any, both: bool, tensors: list[torch.Tensor], h: tuple[float,
     dtypes = tuple(t.dtype for t in tensors)
     parts = RULE.marginals_for((both,))
     own = Marginals.of(parts, (), tensors[1].view(shape), arithmetic(*dtypes[:2]), shape[-2:])
-    (found,) = compiled(both, dtypes)([Part(0, tensors[0].numel(), h)], tensors, own)
-    return own, found
+    found = compiled(both, dtypes)([Part(0, tensors[0].numel(), h)], tensors, own)
+    return own, [sums.squeeze(0) for sums in found]
 
 
 SIZES = [1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 129, 300]
