@@ -43,8 +43,9 @@ def set_backend(name: str) -> None:
             after a tenth of a second in a rule, a C++ compiler, if there is one, compiles it in a
             process of its own, while training goes on. Results do not depend on when that is
             done: to the bit they are the same. Only where C++ and torch round differently
-            (``tl.exp`` and its like, and the square root of float64) the first step waits for the
-            compiler, a third of a second. Elsewhere eager.
+            (``tl.exp`` and its like, the square root of float64, and the sums over rows and columns
+            of ``Rule(averages=)``) the first step waits for the compiler, a third of a second.
+            Elsewhere eager.
 
             ``"triton"``: Triton always. CPU tensors run in its interpreter, which is for tests,
             and needs ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.

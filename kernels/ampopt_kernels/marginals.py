@@ -1,8 +1,8 @@
 """States with one value for each row, or column, of a parameter: its marginals.
 
-The averages that they are made of, and what becomes of the few values that there are, are torch
-operations, on every backend the same ones, here. Kernels read *factors* of them, each for the whole
-of its row or column.
+The sums that they are averages of, and what becomes of the few values that there are, are torch
+operations, the same ones on every backend, but that the CPU has the sums compiled (``cpu.calls``).
+Kernels read *factors* of them, each for the whole of its row or column.
 """
 
 import functools
