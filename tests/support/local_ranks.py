@@ -6,6 +6,7 @@ a failure with its name and where each rank was; the pool is then made anew.
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -91,9 +92,11 @@ class Ranks:
         return outcomes
 
     def _start(self) -> None:
-        # Forked from one process that has imported torch and nothing else: a pool takes no time.
+        # Forked from one process that has the imports of tests behind it: a pool takes no time.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.tensor", "torch._inductor"])
+        context.set_forkserver_preload(
+            ["ampopt", "torch._inductor", "torch.distributed.checkpoint", "hypothesis", "pytest"]
+        )
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.n):
             ours, theirs = context.Pipe()
@@ -127,6 +130,7 @@ class Ranks:
 
 def _serve(rank: int, n: int, folder: str, connection: Connection, path: list[str]) -> None:
     """Be one rank, until an empty task or the end of the other side."""
+    gc.freeze()  # no collection looks at what has been imported
     sys.path[:] = path
     where = Path(folder, f"rank {rank}").open("w")
     faulthandler.register(signal.SIGUSR1, where)
