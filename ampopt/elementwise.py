@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ampopt._step import torch_scaler
 from ampopt._step.by_rule import ByRule, RuleSteps
-from ampopt._step.checks import check_options
+from ampopt._step.checks import check_options, check_rule
 from ampopt._step.closures import evaluated
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import Ordinary
@@ -138,11 +138,7 @@ class ElementwiseOptimizer(Optimizer):
             TypeError: the class has no ``rule``; ``master_weights`` is no bool.
             ValueError: ``param_rounding`` is another, or does not go with ``differentiable``.
         """
-        if not isinstance(getattr(self, "rule", None), Rule):
-            raise TypeError(
-                f"{type(self).__name__} has no rule: set the class attribute, as in "
-                "rule = Rule(update=update, hyper=('lr',))"
-            )
+        check_rule(getattr(self, "rule", None), type(self).__name__)
         check_options({"master_weights": master_weights, PARAM_ROUNDING: param_rounding})
         super().__init__(*args, **kwargs)
         options: dict[str, Any] = {"master_weights": True} if master_weights else {}

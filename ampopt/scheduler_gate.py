@@ -1,6 +1,7 @@
 """A learning-rate scheduler that advances for steps that happened, and waits for none of them."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +111,14 @@ class LRSchedulerGate(LRScheduler):
         unknown = [outcome.skipped() for outcome in self._unknown]
         return {**state, _STATE: {"unknown": unknown, "ahead": self._ahead}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the gate, or of the scheduler alone."""
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state of the gate, or of the scheduler alone.
+
+        Raises:
+            TypeError: ``state_dict`` is no dict.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         own = state_dict.get(_STATE, {"unknown": [], "ahead": 0})
         self.scheduler.load_state_dict({k: v for k, v in state_dict.items() if k != _STATE})
         self._attempts = []

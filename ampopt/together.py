@@ -122,6 +122,8 @@ def _checked(optimizers: Any) -> list[Optimizer]:
             "optimizers must be a list of optimizers, got one: call its own "
             "unscale_and_step(grads_scaled_by=scale)"
         )
+    if not isinstance(optimizers, Iterable):
+        raise TypeError(f"optimizers must be a list of optimizers, got {type(optimizers).__name__}")
     optimizers = list(optimizers)
     if not optimizers:
         raise ValueError("optimizers must be a list of one or more optimizers, got none")

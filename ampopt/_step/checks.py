@@ -19,7 +19,7 @@ from ampopt.loss_scale.numbers import check_bool
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.rule import Rule, State
 
-__all__ = ["Checks", "check_options"]
+__all__ = ["Checks", "check_options", "check_rule"]
 
 _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
@@ -80,12 +80,13 @@ class Checks:
                 expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks
                 its word.
             TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is no number,
-                or an option no bool.
+                or an option no bool, or the rule none.
             ValueError: there are more numbers than one, or fewer; a group is to be rounded in no
                 way that there is.
         """
         optimizer = self._owner
         groups, name = optimizer.param_groups, type(optimizer).__name__
+        check_rule(rule, name)
         for group in groups:
             check_options(group)
         held = gradients.held(groups)
@@ -150,6 +151,19 @@ class Checks:
                     stacklevel=2,
                 )
                 return
+
+
+def check_rule(rule: Any, owner: str) -> None:
+    """Refuse what an optimizer of the class ``owner`` has in place of a rule.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"{owner} has no rule: it is {rule!r}. Set the class attribute, as in "
+            "rule = Rule(update=update, hyper=('lr',))"
+        )
 
 
 def check_options(group: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ def cast(
 
     Does not synchronize.
     """
-    check_dtypes(dtype=dtype, outputs=outputs or dtype)
+    check_dtypes(dtype=dtype, outputs=dtype if outputs is None else outputs)
     kept, wanted = _plan(model, dtype, keep)
     _take_off_hooks(model)
     for tensor, its_dtype in wanted.items():

@@ -65,7 +65,8 @@ class Precision:
         for name in ("keep", "allow", "deny"):
             object.__setattr__(self, name, as_tuple(name, getattr(self, name)))
         check_dtypes(param_dtype=self.param_dtype, compute_dtype=self.compute_dtype)
-        check_dtypes(output_dtype=self.output_dtype or self.param_dtype)
+        if self.output_dtype is not None:
+            check_dtypes(output_dtype=self.output_dtype)
         wide = self.compute_dtype.itemsize > 2  # so it is none of autocast's
         if wide and (self.allow or self.deny or self.compute_dtype != self.param_dtype):
             raise ValueError(

@@ -355,6 +355,18 @@ def step_with_ones(optimizer: Any, params: list[Parameter]) -> None:
     optimizer.unscale_and_step(grads_scaled_by=1.0)
 
 
+def test_what_is_no_rule_between_steps():
+    params = [Parameter(torch.ones(2))]
+    optimizer: Any = ampopt.AdamW(params)
+    step_with_ones(optimizer, params)
+    optimizer.rule = "adam"
+    with (
+        assert_bitwise_unchanged(optimizer),
+        pytest.raises(TypeError, match="no rule: it is 'adam'"),
+    ):
+        step_with_ones(optimizer, params)
+
+
 # --- bools ----------------------------------------------------------------------------------------
 
 SWITCHED: dict[str, Callable[[Any], Any]] = {

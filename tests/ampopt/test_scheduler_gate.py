@@ -471,6 +471,13 @@ def test_what_is_no_scheduler_is_refused(thing):
         lr_scheduler_gate(thing)
 
 
+@pytest.mark.parametrize("thing", [3, None, "state"])
+def test_what_is_no_state_is_refused(thing):
+    gate = lr_scheduler_gate(schedulers.StepLR(made()[0], 1))
+    with pytest.raises(TypeError, match="state_dict must be a dict, got"):
+        gate.load_state_dict(thing)
+
+
 def test_a_gate_before_a_gate_is_refused():
     gate = lr_scheduler_gate(schedulers.StepLR(made()[0], 1))
     with pytest.raises(TypeError, match="got LRSchedulerGate"):

@@ -333,6 +333,7 @@ BAD = [
     (Net, {"keep": nn.LayerNorm}, TypeError, "keep must be a list or a tuple .* got <class"),
     (Net, {"dtype": torch.int8}, ValueError, "dtype must be one of .* got torch.int8"),
     (Net, {"outputs": "half"}, ValueError, "outputs must be one of .* got 'half'"),
+    (Net, {"outputs": False}, ValueError, "outputs must be one of .* got False"),
     (tied, {"keep": ["a"]}, ValueError, "b.weight is tied to a tensor that keep treats otherwise"),
     (sparse, {}, ValueError, "mask cannot be cast: it is torch.sparse_coo"),
     (quantized, {}, ValueError, "codes cannot be cast: .*torch.qint8"),

@@ -155,6 +155,7 @@ def test_scaling_in_each_form(scaling):
 BAD = [
     ({"param_dtype": torch.int8}, ValueError, "param_dtype must be one of .* got torch.int8"),
     ({"output_dtype": "half"}, ValueError, "output_dtype must be .* got 'half'"),
+    ({"output_dtype": False}, ValueError, "output_dtype must be .* got False"),
     ({"compute_dtype": torch.float64}, ValueError, "compute_dtype must be torch.float16"),
     ({"deny": ("softmax",)}, ValueError, "neither allow nor deny, got torch.float32"),
     ({"compute_dtype": F16, "deny": ("softmx",)}, ValueError, "'softmx': did you mean"),
