@@ -86,6 +86,14 @@ def checked_sparse_tensors():
     torch.sparse.check_sparse_tensor_invariants.enable()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def guards_untimed():
+    """Else torch's compiler times the guards of each graph, for its log, in a flushed cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def backend_of_the_environment():
     """What a file chooses is for it alone: even ``set_backend("auto")`` hides AMPOPT_BACKEND."""
