@@ -21,6 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ REQUESTS = (
     "accumulate", "accumulate anew", "accumulate or reject", "by chance",
 )  # fmt: skip
 """What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
-QUICK = "of flags, only none and all; of targets, but for float32, one in turn"
+QUICK = "of flags, only none and all, in turn but for float32; of targets, one in turn"
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,14 @@ class Launch:
 
     def variant(self, case: Case) -> str:
         """Which of the kernel's variants it is, in a word."""
-        constants = self.constants
+        constants, names = self.constants, getattr(rules, case.rule).flags
         on = [k.lower().removeprefix("has_") for k, v in constants.items() if v is True]
-        if self.name == "control":
-            on = [case.rule, *on]
-        elif self.name in ("update", "reduce"):
-            flags = getattr(rules, case.rule).flags
-            on = [case.rule, *itertools.compress(flags, constants["FLAGS"])]
-        if constants.get("COPIED"):
-            on.append("masters")
+        if self.name in ("update", "reduce"):
+            on = [case.rule, *itertools.compress(names, constants["FLAGS"])]
+            on += ["masters"] if case.masters else []
+        elif self.name in ("control", "sum"):
+            flags = next(iter(constants.get("FLAG_SETS", ())), ())
+            on = [case.rule, *itertools.compress(names, flags), *on]
         if constants.get("BY_CHANCE"):
             on.append("stochastic")
         if constants.get("ALIGN") == 1 or constants.get("ALIGNS", (2,))[0] == 1:
@@ -236,19 +236,20 @@ def launches(case: Case) -> list[Launch]:
 def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> Iterator[Case]:
     """What to try of each rule: with float32 all flags, with other dtypes none and all of them.
 
-    If ``quick``, none and all with float32 too, and masters with bfloat16 and no flags alone.
+    If ``quick``, none and all with float32, all with float64, which takes the most registers, and
+    none with those of 16 bits, with masters for one of them.
     """
     names = list(names)
     for name, dtype in itertools.product(names, dtypes):
         n = len(getattr(rules, name).flags)
         every = list(itertools.product((False, True), repeat=n))
-        few = dict.fromkeys((every[0], every[-1]))
-        for flags in every if dtype == "float32" and not quick else few:
+        tried = list(dict.fromkeys((every[0], every[-1])))
+        if quick and dtype != "float32":
+            tried = tried[-1:] if dtype == "float64" else tried[:1]
+        for flags in every if dtype == "float32" and not quick else tried:
             yield Case(name, flags, dtype)
-            if dtype in ("float16", "bfloat16") and not quick:
+            if dtype == "bfloat16" or (dtype == "float16" and not quick):
                 yield Case(name, flags, dtype, masters=True)
-        if quick and dtype == "bfloat16":
-            yield Case(name, every[0], dtype, masters=True)
         if name == names[0]:
             for request in REQUESTS[1:]:
                 if request == "by chance" and dtype != "bfloat16":
@@ -259,7 +260,7 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
 def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False) -> list[Task]:
     """Each different launch of the cases once, for each target.
 
-    If ``quick``, those in other dtypes than float32 are for one of them, each in turn: so every
+    If ``quick``, each kernel for one of them, in turn, where each rule begins one further: so every
     target meets every rule, and every dtype, though not each rule in each dtype.
     """
     different: dict[Any, tuple[Case, int]] = {}
@@ -269,11 +270,15 @@ def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False
             constants = {k: v for k, v in launch.constants.items() if k != "COLUMNS"}
             key = (launch.name, *launch.signature.items(), *constants.items())
             different.setdefault(key, (case, index))
-    in_turn = itertools.cycle(targets)
+    if not quick:
+        return [Task(case, index, t) for case, index in different.values() for t in targets]
     found: list[Task] = []
-    for case, index in different.values():
-        one = quick and case.dtype != "float32"
-        found += [Task(case, index, t) for t in ([next(in_turn)] if one else targets)]
+    numbers: dict[str, int] = {}
+    turns: Counter[tuple[str, str]] = Counter()
+    for (kernel, *_), (case, index) in different.items():
+        turn = numbers.setdefault(case.rule, len(numbers)) + turns[case.rule, kernel]
+        turns[case.rule, kernel] += 1
+        found.append(Task(case, index, targets[turn % len(targets)]))
     return found
 
 
