@@ -15,7 +15,7 @@ import functools
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,16 @@ disk in a millisecond and so is taken up at once. Without any patience a program
 test perhaps, would start a compiler for each rule.
 """
 
-_Key = tuple[Rule, tuple[bool, ...], tuple[torch.dtype, ...], int, str, bool]
+
+class _Key(NamedTuple):
+    """What a function is compiled for: the arguments of :func:`source_of`."""
+
+    rule: Rule
+    flags: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+    width: int
+    role: str
+    by_chance: bool
 
 
 class Compiled(Cpu):
@@ -141,7 +150,7 @@ class Compiled(Cpu):
                     keys.append(_key(rule, piece, 2 + widths.reduce, "reduce"))
                 if piece.marginals:
                     keys.append(_key(rule, piece, 2 + widths.reduce, "averages"))
-                found = {key[-2]: self._function_for(piece, key) for key in keys}
+                found = {key.role: self._function_for(piece, key) for key in keys}
                 piece.compiled = {role: made for role, made in found.items() if made is not None}
                 used = used or bool(piece.compiled)
                 decided = decided and all(
@@ -160,7 +169,7 @@ class Compiled(Cpu):
         if function is None or not piece.marginals:
             return function
         own = piece.marginals[0]
-        if key[-2] == "averages":
+        if key.role == "averages":
             return functools.partial(function, own=own)
         return functools.partial(function, beside=own.addresses)
 
@@ -177,7 +186,7 @@ class Compiled(Cpu):
             wanted = waits or self._spent.get(key, 0.0) >= self._patience
             loaded = self._loaded(library, wanted, waits)
             if loaded is not None:
-                self._functions[key] = CALLS[key[-2]](loaded)
+                self._functions[key] = CALLS[key.role](loaded)
         return self._functions.get(key)
 
     def _library(self, key: _Key) -> tuple[Library | None, bool]:
@@ -217,7 +226,7 @@ class Compiled(Cpu):
 def _key(rule: Rule, piece: Piece, width: int, role: str) -> _Key:
     """What :func:`source_of` takes for a piece and its gradients."""
     updates = role == "update"
-    stored = piece.rest if updates else piece.states
-    dtypes = tuple(t.dtype for t in (piece.param, *stored))
+    stored = (piece.param, *(piece.rest if updates else piece.states))
+    dtypes = (piece.rows[0].grad_dtype, *(t.dtype for t in stored))
     by_chance = updates and piece.rows[0].keys is not None
-    return rule, piece.flags, (piece.rows[0].grad_dtype, *dtypes), width, role, by_chance
+    return _Key(rule, piece.flags, dtypes, width, role, by_chance)
