@@ -12,7 +12,7 @@ __all__ = ["make_it_quick"]
 
 
 def make_it_quick() -> None:
-    """Have the interpreter, if it runs here, give what it gives in a third of the time.
+    """Have the interpreter, if it runs here, give what it gives in less than half of the time.
 
     See the functions below.
     """
