@@ -279,7 +279,7 @@ class Stepping(ABC):
     def discard(self, decision: Decision | None) -> None:
         """A closure is run again, so that no step takes the gradients that this was decided of."""
         if self.watch is not None:
-            self.watch.note_discarded(decision)
+            self.watch._note_discarded(decision)
 
     def note_norm(self, request: Request, decision: Decision | None) -> None:
         """Set :attr:`grad_norm` if ``request`` asks for it; without gradients it is 0."""

@@ -291,7 +291,7 @@ class Watch:
         self._add(optimizer._ampopt.decided, self._steps)
         self._tell()
 
-    def note_discarded(self, decision: Decision | None) -> None:
+    def _note_discarded(self, decision: Decision | None) -> None:
         """Add what was found in gradients that overflowed in an attempt which goes on without."""
         self._add(decision, self._steps + 1, notes_step=False)
 
