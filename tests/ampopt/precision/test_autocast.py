@@ -253,10 +253,22 @@ def example(x, block=Block(), attention=attention_from_seed()):  # noqa: B008
             return [*first, x.softmax(-1)]
 
 
+# The second decomposes operators as Inductor does, and compiles no C++, which takes long.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager_decomp_partition"])
 def test_made_inside_of_a_compiled_function(compiler, fresh_dynamo):
     compiled_alike(example, compiler)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_made_inside_of_what_inductor_compiles(fresh_dynamo):
+    block = Block()
+
+    def function(x):
+        with autocast(allow=["softmax"], deny=["linear"]):
+            return [block(x), x.softmax(-1)]
+
+    compiled_alike(function, "inductor")
 
 
 def test_around_a_compiled_function(fresh_dynamo):
