@@ -18,14 +18,14 @@ _INSTEAD = {
         "Write the number in the function, as NAME: tl.constexpr = NUMBER; one that may change "
         "is a hyperparameter"
     ),
-    r"[Ss]tarred": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
+    r"[Ss]tarred|[` ]\*\w": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
     r"attribute 'to'": "The seed and the step of rand are numbers of h, such as hyperparameters",
     r"Unsupported function referenced|real number|is not defined": (
         "Call functions of tl and of ampopt_kernels, and your own marked with jit: the sign of x, "
         "for one, is tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))"
     ),
 }
-"""By what Triton says, what to write."""
+"""By what Triton says, or what stands in the code, what to write."""
 
 
 def explained(function: Any, error: Any) -> str:
@@ -45,7 +45,9 @@ def explained(function: Any, error: Any) -> str:
         # The innermost that is the author's own.
         places = [(sources[e.src], e.node) for e in reversed(errors) if e.src in sources]
     where = places[0][0].place(places[0][1]) if places else _Source(function.fn).place(None)
-    instead = [advice for pattern, advice in _INSTEAD.items() if re.search(pattern, said)]
+    # An assertion, as Triton 3.6 has in place of some errors, says nothing; what stands there may.
+    told = where if said == "AssertionError()" else said
+    instead = [advice for pattern, advice in _INSTEAD.items() if re.search(pattern, told)]
     advice = [*instead[:1], "See ampopt_kernels.Rule for all that a rule may use"]
     return ". ".join([f"{where}: {_plain(said)}", *advice])
 
