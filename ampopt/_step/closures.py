@@ -72,8 +72,6 @@ def unscale_and_step(
         if not judges:
             return loss, lambda: (None, None, None)
         _check_loss(loss)
-        if agreement is not None:
-            ours.check_gradients()  # while the other ranks can still be told
 
         def verdict() -> tuple[Any, Any, Decision | None]:
             with ours.told(loss):
@@ -134,8 +132,6 @@ def step_after_unscale(
             )
         decision, ours.pending = ours.pending and ours.pending.decision, None
         _check_verdict(*returned)
-        if agreement is not None:
-            ours.check_gradients()  # while the other ranks can still be told
         return returned[0], lambda: (*returned[1:], decision)
 
     return _replayed(optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng)
@@ -156,8 +152,16 @@ def _replayed(
         raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
     check_bool("preserve_rng", preserve_rng)
     ours, groups = optimizer._ampopt, optimizer.param_groups
+
+    @torch.enable_grad()
+    def checked(scale: Any) -> tuple[Any, Verdict]:
+        loss, verdict = evaluate(scale)
+        if agreement is not None:
+            ours.check_gradients()  # while the other ranks can still be told
+        return loss, verdict
+
     replay = Replay(
-        torch.enable_grad()(evaluate),
+        checked,
         given,
         max_replays=max_replays,
         preserve_rng=preserve_rng,
