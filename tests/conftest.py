@@ -17,6 +17,10 @@ os.environ["TRITON_INTERPRET"] = (
     else str(int(not selects_only("gpu", command_line(sys.argv[1:]))))
 )
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by CUDA; torch asks it of who wants bits
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each has a core, and so has what it starts
+# Else Inductor compiles a program, for seconds, to see that the CPU has the vectors it says it has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import hypothesis
 import pytest
@@ -39,8 +43,6 @@ hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "de
 
 
 make_it_quick()
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)  # each of them has a core
 
 
 def pytest_configure(config):
@@ -58,13 +60,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection():
     """What is there before the first test stays, so no collection of garbage has to look at it.
 
     With ten thousand tests, and torch, that would be a second each time.
     """
-    gc.collect()
-    gc.freeze()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_unconfigure():
