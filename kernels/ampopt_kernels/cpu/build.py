@@ -5,6 +5,7 @@ on meanwhile at full speed.
 """
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -15,17 +16,20 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 __all__ = ["Library", "cache_folder", "cpp_compiler", "users_cache"]
 
 # Nothing that changes a result: IEEE 754 to the letter, and no fused multiply-add unless asked for.
-# Of C++14, with GNU's hexadecimal floats, <cmath> is read in a third of the time of C++17's.
 _OPTIONS = (
-    *("-x", "c++", "-std=gnu++14", "-O3", "-march=native", "-fPIC", "-shared"),
+    *("-x", "c++", "-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *(() if platform.system() == "Darwin" else ("-fopenmp",)),  # Apple's clang has none
 )
+
+CLAIM = 60.0
+"""Seconds for which other processes leave a library to the one that has begun to compile it."""
 
 
 def cpp_compiler() -> str | None:
@@ -55,6 +59,7 @@ class Library:
             raise FileNotFoundError("there is no C++ compiler")
         key = repr((source, _OPTIONS, options, _identity(compiler)))
         self._path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
+        self._claim = self._path.with_suffix(".claim")
         self._command = [compiler, *_OPTIONS, "-", *options]
         self._source = source
         self._lock = threading.Lock()
@@ -64,21 +69,21 @@ class Library:
         self._there = self._path.exists()
 
     def start(self) -> None:
-        """Start the compiler, unless that has been done, and do not wait.
+        """Start the compiler, unless that has been done, here or elsewhere, and do not wait.
 
         Raises:
             OSError: it cannot be started.
         """
         # A fork of the program starts its own.
-        if not self._there and self._started_by != os.getpid():
+        if not self._there and self._started_by != os.getpid() and self._is_ours():
             self._start()
 
     def ready(self) -> bool:
         """Whether :meth:`load` would not wait."""
-        if self._there:
-            return True
         process = self._process
-        return self._started_by == os.getpid() and bool(process) and process.poll() is not None
+        if not self._there and process is not None and self._started_by == os.getpid():
+            return process.poll() is not None
+        return self._is_there()
 
     def load(self) -> ctypes.CDLL:
         """Wait for the compiler, and load what it has made.
@@ -88,13 +93,29 @@ class Library:
             RuntimeError: it failed; the message has what it said first.
         """
         with self._lock:
-            self.start()
-            if not self._there:
+            # Nobody else is waited for, who may never be asked to go on.
+            if self._started_by != os.getpid() and not self._is_there():
+                self._start()
+            if self._started_by == os.getpid():
                 assert self._process is not None
                 self._finish(self._process)
             if self._loaded is None:
                 self._loaded = ctypes.CDLL(str(self._path))
             return self._loaded
+
+    def _is_there(self) -> bool:
+        self._there = self._there or self._path.exists()
+        return self._there
+
+    def _is_ours(self) -> bool:
+        """Whether nobody else has begun with it lately, as ranks do that start together."""
+        try:
+            self._claim.touch(exist_ok=False)
+            return True
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # it has been done meanwhile
+                return time.time() - self._claim.stat().st_mtime > CLAIM
+            return False
 
     def _start(self) -> None:
         self._started_by = os.getpid()
@@ -115,6 +136,7 @@ class Library:
 
     def _finish(self, process: "subprocess.Popen[bytes]") -> None:
         status = process.wait()
+        self._claim.unlink(missing_ok=True)
         self._started_by = 0  # so that who asks again, after a failure, has it tried again
         atexit.unregister(self._give_up)
         with self._said as said:
@@ -135,6 +157,7 @@ class Library:
                 _end(self._process)
             self._process.wait()
             self._made.unlink(missing_ok=True)
+            self._claim.unlink(missing_ok=True)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -80,6 +80,8 @@ def _library() -> Library:
     includes = (root / "include", root / "include/torch/csrc/api/include")
     options = (
         "-std=c++20",  # which torch's headers are written in, of late
+        "-O1",  # there is nothing to make vectors of
+        "-DAT_PER_OPERATOR_HEADERS",  # those of torch's operators are half of the headers
         *(f"-I{folder}" for folder in (*includes, sysconfig.get_paths()["include"])),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-L{root / 'lib'}",

@@ -1,11 +1,15 @@
 """A compiler that works beside the program."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
+
+from ampopt_kernels.cpu import build
+from ampopt_kernels.cpu.build import CLAIM, Library
 
 COMPILER = """#!/bin/sh
 sh -c 'trap "echo > {folder}/ended; exit" TERM; echo > {folder}/started; sleep 60 & wait' &
@@ -34,3 +38,51 @@ def test_a_program_that_ends_ends_its_compiler_and_all_that_it_has_started(tmp_p
         time.sleep(0.01)
     assert (tmp_path / "ended").exists()
     assert not list((tmp_path / "ampopt").iterdir())
+
+
+@pytest.fixture
+def starts(tmp_path, monkeypatch):
+    """Tells how often a compiler was started, from an empty cache on."""
+    real = shutil.which("g++") or shutil.which("clang++")
+    if real is None or os.name != "posix":
+        pytest.skip("there is no compiler, or no shell to count its starts")
+    compiler, counted = tmp_path / "compiler", tmp_path / "starts"
+    compiler.write_text(f'#!/bin/sh\necho >> {counted}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(build, "cache_folder", lambda: cache)
+    return lambda: len(counted.read_text().splitlines())
+
+
+SOURCE = 'extern "C" int answer() { return 42; }'
+
+
+def test_what_another_process_is_compiling_is_left_to_it(starts):
+    ours, theirs = Library(SOURCE), Library(SOURCE)
+    theirs.start()
+    ours.start()
+    assert not ours.ready()
+    assert theirs.load().answer() == 42
+    assert ours.ready() and ours.load().answer() == 42
+    assert starts() == 1
+
+
+def test_who_has_to_wait_does_not_wait_for_another_process(starts):
+    ours, theirs = Library(SOURCE), Library(SOURCE)
+    theirs.start()
+    assert ours.load().answer() == theirs.load().answer() == 42
+    assert starts() == 2
+
+
+def test_another_process_that_does_not_finish_is_given_up(starts):
+    ours, theirs = Library(SOURCE), Library(SOURCE)
+    theirs.start()
+    (claim,) = build.cache_folder().glob("*.claim")
+    then = time.time() - 2 * CLAIM
+    os.utime(claim, (then, then))
+    ours.start()
+    assert ours.load().answer() == theirs.load().answer() == 42
+    assert starts() == 2
+    assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
