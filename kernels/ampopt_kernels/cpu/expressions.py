@@ -64,7 +64,7 @@ def cast(x: Any, dtype: torch.dtype) -> str:
 def _literal(x: float) -> str:
     if math.isfinite(x):
         return f"({x.hex()})"
-    return "NAN" if math.isnan(x) else f"({'-' if x < 0 else ''}INFINITY)"
+    return '__builtin_nanf("")' if math.isnan(x) else f"({'-' if x < 0 else ''}__builtin_inff())"
 
 
 def _made(
@@ -154,7 +154,7 @@ class _Expression:
         return self
 
     def __abs__(self) -> Any:
-        return _made("std::fabs({0})", self)
+        return _made("math::fabs({0})", self)
 
     def __bool__(self) -> bool:
         raise TypeError("a rule branches on a value; say tl.where(condition, a, b)")
@@ -212,7 +212,7 @@ def _function(name: str, template: str, exact: bool = True) -> Callable[[Any], A
 def _sqrt(x: Any) -> Any:
     # Of float64, torch's own on the CPU is not always the nearest; see ``torch_language.sqrt``.
     exact = not (_varies(x) and x.dtype == torch.float64)
-    return _function("sqrt", "std::sqrt({0})", exact)(x)
+    return _function("sqrt", "math::sqrt({0})", exact)(x)
 
 
 def _div_rn(x: Any, y: Any) -> Any:
@@ -235,19 +235,19 @@ def _as_float32(x: Any) -> Any:
 
 
 _EXACT = {
-    "abs": "std::fabs({0})",
-    "rsqrt": "({T})1 / std::sqrt({0})",
-    "floor": "std::floor({0})",
-    "ceil": "std::ceil({0})",
+    "abs": "math::fabs({0})",
+    "rsqrt": "({T})1 / math::sqrt({0})",
+    "floor": "math::floor({0})",
+    "ceil": "math::ceil({0})",
 }
 _INEXACT = {
-    "exp": "std::exp({0})",
-    "exp2": "std::exp2({0})",
-    "log": "std::log({0})",
-    "log2": "std::log2({0})",
-    "sin": "std::sin({0})",
-    "cos": "std::cos({0})",
-    "sigmoid": "({T})1 / (({T})1 + std::exp(-{0}))",
+    "exp": "math::exp({0})",
+    "exp2": "math::exp2({0})",
+    "log": "math::log({0})",
+    "log2": "math::log2({0})",
+    "sin": "math::sin({0})",
+    "cos": "math::cos({0})",
+    "sigmoid": "({T})1 / (({T})1 + math::exp(-{0}))",
 }
 
 

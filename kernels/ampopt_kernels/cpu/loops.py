@@ -7,9 +7,17 @@ region that shares many variables.
 __all__ = ["AVERAGES", "PREAMBLE", "SPREAD", "SUMS", "UPDATE"]
 
 PREAMBLE = """
-#include <cmath>
 #include <cstdint>
-#include <cstring>
+
+// Those of <cmath>, which takes a compiler a quarter of the time that all else here takes.
+namespace math {
+#define MATH(name) \\
+    static inline float name(float x) { return __builtin_##name##f(x); } \\
+    static inline double name(double x) { return __builtin_##name(x); }
+MATH(fabs) MATH(sqrt) MATH(floor) MATH(ceil)
+MATH(exp) MATH(exp2) MATH(log) MATH(log2) MATH(sin) MATH(cos)
+#undef MATH
+}
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -29,8 +37,8 @@ template <typename T> static inline void fetch(const T* block) {
     for (int64_t i = 0; i < BLOCK; i += LINE) __builtin_prefetch(block + AHEAD + i);
 }
 
-static inline uint32_t bits(float x) { uint32_t b; std::memcpy(&b, &x, 4); return b; }
-static inline float number(uint32_t b) { float x; std::memcpy(&x, &b, 4); return x; }
+static inline uint32_t bits(float x) { uint32_t b; __builtin_memcpy(&b, &x, 4); return b; }
+static inline float number(uint32_t b) { float x; __builtin_memcpy(&x, &b, 4); return x; }
 
 static inline float from_bfloat16(uint16_t x) { return number(uint32_t(x) << 16); }
 
@@ -52,7 +60,7 @@ static inline float from_float16(uint16_t x) {
 // The addition rounds where float16's last place is.
 static inline uint16_t to_float16(float x) {
     const uint32_t w = bits(x), twice = w + w, exponent = twice & 0xFF000000u;
-    const float size = (std::fabs(x) * 0x1p112f) * 0x1p-110f;
+    const float size = (math::fabs(x) * 0x1p112f) * 0x1p-110f;
     const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
     const uint32_t b = bits(number((bias >> 1) + 0x07800000u) + size);
     const uint32_t rounded = ((b >> 13) & 0x7C00u) + (b & 0x0FFFu);
