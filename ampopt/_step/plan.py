@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ampopt._step import dtensor, ranks
-from ampopt._step.hyperparameters import forms_of
 from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_held, works_of
-from ampopt._step.param_rounding import PARAM_ROUNDING
 from ampopt._step.rank_sums import RankSums
-from ampopt._step.ranks import REPLICATED
 from ampopt._step.rule_rows import RuleRows
+from ampopt._step.settings import Settings
 from ampopt_kernels.cpu.objects import Contents, Layouts, addresses, bump_versions
 from ampopt_kernels.step import Decision, Request, Work
 
@@ -27,10 +25,6 @@ if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleSteps
 
 __all__ = ["Plan"]
-
-_OPTIONS = ("master_weights", PARAM_ROUNDING, REPLICATED)
-"""Of param groups, besides those of their rule."""
-
 
 class Plan:
     """A step of every parameter that has a gradient, ready to be taken.
@@ -73,10 +67,9 @@ class Plan:
             self._rank_sums = RankSums(self._agreement, groups, n_terms)
         made = RuleRows(steps, self._agreement)
         self.works: list[Work] = works_of(made.rows, made.grads, steps.uploads, made.rule)
-        self._variants, hyper = made.variants, made.variants.hyper(groups)
-        self._forms = forms_of(hyper)
+        self._settings = Settings(rule, made.variants, groups)
         for work in self.works:
-            work.hyper = hyper
+            work.hyper = self._settings.hyper
         order = {id(row): place for place, row in enumerate(made.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._present, self._held, self._copies = made.present, made.held, made.copies
@@ -92,15 +85,14 @@ class Plan:
         """
         optimizer = steps.optimizer
         same = self.lasts and steps.rule is self._rule
-        grads = self._guards.gradients(optimizer) if same else None
-        if grads is None:
+        if not (same and self._settings.renew(optimizer.param_groups)):
             return False
-        hyper = self._variants.hyper(optimizer.param_groups)
-        if forms_of(hyper) != self._forms:
+        grads = self._guards.gradients(optimizer)
+        if grads is None:
             return False
         for work, places in zip(self.works, self._places, strict=True):
             own = grads if len(places) == len(grads) else [grads[i] for i in places]
-            work.take(own, hyper)
+            work.take(own, self._settings.hyper)
         return True
 
     def run(self, request: Request) -> Decision | None:
@@ -146,8 +138,7 @@ class _Guards:
     """What a plan takes for granted.
 
     That is the very parameters, each in its group, and states; where all of them are in memory and
-    how parameters and gradients are laid out in it; which parameters have gradients; the flags
-    and other options of the groups.
+    how parameters and gradients are laid out in it; which parameters have gradients.
     """
 
     def __init__(self, steps: "RuleSteps", made: RuleRows) -> None:
@@ -160,7 +151,6 @@ class _Guards:
         optimizer = steps.optimizer
         groups = optimizer.param_groups
         self._keeper = steps.masters
-        self._variants, self._flags = made.variants, made.flags
         self._present, self._masters = made.present, made.masters
         self._params = list(chain.from_iterable(group["params"] for group in groups))
         self._spread = any(map(dtensor.is_spread, self._params))  # over ranks
@@ -169,7 +159,6 @@ class _Guards:
         self._process_group, self._state = optimizer.process_group, optimizer.state
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
-        self._groups = [(group["params"], list(map(group.get, _OPTIONS))) for group in groups]
         members = [group["params"] for group in groups]
         self._contents = Contents([*members, self._state, *of_params])
         # An object may stay and what it refers to be exchanged, as by an assignment to its data.
@@ -184,12 +173,6 @@ class _Guards:
 
     def gradients(self, optimizer: Any) -> list[Tensor] | None:
         """The gradients of this step as kernels see them; ``None`` if anything else has changed."""
-        groups = optimizer.param_groups
-        if len(groups) != len(self._groups) or self._variants.flags(groups) != self._flags:
-            return None
-        for group, (members, options) in zip(groups, self._groups, strict=True):
-            if group["params"] is not members or list(map(group.get, _OPTIONS)) != options:
-                return None
         for param in self._absent:
             if param.grad is not None:
                 return None
