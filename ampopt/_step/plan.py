@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
+
 class Plan:
     """A step of every parameter that has a gradient, ready to be taken.
 

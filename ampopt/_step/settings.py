@@ -37,21 +37,29 @@ class Settings:
         """
         self._rule, self._variants = rule, variants
         self._members = [group["params"] for group in groups]
-        self._take_up(groups, variants.hyper(groups))
+        self.hyper = variants.hyper(groups)
         self._others = self._told_of(groups, self.hyper)
+        self._groups, self._entries = groups, None
+        # A tensor may be another number inside, and what ``Rule.entries`` reads may be anything.
+        of_numbers = not any(isinstance(value, Tensor) for value in chain(*self.hyper))
+        self._by_identity = of_numbers and rule.entries is None
 
     def renew(self, groups: list[dict[str, Any]]) -> bool:
         """Take up the hyperparameters of this step; whether nothing else has changed."""
-        if groups is self._groups and self._entries is not None and self._entries.unchanged():
+        if self._entries is not None and groups is self._groups and self._entries.unchanged():
             return True
         if len(groups) != len(self._members):
             return False
-        if any(g["params"] is not known for g, known in zip(groups, self._members, strict=True)):
-            return False
+        for group, members in zip(groups, self._members, strict=True):
+            if group["params"] is not members:
+                return False
         hyper = self._variants.hyper(groups)
         if self._told_of(groups, hyper) != self._others:
             return False
-        self._take_up(groups, hyper)
+        # Not for numbers that move at each step, as those of a scheduler do.
+        stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
+        self._entries = Contents([groups, *groups]) if stays else None
+        self._groups, self.hyper = groups, hyper
         return True
 
     def _told_of(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
@@ -59,11 +67,7 @@ class Settings:
         options = [list(map(group.get, _OPTIONS)) for group in groups]
         return self._variants.flags(groups), options, forms_of(hyper)
 
-    def _take_up(self, groups: list[dict[str, Any]], hyper: Hyper) -> None:
-        self.hyper, self._groups, self._entries = hyper, groups, None
-        # A list or a tensor may stay and be another inside, and what ``Rule.entries`` reads may be
-        # anything.
-        values = [group.get(name) for group in groups for name in self._rule.hyper]
-        may_differ = any(isinstance(value, (list, Tensor)) for value in chain(values, *hyper))
-        if self._rule.entries is None and not may_differ:
-            self._entries = Contents([groups, *groups])
+    def _has_lists(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether a list of hyperparameters may stay and hold other numbers."""
+        names = self._rule.hyper
+        return any(isinstance(group.get(name), list) for group in groups for name in names)

@@ -1,6 +1,7 @@
 """What a step works on is kept from one step to the next, and never when it should not be."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,6 +56,51 @@ def test_a_plan_that_is_kept_takes_the_hyperparameters_of_each_step(rate):
         assert weight.tolist() == [expected] * 3
         plans.add(optimizer._ampopt.rule.plan)
     assert len(plans) == 1
+
+
+def test_a_list_of_hyperparameters_that_is_written_to_is_read_at_each_step():
+    betas: Any = [0.9, 0.999]
+    weights = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    optimizers = ampopt.AdamW([weights[0]]), torch.optim.AdamW([weights[1]])
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["betas"] = betas
+    for turn in range(6):
+        if turn == 4:
+            betas[0] = 0.2
+        for optimizer, weight in zip(optimizers, weights, strict=True):
+            weight.grad = torch.tensor([1.0, -2.0, 3.0]) * (turn + 1)
+            optimizer.step()
+    torch.testing.assert_close(*weights)
+
+
+def test_a_learning_rate_that_is_no_longer_one_number_is_refused():
+    weight, rate = torch.nn.Parameter(torch.ones(3)), torch.tensor(0.5)
+    optimizer = ampopt.SGD([weight], lr=rate)
+    for _ in range(4):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    rate.data = torch.tensor([0.5, 0.25])
+    with pytest.raises(ValueError, match="lr of group 0 must be a number"):
+        optimizer.step()
+    assert weight.tolist() == [-1.0] * 3
+
+
+def test_what_entries_read_of_a_group_is_read_at_each_step():
+    def rates(group, ndim, dtype):
+        return {"lr": group["rates"][ndim]}
+
+    class Divided(ampopt.ElementwiseOptimizer):
+        rule = replace(signum, entries=rates)
+
+    by_ndim = {1: 0.5}
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = Divided([weight], {"lr": 0.0, "momentum": 0.0, "rates": by_ndim})
+    for _ in range(4):
+        weight.grad = torch.ones(3)
+        optimizer.step()
+    by_ndim[1] = 0.25
+    optimizer.step()
+    assert weight.tolist() == [1 - 4 * 0.5 - 0.25] * 3
 
 
 @pytest.mark.parametrize(
@@ -153,6 +199,13 @@ CHANGES = {
     "parameters in another order": lambda m, o: o.param_groups[0]["params"].reverse(),
     "other hyperparameters": lambda m, o: o.param_groups[0].update(weight_decay=0.1, lr=0.3),
     "other momentum": lambda m, o: o.param_groups[0].update(momentum=0.0),
+    "other flag": lambda m, o: o.param_groups[0].update(nesterov=True),
+    "another group in its place": lambda m, o: o.param_groups.__setitem__(
+        1, {**o.param_groups[1], "lr": 0.2}
+    ),
+    "other groups": lambda m, o: setattr(
+        o, "param_groups", [{**group, "lr": 0.3} for group in o.param_groups]
+    ),
     "group added": lambda m, o: o.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]}),
 }
 
