@@ -23,6 +23,7 @@ def make_it_quick() -> None:
     _remember_parameters()
     _remember_dtypes()
     _leave_overflows_unseen()
+    _leave_sizes_unchecked()
     _ask_tuples_for_types_later()
 
 
@@ -144,6 +145,19 @@ def _leave_overflows_unseen() -> None:
     builder: Any = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _leave_sizes_unchecked() -> None:
+    """Take an array for one of its type's width, which each operation's result is."""
+    from triton.runtime import interpreter
+
+    handle: Any = interpreter.TensorHandle
+
+    def init(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype = data, dtype
+        self.attr = {} if attr is None else attr
+
+    handle.__init__ = init
 
 
 def _ask_tuples_for_types_later() -> None:

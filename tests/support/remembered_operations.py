@@ -6,6 +6,7 @@ same for operands of the same types and for the same numbers. The first time it 
 then on the builder is asked at once.
 """
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ def remembering(operation: Callable[..., Any]) -> Callable[..., Any]:
                 return member(*args, **named)
             named.pop("_semantic", None)
             operands = (*args, *named.values())
-        key = (*map(_described, operands), *named)
+        key = *[x.type.name if type(x) is _Tensor else _described(x) for x in operands], *named
         if key not in known:
             made, known[key] = _listened_to(member, args, named)
             return made
@@ -68,21 +69,22 @@ class _Requests:
     Attributes:
         values: by their places, what the builder is given: first the operands, which are not here;
             where it is what the builder makes, ``None``.
-        calls: of the builder: the method, the places of its arguments, and of what it makes.
+        calls: of the builder: the method, its arguments among the values, and the place of what it
+            makes.
         place: of what the operation gives; ``None`` if that is nothing.
         tensor: what else the tensor has that it gives.
     """
 
     values: list[Any]
-    calls: list[tuple[Callable[..., Any], list[int], int]]
+    calls: list[tuple[Callable[..., Any], Callable[[list[Any]], Any], int]]
     place: int | None
     tensor: dict[str, Any]
 
     def repeated(self, handles: list[Any]) -> Any:
         """What the operation gives for other operands."""
         values = handles + self.values
-        for method, places, place in self.calls:
-            values[place] = method(*[values[i] for i in places])
+        for method, arguments, place in self.calls:
+            values[place] = method(*arguments(values))
         if self.place is None:
             return None
         made = _Tensor.__new__(_Tensor)
@@ -123,7 +125,7 @@ class _Listener:
         self.values: list[Any] = []
         self.places: dict[int, int] = {}
         self.constant: set[int] = set()
-        self.calls: list[tuple[Callable[..., Any], list[int], int]] = []
+        self.calls: list[tuple[Callable[..., Any], Callable[[list[Any]], Any], int]] = []
         self.understood = True
         for handle in operands:
             self._place(handle)
@@ -142,7 +144,7 @@ class _Listener:
             ):
                 self.constant.add(place)  # a type, a number, or so many of them
             else:
-                self.calls.append((method, places, place))
+                self.calls.append((method, _those_at(places), place))
             return made
 
         return ask
@@ -161,3 +163,10 @@ class _Listener:
         self.values.append(x)
         self.places[id(x)] = len(self.values) - 1
         return len(self.values) - 1
+
+
+def _those_at(places: list[int]) -> Callable[[list[Any]], Any]:
+    """Takes the values at some places out of all."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda values: [values[place] for place in places]
