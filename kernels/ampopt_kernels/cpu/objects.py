@@ -3,9 +3,9 @@
 A step has to know whether it works on the very objects of the step before. Python asks that of
 each, which for the parameters and states of a small network takes longer than its update. Where
 the loops of ``objects.cpp`` have been compiled, each question is one call of them: for 300 tensors,
-3 microseconds instead of 47 for their addresses. They need torch's headers, whose compiler takes
-ten seconds and more, so nobody waits for them: until they are there, and where they cannot be made,
-Python answers.
+3 microseconds instead of 47 for their addresses. They need torch's headers, which take a
+compiler most of ten seconds, so nobody waits for them, nor for their compiler: until they are
+there, and where they cannot be made, Python answers.
 """
 
 import contextlib
@@ -28,6 +28,8 @@ __all__ = ["Contents", "Layouts", "addresses", "bump_versions", "loops"]
 
 QUESTIONS = 1000
 """Those that Python answers before the loops are compiled: some hundred steps."""
+LOOKS = 100
+"""Questions from one look whether they have been compiled to the next: a file may be far away."""
 
 
 class Loops:
@@ -60,12 +62,15 @@ class Loops:
         """
         if self.there is not None or self._library is None:
             return self.there
+        looks = self._questions % LOOKS == 0
         self._questions += 1
+        if not (looks or wait):
+            return None
         try:
             if wait or self._library.ready():
                 self.there = _declared(self._library.load())
             elif self._questions > QUESTIONS:
-                self._library.start()
+                self._library.start(can_wait=True)
         except Exception:  # torch's headers or Python's may be missing, or want another compiler
             self._library = None
         return self.there

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -85,4 +86,28 @@ def test_another_process_that_does_not_finish_is_given_up(starts):
     ours.start()
     assert ours.load().answer() == theirs.load().answer() == 42
     assert starts() == 2
+    assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
+
+
+SLOW = """#!/bin/sh
+echo >> {starts}
+[ $(wc -l < {starts}) -gt 1 ] && exec {real} "$@"
+sleep 60
+"""
+
+
+def test_a_compiler_that_can_wait_takes_what_time_is_left_until_somebody_waits_for_it(
+    starts, tmp_path
+):
+    real = shutil.which("g++") or shutil.which("clang++")
+    Path(os.environ["CXX"]).write_text(SLOW.format(starts=tmp_path / "starts", real=real))
+    library = Library(SOURCE)
+    library.start(can_wait=True)
+    process, until = library._process, time.monotonic() + 10
+    while not (tmp_path / "starts").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert process is not None and os.getpriority(os.PRIO_PGRP, process.pid) == 19
+    assert not library.ready()
+    assert library.load().answer() == 42  # of one that was started anew
+    assert process.poll() is not None and starts() == 2
     assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]

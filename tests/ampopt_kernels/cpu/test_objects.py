@@ -175,13 +175,14 @@ class Compiler:
     """In place of a library; what it is asked for, in order."""
 
     def __init__(self, there=False, fails=False):
-        self.there, self.fails, self.asked = there, fails, []
+        self.there, self.fails, self.asked, self.looks = there, fails, [], 0
 
     def ready(self):
+        self.looks += 1
         return self.there
 
-    def start(self):
-        self.asked.append("start")
+    def start(self, *, can_wait=False):
+        self.asked.append("start, with what time is left" if can_wait else "start")
 
     def load(self):
         self.asked.append("load")
@@ -207,7 +208,8 @@ def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
         assert loops.asked() is None
     assert not compiler.asked
     assert loops.asked() is None
-    assert compiler.asked == ["start"]
+    assert compiler.asked == ["start, with what time is left"]
+    assert compiler.looks == 1 + objects.QUESTIONS // objects.LOOKS
 
 
 def test_loops_over_objects_that_are_there_are_taken_up_at_once(monkeypatch):
