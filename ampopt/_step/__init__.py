@@ -7,8 +7,9 @@ To follow one ``unscale_and_step`` of a rule, such as that of ``AdamW``, read in
    (``ampopt.loss_scale.given``), and the scale to go on with.
 2. ``by_rule.ByRule.attempt``: the hooks, if there are any, around ``RuleSteps.step``, which takes
    the plan of the step before, or makes another (``rule_rows``, ``checks``).
-3. ``plan.Plan.renew``: whether anything has changed but gradients and hyperparameters. ``run``: the
-   step, with other ranks where there are some (``ranks``).
+3. ``plan.Plan.renew``: whether anything has changed but gradients and hyperparameters, in the
+   groups (``settings``) or in memory. ``run``: the step, with other ranks where there are some
+   (``ranks``).
 4. ``ampopt_kernels.step.run``: *detect*, *control* and *update*, by the backend of each device.
 5. ``ampopt_kernels.cpu.backend``: those of the CPU, on small tensors in bundles
    (``cpu.bundles``), by loops of C++ where they have been compiled (``cpu.compiled``). The line

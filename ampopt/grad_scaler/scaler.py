@@ -166,6 +166,7 @@ class GradScaler(scheduled.ScheduledScaler):
         Raises:
             RuntimeError: it was unscaled or stepped since the last :meth:`update`; nothing was
                 scaled; gradients that cannot be unscaled in place.
+            TypeError: it is no optimizer.
         """
         if not self._enabled:
             return
@@ -223,7 +224,7 @@ class GradScaler(scheduled.ScheduledScaler):
             NonFiniteGradientError: a closure's loss is not finite, or replays did not help.
             RuntimeError: it was stepped since the last :meth:`update`; nothing was scaled; the
                 optimizer can run no closure again; there is a closure after :meth:`unscale_`.
-            TypeError: the closure takes more than a scale.
+            TypeError: the closure takes more than a scale; it is no optimizer.
         """
         closure, rest, keywords = split(args, kwargs)
         own = _has_control_points(type(optimizer))
@@ -388,6 +389,11 @@ class GradScaler(scheduled.ScheduledScaler):
 
     def _record(self, optimizer: Any, call: str, scaled: bool = True) -> Record:
         """That of ``optimizer``, or of what it is a wrapper around; a new one if there is none."""
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(
+                f"{call}() takes an optimizer, or a wrapper with its param_groups, got "
+                f"{type(optimizer).__name__}: give it what steps the parameters"
+            )
         if scaled and self._loss_scale.device is None:
             raise RuntimeError(
                 f"{call}() needs gradients of a loss that was scaled, and nothing was: call "

@@ -368,9 +368,9 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
         yield from map(compile_task, todo)
         return
     # A fork of a process that has started torch's threads may hang. One that has but imported it,
-    # which takes seconds, is there to be forked.
+    # which takes seconds, is there to be forked. Forks import this module, as their main one.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ampopt_kernels.aot"])
+    context.set_forkserver_preload(["ampopt_kernels.rules", "triton.compiler"])
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context) as pool:
         yield from pool.map(compile_task, todo, chunksize=4)
 

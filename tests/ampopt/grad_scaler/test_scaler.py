@@ -248,3 +248,11 @@ def test_for_cuda_without_cuda_it_is_disabled_with_a_warning():
         scaler = GradScaler()
     assert not scaler.is_enabled()
     assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+@pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), None])
+def test_what_is_no_optimizer_is_refused(call, given):
+    scaler = scaler_at(2.0, GradScaler)
+    with pytest.raises(TypeError, match=rf"{call}\(\) takes an optimizer, .*{type(given).__name__}"):
+        getattr(scaler, call)(given)
