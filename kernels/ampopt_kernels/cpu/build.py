@@ -90,10 +90,7 @@ class Library:
         """
         # A fork of the program starts its own.
         if not self._there and self._started_by != os.getpid() and self._is_ours():
-            self._start()
-            self._can_wait = can_wait
-            if can_wait and self._process is not None and hasattr(os, "setpriority"):
-                os.setpriority(os.PRIO_PGRP, self._process.pid, 19)
+            self._start(can_wait)
 
     def ready(self) -> bool:
         """Whether :meth:`load` would not wait."""
@@ -140,20 +137,22 @@ class Library:
                 return time.time() - self._claim.stat().st_mtime > CLAIM
             return False
 
-    def _start(self) -> None:
-        self._started_by, self._can_wait = os.getpid(), False
+    def _start(self, can_wait: bool = False) -> None:
+        self._started_by, self._can_wait = os.getpid(), can_wait
         # Of this process alone, and given its name once it is whole.
         self._made = self._path.with_suffix(f".{self._started_by}-{id(self)}")
         self._said = tempfile.TemporaryFile()
         with tempfile.TemporaryFile() as given:
             given.write(self._source.encode())
             given.seek(0)
-            self._process = _start_apart(
+            self._process = process = _start_apart(
                 [*self._command, "-o", str(self._made)],
                 stdin=given,
                 stdout=subprocess.DEVNULL,
                 stderr=self._said,
             )
+        if can_wait and hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PGRP, process.pid, 19)
         atexit.register(self._give_up)
 
     def _finish(self, process: "subprocess.Popen[bytes]") -> None:
