@@ -18,7 +18,7 @@ os.environ["TRITON_INTERPRET"] = (
 )
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by CUDA; torch asks it of who wants bits
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each has a core, and so has what it starts
+    os.environ["OMP_NUM_THREADS"] = "1"  # each has a core, and so has what it starts
 # Else Inductor compiles a program, for seconds, to see that the CPU has the vectors it says it has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
