@@ -81,9 +81,8 @@ class Library:
         """Start the compiler, unless that has been done, here or elsewhere, and do not wait.
 
         Args:
-            can_wait: let it have the time that nobody else wants. With two threads of torch on two
-                cores, one that takes its share makes each step wait for it: 72 milliseconds
-                instead of 11 for AdamW on 16 Mi elements.
+            can_wait: let it have the time that nobody else wants. Where torch has a thread on every
+                core, a compiler that takes its share of one makes all of them wait for that one.
 
         Raises:
             OSError: it cannot be started.
@@ -152,7 +151,8 @@ class Library:
                 stderr=self._said,
             )
         if can_wait and hasattr(os, "setpriority"):
-            os.setpriority(os.PRIO_PGRP, process.pid, 19)
+            with contextlib.suppress(OSError):  # where it is not allowed, it takes its share
+                os.setpriority(os.PRIO_PGRP, process.pid, 19)
         atexit.register(self._give_up)
 
     def _finish(self, process: "subprocess.Popen[bytes]") -> None:

@@ -9,7 +9,7 @@ __all__ = ["AVERAGES", "PREAMBLE", "SPREAD", "SUMS", "UPDATE"]
 PREAMBLE = """
 #include <cstdint>
 
-// Those of <cmath>, which takes a compiler a quarter of the time that all else here takes.
+// Those of <cmath>, which would be as much to read for a compiler as all else here.
 namespace math {
 #define MATH(name) \\
     static inline float name(float x) { return __builtin_##name##f(x); } \\
