@@ -16,7 +16,10 @@ from support.preloaded import Preloaded
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 # What they import, torch's compiler with an optimizer, too.
-IMPORTED = ("ampopt", "torch._dynamo", "sklearn.datasets", "matplotlib.pyplot", "tqdm")
+IMPORTED = (
+    *("ampopt.testing", "torch._dynamo", "sklearn.datasets", "matplotlib.pyplot", "tqdm"),
+    *("hypothesis", "pytest"),
+)
 
 
 def settings():
