@@ -89,7 +89,8 @@ class Library:
         """
         # A fork of the program starts its own.
         if not self._there and self._started_by != os.getpid() and self._is_ours():
-            self._start(can_wait)
+            self._start(19 if can_wait else 5)  # in no case before the training
+            self._can_wait = can_wait
 
     def ready(self) -> bool:
         """Whether :meth:`load` would not wait."""
@@ -136,8 +137,8 @@ class Library:
                 return time.time() - self._claim.stat().st_mtime > CLAIM
             return False
 
-    def _start(self, can_wait: bool = False) -> None:
-        self._started_by, self._can_wait = os.getpid(), can_wait
+    def _start(self, niceness: int = 0) -> None:
+        self._started_by, self._can_wait = os.getpid(), False
         # Of this process alone, and given its name once it is whole.
         self._made = self._path.with_suffix(f".{self._started_by}-{id(self)}")
         self._said = tempfile.TemporaryFile()
@@ -150,9 +151,9 @@ class Library:
                 stdout=subprocess.DEVNULL,
                 stderr=self._said,
             )
-        if can_wait and hasattr(os, "setpriority"):
+        if niceness and hasattr(os, "setpriority"):
             with contextlib.suppress(OSError):  # where it is not allowed, it takes its share
-                os.setpriority(os.PRIO_PGRP, process.pid, 19)
+                os.setpriority(os.PRIO_PGRP, process.pid, niceness)
         atexit.register(self._give_up)
 
     def _finish(self, process: "subprocess.Popen[bytes]") -> None:

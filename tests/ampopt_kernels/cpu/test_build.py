@@ -96,6 +96,14 @@ sleep 60
 """
 
 
+def test_a_compiler_beside_the_program_comes_after_it(starts):
+    library = Library(SOURCE)
+    library.start()
+    process = library._process
+    assert process is not None and os.getpriority(os.PRIO_PGRP, process.pid) >= 5
+    assert library.load().answer() == 42 and starts() == 1
+
+
 def test_a_compiler_that_can_wait_takes_what_time_is_left_until_somebody_waits_for_it(
     starts, tmp_path
 ):
