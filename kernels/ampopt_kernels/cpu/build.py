@@ -37,6 +37,8 @@ _apart: dict[str, Any] = (
 )
 _start_apart: Any = functools.partial(subprocess.Popen, **_apart)
 
+_BESIDE, _LOWEST = 5, 19  # niceness of a compiler that comes after the program; after all else
+
 CLAIM = 60.0
 """Seconds for which other processes leave a library to the one that has begun to compile it."""
 
@@ -74,7 +76,7 @@ class Library:
         self._lock = threading.Lock()
         self._loaded: ctypes.CDLL | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_by, self._can_wait = 0, False
+        self._started_by = self._niceness = 0
         self._there = self._path.exists()
 
     def start(self, *, can_wait: bool = False) -> None:
@@ -89,8 +91,7 @@ class Library:
         """
         # A fork of the program starts its own.
         if not self._there and self._started_by != os.getpid() and self._is_ours():
-            self._start(19 if can_wait else 5)  # in no case before the training
-            self._can_wait = can_wait
+            self._start(_LOWEST if can_wait else _BESIDE)
 
     def ready(self) -> bool:
         """Whether :meth:`load` would not wait."""
@@ -115,7 +116,8 @@ class Library:
                 self._start()
             if self._started_by == os.getpid():
                 assert self._process is not None
-                if self._can_wait and self._process.poll() is None:  # who calls this cannot
+                # Who calls this cannot wait for one that may take minutes.
+                if self._niceness == _LOWEST and self._process.poll() is None:
                     self._give_up()
                     self._start()
                 self._finish(self._process)
@@ -138,7 +140,7 @@ class Library:
             return False
 
     def _start(self, niceness: int = 0) -> None:
-        self._started_by, self._can_wait = os.getpid(), False
+        self._started_by, self._niceness = os.getpid(), niceness
         # Of this process alone, and given its name once it is whole.
         self._made = self._path.with_suffix(f".{self._started_by}-{id(self)}")
         self._said = tempfile.TemporaryFile()

@@ -1,7 +1,6 @@
 """A compiler that works beside the program."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ampopt_kernels.cpu import build
-from ampopt_kernels.cpu.build import CLAIM, Library
+from ampopt_kernels.cpu.build import CLAIM, Library, cpp_compiler
 
 COMPILER = """#!/bin/sh
 sh -c 'trap "echo > {folder}/ended; exit" TERM; echo > {folder}/started; sleep 60 & wait' &
@@ -44,7 +43,7 @@ def test_a_program_that_ends_ends_its_compiler_and_all_that_it_has_started(tmp_p
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
     """Tells how often a compiler was started, from an empty cache on."""
-    real = shutil.which("g++") or shutil.which("clang++")
+    real = cpp_compiler()
     if real is None or os.name != "posix":
         pytest.skip("there is no compiler, or no shell to count its starts")
     compiler, counted = tmp_path / "compiler", tmp_path / "starts"
@@ -89,13 +88,6 @@ def test_another_process_that_does_not_finish_is_given_up(starts):
     assert [path.suffix for path in build.cache_folder().iterdir()] == [".so"]
 
 
-SLOW = """#!/bin/sh
-echo >> {starts}
-[ $(wc -l < {starts}) -gt 1 ] && exec {real} "$@"
-sleep 60
-"""
-
-
 def test_a_compiler_beside_the_program_comes_after_it(starts):
     library = Library(SOURCE)
     library.start()
@@ -107,12 +99,13 @@ def test_a_compiler_beside_the_program_comes_after_it(starts):
 def test_a_compiler_that_can_wait_takes_what_time_is_left_until_somebody_waits_for_it(
     starts, tmp_path
 ):
-    real = shutil.which("g++") or shutil.which("clang++")
-    Path(os.environ["CXX"]).write_text(SLOW.format(starts=tmp_path / "starts", real=real))
+    compiler, counted = Path(os.environ["CXX"]), tmp_path / "starts"
+    slow = f"[ $(wc -l < {counted}) -eq 1 ] && sleep 60\nexec"
+    compiler.write_text(compiler.read_text().replace("exec", slow))
     library = Library(SOURCE)
     library.start(can_wait=True)
     process, until = library._process, time.monotonic() + 10
-    while not (tmp_path / "starts").exists() and time.monotonic() < until:
+    while not counted.exists() and time.monotonic() < until:
         time.sleep(0.01)
     assert process is not None and os.getpriority(os.PRIO_PGRP, process.pid) == 19
     assert not library.ready()
