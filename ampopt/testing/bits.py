@@ -1,5 +1,6 @@
 """Tensors, optimizers and random state compared bit by bit: how a test says "nothing changed"."""
 
+import ctypes
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,10 +32,24 @@ class Bits(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     data: bytes
-    shown: str
+
+    @property
+    def values(self) -> Tensor:
+        """The elements in order, flat."""
+        if not self.data:
+            return torch.empty(0, dtype=self.dtype, device="cpu")
+        return torch.frombuffer(bytearray(self.data), dtype=self.dtype)
+
+    @property
+    def shown(self) -> str:
+        """The values, as a failure shows them."""
+        values = self.values
+        if len(values) <= _SHOWN:
+            return repr(values.view(self.shape).tolist())
+        return f"{values[:_SHOWN].tolist()!r} and {len(values) - _SHOWN} more"
 
     def __repr__(self) -> str:
-        """The values, as a failure shows them."""
+        """The same, with dtype and shape."""
         return f"<{str(self.dtype).removeprefix('torch.')} {list(self.shape)}: {self.shown}>"
 
 
@@ -48,20 +63,14 @@ def bits(value: Any) -> Any:
         if value.is_sparse:
             value = value.coalesce()
             return bits((value.indices(), value.values()))
-        plain = value.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        data = bytes(plain.view(-1).view(torch.uint8).tolist()) if plain.numel() else b""
-        return Bits(value.dtype, tuple(value.shape), data, _shown(plain))
+        plain = value.resolve_conj().resolve_neg().cpu().contiguous()
+        data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+        return Bits(value.dtype, tuple(value.shape), data)
     if isinstance(value, Mapping):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [bits(item) for item in value]
     return repr(value) if isinstance(value, float) else value  # repr: NaN equals itself
-
-
-def _shown(tensor: Tensor) -> str:
-    if tensor.numel() <= _SHOWN:
-        return repr(tensor.tolist())
-    return f"{tensor.reshape(-1)[:_SHOWN].tolist()!r} and {tensor.numel() - _SHOWN} more"
 
 
 def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -129,7 +138,7 @@ def _differences(actual: Any, expected: Any, where: str) -> Iterator[str]:
 
 
 def _first_difference(actual: Bits, expected: Bits, where: str) -> str:
-    got, wanted = (torch.frombuffer(bytearray(b.data), dtype=b.dtype) for b in (actual, expected))
+    got, wanted = actual.values, expected.values
     size, n = actual.dtype.itemsize, len(got)
     places = [
         i

@@ -4,6 +4,7 @@ A blueprint builds a fresh tensor, or a fresh scale, each time it is asked, so t
 run the same training twice and compare. Its ``repr`` is code that makes it again.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -70,16 +71,21 @@ class Blueprint(_Code):
         """How many elements there are."""
         return math.prod(self.shape)
 
-    def tensor(self, scale: float = 1.0) -> Tensor:
-        """A fresh tensor, times ``scale`` in its own dtype."""
+    @functools.cached_property
+    def _contiguous(self) -> Tensor:
         wide = torch.complex128 if self.dtype.is_complex else torch.float64
-        few, n = torch.tensor(self.numbers, dtype=wide), self.numel
+        few, n = torch.tensor(self.numbers, dtype=wide, device="cpu"), self.numel
         values = few if len(few) == n else few.repeat(n // max(len(few), 1) + 1)[:n]
         for index, value in self.spots:
-            values[index] = torch.tensor(value, dtype=wide)
-        plain = values.to(self.dtype).reshape(self.shape)
-        # Part by part, as the product of a complex number and a real one loses signs of zeros.
-        (torch.view_as_real(plain) if self.dtype.is_complex else plain).mul_(scale)
+            values[index] = value
+        return values.to(self.dtype).reshape(self.shape)
+
+    def tensor(self, scale: float = 1.0) -> Tensor:
+        """A fresh tensor, times ``scale`` in its own dtype."""
+        plain = self._contiguous.to(torch.get_default_device(), copy=True)
+        if scale != 1:
+            # Part by part, as the product of a complex number and a real one loses signs of zeros.
+            (torch.view_as_real(plain) if self.dtype.is_complex else plain).mul_(scale)
         return _laid_out(plain, self.layout)
 
     def parameter(self) -> Parameter:
