@@ -1,12 +1,15 @@
-"""Tests run with poisoned memory, and, unless ``-m`` asks for ``gpu``, in Triton's interpreter."""
+"""How tests are run: unless ``-m`` asks for ``gpu``, in Triton's interpreter.
 
-import contextlib
+What they are given is in ``support.fixtures``.
+"""
+
+import atexit
 import gc
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
+import pytest
 from support.selected_marks import command_line, selects_only
 
 # Read by Triton when it is imported, so set before anything imports it. A worker of xdist's has it
@@ -22,28 +25,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Else Inductor compiles a program, for seconds, to see that the CPU has the vectors it says it has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-import hypothesis
-import pytest
-import torch
-from support.gpus import skip_without_gpu
-from support.local_ranks import Ranks
-from support.quick_interpreter import make_it_quick
-from support.requirements import skip_unless_it_runs
-
-import ampopt
-from ampopt import backend as backends
-
-# Times vary with the machine, so no example has a deadline. By default every run draws the same
-# examples, so that what fails was changed; "long" looks for what nobody has met yet.
-hypothesis.settings.register_profile(
-    "default", deadline=None, max_examples=12, derandomize=True, print_blob=True
-)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
-
-
-make_it_quick()
-
 
 def pytest_configure(config):
     """Have xdist keep the order of the tests, where it would begin with the files of most.
@@ -53,6 +34,9 @@ def pytest_configure(config):
     """
     config.option.loadscopereorder = False
     config.option.maxworkerrestart = "0"
+    runs_tests = "PYTEST_XDIST_WORKER" in os.environ or config.getoption("dist", "no") == "no"
+    if runs_tests:  # else there are workers for it, and nobody to wait for torch
+        config.pluginmanager.import_plugin("support.fixtures")
 
 
 def pytest_collection_modifyitems(items):
@@ -73,102 +57,5 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.enable()
-
-
-def pytest_unconfigure():
-    """Else libraries that count what is left of theirs at the end would report leaks."""
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def poisoned_memory():
-    """``torch.empty`` gives NaN, so that whoever reads what nobody wrote is found out."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
-    assert torch.empty(3).isnan().all()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def checked_sparse_tensors():
-    """Else torch warns of sparse tensors that it makes itself."""
-    torch.sparse.check_sparse_tensor_invariants.enable()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def guards_untimed():
-    """Else torch's compiler times the guards of each graph, for its log, in a flushed cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def backend_of_the_environment():
-    """What a file chooses is for it alone: even ``set_backend("auto")`` hides AMPOPT_BACKEND."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ampopt.backend._chosen", None)
-        yield
-
-
-@pytest.fixture(scope="module", params=["eager", "triton"])
-def backend(request):
-    """Each backend in turn; a test that takes it is one body over both.
-
-    A test may name others: ``compiled``, ``eager on a device``, where the host may not look at the
-    eager backend's tensors, so that it has to select, and ``ON_A_GPU`` of ``support.gpus``.
-    """
-    if "GPU" in request.param:
-        skip_without_gpu()
-    skip_unless_it_runs(request.param)
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def backend_of_the_test(request):
-    """The ``backend`` that a test takes, if it does; what it chooses is for it alone, too.
-
-    Apart from ``backend``, which one test after another shares: between them, others may run.
-    """
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr("ampopt.backend._chosen", backends._chosen)
-        if "backend" in request.fixturenames:
-            name = request.getfixturevalue("backend")
-            ampopt.set_backend(name.split()[0])
-            if name == "eager on a device":
-                stack.enter_context(backends.host_looking_away())
-            if "GPU" in name:
-                stack.enter_context(torch.device("cuda"))
-        yield
-
-
-@pytest.fixture
-def process_group():
-    """A world of one, which outlives the models of the test; see ``ampopt.matrix.spread``."""
-    dist: Any = torch.distributed
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("this build of torch has no gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    held = dist.group.WORLD
-    yield
-    dist.destroy_process_group()
-    del held
-
-
-def _pool(n: int):
-    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
-        pytest.skip("this build of torch has no gloo")
-    ranks = Ranks(n)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="session")
-def two_ranks():
-    """Two processes that have met; see ``support.local_ranks``."""
-    yield from _pool(2)
-
-
-@pytest.fixture(scope="session")
-def four_ranks():
-    """Four of them."""
-    yield from _pool(4)
+        # Else libraries that count what is left of theirs at the end would report leaks.
+        atexit.register(gc.unfreeze)

@@ -1,7 +1,7 @@
 """Hyperparameters as users give them: what is no number is refused before anything changes."""
 
 from collections.abc import Sequence
-from typing import Any, SupportsFloat
+from typing import Any
 
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def forms_of(hyper: Sequence[Sequence[Any]]) -> list[list[Any]]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_complex()
-    return isinstance(value, SupportsFloat) and not getattr(value, "shape", ())  # as NumPy's have
+    return hasattr(value, "__float__") and not getattr(value, "shape", ())  # as NumPy's have
 
 
 def _is_long(value: Any) -> bool:

@@ -62,15 +62,15 @@ class Trained:
         return bits(dict(self.optimizer.state.get(self.params[index], {})))
 
 
-def seed() -> None:
+def seed(number: int = 0) -> None:
     """Begin torch's random numbers anew.
 
     ``torch.manual_seed`` also leaves, for each kind of device that is not in use, a note with the
     whole stack in it, which takes longer than a small training.
     """
-    torch.default_generator.manual_seed(0)
+    torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(0)
+        torch.cuda.manual_seed_all(number)
 
 
 def start(make: Any, history: History) -> Trained:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.testing.training import seed
 
 __all__ = [
     "TENSORS_ONLY",
@@ -196,7 +197,7 @@ class Fussy(Foreach):
 
 def made(cls: type[ampopt.Optimizer]) -> tuple[Any, list[Parameter]]:
     """A fresh optimizer of two parameters, 2x2 and 3x3, and every random generator afresh."""
-    torch.manual_seed(0)
+    seed()
     random.seed(0)
     np.random.seed(0)
     numbers = torch.arange(13.0) / 8
