@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.local_ranks import mesh_of
 from support.optimizers import EVERY_RULE, Plain, Signed
 from support.requirements import skip_unless_it_runs
 from torch.nn import Parameter
@@ -30,16 +31,15 @@ ORDINARY: tuple[Any, list[Any]] = (None, [])
 
 def meshes(layout: str) -> list[tuple[Any, list[Any]]]:
     """Mesh and placements of each parameter; an ordinary one has no mesh."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 
     rows, columns, whole = Shard(0), Shard(1), Replicate()
     n = torch.distributed.get_world_size()
     if layout == "fsdp":
-        flat = init_device_mesh("cpu", (n,))
+        flat = mesh_of(n)
         return [(flat, [rows]), (flat, [rows]), ORDINARY]
     names = ("replicas", "shards") if layout == "hsdp" else ("dp", "tp")
-    mesh = init_device_mesh("cpu", (2, n // 2), mesh_dim_names=names)
+    mesh = mesh_of(2, n // 2, names=names)
     if layout == "hsdp":
         return [(mesh, [whole, rows]), (mesh, [whole, rows])]
     if layout == "tp":

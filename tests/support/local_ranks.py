@@ -6,6 +6,7 @@ a failure with its name and where each rank was; the pool is then made anew.
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import multiprocessing
@@ -26,10 +27,22 @@ import torch
 
 from support.quick_interpreter import make_it_quick
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "mesh_of"]
 
 _GRACE = 3.0
 """Seconds that others have to come back once one rank has raised: it may have left them waiting."""
+
+
+@functools.cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
+    """The device mesh of that shape over all ranks, on each of them.
+
+    Made once, for all tests of a pool: a group of gloo's has a thread that wakes up a hundred times
+    a second, however idle it is, and one for each test would take a tenth of the machine.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 class Ranks:
@@ -136,7 +149,7 @@ def _serve(rank: int, n: int, folder: str, connection: Connection, path: list[st
     faulthandler.register(signal.SIGUSR1, where)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # as tests/conftest.py has it
+    torch.use_deterministic_algorithms(True)  # as fixtures.py has it
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     make_it_quick()
     torch.distributed.init_process_group(

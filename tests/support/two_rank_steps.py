@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 
 import ampopt
+from support.local_ranks import mesh_of
 from support.optimizers import Plain
 
 __all__ = ["CLASSES", "FORMS", "ORDERS", "SPOILED", "outcomes_of_all"]
@@ -27,13 +28,12 @@ NUMBERS = (torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0.5, -0.25, 3.0, 1
 
 def spread(order: str, tensors: Any) -> list[Any]:
     """``tensors`` as DTensors: one on every rank, of the other the second half on rank 1 only."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    flat = init_device_mesh("cpu", (2,))
+    flat = mesh_of(2)
     whole, parts = [Replicate()], [Shard(0)]
     if order == "on a mesh of two dimensions":
-        flat = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        flat = mesh_of(1, 2, names=("a", "b"))
         whole, parts = [Replicate(), Replicate()], [Replicate(), Shard(0)]
     placements = [parts, whole] if order == "sharded first" else [whole, parts]
     return [distribute_tensor(t.clone(), flat, p) for t, p in zip(tensors, placements, strict=True)]
