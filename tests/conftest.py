@@ -57,5 +57,6 @@ def pytest_collection():
         gc.collect()
         gc.freeze()
         gc.enable()
+        gc.set_threshold(10_000, 50, 100)  # and what tests leave is looked at less often
         # Else libraries that count what is left of theirs at the end would report leaks.
         atexit.register(gc.unfreeze)
