@@ -23,8 +23,9 @@ from ampopt_kernels.tensors import flat, widest
 
 __all__ = ["CHUNK", "Eager", "reciprocal"]
 
-CHUNK = 1 << 16
-"""Elements of each tensor that a rule works on at a time: five float32 streams fit the cache."""
+CHUNK = 1 << 17
+"""Elements of each tensor that a rule works on at a time, so that what it computes on the way stays
+in the cache; fewer, and threads would begin and end with each operation for too little."""
 
 _next_scale = torch_language.bind(next_scale)
 

@@ -242,8 +242,9 @@ def apply_rule(
     for start in range(0, n, CHUNK):
         grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
         g = grad.to(dtype)
-        if not (inverse == 1 and clip == 1):
-            g = g * inverse * clip
+        for factor in (inverse, clip):
+            if factor != 1:
+                g = g * factor
         position, *key = (chances[0] + start, *chances[1:]) if chances else (0,)
         factors = () if marginals is None else marginals.at(start, start + grad.numel())
         given = g, [t.to(dtype) for t in stored], tuple(rest), position, factors
