@@ -40,8 +40,8 @@ def set_backend(name: str) -> None:
     Args:
         name:
             ``"auto"``: Triton on the accelerators it compiles for. On the CPU, eager at first;
-            after a tenth of a second in a rule, a C++ compiler, if there is one, compiles it in a
-            process of its own, while training goes on. Results do not depend on when that is
+            after a twentieth of a second in a rule, a C++ compiler, if there is one, compiles it in
+            a process of its own, while training goes on. Results do not depend on when that is
             done: to the bit they are the same. Only where C++ and torch round differently
             (``tl.exp`` and its like, the square root of float64, and the sums over rows and columns
             of ``Rule(averages=)``) the first step waits for the compiler, a third of a second.

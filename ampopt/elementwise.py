@@ -267,7 +267,7 @@ class ElementwiseOptimizer(Optimizer):
                 # A master alone is the parameter, and torch would take it for a state that is all
                 # there, if there is to be any.
                 alone = states.get(key, {}).keys() == {MASTER}
-                if alone and self.rule.has_state(
+                if alone and self.rule.all_state_for(
                     self.rule.flag_values(group, kind_of(group, param))
                 ):
                     del states[key]

@@ -103,7 +103,7 @@ def _of_device(device: torch.device) -> str:
 def _why(name: str, device: torch.device) -> str:
     """Why ``auto`` takes that backend."""
     if name == "compiled":
-        return "once a rule has run for a tenth of a second; eager until then"
+        return "once a rule has run for a twentieth of a second; eager until then"
     if name == "triton":
         return "as Triton compiles for it"
     if device.type == "cpu":

@@ -25,7 +25,7 @@ __all__ = ["lay_end_to_end", "shares_storage", "state_of"]
 def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
     """The state of ``param``, made where it is missing, and on the device where it is not."""
     optimizer, rule = steps.optimizer, steps.rule
-    if not rule.has_state(flags):
+    if not rule.all_state_for(flags):
         return optimizer.state.get(param, {})  # as in torch's, where there is nothing to keep
     state = optimizer.state[param]
     master = state.get(MASTER)

@@ -77,7 +77,7 @@ class Blueprint(_Code):
         few, n = torch.tensor(self.numbers, dtype=wide, device="cpu"), self.numel
         values = few if len(few) == n else few.repeat(n // max(len(few), 1) + 1)[:n]
         for index, value in self.spots:
-            values[index] = value
+            values[index] = torch.tensor(value, dtype=wide, device="cpu")
         return values.to(self.dtype).reshape(self.shape)
 
     def tensor(self, scale: float = 1.0) -> Tensor:

@@ -222,7 +222,7 @@ class Rule:
 
     def state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The elementwise states that exist under ``flags``."""
-        return tuple(p for p in self.state if p.shape is None and self._exists(p, flags))
+        return _existing(self, flags).elementwise
 
     def tensor_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """All but scalars under ``flags``, in the order in which the rule's functions read them."""
@@ -230,22 +230,15 @@ class Rule:
 
     def marginals_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The states of rows and columns that exist under ``flags``."""
-        return tuple(p for p in self.state if p.shape is not None and self._exists(p, flags))
+        return _existing(self, flags).marginals
 
     def scalar_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """The scalar states that exist under ``flags``."""
-        return tuple(part for part in self.scalar_state if self._exists(part, flags))
+        return _existing(self, flags).scalars
 
     def all_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """All states that exist under ``flags``."""
-        return tuple(p for p in (*self.state, *self.scalar_state) if self._exists(p, flags))
-
-    def has_state(self, flags: tuple[bool, ...]) -> bool:
-        """Whether there is any state under ``flags``."""
-        return bool(self.all_state_for(flags))
-
-    def _exists(self, part: State, flags: tuple[bool, ...]) -> bool:
-        return all(flags[self.flags.index(name)] == truth for name, truth in part.needs)
+        return _existing(self, flags).all
 
     def seen(self, group: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
         """The entries of ``group`` for its parameters of one ``kind``; see :attr:`entries`."""
@@ -360,6 +353,28 @@ class Widths(NamedTuple):
     reduce: int
     terms: int
     update: int
+
+
+class _Existing(NamedTuple):
+    """States by what they have a value for; all of them in the order of the rule."""
+
+    elementwise: tuple[State, ...]
+    marginals: tuple[State, ...]
+    scalars: tuple[State, ...]
+    all: tuple[State, ...]
+
+
+@functools.lru_cache(maxsize=1024)  # which is asked for each parameter
+def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
+    """The states of ``rule`` that exist under ``flags``."""
+
+    def exists(part: State) -> bool:
+        return all(flags[rule.flags.index(name)] == truth for name, truth in part.needs)
+
+    state, scalars = (tuple(filter(exists, some)) for some in (rule.state, rule.scalar_state))
+    elementwise = tuple(part for part in state if part.shape is None)
+    marginals = tuple(part for part in state if part.shape is not None)
+    return _Existing(elementwise, marginals, scalars, (*state, *scalars))
 
 
 def _lacking(group: Mapping[str, Any], error: KeyError) -> KeyError:

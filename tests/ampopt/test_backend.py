@@ -18,7 +18,7 @@ from ampopt_kernels.cpu import compiled, numbers
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library, cpp_compiler
 from ampopt_kernels.cpu.compiled import Compiled
-from ampopt_kernels.eager import Eager
+from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.step import Backend
 from ampopt_kernels.triton import backend as triton_backend
@@ -204,8 +204,8 @@ def test_auto_starts_the_compiler_after_a_while_and_goes_on(compiler, monkeypatc
     _, other = made(ampopt.SGD)  # has used up no time
     other.step()
     assert len(compiler.started) == 1
-    assert "a tenth of a second" in (inspect.getdoc(ampopt.set_backend) or "")
-    assert compiled.PATIENCE == 0.1
+    assert "a twentieth of a second" in (inspect.getdoc(ampopt.set_backend) or "")
+    assert compiled.PATIENCE == 0.05
 
 
 class Clock:
@@ -232,7 +232,7 @@ def test_whenever_auto_changes_a_run_has_the_same_bits(change, max_norm, save):
             backend = Compiled(patience=1e-9)
             patch.setattr(backends, "_cpu_backend", lambda name: backend)
             source = torch.Generator().manual_seed(0)
-            shapes = [(3,), (40, 7), ((1 << 16) + 3,)]
+            shapes = [(3,), (40, 7), (CHUNK + 3,)]
             few = torch.randn(997, generator=source)  # and again, which draws faster
 
             def drawn(shape: Any, start: int) -> torch.Tensor:

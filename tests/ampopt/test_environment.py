@@ -83,7 +83,7 @@ def test_a_backend_that_cannot_be_is_said_in_its_place(monkeypatch):
 
 @pytest.mark.skipif(build.cpp_compiler() is None, reason="there is no C++ compiler here")
 def test_a_compiler_that_works():
-    assert line("cpu:").startswith("compiled, once a rule has run for a tenth of a second")
+    assert line("cpu:").startswith("compiled, once a rule has run for a twentieth of a second")
     assert line("compiled can") == "run here"
     assert line("C++ compiler:").startswith(f"{build.cpp_compiler()}, which works: ")
 

@@ -16,8 +16,9 @@ __all__ = ["make_it_quick"]
 
 def make_it_quick() -> None:
     """Have it remember sources, in this process."""
-    reflection.inspect = types.SimpleNamespace(**{**vars(inspect), "getsource": _source})
-    reflection._clean_source = functools.cache(reflection._clean_source)
+    own: Any = reflection
+    own.inspect = types.SimpleNamespace(**{**vars(inspect), "getsource": _source})
+    own._clean_source = functools.cache(own._clean_source)
 
 
 def _source(function: Any) -> str:

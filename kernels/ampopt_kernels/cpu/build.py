@@ -55,12 +55,16 @@ def cpp_compiler() -> str | None:
 class Library:
     """C++ that has been compiled, or can be."""
 
-    def __init__(self, source: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, source: str, options: tuple[str, ...] = (), *, can_wait: bool = False
+    ) -> None:
         """Look whether it has been compiled at an earlier time.
 
         Args:
             source: with ``extern "C"`` functions.
             options: of the compiler, besides those for every library.
+            can_wait: let the compiler have the time that nobody else wants. Where torch has a
+                thread on every core, one that takes its share of a core makes all of them wait.
 
         Raises:
             FileNotFoundError: there is no compiler.
@@ -72,26 +76,22 @@ class Library:
         self._path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
         self._claim = self._path.with_suffix(".claim")
         self._command = [compiler, *_OPTIONS, "-", *options]
-        self._source = source
+        self._source, self._can_wait = source, can_wait
         self._lock = threading.Lock()
         self._loaded: ctypes.CDLL | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._started_by = self._niceness = 0
         self._there = self._path.exists()
 
-    def start(self, *, can_wait: bool = False) -> None:
+    def start(self) -> None:
         """Start the compiler, unless that has been done, here or elsewhere, and do not wait.
-
-        Args:
-            can_wait: let it have the time that nobody else wants. Where torch has a thread on every
-                core, a compiler that takes its share of one makes all of them wait for that one.
 
         Raises:
             OSError: it cannot be started.
         """
         # A fork of the program starts its own.
         if not self._there and self._started_by != os.getpid() and self._is_ours():
-            self._start(_LOWEST if can_wait else _BESIDE)
+            self._start(_LOWEST if self._can_wait else _BESIDE)
 
     def ready(self) -> bool:
         """Whether :meth:`load` would not wait."""

@@ -36,13 +36,13 @@ from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = ["PATIENCE", "Compiled"]
 
-PATIENCE = 0.1
+PATIENCE = 0.05
 """Seconds that ``auto`` spends in a rule eagerly before it has it compiled.
 
-On two cores with g++ a rule takes about 0.3 seconds of one of them, and so do the loops of
-``numbers``, once on a machine. What has been compiled before is loaded from
-disk in a millisecond and so is taken up at once. Without any patience a program of a few steps, a
-test perhaps, would start a compiler for each rule.
+With g++ a rule takes about 0.1 seconds of a core, and three times as long beside a training that
+has all of them. What has been compiled before is loaded from disk in a millisecond and so is taken
+up at once. Without any patience a program of a few steps, a test perhaps, would start a compiler
+for each rule.
 """
 
 

@@ -64,7 +64,7 @@ def library(*options: str) -> Library:
     """
     source = Path(__file__).with_name("numbers.cpp").read_text(encoding="utf-8")
     constants = (f"-D{name}={value}" for name, value in _CONSTANTS.items())
-    return Library(source, (*constants, *options))
+    return Library(source, (*constants, *options), can_wait=True)
 
 
 loaded: ctypes.CDLL | None = None

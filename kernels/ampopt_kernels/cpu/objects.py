@@ -70,7 +70,7 @@ class Loops:
             if wait or self._library.ready():
                 self.there = _declared(self._library.load())
             elif self._questions > QUESTIONS:
-                self._library.start(can_wait=True)
+                self._library.start()
         except Exception:  # torch's headers or Python's may be missing, or want another compiler
             self._library = None
         return self.there
@@ -96,7 +96,7 @@ def _library() -> Library:
         f"-DTORCH_VERSION={torch.__version__}",  # whose headers they are
     )
     source = Path(__file__).with_name("objects.cpp").read_text(encoding="utf-8")
-    return Library(source, options)
+    return Library(source, options, can_wait=True)
 
 
 def _declared(made: ctypes.CDLL) -> ctypes.PyDLL:

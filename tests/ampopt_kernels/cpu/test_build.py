@@ -102,8 +102,8 @@ def test_a_compiler_that_can_wait_takes_what_time_is_left_until_somebody_waits_f
     compiler, counted = Path(os.environ["CXX"]), tmp_path / "starts"
     slow = f"[ $(wc -l < {counted}) -eq 1 ] && sleep 60\nexec"
     compiler.write_text(compiler.read_text().replace("exec", slow))
-    library = Library(SOURCE)
-    library.start(can_wait=True)
+    library = Library(SOURCE, can_wait=True)
+    library.start()
     process, until = library._process, time.monotonic() + 10
     while not counted.exists() and time.monotonic() < until:
         time.sleep(0.01)

@@ -181,8 +181,8 @@ class Compiler:
         self.looks += 1
         return self.there
 
-    def start(self, *, can_wait=False):
-        self.asked.append("start, with what time is left" if can_wait else "start")
+    def start(self):
+        self.asked.append("start")
 
     def load(self):
         self.asked.append("load")
@@ -208,7 +208,7 @@ def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
         assert loops.asked() is None
     assert not compiler.asked
     assert loops.asked() is None
-    assert compiler.asked == ["start, with what time is left"]
+    assert compiler.asked == ["start"]
     assert compiler.looks == 1 + objects.QUESTIONS // objects.LOOKS
 
 
