@@ -128,8 +128,15 @@ def test_copies_and_pickles_are_independent_and_alike(copied, change):
 # Dynamo looks at each tensor's gradient, and says so where it compiles the hooks by themselves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("change", [ampopt.cast, ampopt.run_in])
+@pytest.mark.parametrize(
+    ("change", "compiler"),
+    [
+        (ampopt.cast, "eager"),
+        (ampopt.cast, "inductor"),
+        (ampopt.run_in, "eager"),
+        (ampopt.run_in, "aot_eager_decomp_partition"),  # all of Inductor but its C++, which is slow
+    ],
+)
 def test_compiled_with_hooks_and_backward(change, compiler, fresh_dynamo):
     torch.manual_seed(0)
     model = change(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), LOW)
