@@ -64,7 +64,12 @@ def bits(value: Any) -> Any:
             value = value.coalesce()
             return bits((value.indices(), value.values()))
         plain = value.resolve_conj().resolve_neg().cpu().contiguous()
-        data = ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+        if not plain.numel():
+            data = b""
+        elif type(plain) is Tensor:
+            data = ctypes.string_at(plain.data_ptr(), plain.nbytes)
+        else:  # whose numbers may be elsewhere; refuses a DTensor
+            data = bytes(plain.view(-1).view(torch.uint8).tolist())
         return Bits(value.dtype, tuple(value.shape), data)
     if isinstance(value, Mapping):
         return {key: bits(item) for key, item in value.items()}

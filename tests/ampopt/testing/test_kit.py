@@ -146,6 +146,27 @@ def test_of_a_tensor_the_first_element_that_differs_is_named():
         assert_same(bits(list(one)), bits(list(one + 1)), "many")
 
 
+def test_bits_show_values():
+    shown = {
+        "<bfloat16 [2, 1]: [[1.0], [-0.0]]>": torch.tensor([[1.0], [-0.0]], dtype=torch.bfloat16),
+        "<complex64 []: 1j>": torch.tensor(1j),
+        "<float32 [0, 3]: []>": torch.ones(0, 3),
+        f"<int64 [18]: {list(range(16))} and 2 more>": torch.arange(18),
+        "<float32 [2]: [1.0, 3.0]>": torch.tensor([[1.0, 2.0], [3.0, 4.0]])[:, 0],
+    }
+    assert [repr(bits(tensor)) for tensor in shown.values()] == list(shown)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_bits_of_a_tensor_that_is_spread_over_ranks_are_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1,))
+    with pytest.raises(RuntimeError, match="DTensor"):
+        bits(distribute_tensor(torch.ones(2), mesh))
+
+
 def test_what_is_missing_is_named_and_only_asked_for_by_the_kit(tmp_path):
     code = "import sys; sys.modules['hypothesis'] = None; import ampopt; import ampopt.testing"
     done = outside(tmp_path, "-c", code)
