@@ -34,8 +34,9 @@ def pytest_configure(config):
     """
     config.option.loadscopereorder = False
     config.option.maxworkerrestart = "0"
-    runs_tests = "PYTEST_XDIST_WORKER" in os.environ or config.getoption("dist", "no") == "no"
-    if runs_tests:  # else there are workers for it, and nobody to wait for torch
+    # Where workers do all the work, nobody needs to wait for torch.
+    has_workers = config.getoption("dist", "no") != "no" and not config.option.collectonly
+    if "PYTEST_XDIST_WORKER" in os.environ or not has_workers:
         config.pluginmanager.import_plugin("support.fixtures")
 
 
