@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 from support.selected_marks import command_line, selects_only
 
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
 # Read by Triton when it is imported, so set before anything imports it. A worker of xdist's has it
 # from the process that started it, which knows the command line.
 os.environ["TRITON_INTERPRET"] = (
     os.environ["TRITON_INTERPRET"]
-    if "PYTEST_XDIST_WORKER" in os.environ
+    if IS_WORKER
     else str(int(not selects_only("gpu", command_line(sys.argv[1:]))))
 )
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by CUDA; torch asks it of who wants bits
-if "PYTEST_XDIST_WORKER" in os.environ:
+if IS_WORKER:
     os.environ["OMP_NUM_THREADS"] = "1"  # each has a core, and so has what it starts
 # Else Inductor compiles a program, for seconds, to see that the CPU has the vectors it says it has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
@@ -36,7 +38,7 @@ def pytest_configure(config):
     config.option.maxworkerrestart = "0"
     # Where workers do all the work, nobody needs to wait for torch.
     has_workers = config.getoption("dist", "no") != "no" and not config.option.collectonly
-    if "PYTEST_XDIST_WORKER" in os.environ or not has_workers:
+    if IS_WORKER or not has_workers:
         config.pluginmanager.import_plugin("support.fixtures")
 
 

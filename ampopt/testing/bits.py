@@ -64,9 +64,7 @@ def bits(value: Any) -> Any:
             value = value.coalesce()
             return bits((value.indices(), value.values()))
         plain = value.resolve_conj().resolve_neg().cpu().contiguous()
-        if not plain.numel():
-            data = b""
-        elif type(plain) is Tensor:
+        if type(plain) is Tensor:
             data = ctypes.string_at(plain.data_ptr(), plain.nbytes)
         else:  # whose numbers may be elsewhere; refuses a DTensor
             data = bytes(plain.view(-1).view(torch.uint8).tolist())

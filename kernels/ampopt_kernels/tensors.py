@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["arithmetic", "dense_like", "flat", "is_dense", "real", "widest"]
+__all__ = ["arithmetic", "dense_like", "flat", "is_dense", "real", "times", "widest"]
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -46,6 +46,14 @@ def dense_like(tensor: Tensor, like: Tensor) -> Tensor:
 def flat(tensor: Tensor) -> Tensor:
     """The elements of a dense ``tensor`` in memory order, as a 1-d view."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def times(tensor: Tensor, *factors: float) -> Tensor:
+    """``tensor`` times one of ``factors`` after another, but for those that are 1."""
+    for factor in factors:
+        if factor != 1:
+            tensor = tensor * factor
+    return tensor
 
 
 @functools.cache  # it is asked of each of hundreds of tensors

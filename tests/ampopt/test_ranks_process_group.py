@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.local_ranks import mesh_of
 from support.optimizers import Plain
 from torch.nn import Parameter
 
@@ -413,7 +414,6 @@ def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
     """Of the whole model, as this rank is told it, and as all of the model's gradients have it."""
     import warnings
 
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     torch.manual_seed(0)
@@ -425,7 +425,7 @@ def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
     options: Any = {"device_id": torch.device("cpu"), "use_orig_params": orig}
     kind, said, group = ShardingStrategy[strategy], {}, None
     if strategy == "HYBRID_SHARD":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        mesh = mesh_of(2, 2, names=("replicas", "shards"))
         group, options["device_mesh"] = mesh.get_group("shards"), mesh
     if strategy == "NO_SHARD":
         said = {"replicated": True}

@@ -38,7 +38,7 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     """The device mesh of that shape over all ranks, on each of them.
 
     Made once, for all tests of a pool: a group of gloo's has a thread that wakes up a hundred times
-    a second, however idle it is, and one for each test would take a tenth of the machine.
+    a second, however idle it is, and there would be hundreds.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

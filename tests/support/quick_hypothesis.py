@@ -1,7 +1,7 @@
 """Hypothesis, as it is, but that it reads the source of a function once.
 
 It tells tests apart by their source, which it reads and tokenizes twice in each, though the claims
-of a contract are the same functions in every class: a twentieth of what such a class takes.
+of a contract are the same functions in every class.
 """
 
 import functools

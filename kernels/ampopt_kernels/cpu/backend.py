@@ -22,7 +22,7 @@ from ampopt_kernels.marginals import Marginals, advance, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Partials, Request, Row, Work
 from ampopt_kernels.stochastic import stochastically
-from ampopt_kernels.tensors import arithmetic
+from ampopt_kernels.tensors import arithmetic, times
 
 __all__ = ["Cpu", "apply_rule", "updated"]
 
@@ -241,10 +241,7 @@ def apply_rule(
     n = tensors[0].numel()
     for start in range(0, n, CHUNK):
         grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
-        g = grad.to(dtype)
-        for factor in (inverse, clip):
-            if factor != 1:
-                g = g * factor
+        g = times(grad.to(dtype), inverse, clip)
         position, *key = (chances[0] + start, *chances[1:]) if chances else (0,)
         factors = () if marginals is None else marginals.at(start, start + grad.numel())
         given = g, [t.to(dtype) for t in stored], tuple(rest), position, factors

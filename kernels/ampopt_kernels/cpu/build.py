@@ -80,7 +80,7 @@ class Library:
         self._lock = threading.Lock()
         self._loaded: ctypes.CDLL | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._started_by = self._niceness = 0
+        self._started_by = 0
         self._there = self._path.exists()
 
     def start(self) -> None:
@@ -111,16 +111,15 @@ class Library:
             RuntimeError: it failed; the message has what it said first.
         """
         with self._lock:
+            process = self._process if self._started_by == os.getpid() else None
+            if process is not None and self._can_wait and process.poll() is None:
+                self._give_up()  # who calls this cannot wait for one that may take minutes
+                process = None
             # Nobody else is waited for, who may never be asked to go on.
-            if self._started_by != os.getpid() and not self._is_there():
-                self._start()
-            if self._started_by == os.getpid():
-                assert self._process is not None
-                # Who calls this cannot wait for one that may take minutes.
-                if self._niceness == _LOWEST and self._process.poll() is None:
-                    self._give_up()
-                    self._start()
-                self._finish(self._process)
+            if process is None and not self._is_there():
+                process = self._start()
+            if process is not None:
+                self._finish(process)
             if self._loaded is None:
                 self._loaded = ctypes.CDLL(str(self._path))
             return self._loaded
@@ -139,8 +138,8 @@ class Library:
                 return time.time() - self._claim.stat().st_mtime > CLAIM
             return False
 
-    def _start(self, niceness: int = 0) -> None:
-        self._started_by, self._niceness = os.getpid(), niceness
+    def _start(self, niceness: int = 0) -> "subprocess.Popen[bytes]":
+        self._started_by = os.getpid()
         # Of this process alone, and given its name once it is whole.
         self._made = self._path.with_suffix(f".{self._started_by}-{id(self)}")
         self._said = tempfile.TemporaryFile()
@@ -157,6 +156,7 @@ class Library:
             with contextlib.suppress(OSError):  # where it is not allowed, it takes its share
                 os.setpriority(os.PRIO_PGRP, process.pid, niceness)
         atexit.register(self._give_up)
+        return process
 
     def _finish(self, process: "subprocess.Popen[bytes]") -> None:
         status = process.wait()

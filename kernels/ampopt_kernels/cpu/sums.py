@@ -16,7 +16,7 @@ from ampopt_kernels.cpu import numbers
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.tensors import arithmetic, flat
+from ampopt_kernels.tensors import arithmetic, flat, times
 
 __all__ = ["BLOCK", "PART", "halved", "in_order", "sum_of_squares", "sum_terms"]
 
@@ -48,7 +48,7 @@ def sum_terms(
     parts = []
     for start in range(0, max(n, 1), CHUNK):
         grad, param, *state = (t[start : start + CHUNK].to(dtype) for t in tensors)
-        g = grad * inverse * clip
+        g = times(grad, inverse, clip)
         if marginals is not None:
             state += marginals.at(start, start + g.numel())
         terms = rule.torch_reduce_in(dtype)(param, g, tuple(state), tuple(rest), flags)

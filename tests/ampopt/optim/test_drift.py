@@ -5,11 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.requirements import skip_unless_it_runs
 from support.torch_options import OptionSet, named
 from torch import Tensor
-
-import ampopt
 
 STEPS = 2000
 ELEMENTS = 2048
@@ -32,13 +29,6 @@ SLACK = 1.05
 """Two roundings of one sum are apart by chance: measured, by 0.1 %."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    """Which has eager's bits, sooner."""
-    skip_unless_it_runs("compiled")
-    ampopt.set_backend("compiled")
-
-
 @pytest.fixture(scope="module")
 def gradients() -> Tensor:
     """Noise around a mean that turns slowly, in float32, so that all begin from the same."""
@@ -59,8 +49,11 @@ def trained(optimizer_of: Any, dtype: torch.dtype, gradients: Tensor) -> Tensor:
     return param.double()
 
 
+@pytest.mark.parametrize("backend", ["compiled"], indirect=True)  # of eager's bits, sooner
 @pytest.mark.parametrize("options", OPTION_SETS, ids=str)
-def test_float32_is_no_further_from_float64_than_torchs(options: OptionSet, gradients: Tensor):
+def test_float32_is_no_further_from_float64_than_torchs(
+    options: OptionSet, gradients: Tensor, backend: str
+):
     truth = trained(options.torchs, torch.float64, gradients)
     ours = (trained(options.ours, torch.float32, gradients) - truth).square().mean().sqrt()
     torchs = (trained(options.torchs, torch.float32, gradients) - truth).square().mean().sqrt()

@@ -134,7 +134,7 @@ def test_copies_and_pickles_are_independent_and_alike(copied, change):
         (ampopt.cast, "eager"),
         (ampopt.cast, "inductor"),
         (ampopt.run_in, "eager"),
-        (ampopt.run_in, "aot_eager_decomp_partition"),  # all of Inductor but its C++, which is slow
+        (ampopt.run_in, "aot_eager_decomp_partition"),  # as by Inductor, without its C++
     ],
 )
 def test_compiled_with_hooks_and_backward(change, compiler, fresh_dynamo):
