@@ -12,12 +12,16 @@ programs' (row, chunk) pairs that share dtypes, flags and alignment, so the numb
 not depend on the number of tensors or groups.
 """
 
+import functools
+import operator
+from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampopt_kernels.cpu.objects import addresses
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 
@@ -68,7 +72,7 @@ class Table:
     """
 
     rows: Tensor
-    numbers: list[int]
+    numbers: array
     columns: int
     blocks: Tensor
     row_of_block: list[int]
@@ -96,11 +100,13 @@ class Table:
 
     def _with_gradients_of(self, work: Work) -> "Table | None":
         """This table with other gradients; ``None`` if they are not aligned as the old ones."""
-        addresses = [grad.data_ptr() for grad in work.grads]
-        if any(a % 16 for a, aligned in zip(addresses, self.aligned, strict=True) if aligned):
+        grads = addresses(work.grads)
+        if functools.reduce(operator.or_, grads, 0) % 16 and any(  # mostly all are aligned
+            address % 16 for address, aligned in zip(grads, self.aligned, strict=True) if aligned
+        ):
             return None
-        numbers = self.numbers.copy()
-        numbers[:: self.columns] = addresses
+        numbers = self.numbers[:]
+        numbers[:: self.columns] = grads
         rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
         return replace(self, rows=rows, numbers=numbers, stamp=work.stamp)
 
@@ -115,16 +121,16 @@ class Table:
         kinds: dict[Any, list[int]] = {}
         aligned: list[bool] = []
         for index, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
-            addresses = [t.data_ptr() for t in (grad, *row.written)]
-            aligned.append(all(address % 16 == 0 for address in addresses))
+            streams = [t.data_ptr() for t in (grad, *row.written)]
+            aligned.append(all(address % 16 == 0 for address in streams))
             if row.marginals is not None:
-                addresses += row.marginals.addresses
-            addresses += [0] * (2 + n_states - len(addresses))
+                streams += row.marginals.addresses
+            streams += [0] * (2 + n_states - len(streams))
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
             of_flags = flag_sets.index(row.flags) if flag_sets else 0
             keys = 0 if row.keys is None else row.keys.data_ptr()
-            rows += [*addresses, *scalars, keys, row.position, of_flags]
+            rows += [*streams, *scalars, keys, row.position, of_flags]
             rows += [int(row.counted), row.group, grad.numel()]
             kinds.setdefault((row.kind, aligned[index]), []).append(index)
         chunk = _chunk(sum(grad.numel() for grad in work.grads))
@@ -143,10 +149,10 @@ class Table:
             if stop > start:
                 align = 16 if is_aligned else 1
                 launches.append(Launch(start, stop, work.rows[members[0]], align))
-        get = work.uploads.get
+        get, numbers = work.uploads.get, array("q", rows)
         return Table(
-            rows=get(_name("rows", work), rows, torch.int64, work.device),
-            numbers=rows,
+            rows=get(_name("rows", work), numbers, torch.int64, work.device),
+            numbers=numbers,
             columns=8 + n_states + n_scalars,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             row_of_block=blocks[::2],

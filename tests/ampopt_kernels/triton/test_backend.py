@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
+from support.object_loops import need_object_loops
 
 from ampopt_kernels import rules
 from ampopt_kernels.cpu import objects
@@ -160,6 +161,34 @@ def test_tables_are_sent_when_an_address_changed():
     assert table is not first[0]
     assert table.view(2, -1)[1, 0] == moved[1].data_ptr()
     assert blocks is first[1]
+
+
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_gradients_that_moved_are_asked_for_their_addresses_once(monkeypatch, in_cpp):
+    """By one call of C++ where that is there, and by ``data_ptr`` of each elsewhere.
+
+    No list of Python numbers is made a tensor of: for 300 parameters that took longer than all
+    the rest of a step.
+    """
+    if in_cpp:
+        need_object_loops()
+    else:
+        monkeypatch.setattr(objects.loops, "asked", lambda: None)
+    work = WorkPlan((row(),) * 5, rules.sgd, (HYPER,)).build().work
+    launched(work, Request(max_norm=1.0, scale=torch.ones(())))
+    asked, data_ptr = [], torch.Tensor.data_ptr
+    grads = [grad.clone() for grad in work.grads]
+    work.take(grads, work.hyper)
+
+    def asked_for(tensor):
+        asked.append(tensor)
+        return data_ptr(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "data_ptr", asked_for)
+    monkeypatch.setattr(torch, "tensor", None)  # to be called by nobody
+    table = launched(work, Request(max_norm=1.0, scale=torch.ones(())))[-1][2]["table"]
+    assert len(asked) == (0 if in_cpp else len(grads))
+    assert table.view(5, -1)[:, 0].tolist() == list(map(data_ptr, grads))
 
 
 def test_masters_are_read_as_many_elements_at_a_time():

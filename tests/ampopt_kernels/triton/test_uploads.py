@@ -1,5 +1,7 @@
 """Tables on the device: sent when they changed, and only then."""
 
+from array import array
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -19,6 +21,23 @@ def test_sends_only_what_changed(tables):
         assert table.tolist() == values
         assert (table is held) == (values == last)
         last, held = values, table
+
+
+@given(
+    values=st.lists(st.integers(-100, 100), max_size=4),
+    kind=st.sampled_from(
+        [("i", torch.int32), ("q", torch.int64), ("f", torch.float32), ("d", torch.float64)]
+    ),
+)
+def test_an_array_is_sent_as_a_list_is(values, kind):
+    """And is copied: the table stays as it was when the array is written to."""
+    code, dtype = kind
+    given = array(code, values)
+    table = Uploads().get("rows", given, dtype, CPU)
+    for place in range(len(given)):
+        given[place] += 1
+    assert table.dtype == dtype and table.tolist() == values
+    assert torch.equal(table, Uploads().get("rows", values, dtype, CPU))
 
 
 def test_names_do_not_meet():
