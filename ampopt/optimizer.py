@@ -67,8 +67,9 @@ class Optimizer(torch.optim.Optimizer):
     or a :class:`ampopt.LossScale`. Every control point returns the scale to use next: ``None``
     for ``None``, the successor of a ``LossScale``, and for a bare number or tensor, which has no
     history, a one-element tensor with the number, or half of it, and no less than ``2**-126``,
-    after an overflow. A gradient is judged after unscaling, in float32 (float64 for float64
-    gradients).
+    after an overflow; but 1.0, which scales nothing, stays 1.0, except while a closure is replayed.
+    A bare number never grows again. A gradient is judged after unscaling, in float32 (float64 for
+    float64 gradients).
 
     **What cannot be seen** without waiting for the device, and is done as asked: gradients do not
     show what scale they carry, so a plain ``step()``, ``grads_scaled_by=None`` or the scale of

@@ -155,7 +155,11 @@ def _replayed(
 
     @torch.enable_grad()
     def checked(scale: Any) -> tuple[Any, Verdict]:
-        loss, verdict = evaluate(scale)
+        ours.in_closure = True
+        try:
+            loss, verdict = evaluate(scale)
+        finally:
+            ours.in_closure = False
         if agreement is not None:
             ours.check_gradients()  # while the other ranks can still be told
         return loss, verdict

@@ -83,9 +83,12 @@ class Stepping(ABC):
         loss: of the step that a control point takes, if the caller gave it.
         is_stepping: whether a control point runs the step now. Hooks that are run meanwhile are
             those of a step within it, as ``super().step()`` has them.
+        in_closure: whether a closure runs now that is run again, under a smaller scale, if its
+            gradients overflow.
     """
 
     is_stepping = False
+    in_closure = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, rule: "RuleSteps | None", *, meets: bool = False
@@ -331,7 +334,7 @@ class Stepping(ABC):
             RuntimeError: it was stepped with already.
             TypeError: see :func:`ampopt.loss_scale.given.as_loss_scale`, as for ``ValueError``.
         """
-        scale = as_loss_scale(given, self.home, self.uploads)
+        scale = as_loss_scale(given, self.home, self.uploads, in_closure=self.in_closure)
         self.refuse_stepped(scale)
         return scale
 

@@ -15,7 +15,7 @@ from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = ["BareScale", "as_loss_scale", "request_for", "successor_of"]
 
-_HALVED_AFTER_OVERFLOW = PolicyConstants(
+_HALVED_IN_CLOSURES = PolicyConstants(
     growth_factor=1.0,
     backoff_factor=0.5,
     first_growth=1.0,
@@ -26,16 +26,24 @@ _HALVED_AFTER_OVERFLOW = PolicyConstants(
     min_scale=2.0**-126,
     max_scale=float("inf"),
 )
+_HALVED = _HALVED_IN_CLOSURES._replace(kept_scale=1.0)
+"""Outside of closures 1, which scales nothing, stays 1: a number never grows, so that a loop which
+goes on with what a step returns would end at the smallest scale and stay there."""
 
 
 class BareScale(AnyScale):
     """A number or a tensor given as a scale. It has no history: its successor is a tensor."""
 
-    _policy = _HALVED_AFTER_OVERFLOW
+    def __init__(self, value: Tensor, held: Uploads, *, in_closure: bool = False) -> None:
+        """Wrap a floating tensor of one element.
 
-    def __init__(self, value: Tensor, held: Uploads) -> None:
-        """Wrap a floating tensor of one element."""
+        Args:
+            value: that tensor.
+            held: what its device holds of earlier calls.
+            in_closure: whether a closure is run again under its successor after an overflow.
+        """
         self._value = value
+        self._policy = _HALVED_IN_CLOSURES if in_closure else _HALVED
         self._counters = held.get("counters of a bare scale", [0, 0], torch.int32, value.device)
 
     def _successor(self, value: Tensor, counters: Tensor) -> Tensor:
@@ -46,7 +54,11 @@ class BareScale(AnyScale):
 
 
 def as_loss_scale(
-    given: Any, device: torch.device, uploads: dict[torch.device, Uploads]
+    given: Any,
+    device: torch.device,
+    uploads: dict[torch.device, Uploads],
+    *,
+    in_closure: bool = False,
 ) -> AnyScale | None:
     """The scale that ``given`` stands for, on ``device``.
 
@@ -54,6 +66,7 @@ def as_loss_scale(
         given: by the caller.
         device: where decisions are made.
         uploads: what devices hold of earlier calls, a number that was given again among it.
+        in_closure: see :class:`BareScale`.
 
     Raises:
         TypeError: ``given`` is not a scale.
@@ -79,12 +92,13 @@ def as_loss_scale(
                 f"move it there with scale.to({str(device)!r})"
             )
         dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
-        return BareScale(given.detach().to(dtype), uploads.setdefault(device, Uploads()))
+        held = uploads.setdefault(device, Uploads())
+        return BareScale(given.detach().to(dtype), held, in_closure=in_closure)
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise no_scale("grads_scaled_by", given)
     held = uploads.setdefault(device, Uploads())
     (value,) = held.get("bare scale", [check_scale_number(given)], torch.float32, device)
-    return BareScale(value, held)
+    return BareScale(value, held, in_closure=in_closure)
 
 
 def request_for(scale: AnyScale | None, **asked: Any) -> Request:

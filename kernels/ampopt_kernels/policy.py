@@ -31,6 +31,8 @@ class PolicyConstants(NamedTuple):
     """1 where lowering the scale refills the hysteresis budget, else 0."""
     min_scale: float
     max_scale: float
+    kept_scale: float = 0.0
+    """A scale that no overflow lowers; 0 for none."""
 
 
 @jit
@@ -42,7 +44,7 @@ def next_scale(value, growth, budget, found_inf, constants):
         if found_inf > 0:
             growth, budget = 0, budget - 1
             if budget <= 0:
-                value = max(value * backoff_factor, min_scale)
+                if value != kept_scale: value = max(value * backoff_factor, min_scale)
                 budget = hysteresis if refill_on_backoff else 0
         else:
             growth += 1
@@ -71,6 +73,7 @@ def next_scale(value, growth, budget, found_inf, constants):
         refill_on_backoff,
         min_scale,
         max_scale,
+        kept_scale,
     ) = constants
     bad = found_inf > 0
 
@@ -78,7 +81,7 @@ def next_scale(value, growth, budget, found_inf, constants):
     lowers = left <= 0
     lowered = value * backoff_factor
     lowered = tl.where(lowered > min_scale, lowered, min_scale)
-    bad_value = tl.where(lowers, lowered, value)
+    bad_value = tl.where(lowers & (value != kept_scale), lowered, value)
     bad_budget = tl.where(lowers, hysteresis * refill_on_backoff, left)
 
     count = growth + 1

@@ -22,6 +22,7 @@ POLICIES = st.builds(
     refill_on_backoff=st.sampled_from([0.0, 1.0]),
     min_scale=st.sampled_from([2.0**-126, 1.0, 2.0**-149]),
     max_scale=st.sampled_from([float("inf"), FLOAT32_MAX, 2.0**4]),
+    kept_scale=st.sampled_from([0.0, 1.0]),
 )
 HISTORIES = st.lists(st.booleans(), max_size=12)
 SHORT = st.lists(st.booleans(), max_size=4)
@@ -33,7 +34,8 @@ def by_definition(value, growth, budget, overflow, c):
     if overflow:
         growth, budget = 0.0, budget - 1
         if budget <= 0:
-            value = max(value * c.backoff_factor, c.min_scale)
+            if value != c.kept_scale:
+                value = max(value * c.backoff_factor, c.min_scale)
             budget = c.hysteresis if c.refill_on_backoff else 0.0
     else:
         growth += 1

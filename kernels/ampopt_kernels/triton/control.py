@@ -177,7 +177,7 @@ def _decide(
         tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
     if HAS_POLICY:
         constant = ()
-        for i in tl.static_range(9):
+        for i in tl.static_range(10):
             constant = constant + (tl.load(constants + i),)
         new_scale, growth, budget = next_scale(
             tl.load(scale).to(tl.float64),

@@ -194,6 +194,20 @@ def test_discard_without_arguments_drops_all_and_without_an_unscale_does_nothing
     assert not scaler.skipped
 
 
+def test_discard_of_one_optimizer_keeps_what_was_unscaled_for_another():
+    scaler = scaler_at(4.0, GradScaler)
+    one, other = made(ampopt.AdamW)[0], made(ampopt.AdamW)[0]
+    for optimizer in (one, other):
+        give(optimizer, INF)
+        scaler.unscale_(optimizer)
+    scaler.discard(one)
+    give(one, 1.0)
+    assert all(p.grad.any() for group in other.param_groups for p in group["params"])
+    for optimizer in (one, other):
+        scaler.step(optimizer)
+    assert (scaler.was_skipped(one), scaler.was_skipped(other)) == (False, True)
+
+
 @pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.Muon, *OWN])
 def test_zero_grad_drops_an_unscale_too(cls):
     optimizer, _ = made(cls)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import HostCounted, sgd
+from support.optimizers import HostCounted, Plain, sgd
 from support.training_loops import INF, both_ways, overflow
 from torch import Tensor
 from torch.nn import Parameter
@@ -158,6 +158,58 @@ def test_one_checks_without_scaling(param, split):
     overflow(param)
     assert stepped(param, 1.0, split).skipped
     assert param.tolist() == [0.75, -2.5, 5.0]
+
+
+def joined_by_accumulate(optimizer: Any, scale: Any) -> Any:
+    optimizer.accumulate(grads_scaled_by=scale)
+    return optimizer.unscale_and_step(grads_scaled_by=scale).scale
+
+
+def split_in_two(optimizer: Any, scale: Any) -> Any:
+    optimizer.unscale(grads_scaled_by=scale)
+    return optimizer.step_after_unscale().scale
+
+
+REBOUND: dict[str, Any] = {
+    "unscale_and_step": lambda o, scale: o.unscale_and_step(grads_scaled_by=scale).scale,
+    "unscale": split_in_two,
+    "what accumulate returns": lambda o, scale: o.accumulate(grads_scaled_by=scale).scale,
+    "accumulate": joined_by_accumulate,
+    "together": lambda o, scale: ampopt.unscale_and_step([o], grads_scaled_by=scale).scale,
+    "Plain": lambda o, scale: Plain(o.param_groups).unscale_and_step(grads_scaled_by=scale).scale,
+}
+
+
+@pytest.mark.parametrize("way", REBOUND)
+@pytest.mark.parametrize("start, expected", [(1.0, 1.0), (2.0, 1.0), (1.5, 0.375)])
+def test_one_stays_one_in_a_loop_that_rebinds_it(param, way, start, expected):
+    """It scales nothing, and a number never grows: a loop would end where float32 ends."""
+    optimizer, scale = sgd(param), start
+    for _ in range(2):
+        overflow(param)
+        scale = REBOUND[way](optimizer, scale)
+        optimizer.zero_grad()
+    assert scale.item() == expected
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("one", [1.0, torch.tensor(1.0)])
+def test_a_closure_is_run_again_under_less_than_one(param, unscales, one):
+    optimizer, seen = sgd(param), []
+
+    def closure(scale: Any) -> Any:
+        seen.append(float(scale))
+        param.grad = torch.full_like(param, INF if scale > 0.25 else 1.0)
+        return (1.0, *optimizer.unscale(scale)) if unscales else 1.0
+
+    if unscales:
+        result = optimizer.step_after_unscale(closure, current_grad_scale=one)
+    else:
+        result = optimizer.unscale_and_step(closure, grads_scaled_by=one)
+    assert seen == [1.0, 0.5, 0.25]
+    assert result.scale.item() == 0.25
+    overflow(param)  # and outside of it one stays one, as before
+    assert optimizer.unscale_and_step(grads_scaled_by=one).scale.item() == 1.0
 
 
 @both_ways
