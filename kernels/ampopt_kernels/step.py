@@ -325,8 +325,14 @@ class Backend(ABC):
     host_sees: ClassVar[bool] = False
     """Whether the host reads this backend's tensors at no cost, so that it need not avoid it."""
 
-    def prepare(self, work: Work) -> None:  # noqa: B027  # most have nothing to prepare
-        """Do for :meth:`update` what may fail, while nothing has changed yet."""
+    def prepare(self, work: Work, *, decides: bool) -> None:  # noqa: B027  # most need nothing
+        """Do for :meth:`reduce` and :meth:`update` what may fail, before anything is changed.
+
+        Args:
+            work: to be stepped.
+            decides: whether :meth:`control` decides with this work. Otherwise the decision comes
+                from another device.
+        """
 
     @abstractmethod
     def detect(self, work: Work, request: Request) -> Partials:
@@ -391,7 +397,7 @@ def run(
     for work in works:
         backends.append(backend_for(work.device))
         if request.apply:
-            backends[-1].prepare(work)
+            backends[-1].prepare(work, decides=work is works[0])
     first, *others = works
     asked, partials = _on(first.device, request), None
     if request.asks or request.write or request.measure or request.accumulate:

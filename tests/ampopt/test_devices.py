@@ -1,28 +1,39 @@
 """One optimizer, several devices: each tensor is stepped where it is, under one decision.
 
-Devices are pretended (see ``support.pretended_device``), in a process of their own, and run on the
-eager backend.
+Devices are pretended (see ``support.pretended_device``), in processes of their own: one for the
+eager backend, and one for Triton's, whose kernels run in Triton's interpreter and may touch the
+memory of their own device alone.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from support.pretended_device import looks, pretending
+from support.pretended_device import launch, looks, pretending
+from support.quick_interpreter import make_it_quick
 from support.torch_options import RICH, OptionSet
 from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt_kernels.cpu import objects
+from ampopt_kernels.language import HAS_TRITON
 
 PLACES = [
     ["pretend:0", "pretend:0"],
     ["pretend:0", "pretend:1"],
     ["pretend:0", "cpu"],
     ["cpu", "pretend:0"],
+]
+THREE = [
+    ["pretend:0", "pretend:1", "pretend:2"],
+    ["pretend:0", "cpu", "pretend:0"],
 ]
 INF = float("inf")
 
@@ -95,29 +106,179 @@ def check_the_device() -> None:
     assert looks == ["_local_scalar_dense"]
 
 
-def main() -> None:
+def with_everything(places: list[str]) -> list[Any]:
+    """All that comes of five windows of two gradients, three of which are skipped.
+
+    Of bfloat16 parameters with master weights, watched, averaged, clipped and accumulated.
+    """
+    params = [Parameter(torch.linspace(-1.0, 2.0, 6).bfloat16().to(d)) for d in places]
+    model = torch.nn.ParameterList(params)
+    optimizer = ampopt.AdamW(params, lr=0.1, master_weights=True)
+    watch, average = ampopt.Watch(optimizer), ampopt.averaged(model, optimizer)
+    ampopt.skip_when(optimizer, norm=100.0, loss=50.0)
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
+    seen: list[Any] = []
+    for number, loss in ((0.5, 1.0), (INF, 1.0), (1000.0, 1.0), (0.5, 100.0), (0.25, 1.0)):
+        for makes_step in (False, True):
+            for p in params:
+                last = p is params[-1]
+                p.grad = torch.full((6,), 4 * (number if last else 0.5)).bfloat16().to(p.device)
+            if not makes_step:
+                optimizer.accumulate(grads_scaled_by=scale)
+        loss = torch.tensor(loss).to(params[-1].device)
+        seen.append(host(ampopt.scale_outputs(loss, scale)))
+        _, found_inf, scale = optimizer.unscale_and_step(
+            grads_scaled_by=scale, max_norm=1.0, loss=loss
+        )
+        average.update_parameters(model)
+        seen += [host(found_inf), host(scale.value)]
+        seen += [host(p) for p in params] + [host(p) for p in average.parameters()]
+    for p in params:
+        seen += [host(value) for value in optimizer.state[p].values()]
+    read = watch.read()
+    assert read["skipped_by"] == {"overflow": 1, "norm": 1, "loss": 1}
+    overflowed = {name for name, p in read["parameters"].items() if p["overflows"]}
+    assert overflowed == {f"group 0, parameter {len(params) - 1}"}
+    return seen
+
+
+class FilledByHand(ampopt.TrainStep):
+    """Gradients without torch's engine, which has no queue for more than one pretended device."""
+
+    def backward(self, loss: Tensor, scale: Any) -> None:
+        factor = float(host(scale.value))
+        for p in self.optimizer.param_groups[0]["params"]:
+            p.grad = torch.full((3,), factor * float(host(loss)), device=p.device)
+
+
+def check_a_train_step() -> None:
+    """The model ends on another device than it begins on, and so its loss is there."""
+    params = [Parameter(torch.ones(3).to(d)) for d in ("pretend:0", "pretend:1")]
+    optimizer = ampopt.SGD(params, lr=0.5)
+    scale = ampopt.DynamicLossScale(init_scale=4.0)
+    step = FilledByHand(
+        lambda x: x.to("pretend:1"), torch.sum, optimizer, scale, autocast=None, max_norm=1.0
+    )
+    for value, stepped in ((INF, False), (0.5, True)):
+        result = step(torch.full((1,), value))
+        assert result.loss.device == params[1].device
+        assert [host(p).lt(1).all().item() for p in params] == [stepped, stepped]
+        assert host(result.scale.value) == 2.0
+
+
+class CompilerThatFails:
+    """Launches kernels; the compilation of one kind of launch fails, counted from 0."""
+
+    def __init__(self, failing: int) -> None:
+        self.failing, self.compiled = failing, set()
+
+    def __call__(self, device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+        kind = [device, kernel]
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                kind.append(value.dtype)
+            elif name.isupper():  # a compile-time one
+                kind.append(value)
+        if tuple(kind) not in self.compiled:
+            if len(self.compiled) == self.failing:
+                raise RuntimeError("does not compile")
+            self.compiled.add(tuple(kind))
+        launch(device, kernel, programs, arguments)
+
+
+def check_what_fails(name: str) -> None:
+    """Whichever compilation fails, nothing is changed on any device."""
+    for failing in range(100):
+        params = [Parameter(torch.ones(3, 2).to(d)) for d in ("pretend:0", "pretend:1")]
+        optimizer = getattr(ampopt, name)(params)
+        for p in params:
+            p.grad = torch.ones(3, 2).to(p.device)
+        with use_triton(CompilerThatFails(failing)):
+            try:
+                optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
+            except RuntimeError as error:
+                assert str(error) == "does not compile"
+            else:
+                assert failing > 4  # of each kernel, one for each device at least
+                return
+        assert all(host(p).eq(1).all() for p in params), f"{name}, compilation {failing}"
+        states = [value for p in params for value in optimizer.state[p].values()]
+        assert not any(host(t).any() for t in states), f"{name}, compilation {failing}"
+
+
+@contextmanager
+def use_triton(launcher: Any) -> Iterator[None]:
+    """Within this, pretended devices are accelerators, and ``launcher`` launches on them."""
+    from ampopt_kernels.triton.backend import Triton
+
+    backend = Triton(launcher)
+    backend._compiles = True
+    with (
+        # Its C++ would find no memory in a pretended tensor.
+        mock.patch.object(objects.loops, "asked", lambda wait=False: None),
+        mock.patch("ampopt.backend.ACCELERATORS", ("pretend",)),
+        mock.patch("ampopt.backend._triton_backend", lambda: backend),
+    ):
+        yield
+
+
+def compare(actual: list[Any], expected: list[Any], what: str) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        same = torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert same, f"{what}: {a}, and on the CPU {b}"
+
+
+def check_the_eager_backend() -> None:
     ampopt.set_backend("eager")
     rules = [options for options in RICH if options.name in ("SGD", "Adam", "ASGD", "NAdam")]
     expected = {options.name: train(options, ["cpu", "cpu"]) for options in rules}
+    everything = with_everything(["cpu"] * 3)
     with pretending():
         check_the_device()
         for options in rules:
             for places in PLACES:
-                actual = train(options, places)
-                for a, b in zip(actual, expected[options.name], strict=True):
-                    same = torch.allclose(a, b, rtol=1e-5, atol=1e-6)
-                    assert same, f"{options} on {places}: {a}, and on the CPU {b}"
+                compare(train(options, places), expected[options.name], f"{options} on {places}")
+        for places in THREE:
+            compare(with_everything(places), everything, str(places))
         check_a_scaler()
+        check_a_train_step()
         there = torch.tensor(2.0, device="pretend:0")
         scaled = ampopt.scale_outputs([torch.ones(2), torch.ones(2, device="pretend:0")], there)
         assert [t.device.type for t in scaled] == ["cpu", "pretend"]
         assert all(host(t).eq(2).all() for t in scaled)
 
 
-def test_devices_step_skip_and_clip_together_and_the_host_never_reads_too_early():
+def check_the_triton_backend() -> None:
+    make_it_quick()
+    names = ("Adam", "NAdam", "Adafactor")
+    rules = [next(options for options in RICH if options.name == name) for name in names]
+    rules += [OptionSet("LAMB", "plain"), OptionSet("NovoGrad", "plain")]
+    expected = {options.name: train(options, ["cpu", "cpu"]) for options in rules}
+    everything = with_everything(["cpu"] * 3)
+    with pretending(), use_triton(launch):
+        for options in rules:
+            for places in PLACES[1:] if options.name == "Adam" else PLACES[1:2]:
+                compare(train(options, places), expected[options.name], f"{options} on {places}")
+        for places in THREE:
+            compare(with_everything(places), everything, str(places))
+        check_a_scaler()
+        check_a_train_step()
+        for name in ("AdamW", "LAMB", "Adafactor"):
+            check_what_fails(name)
+
+
+CHECKS = {"eager": check_the_eager_backend, "triton": check_the_triton_backend}
+
+
+@pytest.mark.parametrize("backend", CHECKS)
+def test_devices_step_skip_and_clip_together_and_the_host_never_reads_too_early(backend: str):
+    if backend == "triton" and not HAS_TRITON:
+        pytest.skip("Triton cannot be imported here")
     settings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if backend == "triton":
+        settings["TRITON_INTERPRET"] = "1"
     done = subprocess.run(
-        [sys.executable, "-W", "error", __file__],
+        [sys.executable, "-W", "error", __file__, backend],
         env={**settings, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -127,4 +288,4 @@ def test_devices_step_skip_and_clip_together_and_the_host_never_reads_too_early(
 
 
 if __name__ == "__main__":
-    main()
+    CHECKS[sys.argv[1]]()

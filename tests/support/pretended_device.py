@@ -6,6 +6,8 @@ where no memory is pinned. Registering the device
 cannot be undone, so this is for a process of its own.
 """
 
+import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +17,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["looks", "pretending"]
+__all__ = ["launch", "looks", "pretending"]
 
 CPU = torch.device("cpu")
 _READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "_coalesce")
 looks: list[str] = []
 """What has read values back."""
+_made: "weakref.WeakValueDictionary[int, _There]" = weakref.WeakValueDictionary()
+"""All tensors on pretended devices, by ``id``."""
 
 
 class _There(Tensor):
@@ -34,6 +38,7 @@ class _There(Tensor):
             cls, held.shape, held.stride(), held.storage_offset(), dtype=held.dtype, device=device
         )
         there.held = held
+        _made[id(there)] = there
         return there
 
     @classmethod
@@ -98,6 +103,38 @@ def _first(value: Any) -> Tensor:
 
 def _held(value: Any) -> Any:
     return value.held if isinstance(value, _There) else value
+
+
+def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
+    """Launch a kernel on a pretended device, in Triton's interpreter: a ``Launcher``.
+
+    Every tensor argument must be on ``device``. While the kernel runs, memory of the other devices
+    reads as NaN, and must not be written: the kernel finds it through addresses in its tables.
+    """
+    from ampopt_kernels.triton.launch import launch as interpret
+
+    name = kernel.fn.__name__
+    for key, value in arguments.items():
+        if isinstance(value, Tensor):
+            assert value.device == device, f"{name}: {key} is on {value.device}, not on {device}"
+    if not programs:  # compiled and not run
+        return
+    with _unreadable_beside(device):
+        interpret(CPU, kernel, programs, {key: _held(value) for key, value in arguments.items()})
+
+
+@contextmanager
+def _unreadable_beside(device: torch.device) -> Iterator[None]:
+    elsewhere = [t.held.untyped_storage() for t in _made.values() if t.device != device]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in elsewhere}
+    contents = {address: ctypes.string_at(address, n) for address, n in sizes.items()}
+    for address, n in sizes.items():
+        ctypes.memset(address, 0xFF, n)
+    yield
+    for address, content in contents.items():
+        untouched = ctypes.string_at(address, len(content)) == b"\xff" * len(content)
+        assert untouched, f"a kernel on {device} has written to memory of another device"
+        ctypes.memmove(address, content, len(content))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Cpu(Eager):
     name = "eager"
     host_sees = True
 
-    def prepare(self, work: Work) -> None:
+    def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`."""
         if not isinstance(work.table, Pieces):
             work.table = Pieces.of(work)

@@ -1,5 +1,6 @@
 """The triton backend: three multi-tensor launches over a table of addresses."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Ledger, Part
 from ampopt_kernels.marginals import advance, sums_of
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
+from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.accumulate import accumulate_kernel
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
@@ -59,18 +61,28 @@ class Triton(Backend):
         if launcher is None and not INTERPRETED:
             objects.loops.want()  # so that a step asks for hundreds of addresses at once
 
-    def prepare(self, work: Work) -> None:
-        """See :meth:`Backend.prepare`. Compiles update, by launches of no program."""
+    def prepare(self, work: Work, *, decides: bool) -> None:
+        """See :meth:`Backend.prepare`. Compiles what comes after control, by empty launches."""
         table = Table.of(work)
-        if self._compiles and not table.prepared:
-            numbers = _h_table(work)  # in the place of factors too, which are of its dtype
-            for _, arguments in _updates(work, numbers, numbers):
-                self._launch(work.device, update_kernel, 0, arguments)
-            if _reduces(work):
-                numbers = _h_table(work, to_reduce=True)
-                for _, arguments in _reductions(work, numbers, numbers, numbers):
-                    self._launch(work.device, reduce_kernel, 0, arguments)
-            work.table = replace(table, prepared=True)
+        if not self._compiles or table.prepared:
+            return
+        numbers = _h_table(work)  # in the place of every tensor of numbers: all are float64
+        decision = Decision(found_inf=numbers, factors=numbers, h=numbers)
+        launch = functools.partial(self._launch, work.device)
+        if _reduces(work):
+            if not decides:
+                self._launch_control(work, Request(), None, decision, decide=False, programs=0)
+            h = _h_table(work, to_reduce=True)
+            for _, arguments in _reductions(work, numbers, h, numbers):
+                launch(reduce_kernel, 0, arguments)
+            launch(sum_kernel, 0, _sum_over_parts(work, numbers, numbers))
+            sums = Sums(numbers, numbers.new_empty(_n_terms(work)))
+            decision = replace(decision, sums=sums)
+        if decision.sums is not None or not decides:
+            self._launch_control(work, Request(), None, decision, decide=False, programs=0)
+        for _, arguments in _updates(work, numbers, numbers):
+            launch(update_kernel, 0, arguments)
+        work.table = replace(table, prepared=True)
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a chunk."""
@@ -169,7 +181,7 @@ class Triton(Backend):
             h = _h_table(work, to_reduce=True)
             known = replace(decision, h=h)
             self._launch_control(work, Request(), None, known, decide=False)
-        n_terms = rule.widths(len(work.hyper[0])).terms
+        n_terms = _n_terms(work)
         parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
         factors = decision.factors_on_device
         if rule.averages is not None:
@@ -177,9 +189,8 @@ class Triton(Backend):
         for programs, arguments in _reductions(work, factors, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
-        spans = work.uploads.get("parts of rows", table.spans, torch.int32, work.device)
-        given = {"parts": parts, "spans": spans, "sums": sums, "N_TERMS": n_terms, "PARTS": PARTS}
-        self._launch(work.device, sum_kernel, len(work.rows), given)
+        arguments = _sum_over_parts(work, parts, sums)
+        self._launch(work.device, sum_kernel, len(work.rows), arguments)
         return sums
 
     def note(
@@ -244,6 +255,7 @@ class Triton(Backend):
         partials: Partials | None,
         decision: Decision,
         decide: bool,
+        programs: int = 1,
     ) -> None:
         rule, h, factors, sums = work.rule, decision.h, decision.factors_on_device, decision.sums
         scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
@@ -278,7 +290,8 @@ class Triton(Backend):
             "constants": given(constants),
             "counters": given(request.counters),
             "max_norm": given(max_norm),
-            "found_out": decision.found_inf,
+            # Of a decision that was made on another device, the flag is there, too.
+            "found_out": decision.found_inf if decide else factors,
             "factors": factors,
             "norm_out": given(decision.norm),
             "scale_out": given(decision.scale),
@@ -312,7 +325,7 @@ class Triton(Backend):
             "PARTS": PARTS,
             "ROWS": ROWS,
         }
-        self._launch(work.device, control_kernel, 1, arguments)
+        self._launch(work.device, control_kernel, programs, arguments)
 
 
 def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -370,7 +383,7 @@ def _reductions(
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns[:n],
                 "N_H": h.shape[1],
-                "N_TERMS": rule.widths(len(work.hyper[0])).terms,
+                "N_TERMS": _n_terms(work),
                 "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
                 "FACTORS": len(row.dtypes),
                 "COLUMNS": table.columns,
@@ -378,6 +391,13 @@ def _reductions(
                 "BLOCK": BLOCK,
             },
         )
+
+
+def _sum_over_parts(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
+    """The arguments of the launch that sums up, over each row, what its parts gave."""
+    spans = work.uploads.get("parts of rows", Table.of(work).spans, torch.int32, work.device)
+    terms = {"N_TERMS": _n_terms(work), "PARTS": PARTS}
+    return {"parts": parts, "spans": spans, "sums": sums, **terms}
 
 
 def _advance_marginals(work: Work, factors: Tensor, h: Tensor) -> None:
@@ -394,6 +414,12 @@ def _advance_marginals(work: Work, factors: Tensor, h: Tensor) -> None:
 
 def _reduces(work: Work) -> bool:
     return work.rule is not None and work.rule.reduces
+
+
+def _n_terms(work: Work) -> int:
+    """How many terms the rule sums up over each row."""
+    assert work.rule is not None
+    return work.rule.widths(len(work.hyper[0])).terms
 
 
 def _h_table(work: Work, *, to_reduce: bool = False) -> Tensor:
