@@ -34,6 +34,7 @@ An overflowed step is skipped where the gradients are, and the host waits for no
 
 from typing import TYPE_CHECKING, Any
 
+from ampopt import optim
 from ampopt.averaging import SkipAwareAverage, averaged
 from ampopt.backend import get_backend, set_backend
 from ampopt.elementwise import ElementwiseOptimizer
@@ -45,30 +46,7 @@ from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.nonfinite import FirstNonFinite, NonFiniteOutput, first_nonfinite
-from ampopt.optim import (
-    ASGD,
-    LAMB,
-    LARS,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adafactor,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    Adan,
-    Lion,
-    Muon,
-    NAdam,
-    NovoGrad,
-    RAdam,
-    RMSprop,
-    Rprop,
-    ScheduleFreeAdamW,
-    Sophia,
-    SparseAdam,
-)
+from ampopt.optim import *  # noqa: F403  # its `__all__` is the one list of optimizers
 from ampopt.optimizer import Optimizer
 from ampopt.precision.autocast import autocast
 from ampopt.precision.cast import NORMS, cast, run_in
@@ -90,39 +68,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "ASGD",
-    "LAMB",
-    "LARS",
-    "LBFGS",
-    "SGD",
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Adan",
     "DynamicLossScale",
     "ElementwiseOptimizer",
     "FirstNonFinite",
     "GradScaler",
-    "Lion",
     "LossScale",
-    "Muon",
-    "NAdam",
     "NORMS",
     "NonFiniteGradientError",
     "NonFiniteOutput",
-    "NovoGrad",
     "Optimizer",
     "Precision",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "ScheduleFreeAdamW",
     "SkipAwareAverage",
-    "Sophia",
-    "SparseAdam",
     "StaticLossScale",
     "StepResult",
     "TrainStep",
@@ -144,6 +100,7 @@ __all__ = [
     "skip_when",
     "unscale_and_step",
 ]
+__all__ += optim.__all__
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.stepping import Attached, Pending, readable
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.given import request_for, successor_of
+from ampopt.options import show_options
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.step import Request
 
@@ -118,12 +119,14 @@ class Optimizer(torch.optim.Optimizer):
 
         An author whose step reads ``self.grad_scale`` and ``self.found_inf`` itself says so by
         ``_step_supports_amp_scaling = True`` in the class. A constructor that hands all on to a
-        class of torch's shows the arguments that it takes.
+        class of torch's shows the arguments that it takes, and so does one that takes the shared
+        options; see :mod:`ampopt.options`.
         """
         super().__init_subclass__(**kwargs)
         theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
         if theirs is not None and inspect.getfullargspec(cls.__init__)[:3] == _HANDS_ON:
             cls.__init__ = _showing(cls, theirs)
+        show_options(cls)
         torch_scaler.heed_in(cls, Optimizer)
         step = beneath_hooks(cls.step)
         if "_ampopt" not in vars(cls) and step is not cls._ampopt.step:

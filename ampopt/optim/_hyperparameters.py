@@ -1,4 +1,4 @@
-"""What optimizers that torch lacks refuse of their hyperparameters, as torch's optimizers do."""
+"""Checks of hyperparameters, for optimizers that are not in torch; they raise what torch raises."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ __all__ = ["check_betas", "check_flags", "check_lr", "check_not_negative", "chec
 
 
 def check_lr(lr: Any) -> None:
-    """Refuse a learning rate below 0. Looks at a tensor, as torch does.
+    """Raise unless ``lr`` is a number of 0 or more. Reads a tensor, as torch does.
 
     Raises:
-        TypeError: it is no number, as for all that is checked here.
-        ValueError: it is, or is a tensor of several elements.
+        TypeError: it is not a number.
+        ValueError: it is negative, or a tensor of several elements.
     """
     check_numbers("lr", lr, 0.0)
     if not lr >= 0.0:
@@ -21,10 +21,11 @@ def check_lr(lr: Any) -> None:
 
 
 def check_betas(betas: Any, count: int = 2) -> None:
-    """Refuse decay rates of averages that are not ``count`` numbers from 0 to below 1.
+    """Raise unless ``betas`` is a tuple of ``count`` numbers, each at least 0 and below 1.
 
     Raises:
-        ValueError: they are not.
+        TypeError: one is not a number.
+        ValueError: one is out of range, or there are more or fewer.
     """
     check_numbers("betas", betas, (0.0,) * count)
     for index, beta in enumerate(betas):
@@ -35,20 +36,21 @@ def check_betas(betas: Any, count: int = 2) -> None:
 
 
 def check_flags(**values: Any) -> None:
-    """Refuse what is no bool of the hyperparameters that are to be, which are given by name.
+    """Raise unless every value is a bool.
 
     Raises:
-        TypeError: one is none.
+        TypeError: a value is not a bool; the message names it.
     """
     for name, value in values.items():
         check_bool(name, value)
 
 
 def check_not_negative(**values: Any) -> None:
-    """Refuse hyperparameters below 0, which are given by name.
+    """Raise unless every value is a number of 0 or more.
 
     Raises:
-        ValueError: one is.
+        TypeError: a value is not a number; the message names it.
+        ValueError: a value is negative.
     """
     for name, value in values.items():
         check_numbers(name, value, 0.0)
@@ -57,10 +59,11 @@ def check_not_negative(**values: Any) -> None:
 
 
 def check_positive(**values: Any) -> None:
-    """Refuse hyperparameters that are not above 0, which are given by name.
+    """Raise unless every value is a number above 0.
 
     Raises:
-        ValueError: one is not.
+        TypeError: a value is not a number; the message names it.
+        ValueError: a value is 0 or negative.
     """
     for name, value in values.items():
         check_numbers(name, value, 0.0)

@@ -1,30 +1,30 @@
-"""Adafactor."""
+"""Adafactor, a drop-in for ``torch.optim.Adafactor``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["Adafactor"]
 
 
 class Adafactor(ElementwiseOptimizer, torch.optim.Adafactor):
-    """``torch.optim.Adafactor`` with mixed-precision control points.
+    """``torch.optim.Adafactor`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's.
+    Constructor, defaults and results are those of torch. ``unscale``, ``unscale_and_step`` and
+    ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`. Example:
+        >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:
         params, lr, beta2_decay, eps, d, weight_decay, maximize: as in ``torch.optim.Adafactor``.
-        foreach: taken, and changes nothing.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        foreach: accepted and ignored.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
     Differs from torch: the step count and every norm stay on the parameter's device, where torch
     waits for each of them. Means are taken in fewer passes, and so rounded otherwise. Arithmetic on
@@ -50,8 +50,6 @@ class Adafactor(ElementwiseOptimizer, torch.optim.Adafactor):
             *,
             foreach: bool | None = None,
             maximize: bool = False,
-            master_weights: bool = False,
-            param_rounding: str = "nearest",
-            process_group: Any = None,
+            **options: Unpack[RuleOptions],
         ) -> None:
             """Make the optimizer; see the class."""

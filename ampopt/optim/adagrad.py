@@ -1,37 +1,36 @@
-"""Adagrad."""
+"""Adagrad, a drop-in for ``torch.optim.Adagrad``."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt._step.masters import needs_master
 from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["Adagrad"]
 
 
 class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
-    """``torch.optim.Adagrad`` with mixed-precision control points.
+    """``torch.optim.Adagrad`` with loss scaling, overflow tests and skips built in.
 
     Constructor, defaults and results are torch's. Sparse gradients take torch's own step.
 
     Args:
         params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in
             ``torch.optim.Adagrad``.
-        foreach, fused: taken, and change nothing: the backend decides how a step runs (see
-            :func:`ampopt.set_backend`). Parameters that torch's fused step refuses are refused.
-        differentiable: take torch's own step.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        foreach, fused: accepted and ignored; :func:`ampopt.set_backend` decides how a step
+            runs. Only: with ``fused=True``, parameters that torch's fused kernel does not support,
+            such as complex ones, raise at the first step.
+        differentiable: run torch's own step.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
-    Differs from torch: the step count moves to the parameter's device at the first step. Arithmetic
-    on float16 and bfloat16 parameters is float32, rounded once at the end.
+    Differs from torch: the step count moves to the parameter's device at the first step. Updates of
+    float16 and bfloat16 parameters are computed in float32 and rounded once.
     """
 
     rule = rules.adagrad
@@ -54,9 +53,7 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
             maximize: bool = False,
             differentiable: bool = False,
             fused: bool | None = None,
-            master_weights: bool = False,
-            param_rounding: str = "nearest",
-            process_group: Any = None,
+            **options: Unpack[RuleOptions],
         ) -> None:
             """Make the optimizer; see the class."""
 

@@ -1,38 +1,38 @@
-"""Adam."""
+"""Adam, a drop-in for ``torch.optim.Adam``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["Adam"]
 
 
 class Adam(ElementwiseOptimizer, torch.optim.Adam):
-    """``torch.optim.Adam`` with mixed-precision control points.
+    """``torch.optim.Adam`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's.
+    Constructor, defaults and results are those of torch. ``unscale``, ``unscale_and_step`` and
+    ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`. Example:
+        >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in
             ``torch.optim.Adam``.
-        foreach, fused, capturable: taken, and change nothing: the backend decides how a step runs
-            (see :func:`ampopt.set_backend`). Parameters that torch's fused step refuses are
-            refused.
-        differentiable: take torch's own step.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        foreach, fused, capturable: accepted and ignored; :func:`ampopt.set_backend` decides how a
+            step runs. Only: with ``fused=True``, parameters that torch's fused kernel does not
+            support, such as complex ones, raise at the first step.
+        differentiable: run torch's own step.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
-    Differs from torch: the step count is a 0-d tensor on the parameter's device, whatever
-    ``capturable`` says, which does not refuse parameters on a CPU. Arithmetic on float16 and
-    bfloat16 parameters is float32, rounded once at the end.
+    Differs from torch: the step count is a 0-d tensor on the parameter's device, with and without
+    ``capturable``, and ``capturable=True`` with parameters on a CPU is no error. Updates of float16
+    and bfloat16 parameters are computed in float32 and rounded once.
     """
 
     rule = rules.adam
@@ -54,8 +54,6 @@ class Adam(ElementwiseOptimizer, torch.optim.Adam):
             differentiable: bool = False,
             fused: bool | None = None,
             decoupled_weight_decay: bool = False,
-            master_weights: bool = False,
-            param_rounding: str = "nearest",
-            process_group: Any = None,
+            **options: Unpack[RuleOptions],
         ) -> None:
             """Make the optimizer; see the class."""

@@ -1,12 +1,12 @@
-"""Adan."""
-
-from typing import Any
+"""Adan, which torch does not have."""
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["Adan"]
@@ -21,25 +21,23 @@ class Adan(ElementwiseOptimizer):
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: of the averages of gradients, of their differences, and of the squares of both.
+        betas: decay rates of the averages of gradients, of their differences, and of the squares
+            of both.
         eps: added to the denominator.
-        weight_decay: of parameters, multiplied by ``lr``.
-        no_prox: decay before the step, as AdamW does; else after it, as a proximal step.
-        maximize: go up.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        weight_decay: decoupled weight decay, multiplied by ``lr``.
+        no_prox: apply weight decay before the update, as AdamW does; ``False`` applies it after the
+            update, as a proximal step.
+        maximize: maximize the objective instead of minimizing it.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
     Raises:
-        TypeError: a hyperparameter is no number, or no bool.
-        ValueError: one is out of range.
+        TypeError: a hyperparameter is not a number, or a flag is not a bool.
+        ValueError: a hyperparameter is out of range.
 
-    Differs from there: each parameter counts its own steps, in its state, so one whose gradients
-    come late starts as if new; ``max_norm`` of ``unscale_and_step`` takes the place of
-    ``max_grad_norm``; ``maximize``; arithmetic on float16 and bfloat16 parameters is float32,
-    rounded once at the end.
+    Differs from the original: each parameter counts its own steps, in its state, so one whose
+    gradients come late starts as if new; ``max_norm`` of ``unscale_and_step`` takes the place of
+    ``max_grad_norm``; ``maximize``; updates of float16 and bfloat16 parameters are computed in
+    float32 and rounded once.
     """
 
     rule = rules.adan
@@ -54,9 +52,7 @@ class Adan(ElementwiseOptimizer):
         no_prox: bool = False,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
-        param_rounding: str = "nearest",
-        process_group: Any = None,
+        **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
         check_lr(lr)
@@ -71,10 +67,4 @@ class Adan(ElementwiseOptimizer):
             "no_prox": no_prox,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            param_rounding=param_rounding,
-            process_group=process_group,
-        )
+        super().__init__(params, defaults, **options)

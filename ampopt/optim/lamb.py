@@ -1,47 +1,44 @@
-"""LAMB."""
-
-from typing import Any
+"""LAMB, which torch does not have."""
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["LAMB"]
 
 
 class LAMB(ElementwiseOptimizer):
-    """LAMB: Adam whose steps are as long as the parameters, for large batches.
+    """LAMB: Adam with a step in proportion to the norm of each parameter, for large batches.
 
-    You et al., Large Batch Optimization for Deep Learning (1904.00962), algorithm 2. Of each
-    parameter the step is ``lr * |p| / |u| * u``, where ``u`` is AdamW's direction with the decay
-    of weights in it. Steps are those of ``fused_lamb.py`` in NVIDIA/apex with ``use_nvlamb=True``,
-    with its defaults. Both norms are taken on the device, by one more read of what ``u`` is made
-    of, and of a parameter that is spread over ranks they are those of the whole.
+    You et al., Large Batch Optimization for Deep Learning (1904.00962), algorithm 2. The update of
+    a parameter is ``lr * |p| / |u| * u``, where ``u`` is Adam's direction plus ``weight_decay *
+    p``. Steps are those of ``fused_lamb.py`` in NVIDIA/apex with ``use_nvlamb=True``, with its
+    defaults. Both norms are taken on the device, by one more read of what ``u`` is made of, and of
+    a parameter that is spread over ranks they are those of the whole.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: of the averages of gradients and of their squares.
+        betas: decay rates of the averages of gradients and of their squares.
         eps: added to the denominator.
-        weight_decay: of the parameter, added to the direction before its norm is taken.
-        bias_correction: of both averages.
-        maximize: go up.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        weight_decay: multiplied by the parameter and added to the direction before its norm is
+            computed.
+        bias_correction: correct the bias of both averages.
+        maximize: maximize the objective instead of minimizing it.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
     Raises:
-        TypeError: a hyperparameter is no number, or no bool.
-        ValueError: one is out of range.
+        TypeError: a hyperparameter is not a number, or a flag is not a bool.
+        ValueError: a hyperparameter is out of range.
 
-    Differs from there: a parameter without ``weight_decay`` has its ratio of norms, too;
-    ``max_grad_norm`` is ``max_norm`` of ``unscale_and_step``; arithmetic on float16 and bfloat16
-    parameters is float32, rounded once at the end, and norms are summed up in float64.
+    Differs from the original: a parameter without ``weight_decay`` has its ratio of norms, too;
+    ``max_grad_norm`` is ``max_norm`` of ``unscale_and_step``; updates of float16 and bfloat16
+    parameters are computed in float32 and rounded once, and norms are summed up in float64.
     """
 
     rule = rules.lamb
@@ -56,9 +53,7 @@ class LAMB(ElementwiseOptimizer):
         bias_correction: bool = True,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
-        param_rounding: str = "nearest",
-        process_group: Any = None,
+        **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
         check_lr(lr)
@@ -73,10 +68,4 @@ class LAMB(ElementwiseOptimizer):
             "bias_correction": bias_correction,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            param_rounding=param_rounding,
-            process_group=process_group,
-        )
+        super().__init__(params, defaults, **options)

@@ -1,49 +1,45 @@
-"""LARS."""
-
-from typing import Any
+"""LARS, which torch does not have."""
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import check_flags, check_lr, check_not_negative
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["LARS"]
 
 
 class LARS(ElementwiseOptimizer):
-    """LARS: SGD whose learning rate for each parameter follows from its norm and its gradient's.
+    """LARS: SGD with a learning rate for each parameter, from its norm and that of its gradient.
 
     You et al., Large Batch Training of Convolutional Networks (1708.03888). A parameter's gradient
     is multiplied by ``trust_coefficient * |p| / (|g| + weight_decay * |p|)`` before momentum. Steps
-    are those of ``lars.py`` in kozistr/pytorch_optimizer, with its defaults. Both norms are taken
-    on the device, and of a parameter that is spread over ranks they are those of the whole.
+    are those of ``lars.py`` in kozistr/pytorch_optimizer, with its defaults. Both norms are
+    computed on the device; for a sharded parameter, they are those of the whole parameter.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        momentum: of the buffer of gradients; 0 for none.
-        dampening: of what is added to the buffer.
-        weight_decay: added to the gradient.
-        trust_coefficient: how far a step may go, as a share of the parameter's norm.
-        nesterov: momentum is looked ahead.
-        adapt: take the ratio of norms. ``False`` in the param group of biases and scales of
+        momentum: decay rate of the momentum buffer; 0 for no buffer.
+        dampening: the gradient is multiplied by ``1 - dampening`` as it is added to the buffer.
+        weight_decay: multiplied by the parameter and added to the gradient.
+        trust_coefficient: the length of a step, as a share of the parameter's norm.
+        nesterov: use Nesterov momentum.
+        adapt: multiply by the ratio of norms. ``False`` in the param group of biases and scales of
             normalization, with a ``weight_decay`` of 0 there, as the authors do.
-        maximize: go up.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        maximize: maximize the objective instead of minimizing it.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
     Raises:
-        TypeError: a hyperparameter is no number, or no bool.
-        ValueError: one is out of range.
+        TypeError: a hyperparameter is not a number, or a flag is not a bool.
+        ValueError: a hyperparameter is out of range.
 
-    Differs from there: ``adapt`` says which parameters have a ratio, where all of fewer than two
-    dimensions have none there, nor a decay; arithmetic on float16 and bfloat16 parameters is
-    float32, rounded once at the end, and norms are summed up in float64.
+    Differs from the original: ``adapt`` says which parameters have a ratio, where all of fewer than
+    two dimensions have none there, nor a decay; updates of float16 and bfloat16 parameters are
+    computed in float32 and rounded once, and norms are summed up in float64.
     """
 
     rule = rules.lars
@@ -60,9 +56,7 @@ class LARS(ElementwiseOptimizer):
         adapt: bool = True,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
-        param_rounding: str = "nearest",
-        process_group: Any = None,
+        **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
         check_lr(lr)
@@ -83,10 +77,4 @@ class LARS(ElementwiseOptimizer):
             "adapt": adapt,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            param_rounding=param_rounding,
-            process_group=process_group,
-        )
+        super().__init__(params, defaults, **options)

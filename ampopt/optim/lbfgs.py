@@ -5,30 +5,32 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
+from ampopt.options import OptimizerOptions
 
 __all__ = ["LBFGS"]
 
 
 class LBFGS(Optimizer, torch.optim.LBFGS):
-    """``torch.optim.LBFGS`` with mixed-precision control points and replay.
+    """``torch.optim.LBFGS`` with loss scaling, overflow tests and skips built in.
 
-    The step is torch's own and evaluates the closure many times; an evaluation whose gradients
-    overflow is run again with a smaller scale, so the line search only ever sees finite
-    gradients. The scale counts one finite step for a call, however many evaluations it took.
+    The step is torch's own and evaluates the closure many times. If the gradients of an evaluation
+    overflow, the closure is evaluated again with a smaller scale, so that the line search sees
+    finite gradients only. For the growth of the scale, a call counts as one step.
 
-    Always needs a closure, and always synchronizes, as torch's does.
+    Needs a closure, and synchronizes, in every step, as torch's LBFGS does.
 
     Args:
         params, lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size,
             line_search_fn: as in ``torch.optim.LBFGS``.
-        maximize: likewise, with torch 2.15 or later.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        maximize: as in torch 2.15 or later.
+        **options: see :class:`ampopt.options.OptimizerOptions`.
 
     Differs from torch: it can be copied and pickled.
     """
@@ -53,7 +55,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
             line_search_fn: str | None = None,
             *,
             maximize: bool = False,
-            process_group: Any = None,
+            **options: Unpack[OptimizerOptions],
         ) -> None:
             """Make the optimizer; see the class."""
 

@@ -1,14 +1,16 @@
-"""Muon."""
+"""Muon, a drop-in for ``torch.optim.Muon``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.stepping import Attached
 from ampopt.optimizer import Optimizer
+from ampopt.options import OptimizerOptions
 
 __all__ = ["Muon"]
 
@@ -20,17 +22,17 @@ def _make_state(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
 
 
 class Muon(Optimizer, torch.optim.Muon):
-    """``torch.optim.Muon`` with mixed-precision control points.
+    """``torch.optim.Muon`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's, and so is the step: it orthogonalizes whole
-    matrices, in bfloat16, which no elementwise rule can. The products that this takes are nearly
-    all of the time on a CPU, and no faster in batches of equal shapes. It does not synchronize, nor
-    do control points without a closure. On ``DTensor``s all ranks have to have a gradient, or none.
+    Constructor, defaults and results are those of torch, and so is ``step``: it orthogonalizes
+    whole matrices in bfloat16, which no elementwise rule can. Neither the step nor the inherited
+    methods synchronize, unless a closure is passed. On ``DTensor``s all ranks have to have a
+    gradient, or none.
 
     Args:
         params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn:
             as in ``torch.optim.Muon``.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        **options: see :class:`ampopt.options.OptimizerOptions`.
     """
 
     _ampopt = Attached(Ordinary, make_state=_make_state, meets=True)
@@ -48,7 +50,6 @@ class Muon(Optimizer, torch.optim.Muon):
             eps: float = 1e-7,
             ns_steps: int = 5,
             adjust_lr_fn: str | None = None,
-            *,
-            process_group: Any = None,
+            **options: Unpack[OptimizerOptions],
         ) -> None:
             """Make the optimizer; see the class."""

@@ -1,45 +1,42 @@
-"""NovoGrad."""
-
-from typing import Any
+"""NovoGrad, which torch does not have."""
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["NovoGrad"]
 
 
 class NovoGrad(ElementwiseOptimizer):
-    """NovoGrad, whose gradients are divided by an average norm, one number for each parameter.
+    """NovoGrad: gradients divided by an average of their norm, one number for each parameter.
 
     Ginsburg et al., Stochastic Gradient Methods with Layer-wise Adaptive Moments (1905.11286).
     Steps are those of ``novograd.py`` in kozistr/pytorch_optimizer, with its defaults. The norm is
-    taken on the device, and of a parameter that is spread over ranks it is that of the whole.
+    computed on the device; for a sharded parameter, it is that of the whole parameter.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: of the average of normalized gradients, and of the squared norm.
+        betas: decay rates of the averages of normalized gradients and of the squared norm.
         eps: added to the denominator.
         weight_decay: added to the normalized gradient.
-        grad_averaging: weigh what is added to the average by ``1 - betas[0]``, but at first.
-        maximize: go up.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        grad_averaging: multiply what is added to the average by ``1 - betas[0]``, except at the
+            first step.
+        maximize: maximize the objective instead of minimizing it.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
     Raises:
-        TypeError: a hyperparameter is no number, or no bool.
-        ValueError: one is out of range.
+        TypeError: a hyperparameter is not a number, or a flag is not a bool.
+        ValueError: a hyperparameter is out of range.
 
-    Differs from there: the squared norm is float64, and named ``exp_avg_sq``, the average
-    ``exp_avg``; no decoupled decay; arithmetic on float16 and bfloat16 parameters is float32,
-    rounded once at the end.
+    Differs from the original: the squared norm is float64, and named ``exp_avg_sq``, the average
+    ``exp_avg``; no decoupled decay; updates of float16 and bfloat16 parameters are computed in
+    float32 and rounded once.
     """
 
     rule = rules.novograd
@@ -54,9 +51,7 @@ class NovoGrad(ElementwiseOptimizer):
         grad_averaging: bool = False,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
-        param_rounding: str = "nearest",
-        process_group: Any = None,
+        **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
         check_lr(lr)
@@ -71,10 +66,4 @@ class NovoGrad(ElementwiseOptimizer):
             "grad_averaging": grad_averaging,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            param_rounding=param_rounding,
-            process_group=process_group,
-        )
+        super().__init__(params, defaults, **options)

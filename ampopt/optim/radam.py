@@ -1,37 +1,37 @@
-"""RAdam."""
+"""RAdam, a drop-in for ``torch.optim.RAdam``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["RAdam"]
 
 
 class RAdam(ElementwiseOptimizer, torch.optim.RAdam):
-    """``torch.optim.RAdam`` with mixed-precision control points.
+    """``torch.optim.RAdam`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's.
+    Constructor, defaults and results are those of torch. ``unscale``, ``unscale_and_step`` and
+    ``step_after_unscale`` are inherited from :class:`ampopt.Optimizer`. Example:
+        >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
     Args:
         params, lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as in
             ``torch.optim.RAdam``.
-        foreach, capturable: taken, and change nothing: the backend decides how a step runs (see
-            :func:`ampopt.set_backend`).
-        differentiable: take torch's own step.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        foreach, capturable: accepted and ignored; :func:`ampopt.set_backend` decides how a step
+            runs.
+        differentiable: run torch's own step.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
-    Differs from torch: the step count is a 0-d tensor on the parameter's device, whatever
-    ``capturable`` says, which does not refuse parameters on a CPU. Arithmetic on float16 and
-    bfloat16 parameters is float32, rounded once at the end.
+    Differs from torch: the step count is a 0-d tensor on the parameter's device, with and without
+    ``capturable``, and ``capturable=True`` with parameters on a CPU is no error. Updates of float16
+    and bfloat16 parameters are computed in float32 and rounded once.
     """
 
     rule = rules.radam
@@ -51,8 +51,6 @@ class RAdam(ElementwiseOptimizer, torch.optim.RAdam):
             maximize: bool = False,
             capturable: bool = False,
             differentiable: bool = False,
-            master_weights: bool = False,
-            param_rounding: str = "nearest",
-            process_group: Any = None,
+            **options: Unpack[RuleOptions],
         ) -> None:
             """Make the optimizer; see the class."""

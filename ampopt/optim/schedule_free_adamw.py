@@ -5,51 +5,49 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import check_betas, check_flags, check_lr, check_not_negative
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["ScheduleFreeAdamW"]
 
 
 class ScheduleFreeAdamW(ElementwiseOptimizer):
-    """Schedule-free AdamW, which needs no learning rate schedule: it averages its own steps.
+    """Schedule-free AdamW: averages its own iterates instead of following a learning-rate schedule.
 
     Defazio et al., The Road Less Scheduled (2405.15682). Steps are those of ``AdamWScheduleFree``
     of facebookresearch/schedule_free, with its defaults. Parameters are in one of two modes::
 
-        optimizer.train()   where gradients are taken; as it begins, and where alone it steps
-        optimizer.eval()    the average: to evaluate the model, and to save it for use
+        optimizer.train()   the point where gradients are computed; the initial mode; steps need it
+        optimizer.eval()    the average: to evaluate the model, and to save it for inference
 
-    A mode is kept in the param groups, and so in ``state_dict``. To go there and back rounds
-    parameters, as they are stored; keep ``master_weights`` of those in half precision.
+    The mode is saved in the param groups, so in ``state_dict``. Changing the mode and back rounds
+    the stored parameters; use ``master_weights`` for half-precision parameters.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: of the way from ``z`` to the average at which gradients are taken, above 0; and of
-            the average of squared gradients.
+        betas: where between ``z`` (0) and the average (1) gradients are computed, above 0; and the
+            decay rate of the average of squared gradients.
         eps: added to the denominator.
-        weight_decay: of where gradients are taken, multiplied by ``lr``.
-        warmup_steps: over which the learning rate grows to ``lr``.
-        r: the power of the step count that weighs a step in the average.
-        weight_lr_power: the power of the largest learning rate so far that weighs it, too.
-        maximize: go up.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        weight_decay: of the point where gradients are computed, multiplied by ``lr``.
+        warmup_steps: number of steps in which the learning rate grows linearly to ``lr``.
+        r: the weight of a step in the average is the step count to this power,
+        weight_lr_power: times the largest learning rate so far to this power.
+        maximize: maximize the objective instead of minimizing it.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
     Raises:
-        TypeError: a hyperparameter is no number, or no bool.
-        ValueError: one is out of range.
+        TypeError: a hyperparameter is not a number, or a flag is not a bool.
+        ValueError: a hyperparameter is out of range.
 
-    Differs from there: it begins in the mode to train in; each parameter counts its own steps and
-    weights, in its state, where there a group does; a step in the mode to evaluate in is a
-    ``RuntimeError``; ``maximize``; arithmetic on float16 and bfloat16 parameters is float32,
-    rounded once at the end.
+    Differs from the original: it begins in the mode to train in; each parameter counts its own
+    steps and weights, in its state, where there a group does; a step in the mode to evaluate in is
+    a ``RuntimeError``; ``maximize``; updates of float16 and bfloat16 parameters are computed in
+    float32 and rounded once.
     """
 
     rule = rules.schedule_free_adamw
@@ -66,9 +64,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         weight_lr_power: float = 2.0,
         *,
         maximize: bool = False,
-        master_weights: bool = False,
-        param_rounding: str = "nearest",
-        process_group: Any = None,
+        **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
         check_lr(lr)
@@ -96,13 +92,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
             "maximize": maximize,
             "train_mode": True,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            param_rounding=param_rounding,
-            process_group=process_group,
-        )
+        super().__init__(params, defaults, **options)
 
     def train(self) -> None:
         """Have parameters where gradients are taken. Does not synchronize."""

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
+from ampopt.options import RuleOptions
 from ampopt_kernels import rules
 
 __all__ = ["SGD"]
@@ -23,27 +25,24 @@ def _complete_state(state: dict[str, Any]) -> None:
 
 
 class SGD(ElementwiseOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD`` with mixed-precision control points.
+    """``torch.optim.SGD`` with loss scaling, overflow tests and skips built in.
 
     Constructor, defaults and results are torch's. Sparse gradients take torch's own step.
 
     Args:
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in
             ``torch.optim.SGD``.
-        foreach, fused: taken, and change nothing: the backend decides how a step runs (see
-            :func:`ampopt.set_backend`). Parameters that torch's fused step refuses are refused.
-        differentiable: take torch's own step.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        foreach, fused: accepted and ignored; :func:`ampopt.set_backend` decides how a step
+            runs. Only: with ``fused=True``, parameters that torch's fused kernel does not support,
+            such as complex ones, raise at the first step.
+        differentiable: run torch's own step.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
     Differs from torch: with dampening, ``optimizer.state`` has ``stepped`` beside
     ``momentum_buffer``, to tell the first step from later ones where the host may not look.
     ``state_dict()`` is torch's and has it not: it leaves out the buffer of a parameter whose steps
-    were all skipped, and synchronizes to find out. Arithmetic on float16 and bfloat16 parameters is
-    float32, rounded once at the end.
+    were all skipped, and synchronizes to find out. Updates of float16 and bfloat16 parameters are
+    computed in float32 and rounded once.
     """
 
     rule = rules.sgd
@@ -65,9 +64,7 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
             foreach: bool | None = None,
             differentiable: bool = False,
             fused: bool | None = None,
-            master_weights: bool = False,
-            param_rounding: str = "nearest",
-            process_group: Any = None,
+            **options: Unpack[RuleOptions],
         ) -> None:
             """Make the optimizer; see the class."""
 

@@ -1,9 +1,10 @@
-"""Sophia."""
+"""Sophia, which torch does not have."""
 
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.optim._hyperparameters import (
@@ -13,6 +14,7 @@ from ampopt.optim._hyperparameters import (
     check_not_negative,
     check_positive,
 )
+from ampopt.options import RuleOptions
 from ampopt.results import Unscaled
 from ampopt_kernels import rules
 
@@ -20,7 +22,7 @@ __all__ = ["Sophia"]
 
 
 class Sophia(ElementwiseOptimizer):
-    """Sophia-G: momentum over an estimate of the Hessian's diagonal, clipped for each element.
+    """Sophia-G: momentum divided by an estimate of the Hessian's diagonal, clipped elementwise.
 
     Liu et al., Sophia: A Scalable Stochastic Second-order Optimizer (2305.14342), algorithm 3, with
     the Gauss-Newton-Bartlett estimator. Steps are those of ``SophiaG`` in Liuhong99/Sophia, with
@@ -34,25 +36,21 @@ class Sophia(ElementwiseOptimizer):
     Args:
         params: parameters or param groups, as for torch's optimizers.
         lr: the learning rate, which may be a one-element tensor.
-        betas: of the momentum, and of the average of estimates.
-        rho: what the estimate is multiplied by. An element moves by ``lr`` where the momentum is
-            more than the product of ``rho``, ``bs`` and the estimate, as it does before the first
+        betas: decay rates of the momentum and of the average of estimates.
+        rho: the factor of the estimate. An element moves by ``lr`` if its momentum is larger than
+            the product of ``rho``, ``bs`` and its estimate; so does every element before the first
             estimate.
-        weight_decay: decoupled, and multiplied by ``lr``.
-        bs: over how many labels the loss is a mean, such as the tokens of a batch.
-        maximize: go up.
-        master_weights: keep a float32 master of each float16 and bfloat16 parameter, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        param_rounding: ``"stochastic"`` rounds bfloat16 parameters without masters so, as
-            :class:`ampopt.ElementwiseOptimizer` says. Also an option of a param group.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        weight_decay: decoupled weight decay, multiplied by ``lr``.
+        bs: the number of labels that the loss is a mean of, such as the tokens of a batch.
+        maximize: maximize the objective instead of minimizing it.
+        **options: see :class:`ampopt.options.RuleOptions`.
 
     Raises:
-        TypeError: a hyperparameter is no number, or no bool.
-        ValueError: one is out of range.
+        TypeError: a hyperparameter is not a number, or a flag is not a bool.
+        ValueError: a hyperparameter is out of range.
 
-    Differs from there: ``bs`` is a hyperparameter, where it is an argument of ``step``; arithmetic
-    on float16 and bfloat16 parameters is float32, rounded once at the end.
+    Differs from the original: ``bs`` is a hyperparameter, where it is an argument of ``step``;
+    updates of float16 and bfloat16 parameters are computed in float32 and rounded once.
     """
 
     rule = rules.sophia
@@ -67,9 +65,7 @@ class Sophia(ElementwiseOptimizer):
         *,
         bs: int = 5120,
         maximize: bool = False,
-        master_weights: bool = False,
-        param_rounding: str = "nearest",
-        process_group: Any = None,
+        **options: Unpack[RuleOptions],
     ) -> None:
         """Make the optimizer; see the class."""
         check_lr(lr)
@@ -85,21 +81,15 @@ class Sophia(ElementwiseOptimizer):
             "bs": bs,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            defaults,
-            master_weights=master_weights,
-            param_rounding=param_rounding,
-            process_group=process_group,
-        )
+        super().__init__(params, defaults, **options)
 
     def update_hessian(self, grads_scaled_by: Any = None) -> Unscaled:
-        """Take the gradients that there are into the estimate; parameters stay.
+        """Update the estimate of the Hessian from the current gradients; parameters do not change.
 
-        Where one of them is not finite, nothing changes. Does not synchronize.
+        If a gradient is not finite, nothing changes. Does not synchronize.
 
         Args:
-            grads_scaled_by: the scale of the loss that the gradients come from.
+            grads_scaled_by: the scale that the loss of these gradients was multiplied by.
 
         Returns:
             As :meth:`ampopt.Optimizer.unscale`: the flag, and the scale to use next.

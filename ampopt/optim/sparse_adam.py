@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from ampopt._step import gradients
 from ampopt._step.closures import evaluated
@@ -13,6 +14,7 @@ from ampopt._step.ordinary import Ordinary
 from ampopt._step.stepping import Attached
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
+from ampopt.options import OptimizerOptions
 
 __all__ = ["SparseAdam"]
 
@@ -29,14 +31,14 @@ def _state_of(optimizer: Any, param: Tensor) -> dict[str, Any]:
 
 
 class SparseAdam(Optimizer, torch.optim.SparseAdam):
-    """``torch.optim.SparseAdam`` with mixed-precision control points.
+    """``torch.optim.SparseAdam`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. ``state_dict()`` has the step count as a Python
-    number, as torch's has, and synchronizes to get it.
+    Constructor, defaults and results are those of torch. ``state_dict()`` has the step count as a
+    Python number, as torch's has, and synchronizes to read it.
 
     Args:
         params, lr, betas, eps, maximize: as in ``torch.optim.SparseAdam``.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`.
+        **options: see :class:`ampopt.options.OptimizerOptions`.
 
     Differs from torch: the step count is a float32 0-d tensor on the parameter's device, and bias
     corrections are made there. An accelerator still makes the host wait where a gradient is
@@ -55,8 +57,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
             betas: tuple[float, float] = (0.9, 0.999),
             eps: float = 1e-8,
             maximize: bool = False,
-            *,
-            process_group: Any = None,
+            **options: Unpack[OptimizerOptions],
         ) -> None:
             """Make the optimizer; see the class."""
 

@@ -12,12 +12,13 @@ __all__ = ["ZeroRedundancyOptimizer"]
 
 
 class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyOptimizer):
-    """``torch.distributed.optim.ZeroRedundancyOptimizer`` with mixed-precision control points.
+    """torch's ``ZeroRedundancyOptimizer`` with loss scaling, overflow tests and skips built in.
 
-    Constructor, defaults and results are torch's. All ranks of ``process_group`` decide together
-    about all gradients, which each of them has, as ``DistributedDataParallel`` leaves them; so each
-    has to call every control point. Gradients are unscaled in place. The host waits for the flag,
-    unless the optimizer in it skips by itself, as ampopt's do and torch's with ``fused=True``.
+    Constructor, defaults and results are those of torch. Every rank of ``process_group`` has all
+    gradients, as ``DistributedDataParallel`` leaves them, and all ranks step or skip together; so
+    every rank has to make the same calls. Gradients are unscaled in place. Each step synchronizes
+    to read the overflow flag, unless the wrapped optimizer skips by itself, as ampopt's do, and
+    torch's with ``fused=True``.
 
     Example:
         >>> optimizer = ampopt.ZeroRedundancyOptimizer(
@@ -26,9 +27,10 @@ class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyO
         >>> _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
 
     Args:
-        params, optimizer_class, process_group, parameters_as_bucket_view, defaults: as in torch's.
-        overlap_with_ddp: must be ``False``: such a step is taken within the backward pass, before
-            all gradients are there to be judged.
+        params, optimizer_class, process_group, parameters_as_bucket_view, defaults: as in torch's
+            class.
+        overlap_with_ddp: must be ``False``: with ``True``, torch steps within the backward pass,
+            before all gradients exist and can be tested.
 
     Raises:
         ValueError: ``overlap_with_ddp`` is true; ``process_group`` does not contain this rank.
@@ -46,8 +48,8 @@ class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyO
         """Make the optimizer; see the class."""
         if overlap_with_ddp:
             raise ValueError(
-                "overlap_with_ddp=True steps within the backward pass, before all gradients are "
-                "there to be judged: leave it out"
+                "overlap_with_ddp=True steps within the backward pass, before all gradients exist "
+                "and can be tested: leave it out"
             )
         check_process_group(process_group)
         torch.distributed.optim.ZeroRedundancyOptimizer.__init__(
@@ -57,16 +59,16 @@ class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyO
         self.skip_by = "step" if skips else "host"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch does; all ranks have its gradients."""
+        """Add a param group, as torch does. Every rank has the gradients of all its parameters."""
         param_group.setdefault(REPLICATED, True)
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Step those parameters that are this rank's, and hand them round, as torch does."""
+        """Update the parameters that this rank owns, then broadcast them, as torch does."""
         flag = self.found_inf
         if flag is None:
             return super().step(closure, **kwargs)
-        # As a scaler would: the optimizer in it skips by itself.
+        # As torch's GradScaler passes the flag to an optimizer that skips by itself.
         self.optim.grad_scale, self.optim.found_inf = None, flag  # type: ignore[attr-defined]
         try:
             return super().step(closure, **kwargs)

@@ -203,7 +203,7 @@ def test_its_docstring_names_every_argument_the_paper_and_the_differences(cls):
     entries = re.findall(r"^    (\w+): ", arguments.split("\n\n")[0], re.M)
     assert entries == list(inspect.signature(cls).parameters)
     assert re.search(r"\(\d{4}\.\d{5}\)", doc)
-    assert "Differs from there: " in doc
+    assert "Differs from the original: " in doc
 
 
 @pytest.mark.parametrize("backend", ["eager", "eager on a device", "triton"], indirect=True)

@@ -13,8 +13,10 @@ import torch
 from support.optimizers import BUILT_IN, BY_RULE, CLOSURE_FREE, torch_twin
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import Unpack
 
 import ampopt
+from ampopt.options import OptimizerOptions, RuleOptions
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -77,13 +79,19 @@ def test_type_checkers_are_shown_the_same_arguments(cls):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
     assert isinstance(shown, ast.FunctionDef)
-    names: dict[str, Any] = {"Any": Any, "ParamsT": Any, "Tensor": Tensor}
+    assert shown.args.kwarg is not None and shown.args.kwarg.annotation is not None
+    names: dict[str, Any] = {"Any": Any, "ParamsT": Any, "Tensor": Tensor, "Unpack": Unpack}
+    names |= {"RuleOptions": RuleOptions, "OptimizerOptions": OptimizerOptions}
+    (shared,) = eval(ast.unparse(shown.args.kwarg.annotation), names).__args__
     exec(ast.unparse(shown), names)
-    found = list(inspect.signature(names["__init__"]).parameters.values())[1:]
+    *found, _ = list(inspect.signature(names["__init__"]).parameters.values())[1:]
     taken = inspect.signature(cls).parameters
     found = [p for p in found if p.name in taken or p.name not in LATER.get(cls, ())]
-    told = [[(p.name, p.kind, p.default) for p in some] for some in (found, taken.values())]
+    options = set(shared.__annotations__)
+    own = [p for p in taken.values() if p.name not in options]
+    told = [[(p.name, p.kind, p.default) for p in some] for some in (found, own)]
     assert told[0] == told[1]
+    assert options <= set(taken)
 
 
 def test_every_optimizer_of_torch_is_here():

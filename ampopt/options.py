@@ -1,0 +1,76 @@
+"""The options that ampopt's optimizers share: their types, defaults and descriptions, said once.
+
+A constructor takes them as ``**options: Unpack[RuleOptions]``, which type checkers read, and its
+docstring has one line for all of them. When the class is made, :func:`show_options` puts each
+option into the signature and the docstring, where ``help()`` and ``inspect.signature`` find it.
+"""
+
+import inspect
+from typing import Any, Literal, TypedDict
+
+__all__ = ["OptimizerOptions", "RuleOptions", "show_options"]
+
+
+class OptimizerOptions(TypedDict, total=False):
+    """What every ampopt optimizer takes besides the arguments of its own."""
+
+    process_group: Any
+    """See :class:`ampopt.Optimizer`."""
+
+
+class RuleOptions(OptimizerOptions, total=False):
+    """What every rule-based optimizer takes besides the arguments of its own."""
+
+    master_weights: bool
+    param_rounding: Literal["nearest", "stochastic"]
+    """Both: see :class:`ampopt.ElementwiseOptimizer`."""
+
+
+_DEFAULTS = {"master_weights": False, "param_rounding": "nearest", "process_group": None}
+
+_DESCRIPTIONS = {
+    "master_weights": """\
+        master_weights: keep a float32 copy of each float16 and bfloat16 parameter, and update that
+            copy; see :class:`ampopt.ElementwiseOptimizer`. Also an option of a param group.
+""",
+    "param_rounding": """\
+        param_rounding: ``"nearest"``, or ``"stochastic"`` to round bfloat16 parameters without
+            master weights up or down at random; see :class:`ampopt.ElementwiseOptimizer`. Also an
+            option of a param group.
+""",
+    "process_group": """\
+        process_group: the ranks over which overflow and gradient norm are all-reduced; see
+            :class:`ampopt.Optimizer`.
+""",
+}
+
+_LINES = {
+    "        **options: see :class:`ampopt.options.RuleOptions`.\n": RuleOptions,
+    "        **options: see :class:`ampopt.options.OptimizerOptions`.\n": OptimizerOptions,
+}
+"""What the docstring of a class says in place of the descriptions."""
+
+
+def show_options(cls: type[Any]) -> None:
+    """Put the shared options of ``cls`` into its docstring, and into its constructor's signature.
+
+    A class without that line in its docstring, such as an author's, stays as it is.
+    """
+    for line, shared in _LINES.items():
+        docstring = cls.__doc__ or ""
+        if line in docstring:
+            # In the order of the table, which is that of the signatures too.
+            names = [name for name in _DEFAULTS if name in shared.__annotations__]
+            described = "".join(_DESCRIPTIONS[name] for name in names)
+            cls.__doc__ = docstring.replace(line, described)
+            if "__init__" in vars(cls):
+                _show_in_signature(cls.__init__, names)
+
+
+def _show_in_signature(init: Any, names: list[str]) -> None:
+    signature = inspect.signature(init)
+    *own, last = signature.parameters.values()
+    if last.kind is last.VAR_KEYWORD:
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        shared = [inspect.Parameter(name, keyword, default=_DEFAULTS[name]) for name in names]
+        init.__signature__ = signature.replace(parameters=[*own, *shared])
