@@ -42,6 +42,14 @@ def float32_inputs_of_a_float16_model(_):
     torch.nn.Linear(3, 3).half()(torch.ones(3, 3))
 
 
+def step_between_forward_and_backward(_):
+    optimizer = sgd()
+    (parameter,) = optimizer.param_groups[0]["params"]
+    loss = parameter.square().sum()
+    optimizer.step()
+    loss.backward()
+
+
 def stepped_twice(scaler):
     optimizer = sgd()
     scaler.step(optimizer)
@@ -59,6 +67,7 @@ def resumed_from_a_disabled_scaler(scaler):
         float32_inputs_of_a_float16_model,
         unscaled_twice,
         stepped_twice,
+        step_between_forward_and_backward,
         without_gradients,
         first_step_skipped,
         with_a_closure,

@@ -19,7 +19,7 @@ from ampopt._step.rank_sums import RankSums
 from ampopt._step.rule_rows import RuleRows
 from ampopt._step.settings import Settings
 from ampopt_kernels.cpu.objects import Contents, Layouts, addresses, bump_versions
-from ampopt_kernels.step import Decision, Request, Work
+from ampopt_kernels.step import Decision, Factors, Request, Work
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleSteps
@@ -109,7 +109,8 @@ class Plan:
         if request.write and not self._writes_gradients:
             asked = replace(asked, write=False)
         decision = decide(self.works, asked)
-        self.finish()
+        seen = decision.factors  # by the host, if these are numbers
+        self.finish(skipped=isinstance(seen, Factors) and seen.skip > 0)
         if request.write and not asked.write:  # in their own dtype, now that they were used
             unscale = Request(scale=request.scale, check=False)
             judge_held(self._held, unscale, None, None, write=True, uploads=self._uploads)
@@ -122,15 +123,20 @@ class Plan:
             self._rank_sums.abstain(self._home)
         return decision
 
-    def finish(self) -> None:
+    def finish(self, *, skipped: bool = False) -> None:
         """What follows a step: copies go where they belong, and gradients are let go of.
 
         Autograd is told of the writes, which kernels make behind its back, so that a backward pass
         through a graph that needs the old values is refused, as after a step of torch's.
+
+        Args:
+            skipped: whether the host knows that nothing was written; such a pass is right then. On
+                an accelerator the host does not know of a skip, and autograd is told of a write.
         """
-        for original, copy in self._copies:
-            original.copy_(copy)
-        bump_versions(self._present)
+        if not skipped:
+            for original, copy in self._copies:
+                original.copy_(copy)
+            bump_versions(self._present)
         for work in self.works:
             work.grads = []  # whose memory the next backward pass may need
 

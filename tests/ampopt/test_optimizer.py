@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from ampopt.backend import host_may_look
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -209,5 +210,28 @@ def test_a_graph_that_a_step_has_overtaken_is_refused(param, cls):
     optimizer = cls([param], lr=0.5)
     loss = param.square().sum()
     optimizer.unscale_and_step(grads_scaled_by=2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("cls", OF_EACH_KIND)
+def test_a_graph_outlasts_a_skip_that_the_host_knows_of(param, cls):
+    """As under torch's scaler; and any skip, if a closure runs the second backward pass."""
+    optimizer = cls([param], lr=0.5)
+    loss = param.square().sum()
+
+    def closure(scale):
+        optimizer.zero_grad()
+        (loss * (scale if scale < 8 else INF)).backward(retain_graph=True)
+        return loss
+
+    scale = torch.tensor(16.0)
+    if host_may_look(param.device) or cls is Plain:
+        closure(scale)
+        result = optimizer.unscale_and_step(grads_scaled_by=scale)
+        assert result.skipped
+        scale = result.scale
+    _, _, scale = optimizer.unscale_and_step(closure, grads_scaled_by=scale)
+    assert scale == 4
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
