@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.numbers import check_number
+from ampopt.loss_scale.product import product
 from ampopt.loss_scale.scaler_entries import entries_of_scaler
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.transfers import carried
@@ -79,6 +80,8 @@ class LossScale(AnyScale):
             optimizer.zero_grad()
             scale_outputs(loss_of(batch), scale).backward()
             _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+
+    For a loss that is one tensor, ``(loss_of(batch) * scale).backward()`` does the same.
 
     Only being placed on its device, once, and :meth:`load_state_dict` change a scale.
 
@@ -164,6 +167,37 @@ class LossScale(AnyScale):
     def __float__(self) -> float:
         """As :meth:`item`; synchronizes."""
         return self.item()
+
+    def __mul__(self, output: Tensor) -> Tensor:
+        """``scale * loss`` and ``loss * scale``, as :func:`ampopt.scale_outputs` of one tensor.
+
+        Does not synchronize.
+
+        Args:
+            output: a floating-point tensor of any shape.
+
+        Returns:
+            The product: float64 for float64, else float32, so that a float16 loss does not
+            overflow.
+
+        Raises:
+            TypeError: ``output`` is something else, such as a list of tensors, which
+                ``scale_outputs`` takes.
+        """
+        return product(output, self.value, "a LossScale is multiplied by")
+
+    __rmul__ = __mul__
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Multiply where a tensor comes first, so that ``torch.compile`` can compile it, too."""
+        multiplies = func in (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
+        if not multiplies or len(args) != 2 or kwargs:
+            return NotImplemented
+        output, scale = args if isinstance(args[1], LossScale) else args[::-1]
+        return scale.__mul__(output)  # `*` would have the compiler come here again
 
     def _place(self, device: Device) -> None:
         device = _resolved(device)

@@ -2,14 +2,13 @@
 
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from ampopt._step.torch_private import pytree
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.mistakes import check_scale_tensor, no_scale
 from ampopt.loss_scale.numbers import check_scale_number
-from ampopt_kernels.transfers import carried
+from ampopt.loss_scale.product import product
 
 __all__ = ["check_scale_number", "scale_outputs"]
 
@@ -30,6 +29,8 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
         >>> loss = torch.tensor([1.5], dtype=torch.float16)
         >>> scale_outputs({"loss": loss}, 2.0**16)
         {'loss': tensor([98304.])}
+
+    ``loss * scale`` is the same for one tensor and a :class:`~ampopt.LossScale`.
 
     Gradients of the result carry ``S``, which they do not show: hand the same ``S`` to the control
     point of each optimizer that steps with them. A plain ``step()`` takes them as they are.
@@ -58,8 +59,8 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
         return outputs
     scale = _factor(S)
     if isinstance(outputs, Tensor):
-        return _scaled(outputs, scale)
-    return pytree.tree_map(lambda leaf: _scaled(leaf, scale), outputs)
+        return product(outputs, scale)
+    return pytree.tree_map(lambda leaf: product(leaf, scale), outputs)
 
 
 def _factor(scale: Any) -> float | Tensor:
@@ -73,26 +74,3 @@ def _factor(scale: Any) -> float | Tensor:
         return check_scale_number(scale, "S")
     except TypeError:
         raise no_scale("S", scale) from None
-
-
-def _scaled(output: Any, scale: float | Tensor) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"outputs holds a {type(output).__name__}; only floating-point tensors can be scaled. "
-            "Leave out what has no gradient, and register a class of your own with "
-            "torch.utils._pytree.register_pytree_node."
-        )
-    if not output.is_floating_point():
-        raise TypeError(
-            f"outputs holds a tensor of {output.dtype}; only floating-point tensors can be scaled. "
-            "Leave out what has no gradient."
-        )
-    dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-    if isinstance(scale, Tensor):
-        if scale.is_meta and not output.is_meta:
-            raise ValueError(
-                "S: the scale is on meta, where it has no number; make it without device=, or on "
-                f"{str(output.device)!r}"
-            )
-        scale = carried(scale, output.device, dtype)
-    return output.to(dtype) * scale

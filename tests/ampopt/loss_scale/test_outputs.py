@@ -1,5 +1,6 @@
 import math
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import pytest
 import torch
@@ -168,3 +169,42 @@ def test_bad_outputs(bad, message):
 def test_bad_scales(bad, error, message):
     with pytest.raises(error, match=message):
         scale_outputs(torch.ones(1), bad)
+
+
+# --- loss * scale ---------------------------------------------------------------------------------
+
+
+@given(output=tensors(), exponent=exponents, static=st.booleans())
+def test_a_tensor_times_a_loss_scale_is_what_scale_outputs_gives(output, exponent, static):
+    number = 2.0**exponent
+    scale: Any = StaticLossScale(number) if static else DynamicLossScale(init_scale=number)
+    expected = scale_outputs(output, scale)
+    rebound = output
+    rebound *= scale
+    for got in (output * scale, scale * output, torch.mul(output, scale), rebound):
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+    assert scale.device is None
+
+
+def test_the_backward_pass_of_a_float16_loss_times_a_scale():
+    loss = torch.tensor([1.5], dtype=torch.float16, requires_grad=True)
+    (loss * DynamicLossScale(init_scale=2.0**14)).backward()
+    assert loss.grad is not None and loss.grad.item() == 2.0**14
+
+
+@pytest.mark.parametrize("other", [2.0, [torch.ones(1)], torch.ones(1, dtype=torch.int64), "x"])
+@pytest.mark.parametrize("product", [lambda x, s: x * s, lambda x, s: s * x])
+def test_a_loss_scale_multiplies_floating_tensors_alone(other, product):
+    for scale in (StaticLossScale(2.0), DynamicLossScale()):
+        with pytest.raises(TypeError, match="a LossScale is multiplied by.*floating-point tensors"):
+            product(other, scale)
+
+
+@pytest.mark.parametrize("product", [lambda x, s: x * s, lambda x, s: s * x])
+def test_a_product_is_compiled(product):
+    torch.compiler.reset()
+    compiled = torch.compile(product, backend="eager", fullgraph=True)
+    x = torch.tensor([1.5], dtype=torch.float16)
+    for scale in (StaticLossScale(2.0**16), DynamicLossScale()):
+        assert compiled(x, scale).tolist() == [98304.0]
+    torch.compiler.reset()
