@@ -222,6 +222,7 @@ class Optimizer(torch.optim.Optimizer):
         ours.pending = None
         ours.sums.discard()
         super().zero_grad(*args, **kwargs)
+        ours.masters.read_early = None
         ours.masters.drop_gradients()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -334,7 +335,10 @@ class Optimizer(torch.optim.Optimizer):
         """Divide the gradients by the scale in place, and look for overflow.
 
         Use it to clip or inspect gradients before :meth:`step_after_unscale`. Does not
-        synchronize.
+        synchronize. With ``master_weights=True`` the step takes the unscaled gradients of
+        :meth:`master_params`, which are float32, so clip and edit those. ``p.grad`` holds the same
+        numbers in its own dtype, for those who look there (small ones of float16 may be 0); the
+        step refuses gradients that were edited there.
 
         Args:
             grads_scaled_by: the scale of the loss that the gradients come from.
@@ -361,6 +365,7 @@ class Optimizer(torch.optim.Optimizer):
             ours.fill_masters()
         else:
             decision = ours.unscale(request_for(scale))
+            ours.masters.show_unscaled()
         found_inf = ours.flag(decision)
         successor = successor_of(scale, decision)
         ours.pending = Pending(found_inf, scale, successor, decision)
@@ -470,8 +475,11 @@ class Optimizer(torch.optim.Optimizer):
         """The tensors that steps update in full precision: for clipping between the two calls.
 
         Float32 master weights where there are some, else the parameters themselves. After
-        :meth:`unscale`, the ``grad`` of each holds its unscaled gradient.
+        :meth:`unscale`, the ``grad`` of each holds its unscaled gradient. Before, master weights
+        have none: a step whose gradients were there when masters were read so warns, once, that
+        nothing was clipped.
         """
+        self._ampopt.masters.note_reading()
         for _, full in self.params_and_masters():
             yield full
 

@@ -174,6 +174,8 @@ class RuleSteps:
         on_masters = bool(self.masters.unscaled)
         if on_masters:
             self.masters.check_unedited()
+        elif self.masters.read_early is not None:
+            self.masters.warn_of_early_reading()
         self.decision = None  # torch's own step is not to see that of the last one
         plan = self.plan
         if plan is None or not plan.renew(self):

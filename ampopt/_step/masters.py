@@ -1,5 +1,6 @@
 """Float32 master weights of half-precision parameters, and the gradients on them."""
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, torch_private
-from ampopt._step.dtensor import settle
+from ampopt._step import dtensor, gradients
 from ampopt._step.overflow import device_of, judge_held
 from ampopt._step.ranks import Agreement
+from ampopt._step.torch_private import overlaps_itself, uncompiled, version
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
@@ -27,12 +28,21 @@ class _Unscaled(NamedTuple):
     version: int | None  # None where it is the master's too, so that edits reach that
 
 
+class _Reading(NamedTuple):
+    """A gradient of a parameter, as it was when a user read the masters, which had none."""
+
+    param: Tensor
+    grad: Any  # a weak reference
+    version: int
+
+
 class Masters:
     """The masters of one optimizer, which are in its state; see ``ElementwiseOptimizer``.
 
     Attributes:
         unscaled: where the gradients come from that masters have now; empty between a step and the
             next unscale.
+        read_early: a gradient that was there when a user read masters that had none; else ``None``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, kept: bool = True) -> None:
@@ -45,6 +55,8 @@ class Masters:
         self._optimizer = weakref.ref(optimizer)
         self._kept = kept
         self.unscaled: tuple[_Unscaled, ...] = ()
+        self.read_early: _Reading | None = None
+        self._warned_of_reading = False
 
     # --- which parameter has one ----------------------------------------------------------------
 
@@ -81,18 +93,18 @@ class Masters:
         """
         if not self._kept:
             return held
+        if self.read_early is not None:
+            self.warn_of_early_reading()
         held, groups, unscaled = held.copy(), self._groups, []
         for place, (index, param, owner) in enumerate(held):
             master = self.of(groups[index], param)
             if master is not None:
-                settle(param)
+                dtensor.settle(param)
                 grad = param.grad
                 assert grad is not None
                 master.grad = grad.to(master.dtype)
                 shared = master.grad is grad
-                unscaled.append(
-                    _Unscaled(param, grad, None if shared else torch_private.version(grad))
-                )
+                unscaled.append(_Unscaled(param, grad, None if shared else version(grad)))
                 held[place] = gradients.Held(index, master, owner)
         self.unscaled = tuple(unscaled)
         return held
@@ -124,6 +136,21 @@ class Masters:
             _multiply([gradients.values_of(tensor) for _, tensor, _ in held], decision.clip)
         return decision
 
+    @torch.no_grad()
+    def show_unscaled(self) -> None:
+        """Write the unscaled gradients to ``p.grad`` too, in its dtype, for those who look there.
+
+        Steps still read those of the masters, so that an edit of ``p.grad`` is refused.
+        """
+        if not self.unscaled:
+            return
+        self.unscaled = tuple(map(_writable, self.unscaled))
+        torch._foreach_copy_(*self.unscaled_gradients())  # pyright: ignore[reportPrivateImportUsage]
+        self.unscaled = tuple(
+            seen if seen.version is None else seen._replace(version=version(seen.grad))
+            for seen in self.unscaled
+        )
+
     def drop_gradients(self) -> None:
         """Forget what :meth:`take` has put on the masters."""
         if self.unscaled:
@@ -153,7 +180,39 @@ class Masters:
         finally:
             self.drop_gradients()
 
-    # --- what is refused --------------------------------------------------------------------------
+    # --- what is refused, or warned of ------------------------------------------------------------
+
+    @uncompiled
+    def note_reading(self) -> None:
+        """Somebody reads the masters, perhaps to clip: remember whether they lack gradients."""
+        if self.unscaled or self._warned_of_reading or not self._kept:
+            return
+        for index, param in gradients.present(self._groups):
+            if needs_master(self._groups[index], param):
+                grad: Any = param.grad
+                self.read_early = _Reading(param, weakref.ref(grad), version(grad))
+                return
+
+    def warn_of_early_reading(self) -> None:
+        """Warn, once, that who read the masters before this step has found no gradients on them.
+
+        Not if a backward pass has brought others since, as where weights are averaged after a step.
+        """
+        early, self.read_early = self.read_early, None
+        assert early is not None
+        grad = early.param.grad
+        if grad is None or grad is not early.grad() or version(grad) != early.version:
+            return
+        self._warned_of_reading = True
+        warnings.warn(
+            "optimizer.master_params() was read after backward() and before the gradients were "
+            "unscaled: the masters had no gradients yet, so clip_grad_norm_() of them has clipped "
+            "nothing. Give max_norm= to unscale_and_step(), or call "
+            "optimizer.unscale(grads_scaled_by=scale) before it and step_after_unscale() behind it "
+            "(with a scaler, scaler.unscale_(optimizer) before it)",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def check_float16(self, held: list[gradients.Held]) -> None:
         """Refuse gradients that would be unscaled in float16, for want of a master.
@@ -184,12 +243,10 @@ class Masters:
             RuntimeError: a parameter has another gradient than ``unscale`` read, or one that was
                 written to since.
         """
-        for param, grad, version in self.unscaled:
+        for param, grad, seen in self.unscaled:
             if param.grad is None:  # it is left out
                 continue
-            if param.grad is not grad or (
-                version is not None and torch_private.version(grad) != version
-            ):
+            if param.grad is not grad or (seen is not None and version(grad) != seen):
                 raise RuntimeError(
                     f"the gradient of {gradients.name_of(self._groups, param)} was changed "
                     "after unscale(), which put the unscaled gradients on the float32 masters, "
@@ -222,6 +279,15 @@ def has_masters(group: dict[str, Any]) -> bool:
 def needs_master(group: dict[str, Any], param: Tensor) -> bool:
     """Whether ``param`` of ``group`` has a float32 master."""
     return has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
+
+
+def _writable(unscaled: _Unscaled) -> _Unscaled:
+    """The same, of a gradient that has a place in memory for each of its elements."""
+    param, grad, _ = unscaled
+    if not overlaps_itself(dtensor.local(grad)):
+        return unscaled
+    param.grad = grad.clone(memory_format=torch.contiguous_format)
+    return unscaled._replace(grad=param.grad)
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:

@@ -157,8 +157,9 @@ class GradScaler(scheduled.ScheduledScaler):
     def unscale_(self, optimizer: Any) -> None:
         """Unscale the gradients of ``optimizer`` in place, to clip or look at before ``step``.
 
-        Does not synchronize. With ``master_weights=True``, unscaled gradients are on the masters;
-        see :meth:`ampopt.Optimizer.master_params`.
+        Does not synchronize. With ``master_weights=True``, the step takes the unscaled gradients of
+        :meth:`ampopt.Optimizer.master_params`, so clip those; ``p.grad`` holds the same numbers in
+        its own dtype, to look at.
 
         Args:
             optimizer: whose gradients are complete.

@@ -69,7 +69,7 @@ def attempt(optimizer: Any, scale: Any, split: bool) -> Any:
 
 
 def masters_of(optimizer: Any) -> list[Tensor]:
-    return list(optimizer.master_params())
+    return [master for _, master in optimizer.params_and_masters()]
 
 
 def states(optimizer: Any) -> list[Any]:
@@ -235,25 +235,25 @@ def test_an_initial_value_is_not_rounded_to_the_parameters_dtype():
 
 @fewer(0.4)
 @given(cases(), parameters(dtypes=HALF), scales, st.data())
-def test_unscale_puts_float32_gradients_on_masters_and_leaves_the_others_alone(
+def test_unscale_puts_float32_gradients_on_masters_and_rounds_them_to_the_parameters(
     case, params, scale, data
 ):
     made = [p.parameter() for p in params]
     optimizer = with_masters(case, made)
     step = data.draw(gradients(params))
     set_gradients(made, step, scale)
-    before = bits([p.grad for p in made])
     found_inf, _ = optimizer.unscale(grads_scaled_by=scale)
     assert found_inf == 0
-    assert bits([p.grad for p in made]) == before
-    for master, grad in zip(masters_of(optimizer), step, strict=True):
+    for p, master, grad in zip(made, masters_of(optimizer), step, strict=True):
         if grad is None:
-            assert master.grad is None
+            assert master.grad is None and p.grad is None
         else:
-            assert master.grad is not None
+            assert master.grad is not None and p.grad is not None
             assert torch.equal(master.grad, grad.tensor().float())
+            assert bits(p.grad) == bits(master.grad.to(p.dtype))
+    shown = bits([p.grad for p in made])
     optimizer.step_after_unscale()
-    assert bits([p.grad for p in made]) == before
+    assert bits([p.grad for p in made]) == shown
     assert all(master.grad is None for master in masters_of(optimizer))
 
 
@@ -389,6 +389,72 @@ def test_edits_of_a_masters_gradient_are_what_is_stepped_with():
         master.grad = torch.tensor([0.5, 1.0])
         optimizer.step_after_unscale()
     assert param.tolist() == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_an_expanded_gradient_is_shown_unscaled(dtype):
+    """One element of memory stands for all of it, so another tensor takes its place."""
+    p = half(1.0, 1.0, dtype=dtype)
+    p.grad = torch.full((1,), 8.0, dtype=dtype).expand(2)
+    optimizer = ampopt.SGD([p], lr=0.5, master_weights=True)
+    optimizer.unscale(grads_scaled_by=4.0)
+    assert p.grad.tolist() == [2.0, 2.0]
+    optimizer.step_after_unscale()
+    assert p.tolist() == [0.0, 0.0]
+
+
+# --- clipping masters that have no gradients yet --------------------------------------------------
+
+EARLY = (
+    r"master_params\(\) was read after backward\(\).*max_norm=.*unscale\(grads_scaled_by=scale\)"
+)
+
+
+def step_with_a_scaler(optimizer: Any) -> None:
+    scaler = ampopt.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def steps_early(optimizer: Any) -> list[Any]:
+    return [
+        lambda: optimizer.unscale_and_step(grads_scaled_by=4.0),
+        lambda: optimizer.unscale(grads_scaled_by=4.0) and optimizer.step_after_unscale(),
+        lambda: ampopt.unscale_and_step([optimizer], grads_scaled_by=4.0),
+        lambda: step_with_a_scaler(optimizer),
+        optimizer.step,
+    ]
+
+
+@pytest.mark.parametrize("way", range(5))
+def test_clipping_masters_before_they_have_gradients_is_warned_of_once(way):
+    """As apex's scripts have it, whose gradients were unscaled by then."""
+    p = half(1.0, 1.0)
+    optimizer = ampopt.SGD([p], lr=0.5, master_weights=True)
+    step = steps_early(optimizer)[way]
+    p.grad = torch.full_like(p, 8.0)
+    clip_grad_norm_(optimizer.master_params(), 0.1)
+    with pytest.warns(UserWarning, match=EARLY):
+        step()
+    optimizer.zero_grad()
+    p.grad = torch.full_like(p, 8.0)
+    clip_grad_norm_(optimizer.master_params(), 0.1)
+    step()
+
+
+@pytest.mark.parametrize("zero", ["optimizer", "model", "in place"])
+def test_reading_masters_after_a_step_is_no_reason_to_warn(zero):
+    """As for an average of weights: the gradients of the step may be there still."""
+    model = torch.nn.Linear(2, 1).half()
+    optimizer = ampopt.SGD(model.parameters(), lr=0.5, master_weights=True)
+    for _ in range(3):
+        if zero == "optimizer":
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            model.zero_grad(set_to_none=zero == "model")
+        model(torch.ones(1, 2).half()).sum().backward()
+        optimizer.unscale_and_step(grads_scaled_by=4.0)
+        assert all(master.dtype == torch.float32 for master in optimizer.master_params())
 
 
 def clip(p: Parameter) -> None:

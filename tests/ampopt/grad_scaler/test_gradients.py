@@ -104,6 +104,7 @@ def test_gradients_clipped_on_masters_are_those_in_the_parameters(bad):
     optimizer = ampopt.SGD([p], lr=1.0, master_weights=True)
     scaler = scaler_at(8.0, GradScaler)
     scaler.unscale_(optimizer)
+    assert p.grad.tolist() == [3.0, INF if bad else 4.0]  # to be logged
     masters = list(optimizer.master_params())
     torch.nn.utils.clip_grad_value_(masters, 3.5)
     scaler.step(optimizer)
