@@ -72,6 +72,9 @@ PRINTED = {
         "2",
     ],
     "Attempting to unscale FP16 gradients.": ["0.0"],
+    "A second backward pass through the same graph": ["True"],
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation": ["tensor([0.8000, 0.8000, 0.8000])"],
     "unscale_() has already been called on this optimizer since the last update().": ["False"],
     "mat1 and mat2 must have the same dtype, but got Float and Half": [
         "torch.float32 torch.float32"
