@@ -6,7 +6,7 @@ option into the signature and the docstring, where ``help()`` and ``inspect.sign
 """
 
 import inspect
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 __all__ = ["OptimizerOptions", "RuleOptions", "show_options"]
 
@@ -22,7 +22,7 @@ class RuleOptions(OptimizerOptions, total=False):
     """What every rule-based optimizer takes besides the arguments of its own."""
 
     master_weights: bool
-    param_rounding: Literal["nearest", "stochastic"]
+    param_rounding: str
     """Both: see :class:`ampopt.ElementwiseOptimizer`."""
 
 
