@@ -24,7 +24,8 @@ ULP = 2.0**-7
 
 
 def sgd(params: Any, **options: Any) -> ampopt.SGD:
-    return ampopt.SGD(params, **{"lr": 1.0, "param_rounding": "stochastic", **options})
+    options = {"lr": 1.0, "param_rounding": "stochastic", **options}
+    return ampopt.SGD(params, **options)
 
 
 def step(optimizer: Any, grads: list[Any], overflow: bool = False) -> None:
