@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.dtensor import is_spread
 from ampopt._step.masters import needs_master
 from ampopt_kernels.stochastic import STREAM
 
-__all__ = ["PARAM_ROUNDING", "check_rounding", "is_stochastic", "keys_of", "position_of"]
+__all__ = ["PARAM_ROUNDING", "check_rounding", "is_stochastic", "keys_of"]
 
 PARAM_ROUNDING = "param_rounding"
 """The option of a param group."""
@@ -45,27 +44,3 @@ def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor, place: int) ->
     if not isinstance(kept, Tensor) or kept.dtype != torch.int64 or kept.device != param.device:
         state[KEYS] = torch.full((), int(kept), dtype=torch.int64, device=param.device)
     return state[KEYS]
-
-
-def position_of(param: Any) -> int:
-    """Where the part of ``param`` that is here begins in the whole.
-
-    Of parameters in shards of their first dimension, as FSDP2's are, ranks so take the chances
-    that one process would.
-    """
-    if not is_spread(param):
-        return 0
-    mesh, sizes = param.device_mesh, list(param.shape)
-    starts = [0] * len(sizes)
-    for rank, ranks, placement in zip(
-        mesh.get_coordinate() or (), mesh.shape, param.placements, strict=False
-    ):
-        if placement.is_shard():
-            dim = placement.dim
-            share = -(-sizes[dim] // ranks)
-            begin = min(rank * share, sizes[dim])
-            starts[dim] += begin
-            sizes[dim] = min(share, sizes[dim] - begin)
-    strides = torch.empty(param.shape, device="meta").stride()
-    first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
-    return first * (2 if param.is_complex() else 1)  # which count as two real ones each

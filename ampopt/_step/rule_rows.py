@@ -1,17 +1,20 @@
 """What a step of a rule does with each parameter: a row of tensors, made of it and its state."""
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ampopt._step import dtensor, gradients, ranks
-from ampopt._step.param_rounding import keys_of, position_of
+from ampopt._step.param_rounding import keys_of
 from ampopt._step.rule_state import lay_end_to_end, state_of
+from ampopt._step.shards import places_of
 from ampopt._step.spread_marginals import SpreadMarginals
 from ampopt._step.variants import Variants
 from ampopt_kernels.marginals import Marginals
+from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import STREAM
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row
@@ -93,18 +96,20 @@ class RuleRows:
         group = steps.optimizer.param_groups[index]
         master, holder = steps.masters.of(group, param), steps.masters.holder(group, param)
         keys = keys_of(steps.optimizer, group, param, place)
-        position = place * STREAM if rule.draws else 0
-        if keys is not None or rule.draws:
-            position += position_of(param)
         p = like = gradients.real(local(param.detach() if master is None else master))
         marginals = rule.marginals_for(flags)
         if marginals and not p.is_contiguous():  # where an element's row follows from its place
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
+        stepped, places = dense(p, like), Places()
+        if keys is not None or rule.draws:
+            places = places_of(param, stepped, contiguous=bool(marginals))
+        if rule.draws:  # each parameter its own numbers
+            places = replace(places, first=places.first + place * STREAM)
         copy = None if master is None else dense(local(param.detach()), like)
         grad = dense_like(gradients.values_of(holder), like)
         row = Row(
             grad.dtype,
-            param=dense(p, like),
+            param=stepped,
             copy=copy,
             state=tuple(
                 dense(gradients.real(local(state[part.name])), like)
@@ -119,7 +124,7 @@ class RuleRows:
             counted=self._agreement is None or self._agreement.counts(param, index),
             owner=owner,
             keys=keys,
-            position=position,
+            places=places,
         )
         if marginals:
             kept = [local(state[part.name]) for part in marginals]

@@ -35,6 +35,7 @@ from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.ledger import Attempt, Part, zeros
 from ampopt_kernels.marginals import Marginals
+from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Request, Row, Work, run
@@ -46,7 +47,7 @@ TARGETS = ("sm_80", "sm_90", "gfx942")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 REQUESTS = (
     "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned", "watched",
-    "accumulate", "accumulate anew", "accumulate or reject", "by chance",
+    "accumulate", "accumulate anew", "accumulate or reject", "by chance", "by chance in columns",
 )  # fmt: skip
 """What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
 QUICK = "of flags, only none and all, in turn but for float32; of targets, one in turn"
@@ -105,6 +106,8 @@ class Launch:
             on = [case.rule, *itertools.compress(names, flags), *on]
         if constants.get("BY_CHANCE"):
             on.append("stochastic")
+        if constants.get("JUMPS"):
+            on.append("columns")
         if constants.get("ALIGN") == 1 or constants.get("ALIGNS", (2,))[0] == 1:
             on.append("unaligned")
         return "+".join(on) or "plain"
@@ -190,7 +193,8 @@ def launches(case: Case) -> list[Launch]:
             for part in rule.scalar_state
         ),
         flags=case.flags,
-        keys=torch.zeros((), dtype=torch.int64) if case.request == "by chance" else None,
+        keys=torch.zeros((), dtype=torch.int64) if case.request.startswith("by chance") else None,
+        places=Places(0, (Jump(3, 0, 5),) * (case.request == "by chance in columns")),
     )
     if parts := rule.marginals_for(case.flags):
         states = [torch.zeros(part.beside((2, 4))) for part in parts]
@@ -216,6 +220,7 @@ def launches(case: Case) -> list[Launch]:
         "unaligned": Request(scale=scale),
         "watched": Request(scale=scale, measure=True),
         "by chance": Request(check=False),
+        "by chance in columns": Request(check=False),
         "accumulate": Request(scale=scale, accumulate=True, apply=False),
         "accumulate anew": Request(scale=scale, accumulate=True, apply=False),
         "accumulate or reject": Request(
@@ -252,7 +257,7 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
                 yield Case(name, flags, dtype, masters=True)
         if name == names[0]:
             for request in REQUESTS[1:]:
-                if request == "by chance" and dtype != "bfloat16":
+                if request.startswith("by chance") and dtype != "bfloat16":
                     continue  # which alone is rounded so
                 yield Case(name, every[0], dtype, request)
 
@@ -386,7 +391,8 @@ def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
                 s, h = rule.torch_before_reduce(s, h, flags)
                 sums = rule.torch_reduce_in(torch.float64)(one, one, states, h, flags)
             _, h = rule.torch_scalars(s, h, flags, sums, sums)
-            rule.torch_update_in(torch.float32)(one, one, states, h, flags, *rule.at(one))
+            at = rule.at(one, one.long())
+            rule.torch_update_in(torch.float32)(one, one, states, h, flags, *at)
         except (ValueError, IndexError):
             continue
         return n

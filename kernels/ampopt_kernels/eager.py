@@ -198,7 +198,9 @@ class Eager(Backend):
             if row.keys is not None or rule.draws or row.marginals is not None:
                 tensors = tuple(map(flat, tensors))
             for grad, *stored in _chunks(*tensors):
-                position, end = row.position + start, start + grad.numel()
+                end, position = start + grad.numel(), None
+                if row.keys is not None or rule.draws:
+                    position = row.places.after(start).of(grad.numel(), work.device)
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 param, *state = (t.to(dtype) for t in stored[:n])
                 update = rule.torch_update_in(dtype)
@@ -206,7 +208,7 @@ class Eager(Backend):
                 read = (*state, *row.factors(start, end))
                 param, state = update(param, g, read, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
-                if row.keys is not None:
+                if row.keys is not None and position is not None:
                     param = stochastically(param, position, row.keys)
                 start = end
                 for old, new in zip(stored, (param, *state, *copy), strict=True):

@@ -4,12 +4,9 @@ So nothing is consumed: a skipped step, a replay, a checkpoint and the number of
 and every backend makes the same ones to the bit.
 """
 
-import torch
-from torch import Tensor
-
 from ampopt_kernels.language import float_bits, jit, tl
 
-__all__ = ["CPP", "STREAM", "places", "rand", "randn", "random_bits"]
+__all__ = ["CPP", "STREAM", "rand", "randn", "random_bits"]
 
 STREAM = 1 << 36
 """From the places of one parameter to those of the next: each has so many elements."""
@@ -61,16 +58,6 @@ def _mixed(x):
     x = x ^ (x >> 15)
     x = (x * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)
-
-
-def places(like: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """What ``update`` gets as ``at``, in torch.
-
-    Args:
-        like: the block of the parameter, flat.
-        start: the place of its first element.
-    """
-    return torch.arange(start, start + like.numel(), device=like.device), like
 
 
 CPP = """

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.language import INTERPRETED, jit, tl
-from ampopt_kernels.random_numbers import places
 from ampopt_kernels.state import MASTER, PARAM, State
 
 __all__ = ["MASTER", "PARAM", "Kind", "Rule", "State"]
@@ -246,9 +245,14 @@ class Rule:
             return group
         return {**group, **self.entries(group, *kind)}
 
-    def at(self, p: Tensor, start: int = 0) -> tuple[Any, ...]:
-        """What ``update`` takes besides on torch tensors; see :func:`random_numbers.places`."""
-        return (places(p, start),) if self.draws else ()
+    def at(self, p: Tensor, position: Tensor | None = None) -> tuple[Any, ...]:
+        """What ``update`` takes besides on torch tensors, for random numbers.
+
+        Args:
+            p: the block of the parameter.
+            position: of each of its elements, int64; see :class:`ampopt_kernels.places.Places`.
+        """
+        return ((position, p),) if self.draws else ()
 
     def torch_update_in(self, dtype: torch.dtype) -> Any:
         """``update`` on torch tensors, with blocks of ``dtype``, float32 or float64."""

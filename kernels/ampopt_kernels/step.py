@@ -18,6 +18,7 @@ from torch import Tensor
 from ampopt_kernels.found import NOBODY, Found, Owner
 from ampopt_kernels.ledger import Attempt, Ledger, Part, note
 from ampopt_kernels.marginals import Marginals
+from ampopt_kernels.places import Places
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import take_keys
@@ -40,8 +41,8 @@ class Row:
     Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
     A bfloat16 parameter that is rounded stochastically has ``keys``, of which each step takes one,
     0-d int64; see ``stochastic``. The chances of its elements, and random numbers of a rule, follow
-    from the ``position`` of the first one in the whole; see ``random_numbers``. Beside states of
-    rows and columns, its ``marginals``, all tensors are contiguous.
+    from their ``places`` in the whole parameter; where there are neither, ``places`` say nothing.
+    Beside states of rows and columns, its ``marginals``, all tensors are contiguous.
     """
 
     grad_dtype: torch.dtype
@@ -54,7 +55,7 @@ class Row:
     counted: bool = True
     owner: Owner = NOBODY
     keys: Tensor | None = None
-    position: int = 0
+    places: Places = Places()
     marginals: Marginals | None = None
 
     @property
@@ -73,8 +74,9 @@ class Row:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What one launch must have in common: dtypes, flags, being copied, how it is rounded."""
-        return self.dtypes, self.flags, self.copy is not None, self.keys is not None
+        """What one launch must have in common: all that is compiled for a row."""
+        jumps = len(self.places.jumps)
+        return self.dtypes, self.flags, self.copy is not None, self.keys is not None, jumps
 
     @property
     def compute_dtype(self) -> torch.dtype:

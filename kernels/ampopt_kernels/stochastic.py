@@ -39,16 +39,15 @@ def rounded_stochastically(x, position, key):
     return (rounded >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
-def stochastically(x: Tensor, start: int, key: int | Tensor) -> Tensor:
-    """:func:`rounded_stochastically` of elements from the position ``start`` on, in memory order.
+def stochastically(x: Tensor, position: Tensor, key: int | Tensor) -> Tensor:
+    """:func:`rounded_stochastically` in torch.
 
     Args:
         x: flat, float32 or float64.
-        start: the position of the first.
+        position: of each element in its parameter, int64, of the shape of ``x``.
         key: of the step, a number or 0-d int64.
     """
     x = x.to(torch.float32)
-    position = torch.arange(start, start + x.numel(), device=x.device).view(x.shape)
     keys = torch.as_tensor(key, device=x.device)
     chance = _random_bits(position, keys & 0xFFFFFFFF, keys >> 32) >> 16
     bits = _float_bits(x) + chance

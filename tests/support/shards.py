@@ -1,4 +1,4 @@
-"""Parameters that are spread over ranks, beside the same on one process."""
+"""Parameters that are spread over four ranks, beside the same on one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,38 +8,71 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
+from support.local_ranks import mesh_of
 
-__all__ = ["same_as_whole"]
+__all__ = ["layouts", "same_as_whole", "spread"]
+
+
+def layouts() -> list[tuple[Any, list[Any]]]:
+    """Meshes and placements of each kind that torch's engines make, for matrices on four ranks."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    rows, columns, strided = Shard(0), Shard(-1), _StridedShard(0, split_factor=2)
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    return [
+        (mesh_of(4), [rows]),
+        (mesh_of(4), [columns]),
+        (mesh, [Replicate(), columns]),
+        (mesh, [rows, columns]),
+        (mesh, [rows, rows]),
+        (mesh, [strided, rows]),  # of fully_shard after ColwiseParallel
+        (mesh, [strided, columns]),
+        (mesh["tp"], [columns]),
+    ]
+
+
+def spread(whole: Tensor, mesh: Any, placements: list[Any]) -> Any:
+    """``whole``, which all ranks have, spread over them without a collective."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
 
 
 def same_as_whole(
-    make: Callable[[Any], Any], values: list[Tensor], grad: float, step: Callable[[Any], Any]
-) -> list[bool]:
-    """Whether steps of parts on all ranks end bit for bit where those of whole parameters do.
+    make: Callable[[Any], Any],
+    values: list[Tensor],
+    grad: float,
+    step: Callable[[Any], Any],
+    backends: list[str],
+) -> list[str]:
+    """Parts on ranks whose steps do not end bit for bit where those of the whole do.
 
     Args:
         make: an optimizer, of parameters.
-        values: to begin with; all but the last are sharded, and each rank has that.
+        values: to begin with; each is spread in every way of :func:`layouts`.
         grad: every element of the gradients.
         step: takes one step of an optimizer, of three.
+        backends: of the steps.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    ampopt.set_backend("eager")
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    places: list[Any] = [*[Shard(0)] * (len(values) - 1), Replicate()]
-    wholes = [Parameter(value.clone()) for value in values]
-    parts: list[Any] = [
-        Parameter(distribute_tensor(value.clone(), mesh, [place]))
-        for value, place in zip(values, places, strict=True)
-    ]
-    both = [make(parts), make(wholes)]
-    for _ in range(3):
+    places = [place for _ in values for place in layouts()]
+    differing = []
+    for backend in backends:
+        ampopt.set_backend(backend)
+        wholes = [Parameter(value.clone()) for value in values for _ in layouts()]
+        parts: list[Any] = [
+            Parameter(spread(p.detach(), *at)) for p, at in zip(wholes, places, strict=True)
+        ]
+        both = [make(parts), make(wholes)]
+        for _ in range(3):
+            for whole, part, place in zip(wholes, parts, places, strict=True):
+                whole.grad = torch.full_like(whole, grad)
+                part.grad = spread(whole.grad, *place)
+            for optimizer in both:
+                step(optimizer)
         for whole, part, place in zip(wholes, parts, places, strict=True):
-            whole.grad = torch.full_like(whole, grad)
-            part.grad = distribute_tensor(whole.grad.clone(), mesh, [place])
-        for optimizer in both:
-            step(optimizer)
+            expected = spread(whole.detach(), *place).to_local()
+            if not torch.equal(part.detach().to_local(), expected):
+                differing.append(f"{backend}, {tuple(whole.shape)} as {place[1]}")
     ampopt.set_backend("auto")
-    return [torch.equal(a.detach().full_tensor(), b) for a, b in zip(parts, wholes, strict=True)]
+    return differing

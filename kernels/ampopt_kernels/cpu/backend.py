@@ -20,7 +20,7 @@ from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
 from ampopt_kernels.marginals import Marginals, advance, sums_of
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Partials, Request, Row, Work
+from ampopt_kernels.step import Decision, Partials, Request, Work
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.tensors import arithmetic, times
 
@@ -144,9 +144,10 @@ class Cpu(Eager):
                 piece.copies.load()
             tensors = (grad, piece.param, *piece.rest)
             if piece.rows[0].keys is not None or rule.draws:
+                keys = (None if row.keys is None else int(row.keys) for row in piece.rows)
                 parts = [
-                    part._replace(chances=_chances(row))
-                    for row, part in zip(piece.rows, piece.each(h), strict=True)
+                    part._replace(places=row.places, key=key)
+                    for row, part, key in zip(piece.rows, piece.each(h), keys, strict=True)
                 ]
             elif varies or piece.marginals:
                 parts = list(piece.alike(h))
@@ -201,7 +202,7 @@ class Cpu(Eager):
     ) -> None:
         """Apply the rule to the parts of a piece."""
         for part, own in piece.beside(parts):
-            apply_rule(rule, piece.flags, part.of(tensors), part.h, part.chances, own)
+            apply_rule(rule, piece.flags, part.of(tensors), part, own)
 
 
 class _Read(NamedTuple):
@@ -216,38 +217,33 @@ class _Read(NamedTuple):
     rows: Sequence[int]
 
 
-def _chances(row: Row) -> tuple[int, ...]:
-    """Position and, to round a parameter stochastically by, key."""
-    return (row.position,) if row.keys is None else (row.position, int(row.keys))
-
-
 def apply_rule(
     rule: Rule,
     flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
-    h: tuple[float, ...],
-    chances: tuple[int, ...] = (),
+    part: Part,
     marginals: Marginals | None = None,
 ) -> None:
     """Apply ``rule`` to flat gradient, parameter and states, in place.
 
     One tensor more than the rule has states is a copy of the parameter, which is written.
-    ``h`` begins with the reciprocal of the scale and the clip coefficient. ``chances`` are the
-    position of the first element, of a rule that draws random numbers, and a key, with which the
-    parameter is rounded stochastically. ``marginals`` are those of the parameter, then a whole one.
+    ``part`` has the numbers for all of these elements. ``marginals`` are those of the parameter,
+    then a whole one.
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
-    inverse, clip, *rest = h
+    inverse, clip, *rest = part.h
     n = tensors[0].numel()
     for start in range(0, n, CHUNK):
         grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
         g = times(grad.to(dtype), inverse, clip)
-        position, *key = (chances[0] + start, *chances[1:]) if chances else (0,)
+        position = None
+        if part.places is not None:
+            position = part.places.after(start).of(grad.numel(), grad.device)
         factors = () if marginals is None else marginals.at(start, start + grad.numel())
         given = g, [t.to(dtype) for t in stored], tuple(rest), position, factors
         new = updated(rule, flags, *given)
-        if key:
-            new = (stochastically(new[0], position, *key), *new[1:])
+        if part.key is not None and position is not None:
+            new = (stochastically(new[0], position, part.key), *new[1:])
         for old, value in zip(stored, new, strict=True):
             old.copy_(value)
 
@@ -287,7 +283,7 @@ def updated(
     grad: Tensor,
     stored: Sequence[Tensor],
     h: tuple[Any, ...],
-    position: int,
+    position: Tensor | None,
     factors: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
     """What the rule makes of parameter, states and, if there is one more tensor, copy.

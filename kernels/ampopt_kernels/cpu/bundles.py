@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
 from ampopt_kernels.marginals import Marginals
+from ampopt_kernels.places import Places
 from ampopt_kernels.step import Row, Work
 from ampopt_kernels.tensors import flat
 
@@ -33,14 +34,15 @@ class Part(NamedTuple):
         start: the first.
         end: that behind the last.
         h: the reciprocal of the scale, the clip coefficient, and what the rule takes as ``h``.
-        chances: the position of the first element, of a rule that draws random numbers, and a key
-            to round a parameter stochastically by.
+        places: of these elements, for random numbers and stochastic rounding; else ``None``.
+        key: to round the parameter stochastically by; ``None`` to round it to the nearest.
     """
 
     start: int
     end: int
     h: tuple[float, ...]
-    chances: tuple[int, ...] = ()
+    places: Places | None = None
+    key: int | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """These elements of the tensors of the piece."""
@@ -152,7 +154,7 @@ class Piece:
         """
         rows = list(self.each(h))
         start = 0
-        for row, (_, end, own, _) in enumerate(rows):
+        for row, (_, end, own, *_) in enumerate(rows):
             if self.marginals or row + 1 == len(rows) or rows[row + 1].h != own:
                 yield Part(start, end, own)
                 start = end

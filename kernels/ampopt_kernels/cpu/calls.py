@@ -45,9 +45,12 @@ class Loop:
         h = array("d")
         for part in parts:
             h.extend(part.h)
-            if part.chances:
-                position, *key = part.chances
-                h.extend((position - part.start, *key))  # where the piece begins
+            if part.places is not None:
+                h.append(part.places.first - part.start)  # where the piece begins
+                if part.key is not None:
+                    h.append(part.key)
+                for period, phase, size in part.places.jumps:
+                    h.extend((period, phase - part.start, size))
         where = array("q", map(Tensor.data_ptr, tensors))
         where.extend(beside)
         ends = array("q", map(_end_of, parts))

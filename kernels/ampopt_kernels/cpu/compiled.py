@@ -55,6 +55,7 @@ class _Key(NamedTuple):
     width: int
     role: str
     by_chance: bool
+    jumps: int
 
 
 class Compiled(Cpu):
@@ -229,4 +230,5 @@ def _key(rule: Rule, piece: Piece, width: int, role: str) -> _Key:
     stored = (piece.param, *(piece.rest if updates else piece.states))
     dtypes = (piece.rows[0].grad_dtype, *(t.dtype for t in stored))
     by_chance = updates and piece.rows[0].keys is not None
-    return _Key(rule, piece.flags, dtypes, width, role, by_chance)
+    jumps = len(piece.rows[0].places.jumps) if updates else 0
+    return _Key(rule, piece.flags, dtypes, width, role, by_chance, jumps)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampopt_kernels import random_numbers, stochastic, torch_language
+from ampopt_kernels import places, random_numbers, stochastic, torch_language
 from ampopt_kernels.cpu.expressions import C_TYPES, LANGUAGE, Program, cast
 from ampopt_kernels.cpu.loops import AVERAGES, PREAMBLE, SPREAD, SUMS, UPDATE
 from ampopt_kernels.cpu.sums import BLOCK, PART
@@ -47,6 +47,7 @@ def source_of(
     width: int,
     role: str = "update",
     by_chance: bool = False,
+    jumps: int = 0,
 ) -> Source:
     """``rule`` as C++.
 
@@ -59,11 +60,12 @@ def source_of(
         role: which function: ``"update"``, ``"reduce"`` or ``"averages"``; only the first takes a
             copy.
         by_chance: round the parameter, bfloat16, stochastically.
+        jumps: how many there are in the places of the elements; see ``places``.
 
     Behind the tensors are the ``addresses`` of ``Marginals``, if the rule has any, of which
     ``averages`` has the sizes alone.
-    ``h`` has the position of the first element besides if the rule draws random numbers or
-    ``by_chance``, and then the key.
+    ``h`` has the place of the first element besides if the rule draws random numbers or
+    ``by_chance``, then the key, and then three numbers for each of the ``jumps``.
 
     Raises:
         Exception: of whatever kind, where the rule does what the language has not.
@@ -103,7 +105,17 @@ def source_of(
         return Source(preamble + text, program.exact and role == "reduce")
     if rule.draws or by_chance:
         preamble += random_numbers.CPP
+        program.place = "position + i"
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
+        if jumps:
+            preamble += places.CPP
+            program.place = "places[i - block]"
+            program.before.append("uint64_t places[BLOCK];")
+            numbers = f"h + {width + 1 + by_chance}"
+            filled.append(
+                f"places_of({numbers}, {jumps}, position, block, "
+                "lesser(BLOCK, end - block), places);"
+            )
         given += (program,) * rule.draws
     param, state = function(*given)
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
@@ -111,12 +123,12 @@ def source_of(
         preamble += stochastic.CPP
         program.before.append(f"const uint64_t key = h[{width + 1}];")
         value = cast(param, torch.float32)
-        program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, position + i, key);")
+        program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, {program.place}, key);")
         dtypes, new = (dtypes[0], *dtypes[2:]), new[1:]
     for i, (dtype, value) in enumerate(zip(dtypes[1:], new, strict=True), 2 if by_chance else 1):
         rounded = _ROUNDED.get(dtype)
         to = f"{rounded}({cast(value, torch.float32)})" if rounded else cast(value, dtype)
         program.each.append(f"t{i}[i] = {to};")
-    width += (rule.draws or by_chance) + by_chance
+    width += (rule.draws or by_chance) + by_chance + places.NUMBERS * jumps
     body = program.body(range(1 + len(stored)), filled)
     return Source(preamble + UPDATE.format(width=width, **body), program.exact)

@@ -27,12 +27,14 @@ class Program:
         before: what is computed once.
         each: what is computed for each element.
         exact: see :class:`cpp.Source`.
+        place: of each element in the whole parameter, for random numbers.
     """
 
     compute: torch.dtype
     before: list[str] = field(default_factory=list)
     each: list[str] = field(default_factory=list)
     exact: bool = True
+    place: str = ""
 
     def body(self, tensors: Iterable[int], filled: Iterable[str] = ()) -> dict[str, str]:
         """Both, as they are put into a function that fetches ``tensors``.
@@ -223,7 +225,7 @@ def _div_rn(x: Any, y: Any) -> Any:
 
 def _rand(seed: Any, step: Any, program: Any) -> Any:
     seed, step = (cast(x, torch.float32) for x in (seed, step))
-    return program.new(program.compute, f"uniform({seed}, {step}, position + i)", True)
+    return program.new(program.compute, f"uniform({seed}, {step}, {program.place})", True)
 
 
 def _as_float32(x: Any) -> Any:

@@ -349,6 +349,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "COPIED": row.copy is not None,
                 "BY_CHANCE": row.keys is not None,
                 "DRAWS": rule.draws,
+                "JUMPS": len(row.places.jumps),
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],

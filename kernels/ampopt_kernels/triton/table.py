@@ -2,14 +2,15 @@
 
 The table has one int64 row for each parameter::
 
-    grad | param | states ... copy | scalar states ... | keys | position | flags | counted | group
-    | numel
+    grad | param | states ... copy | scalar states ... | jumps ... | keys | first place | flags
+    | counted | group | numel
 
 and, where the rule has any, factors of rows and columns behind the copy, and how many rows and
 columns a matrix has, with 0 for what a row has not, and for ``counted`` where it does not count
-towards the norm. ``flags`` is their number among ``Table.flag_sets``. A launch takes those of its
-programs' (row, chunk) pairs that share dtypes, flags and alignment, so the number of launches does
-not depend on the number of tensors or groups.
+towards the norm. Where a row has jumps (see ``places``), all rows have columns for as many, of
+three numbers each; a row's own are the last. ``flags`` is their number among ``Table.flag_sets``. A
+launch takes those of its programs' (row, chunk) pairs that share dtypes, flags and alignment, so
+the number of launches does not depend on the number of tensors or groups.
 """
 
 import functools
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.objects import addresses
+from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 
@@ -117,6 +119,7 @@ class Table:
         flag_sets: tuple[tuple[bool, ...], ...] = ()
         if work.rule is not None and work.rule.scalars_arguments > 2:
             flag_sets = tuple(dict.fromkeys(row.flags for row in work.rows))
+        n_jumps = max((len(row.places.jumps) for row in work.rows), default=0)
         rows: list[int] = []
         kinds: dict[Any, list[int]] = {}
         aligned: list[bool] = []
@@ -130,7 +133,9 @@ class Table:
             scalars += [0] * (n_scalars - len(scalars))
             of_flags = flag_sets.index(row.flags) if flag_sets else 0
             keys = 0 if row.keys is None else row.keys.data_ptr()
-            rows += [*streams, *scalars, keys, row.position, of_flags]
+            jumps = [n for jump in row.places.jumps for n in jump]
+            rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
+            rows += [keys, row.places.first, of_flags]
             rows += [int(row.counted), row.group, grad.numel()]
             kinds.setdefault((row.kind, aligned[index]), []).append(index)
         chunk = _chunk(sum(grad.numel() for grad in work.grads))
@@ -153,7 +158,7 @@ class Table:
         return Table(
             rows=get(_name("rows", work), numbers, torch.int64, work.device),
             numbers=numbers,
-            columns=8 + n_states + n_scalars,
+            columns=8 + n_states + n_scalars + NUMBERS * n_jumps,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             row_of_block=blocks[::2],
             spans=spans,

@@ -3,6 +3,7 @@
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.stochastic import rounded_stochastically
 from ampopt_kernels.triton.marginals import factors_of, load_factors
+from ampopt_kernels.triton.places import jumps_of, places_of
 
 __all__ = ["update_kernel"]
 
@@ -20,6 +21,7 @@ def update_kernel(
     COPIED: tl.constexpr,
     BY_CHANCE: tl.constexpr,
     DRAWS: tl.constexpr,
+    JUMPS: tl.constexpr,
     COMPUTE: tl.constexpr,
     ALIGNS: tl.constexpr,
     N_H: tl.constexpr,
@@ -42,6 +44,7 @@ def update_kernel(
         COPIED: whether the last is a low-precision copy of the parameter, only written.
         BY_CHANCE: whether the parameter, bfloat16, is rounded stochastically.
         DRAWS: whether the rule takes ``at``, for random numbers.
+        JUMPS: how many there are in the places of the elements; see ``places``.
         COMPUTE: the arithmetic dtype.
         ALIGNS: powers of two, bytes, that divide the addresses of each.
         N_H: scalars that the rule takes.
@@ -72,6 +75,7 @@ def update_kernel(
 
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
+    jumps = jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
     factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE)
     if BY_CHANCE:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
@@ -90,6 +94,7 @@ def update_kernel(
             h,
             key,
             position,
+            jumps,
             factors_at,
             place,
             RULE,
@@ -105,7 +110,7 @@ def update_kernel(
         )
     if whole < end:
         _update_block(
-            streams, whole, end, inverse, clip, h, key, position, factors_at, place,
+            streams, whole, end, inverse, clip, h, key, position, jumps, factors_at, place,
             RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, DRAWS, COMPUTE, OF_ROWS, True, BLOCK,
         )  # fmt: skip
 
@@ -120,6 +125,7 @@ def _update_block(
     h,
     key,
     position,
+    jumps,
     factors,
     place,
     RULE: tl.constexpr,
@@ -145,16 +151,16 @@ def _update_block(
     # Two products, so that clipping rounds as it does on gradients that were unscaled before.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
     state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, MASKED)
+    places = places_of(position, jumps, at)
     if DRAWS:
-        where = (position + at, values[1])  # pyright: ignore
-        param, state = RULE(values[1], grad, state, h, FLAGS, where)  # pyright: ignore
+        param, state = RULE(values[1], grad, state, h, FLAGS, (places, values[1]))  # pyright: ignore
     else:
         param, state = RULE(values[1], grad, state, h, FLAGS)  # pyright: ignore
     new = (param,) + state
     if COPIED:
         new = new + (param,)
     for i in tl.static_range(len(new)):
-        value = _rounded(new[i], position + at, key, DTYPES[i + 1], BY_CHANCE and i == 0)
+        value = _rounded(new[i], places, key, DTYPES[i + 1], BY_CHANCE and i == 0)
         if MASKED:
             tl.store(streams[i + 1] + at, value, mask=live)
         else:

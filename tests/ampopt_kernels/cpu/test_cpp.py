@@ -80,7 +80,7 @@ def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float,
     marginals = marginals_of(rule, flags, ours[1], arithmetic(*stored[:2]))
     beside = () if marginals is None else marginals.addresses
     Loop(Library(source.text).load().update)([Part(0, n, h)], ours, beside=beside)
-    apply_rule(rule, flags, theirs, h, (), marginals)
+    apply_rule(rule, flags, theirs, Part(0, n, h), marginals)
     return ours, theirs, source
 
 

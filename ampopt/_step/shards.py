@@ -1,0 +1,122 @@
+"""Which elements of a tensor a rank has, where the tensor is spread over ranks."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampopt._step.dtensor import is_spread
+from ampopt_kernels.places import Jump, Places
+
+__all__ = ["Run", "places_of", "runs_at", "runs_of"]
+
+
+class Run(NamedTuple):
+    """Indices of one dimension of a whole tensor, one behind the other, that a rank has."""
+
+    start: int
+    length: int
+
+
+def runs_of(tensor: Any) -> list[list[Run]] | None:
+    """What this rank has of each dimension of a ``DTensor``; ``None`` outside of its mesh."""
+    here = tensor.device_mesh.get_coordinate()
+    if here is None:
+        return None
+    return runs_at(tensor.shape, tensor.device_mesh.shape, here, tensor.placements)
+
+
+def runs_at(
+    shape: Sequence[int], mesh: Sequence[int], here: Sequence[int], placements: Sequence[Any]
+) -> list[list[Run]]:
+    """What the rank at the coordinates ``here`` of a mesh has of each dimension.
+
+    The indices of a dimension are in the order in which they are there: a rank has a few runs of
+    them where a placement is strided, as ``fully_shard`` after tensor parallelism makes it.
+    """
+    runs = [[Run(0, size)] for size in shape]
+    for rank, ranks, placement in zip(here, mesh, placements, strict=True):
+        # ``is_shard()`` of a strided shard is False.
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            pieces = getattr(placement, "split_factor", 1)
+            parts = (_chunk(runs[dim], piece, pieces) for piece in range(pieces))
+            runs[dim] = _joined(run for part in parts for run in _chunk(part, rank, ranks))
+    return runs
+
+
+def _chunk(runs: Sequence[Run], which: int, of: int) -> list[Run]:
+    """What ``torch.chunk`` would make of ``runs``, the chunk number ``which``."""
+    size = sum(run.length for run in runs)
+    share = -(-size // of)
+    start, stop = min(which * share, size), min((which + 1) * share, size)
+    chunk, at = [], 0
+    for run in runs:
+        first, last = max(start - at, 0), min(stop - at, run.length)
+        if first < last:
+            chunk.append(Run(run.start + first, last - first))
+        at += run.length
+    return chunk
+
+
+def _joined(runs: Any) -> list[Run]:
+    """The same, but one run where one goes on where another ends."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and sum(joined[-1]) == run.start:
+            joined[-1] = Run(joined[-1].start, joined[-1].length + run.length)
+        else:
+            joined.append(run)
+    return joined
+
+
+def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:
+    """The places of what this rank has of ``param`` in the memory of one process with all of it.
+
+    Args:
+        param: the parameter.
+        local: what is here of it, real and dense, as it is stepped.
+        contiguous: whether one process would step a contiguous copy.
+    """
+    runs = runs_of(param) if is_spread(param) else None
+    if runs is None or not local.numel():
+        return Places()
+    whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+    whole = torch.empty_like(whole)  # dense where ``param`` is not
+    if contiguous:
+        whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    if param.is_complex():
+        whole = torch.view_as_real(whole)
+        runs.append([Run(0, 2)])
+    return _places(runs, local.stride(), whole.stride())
+
+
+def _places(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -> Places:
+    """Places of a dense tensor with these runs and strides, in one with the strides ``whole``.
+
+    The element ``i`` has the index ``i // stride % length`` in a dimension. Modulo, too, is a sum
+    of quotients.
+    """
+    sizes: Counter[tuple[int, int]] = Counter({(1, 0): -1})  # by period and phase; one is counted
+    lengths = [sum(run.length for run in of_dim) for of_dim in runs]
+    stride = 1
+    for dim in sorted(range(len(runs)), key=lambda dim: local[dim]):
+        of_dim, length, size = runs[dim], lengths[dim], whole[dim]
+        if length == 1:
+            continue
+        end = stride * length
+        sizes[stride, 0] += size
+        sizes[end, 0] -= size * length
+        begun = 0
+        for run, after in pairwise(of_dim):
+            begun += run.length
+            gap = size * (after.start - sum(run))
+            sizes[end, end - stride * begun] += gap
+            sizes[end, 0] -= gap
+        stride = end
+    first = sum(of_dim[0].start * size for of_dim, size in zip(runs, whole, strict=True))
+    jumps = [Jump(*at, size) for at, size in sizes.items() if size and stride > at[0] - at[1]]
+    return Places(first, tuple(sorted(jumps)))

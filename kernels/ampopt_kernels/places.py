@@ -1,0 +1,76 @@
+"""The place of each element of a row in the whole parameter, as one process would count it.
+
+Random numbers follow from it. So they are the same however a parameter is divided among ranks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["CPP", "NUMBERS", "Jump", "Places"]
+
+
+class Jump(NamedTuple):
+    """Places of the parameter that a row leaves out, again and again.
+
+    Attributes:
+        period: how many elements of the row there are from one gap to the next; 1 or more.
+        phase: how many elements before the first one of the row the count begins; 0 or more.
+        size: how many places each gap leaves out. May be negative.
+    """
+
+    period: int
+    phase: int
+    size: int
+
+
+NUMBERS = len(Jump._fields)
+"""Of each jump, in what compiled code reads."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of all elements of a row, in the order of memory.
+
+    The element ``i`` of the row has the place ``first + i + sum((i + phase) // period * size)``,
+    over all jumps. A row that is a whole parameter, or a shard of its first dimension, has no
+    jumps; a shard of columns has one, behind each of its rows.
+
+    Attributes:
+        first: see above.
+        jumps: see above.
+    """
+
+    first: int = 0
+    jumps: tuple[Jump, ...] = ()
+
+    def after(self, start: int) -> "Places":
+        """Those of the elements from ``start`` on."""
+        jumps = tuple(jump._replace(phase=jump.phase + start) for jump in self.jumps)
+        return Places(self.first + start, jumps)
+
+    def of(self, n: int, device: torch.device) -> Tensor:
+        """Those of the first ``n`` elements: int64, shape (n,)."""
+        places = torch.arange(self.first, self.first + n, device=device)
+        for period, phase, size in self.jumps:
+            places += torch.arange(phase, phase + n, device=device) // period * size
+        return places
+
+
+CPP = """
+// The places of the elements from ``start`` on; see places.py.
+static inline void places_of(
+    const double* numbers, int64_t n_jumps, uint64_t first, int64_t start, int64_t n, uint64_t* out
+) {
+    for (int64_t j = 0; j < n; ++j) out[j] = first + start + j;
+    for (; n_jumps > 0; --n_jumps, numbers += 3) {
+        const int64_t period = numbers[0], at = start + (int64_t)numbers[1], size = numbers[2];
+        int64_t skipped = at / period * size;
+        for (int64_t j = 0, next = period - at % period; j < n; next += period, skipped += size)
+            for (const int64_t end = lesser(next, n); j < end; ++j) out[j] += skipped;
+    }
+}
+"""
+"""The same in C++; the numbers are those of each jump."""

@@ -1,0 +1,81 @@
+"""Which elements a rank has: as torch divides tensors, for every placement and every rank."""
+
+import itertools
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ampopt._step import shards
+from ampopt_kernels.places import Places
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], list[Any]]:
+    """Shape of a tensor, shape of a mesh, and a placement for each dimension of the mesh."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    shape = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
+    mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
+    dims = st.integers(0, len(shape) - 1)
+    strided = st.builds(lambda dim, n: _StridedShard(dim, split_factor=n), dims, st.integers(1, 3))
+    placement = st.just(Replicate()) | st.builds(Shard, dims) | strided
+    return shape, mesh, [draw(placement) for _ in mesh]
+
+
+def part_of(whole: torch.Tensor, mesh: list[int], here: Any, placements: list[Any]) -> Any:
+    """What torch gives the rank at the coordinates ``here`` of a mesh."""
+    for n, rank, placement in zip(mesh, here, placements, strict=True):
+        if not placement.is_replicate():
+            parts, _ = placement._split_tensor(whole, n, with_padding=False, contiguous=False)
+            whole = parts[rank]
+    return whole
+
+
+def inverse(order: list[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
+
+
+@given(layout=layouts(), order=st.permutations(range(3)), part_order=st.permutations(range(3)))
+def test_places_are_those_of_the_elements_in_the_whole(layout, order, part_order):
+    """In memory of any order, of the whole and of the part."""
+    shape, mesh, placements = layout
+    n = torch.Size(shape).numel()
+    order, part_order = ([d for d in o if d < len(shape)] for o in (order, part_order))
+    whole = torch.arange(n).view([shape[d] for d in order]).permute(inverse(order))
+    for here in itertools.product(*map(range, mesh)):
+        part = part_of(whole, mesh, here, placements)
+        laid_out = part.permute(part_order).contiguous()
+        expected = laid_out.flatten()
+        runs = shards.runs_at(shape, mesh, here, placements)
+        assert [sum(run.length for run in runs_of_dim) for runs_of_dim in runs] == list(part.shape)
+        if part.numel():
+            places = shards._places(
+                runs, laid_out.permute(inverse(part_order)).stride(), whole.stride()
+            )
+            assert torch.equal(places.of(len(expected), CPU), expected)
+            middle = len(expected) // 2
+            assert torch.equal(
+                places.after(middle).of(len(expected) - middle, CPU), expected[middle:]
+            )
+
+
+def test_what_is_whole_or_begins_with_whole_rows_has_no_jumps():
+    from torch.distributed.tensor import Replicate, Shard
+
+    for placements, first, jumps in (
+        ([Replicate(), Replicate()], 0, 0),
+        ([Shard(0), Replicate()], 12, 0),
+        ([Shard(0), Shard(0)], 18, 0),
+        ([Replicate(), Shard(1)], 3, 1),
+        ([Shard(0), Shard(1)], 15, 1),
+    ):
+        runs = shards.runs_at((4, 6), (2, 2), (1, 1), placements)
+        stride = sum(run.length for run in runs[1]), 1
+        places = shards._places(runs, stride, (6, 1))
+        assert (places.first, len(places.jumps)) == (first, jumps)
+    assert Places().of(3, CPU).tolist() == [0, 1, 2]

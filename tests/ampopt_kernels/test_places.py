@@ -1,0 +1,54 @@
+"""Random numbers of a row that is a part of a parameter: those of its places, on every backend."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.langevin import Shaken
+
+from ampopt_kernels import torch_language
+from ampopt_kernels.cpu.backend import Cpu
+from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.cpu.compiled import Compiled
+from ampopt_kernels.eager import Eager
+from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.places import Jump, Places
+from ampopt_kernels.random_numbers import rand
+from ampopt_kernels.step import Request, Row, Work, run
+from ampopt_kernels.stochastic import stochastically
+
+CPU = torch.device("cpu")
+NEAR = (Jump(1, 0, 2), Jump(7, 3, 5), Jump(70, 69, -1))
+FAR = (Jump(3000, 2900, 10**9), Jump(9000, 900, 2**33), Jump(2**35, 2**35 - 5, 3))
+ROWS = [(Places(2**40), 9), (Places(5, NEAR), 300), (Places(5, FAR), 9300), (Places(1, FAR), 40)]
+"""Places and sizes of rows: of one chunk and several, with gaps in each block, chunk, or row."""
+
+
+def backends() -> list[Any]:
+    made: list[Any] = [Eager, Cpu, *[Compiled] * bool(cpp_compiler())]
+    if HAS_TRITON:
+        from ampopt_kernels.triton.backend import Triton
+
+        made.append(Triton)
+    return made
+
+
+@pytest.mark.parametrize("make", backends(), ids=lambda cls: cls.__name__)
+def test_random_numbers_and_chances_follow_from_the_places(make):
+    rows, backend = [], make()
+    for places, n in ROWS:
+        p, chance, step = torch.ones(n).bfloat16(), torch.zeros(n), torch.zeros(())
+        keys = torch.tensor(2**33, dtype=torch.int64)
+        rows.append(Row(p.dtype, p, (chance,), scalars=(step,), keys=keys, places=places))
+    grads = [torch.full((n,), 0.3).bfloat16() for _, n in ROWS]
+    lr, temperature, seed = 2.0**-7, 0.5, 3.0
+    work = Work(CPU, rows, grads, Shaken.rule, [[lr, temperature, seed]])
+    run(lambda device: backend, [work], Request(check=False))
+    draw = torch_language.bind(rand)
+    for row, grad, (places, n) in zip(rows, grads, ROWS, strict=True):
+        position = places.of(n, CPU)
+        chance = draw(seed, 1.0, (position, torch.zeros(n)))
+        assert torch.equal(row.state[0], chance)
+        size = torch.tensor(2 * lr * temperature, dtype=torch.float64).sqrt().float()
+        new = torch.ones(n) - lr * grad.float() + size * (chance - 0.5)
+        assert torch.equal(row.param, stochastically(new, position, 2**33 + 1))
