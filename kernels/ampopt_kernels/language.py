@@ -1,8 +1,9 @@
 """The language that rules and kernels are written in.
 
-``tl`` and ``jit`` are Triton's where Triton is installed. Elsewhere ``tl`` is
-:mod:`ampopt_kernels.torch_language`, which has the elementwise part of the language, and ``jit``
-only marks a function, so that a rule is written once and imports everywhere.
+``tl`` and ``jit`` are Triton's where Triton is installed, but that ``jit`` has ``/``, ``tl.sqrt``
+and ``tl.rsqrt`` correctly rounded in float32: see :mod:`ampopt_kernels.triton.correctly_rounded`.
+Elsewhere ``tl`` is :mod:`ampopt_kernels.torch_language`, which has the elementwise part of the
+language, and ``jit`` only marks a function, so that a rule is written once and imports everywhere.
 """
 
 import importlib
@@ -63,11 +64,13 @@ elif HAS_TRITON:
     import triton.language
     from triton import knobs
 
-    jit = triton.jit
     tl = triton.language
     INTERPRETED = bool(knobs.runtime.interpret)
     if INTERPRETED:
+        jit = triton.jit
         interpreter.mend()
+    else:
+        from ampopt_kernels.triton.correctly_rounded import CorrectlyRounded as jit
 else:
     jit = torch_language.jit
     tl = torch_language
@@ -89,11 +92,7 @@ def kernel(fn: Callable[..., Any]) -> Any:
 
 @jit
 def sqrt_rn(x):
-    """The square root, correctly rounded.
-
-    In float32 ``tl.sqrt`` is an approximation on some accelerators: NVIDIA's takes the root of a
-    subnormal number to be 0.
-    """
+    """The square root, correctly rounded, as ``tl.sqrt`` is in functions marked with ``jit``."""
     if x.dtype == tl.float64:
         return tl.sqrt(x)
     else:
@@ -102,7 +101,11 @@ def sqrt_rn(x):
 
 @jit
 def div_rn(x, y):
-    """The quotient, correctly rounded; in float32 ``/`` is 2 ulp off on some accelerators."""
+    """The quotient, correctly rounded.
+
+    ``x / y`` is the same in functions marked with ``jit``, unless ``x`` is a number and ``y`` is a
+    block: torch, and so every backend, then multiplies ``x`` by the reciprocal of ``y``.
+    """
     if (x * y).dtype == tl.float64:
         return x / y
     else:

@@ -72,8 +72,14 @@ class _Source:
         name, file = self._fn.__name__, self._fn.__code__.co_filename
         if not hasattr(node, "lineno"):
             return f"{file}:{self._line}, {name}"
-        code = ast.unparse(node).splitlines()[0]
+        code = ast.unparse(self._written(node)).splitlines()[0]
         return f"{file}:{self._line + node.lineno - 1}, in {name}: `{code}`"
+
+    def _written(self, node: Any) -> Any:
+        """What the author wrote where ``node`` is: the compiler exchanges divisions and roots."""
+        where = _position(node)
+        written = (n for n in ast.walk(ast.parse(self.text)) if _position(n) == where)
+        return next(written, node)
 
     def foreign_calls(self) -> Iterator[ast.Call]:
         """The calls of what is not in Triton's language: another module's or a plain function."""
@@ -88,6 +94,11 @@ class _Source:
                     yield node
                 elif isinstance(value, types.ModuleType) and value.__name__ != "triton.language":
                     yield node
+
+
+def _position(node: Any) -> tuple[int | None, ...]:
+    names = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+    return tuple(getattr(node, name, None) for name in names)
 
 
 def _authored(function: Any) -> Iterator[types.FunctionType]:

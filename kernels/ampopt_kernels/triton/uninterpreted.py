@@ -20,14 +20,14 @@ def compilable(function: Any) -> Any:
     """A ``jit`` function as the compiler takes it: made anew, with all that it calls."""
     if not INTERPRETED:
         return function
-    from triton.runtime.jit import JITFunction
+    from ampopt_kernels.triton.correctly_rounded import CorrectlyRounded
 
     def replaced(value: Any) -> Any:
         if value is tl:
             return _language()
         return compilable(value) if value is not function and _is_interpreted(value) else value
 
-    return JITFunction(torch_language.copied(function.fn, replaced))
+    return CorrectlyRounded(torch_language.copied(function.fn, replaced))
 
 
 @contextlib.contextmanager
