@@ -225,6 +225,13 @@ class Optimizer(torch.optim.Optimizer):
         ours.masters.read_early = None
         ours.masters.drop_gradients()
 
+    @uncompiled
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as torch does; a ``replicated`` that is no bool is a ``TypeError``."""
+        if isinstance(param_group, dict):  # torch refuses anything else
+            ranks.check_replicated(param_group)
+        super().add_param_group(param_group)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state, as torch's. A pending unscale is a ``RuntimeError``: it cannot be saved."""
         self._ampopt.refuse_unfinished("state_dict")
@@ -401,7 +408,8 @@ class Optimizer(torch.optim.Optimizer):
             max_replays: how often an evaluation may be run again.
             preserve_rng: give replays the random state of the first attempt (torch's generators of
                 the CPU and of the parameters' CUDA devices), and put it back if they do not help.
-            loss: without a closure, the unscaled loss, for :class:`ampopt.skip_when`.
+            loss: without a closure, the unscaled loss, for :class:`ampopt.skip_when`, which judges
+                the mean of those that ranks give.
 
         Returns:
             ``StepResult(loss, found_inf, scale)``.
@@ -409,7 +417,10 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: a closure's loss is not finite, or replays did not help;
                 parameters and state are as before the call.
-            RuntimeError: an unscale is pending; the scale was stepped with before.
+            RuntimeError: an unscale is pending; the scale was stepped with before; ranks that
+                decide together are asked for different things (another scale, ``max_norm``,
+                ``skip_when``, parameters or call), which every one of them is told: at once where
+                the host sees the tensors, else up to 20 steps later, without waiting.
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """

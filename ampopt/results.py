@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ampopt.loss_scale.base import LossScale, drops
-from ampopt_kernels.found import Found
+from ampopt_kernels.found import Found, FoundByRanks, named_ranks
 
 __all__ = ["StepResult", "Unscaled", "as_flag", "found_behind", "is_flag", "overflowed"]
 
@@ -54,15 +54,18 @@ class StepResult(NamedTuple):
 
         However late it is asked, and whatever was stepped since: the step has noted it on the
         device. By the names that ``named_parameters()`` gave the optimizer, else by group and
-        position; of several ranks, those whose part here did; and also those of a micro-batch that
-        ``accumulate`` has left out, though the step was taken. Empty if nothing overflowed, where
-        the flag alone is known, as in a step after ``scaler.unscale_`` of torch's scaler, and in a
-        result that was copied or loaded.
+        position; and also those of a micro-batch that ``accumulate`` has left out, though the step
+        was taken. Empty if nothing overflowed, where the flag alone is known, as in a step after
+        ``scaler.unscale_`` of torch's scaler, and in a result that was copied or loaded.
+
+        Where several ranks decide together, the names are those of parameters whose part on this
+        rank overflowed, and one entry behind them has the numbers of the other ranks that found an
+        overflow, as ``"rank 3"`` or ``"ranks 0-2, 5"``. No other rank need ask.
         """
         return overflowed(self.found_inf)
 
 
-class _Culprits(tuple[Found, ...]):
+class _Culprits(tuple[Found | FoundByRanks, ...]):
     """What is behind a flag, which it holds on to."""
 
     def __reduce__(self) -> Any:
@@ -70,7 +73,7 @@ class _Culprits(tuple[Found, ...]):
         return set, ()
 
 
-def as_flag(found_inf: Tensor, found: Sequence[Found] = ()) -> Tensor:
+def as_flag(found_inf: Tensor, found: Sequence[Found | FoundByRanks] = ()) -> Tensor:
     """``found_inf``, marked, for it is easily unpacked where the scale is meant to be.
 
     Args:
@@ -86,7 +89,7 @@ def is_flag(tensor: Tensor) -> bool:
     return hasattr(tensor, "_culprits")
 
 
-def found_behind(found_inf: Any) -> tuple[Found, ...]:
+def found_behind(found_inf: Any) -> tuple[Found | FoundByRanks, ...]:
     """What a flag was made of; nothing of what is none, or a copy."""
     culprits = getattr(found_inf, "_culprits", ())
     return culprits if isinstance(culprits, _Culprits) else ()
@@ -95,5 +98,11 @@ def found_behind(found_inf: Any) -> tuple[Found, ...]:
 def overflowed(found_inf: Tensor) -> list[str]:
     """The names of the parameters whose gradients made it; see :attr:`StepResult.overflowed`."""
     # Not asked whether the step overflowed: a micro-batch that was left out may have.
-    names = [name for part in found_behind(found_inf) for name in part.overflowed()]
-    return list(dict.fromkeys(names))  # several micro-batches may have found one
+    names, ranks = [], set()
+    for part in found_behind(found_inf):
+        if isinstance(part, FoundByRanks):
+            ranks.update(part.others())
+        else:
+            names += part.overflowed()
+    names = list(dict.fromkeys(names))  # several micro-batches may have found one
+    return [*names, named_ranks(sorted(ranks))] if ranks else names

@@ -16,8 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.overflow import decided_elsewhere, device_of, judge_held, works_of
+from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
-from ampopt_kernels.found import Found
+from ampopt_kernels.found import Found, FoundByRanks
 from ampopt_kernels.step import Decision, Request, Row, Work, run
 from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.transfers import carried
@@ -47,7 +48,7 @@ class Window:
     drop: str
     params: dict[int, gradients.Held] = field(default_factory=dict)
     flag: Tensor | None = None
-    found: tuple[Found, ...] = ()
+    found: tuple[Found | FoundByRanks, ...] = ()
     calls: int = 0
     kept: Tensor | None = None
 
@@ -153,6 +154,7 @@ class Accumulation:
                 window.home,
                 write=False,
                 uploads=self._uploads["judge"],
+                call=Call.MICRO_BATCH,
             )
             if decision is not None:
                 window.count(decision)
@@ -238,7 +240,12 @@ class Accumulation:
             return None
         heard = decided.found_inf  # by the scale
         found_inf = heard if skip is None else skip
-        decision = replace(decided, found_inf=found_inf, found=window.found)
+        found = window.found
+        if (
+            window.kept is None
+        ):  # else ranks have said of each micro-batch whether theirs overflowed
+            found = (*found, *decided.found)
+        decision = replace(decided, found_inf=found_inf, found=found)
         if not causes:
             return decision
         judged = self._judged_for(causes, decision.found_inf, agreement, window.home)
@@ -262,11 +269,13 @@ class Accumulation:
             rows = [
                 Row(total.dtype, owner=owner) for total, (*_, owner) in zip(sums, held, strict=True)
             ]
-            agree = ranks.Vote(agreement) if agreement is not None and judged else None
+            agree = None
+            if agreement is not None and judged:
+                agree = ranks.Vote(agreement, asked, call=Call.RENORMALISES)
             works = works_of(rows, sums, self._uploads["renormalise"])
             decision = run(backend_for, works, replace(asked, agree=agree))
         else:
-            decision = decided_elsewhere(asked, agreement, window.home)
+            decision = decided_elsewhere(asked, agreement, window.home, call=Call.RENORMALISES)
         if decision is None:  # no rank has judged
             return torch.zeros_like(share)
         window.learn(decision)
@@ -280,7 +289,9 @@ class Accumulation:
         asked = replace(request, found_inf=window.flag)
         if agreement is not None:
             present = bool(window.params)
-            return decided_elsewhere(asked, agreement, window.home, present=present)
+            return decided_elsewhere(
+                asked, agreement, window.home, present=present, call=Call.WINDOW
+            )
         if not window.params:
             return None
         uploads = self._uploads["decide"].setdefault(window.home, Uploads())
@@ -298,6 +309,7 @@ class Accumulation:
             home,
             write=False,
             uploads=self._uploads["causes"],
+            call=Call.CAUSES_OF_WINDOW,
         )
 
     # --- what becomes of it -----------------------------------------------------------------------

@@ -35,8 +35,11 @@ class OtherCauses:
 
     def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
         """What all ranks have found, with a flag for whatever the step is to be skipped for."""
-        if self._request.agree is not None:
-            found, flag = self._request.agree(found, flag, device), None
+        vote: Any = self._request.agree  # a ranks.Vote
+        loss_of_all = None
+        if vote is not None:
+            found, flag = vote(found, flag, device), None
+            loss_of_all = vote.loss
         flags = found.flags_on(device)
         bad = flags.amax() > 0 if flags.numel() else torch.zeros((), device=device) > 0
         if flag is not None:
@@ -47,7 +50,9 @@ class OtherCauses:
         total: Any = torch.zeros((), dtype=widest(device), device=device)
         said = []
         for cause, loss in self._request.causes:
-            if loss is not None:
+            if loss_of_all is not None:
+                values["loss"] = loss_of_all
+            elif loss is not None:
                 values["loss"] = carried(loss.detach().reshape(()), device, widest(device))
             why, judged = cause.judge(values)
             said.append((cause, dict(values), judged))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ampopt._step import gradients, ranks
 from ampopt._step.other_causes import OtherCauses
+from ampopt._step.rank_messages import Call
 from ampopt._step.torch_private import overlaps_itself
 from ampopt.backend import backend_for
 from ampopt_kernels.rule import Rule
@@ -62,15 +63,16 @@ def decided_elsewhere(
     device: torch.device | None,
     *,
     present: bool = False,
+    call: Call = Call.JUDGES,
 ) -> Decision | None:
     """The decision of other ranks, on one without gradients; ``None`` if there are no others.
 
     The scale learns nothing if no rank has gradients; nor is this one without, if ``present`` says
-    that those were judged already.
+    that those were judged already. For ``call`` see :class:`ampopt._step.rank_messages.Call`.
     """
     if agreement is None or device is None or not request.asks:
         return None
-    vote = ranks.Vote(agreement, present=present)
+    vote = ranks.Vote(agreement, request, present, call)
     asked = replace(request, write=False, apply=False, agree=vote)
     decision = decide([Work(device, [])], asked)
     if decision.scale is None:
@@ -88,6 +90,7 @@ def judge_held(
     *,
     write: bool,
     uploads: dict[torch.device, Uploads],
+    call: Call = Call.JUDGES,
 ) -> Decision | None:
     """As :func:`judge`, of gradients that were checked.
 
@@ -98,9 +101,10 @@ def judge_held(
         home: where the decision is made if there are no gradients here.
         write: likewise.
         uploads: likewise.
+        call: what this rank was called for.
     """
     if not held:
-        return decided_elsewhere(request, agreement, home)
+        return decided_elsewhere(request, agreement, home, call=call)
     rows, grads, copies = [], [], []
     for group, tensor, owner in held:
         values = gradients.values_of(tensor)
@@ -116,7 +120,7 @@ def judge_held(
         rows.append(Row(grad.dtype, group=group, counted=counted, owner=owner))
     vote = None
     if agreement is not None and request.asks:
-        vote = ranks.Vote(agreement, len(held))
+        vote = ranks.Vote(agreement, request, len(held), call)
     asked = replace(request, write=write, apply=False, agree=vote)
     decision = decide(works_of(rows, grads, uploads), asked)
     for values, unscaled in copies:

@@ -104,7 +104,9 @@ class Plan:
             return self._decided_elsewhere(request) or request.judged
         asked = request
         if self._agreement is not None:
-            vote = ranks.Vote(self._agreement, len(self._present)) if request.asks else None
+            vote = None
+            if request.asks:
+                vote = ranks.Vote(self._agreement, request, len(self._present))
             asked = replace(asked, agree=vote, agree_on_sums=self._rank_sums)
         if request.write and not self._writes_gradients:
             asked = replace(asked, write=False)

@@ -1,9 +1,7 @@
 """One decision for all ranks that share a model."""
 
 import contextlib
-import math
 import sys
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +11,21 @@ import torch
 from torch import Tensor
 
 from ampopt._step.dtensor import is_spread
+from ampopt._step.rank_messages import (
+    Call,
+    Column,
+    Comparison,
+    RowsOnDevices,
+    digest,
+    row_of,
+    seen,
+    write_found,
+)
 from ampopt._step.torch_private import flattened, is_flattened_by_fsdp1, root_of
 from ampopt.backend import backend_for
 from ampopt.loss_scale.numbers import check_bool
-from ampopt_kernels.devices import captures
-from ampopt_kernels.step import Partials
-from ampopt_kernels.tensors import widest
+from ampopt_kernels.found import FoundByRanks
+from ampopt_kernels.step import Partials, Request
 
 __all__ = [
     "REPLICATED",
@@ -28,7 +35,9 @@ __all__ = [
     "LastAgreement",
     "Vote",
     "agreement",
+    "are_several",
     "check_process_group",
+    "check_replicated",
     "is_fsdp1",
     "told",
 ]
@@ -64,12 +73,15 @@ class Agreement:
         self._groups = groups
         self._told, self._mesh = told, mesh
         self._meets = meets and mesh is not None
-        self._replicated = [_is_replicated(group) for group in param_groups]
+        self._replicated = [check_replicated(group) for group in param_groups]
         every = torch.distributed.get_process_group_ranks(groups[0]) if told else _ranks_of(mesh)
         self._is_first = torch.distributed.get_rank() == min(every)
         self._first_of_mesh = None if mesh is None else min(_ranks_of(mesh))
         self._counted: dict[Any, bool] = {}
-        self._size = math.prod(torch.distributed.get_world_size(group) for group in groups)
+        of_group = torch.distributed.get_process_group_ranks
+        self._ranks = of_group(groups[0]) if len(groups) == 1 else _ranks_of(mesh)
+        self._place = self._ranks.index(torch.distributed.get_rank())
+        self._rows = RowsOnDevices(len(self._ranks), self._place)
         self._params = _digest(
             param
             for group, replicated in zip(param_groups, self._replicated, strict=True)
@@ -97,38 +109,53 @@ class Agreement:
         copies = zip(here, placements, strict=True)
         return not any(place and placement.is_replicate() for place, placement in copies)
 
-    def reduce(
-        self, found: Partials, flag: Tensor | None, device: torch.device, *, present: int
-    ) -> tuple[Partials, Tensor]:
-        """What all ranks have found, by one all-reduce on the device: the same on each of them.
+    def said(
+        self,
+        request: Request,
+        call: Call,
+        found: Partials,
+        flag: Tensor | None,
+        device: torch.device,
+        *,
+        present: int,
+    ) -> Tensor:
+        """What all ranks say, by one all-reduce on the device: the same on each of them.
 
         Args:
-            found: what this rank has.
+            request: what this rank is asked.
+            call: what it was called for.
+            found: what it has.
             flag: a flag from elsewhere, more than 0 for overflow, to be joined.
             device: where the decision is made.
             present: how many gradients this rank has.
 
         Returns:
-            It, as one part; and how many ranks have gradients, of one element.
+            ``widest``, shape (ranks, columns); see :class:`ampopt._step.rank_messages.Column`.
 
         Raises:
-            RuntimeError: see :meth:`_add_up`.
+            RuntimeError: ranks ask for different things, as far as can be seen without waiting, or
+                have different parameters; or not all have come.
         """
-        clips = found.squares is not None
-        asked = clips, 0, self._params, present if self._meets else 0
-        flags = found.flags
-        seen = isinstance(flags, list) and any(flags)
-        said = _said((seen, 0, present > 0), asked, device)
-        overflows, squares, ranks, *_ = said.split(1)
-        if not isinstance(flags, list) and flags.numel():
-            overflows.copy_(flags.amax())
-        if flag is not None:
-            overflows.add_(flag.reshape(1) > 0)
-        if found.squares is not None:
-            squares.copy_(found.squares.sum())
-        self._add_up(said, asked)
-        one = overflows.clamp(max=1.0).to(torch.float32)
-        return Partials(one, squares if clips else None), ranks
+        row = row_of(
+            request,
+            call,
+            params=self._params,
+            present=present > 0,
+            gradients=present if self._meets else 0,
+        )
+        host_sees = backend_for(device).host_sees
+        if host_sees:
+            said = self._rows.matrix(seen(row, request, found, flag), device)
+        else:
+            said = self._rows.matrix(row, device)
+            write_found(said[self._place], request, found, flag)
+        self._all_reduce(said, self._groups)
+        self._comparison.compare(said, row, self._ranks, at_once=host_sees)
+        return said
+
+    def found_by_ranks(self, overflows: Tensor) -> FoundByRanks:
+        """Which ranks found an overflow; ``overflows`` has a flag for each."""
+        return FoundByRanks(overflows, self._ranks, self._place)
 
     def gathered(self, taken: Any) -> list[Any]:
         """What all ranks have ``taken``, an object each. Synchronizes; all of them have to ask."""
@@ -142,12 +169,14 @@ class Agreement:
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """``flag``, more than 0 for overflow, of all ranks: by one all-reduce on the device."""
         given = torch.as_tensor(flag, device=device)
-        return self.reduce(Partials([], None), given, device, present=1)[0].flags_on(device)
+        vote = Vote(self, Request(), call=Call.FLAG)
+        return vote(Partials([], None), given, device).flags_on(device)
 
     def abstain(self, device: torch.device) -> None:
         """Have the others judge their gradients, when this rank cannot; without a norm."""
         with contextlib.suppress(RuntimeError):  # what ended this rank says more
-            self.reduce(Partials([], None), None, device, present=0)
+            none = Partials([], None)
+            self.said(Request(), Call.ABSTAINS, none, None, device, present=0)
 
     def closures(
         self, device: torch.device, evaluation: int, *, finite: bool, raised: bool
@@ -164,12 +193,15 @@ class Agreement:
             Whether its loss is finite on every rank; whether it has raised on any.
 
         Raises:
-            RuntimeError: see :meth:`_add_up`.
+            RuntimeError: see :meth:`said`.
         """
-        asked = False, evaluation, self._params, 0
-        said = _said((not finite, raised, 0), asked, device)
-        self._add_up(said, asked)
-        doubts, raises, *_ = said.tolist()
+        row = row_of(Request(), Call.CLOSURE, params=self._params, evaluation=evaluation)
+        said = self._rows.matrix(row, device)
+        said[self._place, Column.OVERFLOW] = float(not finite)
+        said[self._place, Column.SQUARES] = float(raised)
+        self._all_reduce(said, self._groups)
+        self._comparison.compare(said, row, self._ranks, at_once=True)
+        doubts, raises = said[:, [Column.OVERFLOW, Column.SQUARES]].sum(0).tolist()
         return not doubts, raises > 0
 
     def add_up_sums(self, each: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,67 +240,20 @@ class Agreement:
                 torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM, group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"the all-reduce by which {self._size} ranks decide together has failed: {error}. "
-                "If it was waited for in vain, not all of them have come: each has to make every "
-                "call of unscale, unscale_and_step and a scaler's step, with gradients or without"
+                f"the all-reduce by which {len(self._ranks)} ranks decide together has failed: "
+                f"{error}. If it was waited for in vain, not all of them have come: each has to "
+                'make every call of unscale, unscale_and_step, accumulate(drop="micro_batch") '
+                "and a scaler's step, with gradients or without; and none may leave the scale out, "
+                "as grads_scaled_by=None without max_norm decides nothing and asks no other rank"
             ) from error
 
-    def _add_up(self, said: Tensor, asked: "Asked") -> None:
-        """Add up what all ranks say, and refuse to go on where they are not asked for the same.
-
-        Args:
-            said: see :func:`_said`.
-            asked: that is in it.
-
-        Raises:
-            RuntimeError: they are not, or have different parameters; or not all have come. Where
-                the host would have to wait to see that, only the first time that this rank is
-                ``asked`` for this.
-        """
-        self._all_reduce(said, self._groups)
-        known = _KNOWN.setdefault(self._groups[0], set())
-        if backend_for(said.device).host_sees or not (asked in known or captures(said.device)):
-            known.add(asked)
-            words = said.tolist()[-2 * len(asked) :]
-            sums = zip(words[: len(asked)], words[len(asked) :], strict=True)
-            for word, found, what in zip(asked, sums, _APART, strict=True):
-                if found != (word * self._size, word * word * self._size):
-                    raise RuntimeError(f"{what}; nothing has been stepped")
+    @property
+    def _comparison(self) -> Comparison:
+        return _COMPARISONS.setdefault(self._groups[0], Comparison())
 
 
-Asked = tuple[bool, int, int, int]
-"""What ranks are to be asked for alike: to clip; which evaluation of a closure this is, or 0; a
-number of their parameters; how many gradients they have, where their step meets for each."""
-
-
-def _said(found: tuple[int, int, int], asked: Asked, device: torch.device) -> Tensor:
-    """Three numbers to add up, ``asked``, and its squares: sums of both tell any difference.
-
-    No device waits for the host to bring them, nor the host for a device.
-    """
-    numbers = (*found, *asked, *(word * word for word in asked))
-    if device.type == "cpu":
-        return torch.tensor(numbers, dtype=widest(device), device=device)
-    there = torch.zeros(len(numbers), dtype=widest(device), device=device)
-    for place, number in enumerate(numbers):
-        if number:
-            there[place] = number
-    return there
-
-
-_APART = (
-    "max_norm is given on some ranks only: give it on all that decide together, or on none",
-    "some ranks step with a closure and others without, or evaluate it more often, which cannot "
-    "decide together: let all of them do the same",
-    "ranks have different parameters, where all of them hold the same ones, in parts or in copies: "
-    "make the optimizer of the same parameters, in the same order, on every rank, or leave "
-    "replicated=True out of a param group whose parameters differ from rank to rank",
-    "some ranks have gradients that others have not, and all have to take part in this step, which "
-    "works on whole DTensors: give every rank the same ones, zeros where need be, or none",
-)
-
-_KNOWN: WeakKeyDictionary[Any, set[Asked]] = WeakKeyDictionary()
-"""What the ranks of a process group have been asked for alike."""
+_COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
+"""By process group: an agreement is made anew whenever parameters change."""
 
 
 @dataclass
@@ -277,18 +262,49 @@ class Vote:
 
     Attributes:
         agreement: of which ranks.
+        request: what this rank is asked.
         present: how many gradients this rank has, or just 1 for some.
-        ranks: how many ranks have gradients, of one element, once it has been called.
+        call: what it was called for.
+        said: what all ranks have said, once it has been called.
     """
 
     agreement: Agreement
+    request: Request
     present: int = 1
-    ranks: Tensor | None = None
+    call: Call = Call.JUDGES
+    said: Tensor | None = None
+
+    @property
+    def ranks(self) -> Tensor:
+        """How many ranks have gradients, 0-d, once it has been called."""
+        assert self.said is not None
+        return self.said[:, Column.PRESENT].sum()
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The mean of the losses that ranks have given, 0-d; ``None`` if nobody needs it."""
+        if self.said is None or not any(cause.needs_loss for cause, _ in self.request.causes):
+            return None
+        return self.said[:, Column.LOSS].sum() / self.said[:, Column.GIVES_LOSS].sum()
 
     def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
-        """What all ranks have found; see :meth:`Agreement.reduce`."""
-        agreed, self.ranks = self.agreement.reduce(found, flag, device, present=self.present)
-        return agreed
+        """What all ranks have found, as one part; see :meth:`Agreement.said`.
+
+        Args:
+            found: what this rank has.
+            flag: a flag from elsewhere, more than 0 for overflow, to be joined.
+            device: where the decision is made.
+        """
+        agreement = self.agreement
+        said = agreement.said(self.request, self.call, found, flag, device, present=self.present)
+        self.said, overflows = said, said[:, Column.OVERFLOW]
+        by_ranks = (agreement.found_by_ranks(overflows),)
+        squares = None if found.squares is None else said[:, Column.SQUARES].sum(0, keepdim=True)
+        if backend_for(device).host_sees:
+            bad = any(overflows.tolist())
+            return Partials([bad], squares, by_ranks if bad else ())
+        one = overflows.amax(0, keepdim=True).clamp(max=1.0).to(torch.float32)
+        return Partials(one, squares, by_ranks)
 
 
 class Apart(RuntimeError):
@@ -310,6 +326,8 @@ def agreement(
         TypeError: ``process_group`` is none, or ``replicated`` of a param group is no ``bool``.
         ValueError: ``process_group`` lacks this rank, or one of a mesh.
     """
+    for group in param_groups:
+        check_replicated(group)
     if process_group is not None:
         check_process_group(process_group)
     elif is_fsdp1(param_groups):
@@ -400,6 +418,11 @@ def _are_connected() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def are_several() -> bool:
+    """Whether there are other ranks, whatever they do."""
+    return _are_connected() and torch.distributed.get_world_size() > 1
+
+
 def told(param_groups: Sequence[dict[str, Any]], process_group: Any) -> tuple[Any, list[Any]]:
     """What users say of ranks, to see whether it has changed."""
     return process_group, [group.get(REPLICATED) for group in param_groups]
@@ -428,14 +451,19 @@ class Carried:
         )
 
 
-def _is_replicated(group: dict[str, Any]) -> bool:
+def check_replicated(group: dict[str, Any]) -> bool:
+    """Whether ``group``, a param group, says that all ranks hold its parameters alike.
+
+    Raises:
+        TypeError: it says something else than ``True`` or ``False``.
+    """
     return check_bool("replicated of a param group", group.get(REPLICATED, False))
 
 
 def _digest(params: Iterable[Any]) -> int:
-    """A number of what all ranks should have alike, small enough to be added up."""
+    """A number of what all ranks should have alike."""
     alike = [(*p.shape, p.dtype, p.placements if is_spread(p) else ()) for p in params]
-    return zlib.crc32(repr(alike).encode()) % 2**12 if alike else 0
+    return digest(alike) if alike else 0
 
 
 def _ranks_of(mesh: Any) -> list[int]:

@@ -196,13 +196,30 @@ class Stepping(ABC):
         return request
 
     def _loss_for(self, cause: Any) -> Tensor | None:
-        if cause.needs_loss and self.loss is None:
-            raise RuntimeError(
-                "skip_when(loss=...) needs the loss of the step: give it to the control point, "
-                "optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use "
-                "ampopt.TrainStep"
-            )
-        return self.loss if cause.needs_loss else None
+        """The loss that ``cause`` judges, with those of other ranks; ``None`` if it needs none.
+
+        Raises:
+            RuntimeError: this rank decides alone and has no loss; or other ranks train as well, and
+                nothing says which of them have the same model.
+        """
+        if not cause.needs_loss:
+            return None
+        if self.agreement() is None:
+            if self.loss is None:
+                raise RuntimeError(
+                    "skip_when(loss=...) needs the loss of the step: give it to the control "
+                    "point, optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use "
+                    "ampopt.TrainStep"
+                )
+            if ranks.are_several():
+                raise RuntimeError(
+                    "skip_when(loss=...) judges the mean loss of all ranks that train one model, "
+                    "and nothing says which they are: give the optimizer process_group="
+                    "torch.distributed.group.WORLD, and, under DistributedDataParallel, "
+                    "replicated=True in its param groups. A model that this rank trains alone "
+                    "takes a process_group of this rank alone"
+                )
+        return self.loss
 
     @contextmanager
     def told(self, loss: Any) -> Iterator[None]:

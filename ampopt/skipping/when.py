@@ -50,8 +50,12 @@ class skip_when:
         >>> handle.remove()
 
     The norm is that of all unscaled gradients before clipping, of all ranks that decide together.
-    The loss is that of ``TrainStep``, or ``unscale_and_step(..., loss=loss)``; where several ranks
-    train, give all of them the same, their mean, or they part. Only what is judged can be skipped
+    The loss is that of ``TrainStep``, or ``unscale_and_step(..., loss=loss)``. Where ranks decide
+    together it is the mean over those that give one, by the all-reduce that the step makes anyway:
+    a loss that is NaN on one rank skips the step on all, and a rank that has none, as a stage of a
+    pipeline, leaves ``loss=`` out. Under ``DistributedDataParallel`` the optimizer has to be told
+    of the ranks, by ``process_group=`` and ``replicated=True`` in its param groups; without, the
+    step is a ``RuntimeError`` that says so. Only what is judged can be skipped
     for a cause: not a plain ``step()``, nor ``grads_scaled_by=None``, a scale with
     ``drop_overflow_update=False``. What ``accumulate`` has added up is judged as one, where it is
     stepped with: the norm is that of the sum, and the loss the one that is given there. A loss that
@@ -88,7 +92,7 @@ class skip_when:
         limits = {"norm": norm, "loss": loss}
         deviations = {"norm": norm_deviations, "loss": loss_deviations}
         check_count("warmup", warmup, least=0)
-        self._begin(optimizer, limits, deviations, lambda deviations: Running(deviations, warmup))
+        self._begin(optimizer, limits, deviations, lambda n: Running(n, warmup), warmup)
 
     @classmethod
     def like(cls, name: str, optimizer: Optimizer, **overrides: float | None) -> "skip_when":
@@ -119,7 +123,7 @@ class skip_when:
         deviations = {what: overrides.get(f"{what}_deviations", usual) for what in ("norm", "loss")}
         made = cls.__new__(cls)
         limits = {"norm": None, "loss": None}
-        made._begin(optimizer, limits, deviations, lambda n: Window(n, _WINDOWS[name]))
+        made._begin(optimizer, limits, deviations, lambda n: Window(n, _WINDOWS[name]), name)
         return made
 
     def remove(self) -> None:
@@ -152,6 +156,11 @@ class skip_when:
             history.load(state_dict[what])
 
     # --- what the step asks -----------------------------------------------------------------------
+
+    limits: tuple[float | None, float | None, float | None, float | None]
+    """Of the norm, its deviations, the loss and its deviations, as they were given."""
+    settings: str
+    """All that was given, the same on every rank that was given the same."""
 
     @property
     def needs_norm(self) -> bool:
@@ -196,6 +205,7 @@ class skip_when:
         limits: Mapping[str, float | None],
         deviations: Mapping[str, float | None],
         history: Any,
+        settings: Any,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -212,6 +222,8 @@ class skip_when:
             _check_limit(what, limits[what])
             _check_limit(f"{what}_deviations", deviations[what])
         self._limits = limits
+        self.limits = (limits["norm"], deviations["norm"], limits["loss"], deviations["loss"])
+        self.settings = repr((self.limits, settings))
         self._histories: dict[str, History] = {
             what: history(n) for what, n in deviations.items() if n is not None
         }

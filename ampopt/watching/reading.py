@@ -5,10 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ampopt_kernels.devices import ACCELERATORS, current, stream
 from ampopt_kernels.ledger import CAUSES, COUNTS, RING, Ledger
+from ampopt_kernels.transfers import copied_to_host
 
 __all__ = ["Reading", "Taken", "described", "take"]
 
@@ -114,14 +112,7 @@ def take(ledger: Ledger) -> tuple[Ledger, Any]:
 
     Does not wait for an accelerator.
     """
-    numbers = ledger.numbers
-    if numbers.device.type not in ACCELERATORS:
-        return Ledger(numbers.clone() if numbers.is_cpu else numbers.cpu(), ledger.places), None
-    copy = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
-    with current(numbers.device):
-        copy.copy_(numbers, non_blocking=True)
-        event = torch.get_device_module(numbers.device).Event()
-        event.record(stream(numbers.device))
+    copy, event = copied_to_host(ledger.numbers)
     return Ledger(copy, ledger.places), event
 
 

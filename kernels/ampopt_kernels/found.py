@@ -10,7 +10,16 @@ from torch import Tensor
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.transfers import carried
 
-__all__ = ["FLUSHED", "MEASURES", "NOBODY", "Found", "Owner", "measured"]
+__all__ = [
+    "FLUSHED",
+    "MEASURES",
+    "NOBODY",
+    "Found",
+    "FoundByRanks",
+    "Owner",
+    "measured",
+    "named_ranks",
+]
 
 FLUSHED = 2.0**-25
 """The largest magnitude that float16 rounds to zero."""
@@ -74,6 +83,44 @@ class Found:
         flags = self.flags
         flags = flags.clone() if isinstance(flags, Tensor) else flags
         return replace(self, flags=flags, measures=None)
+
+
+@dataclass(frozen=True)
+class FoundByRanks:
+    """Which of the ranks that decide together have found an overflow.
+
+    Attributes:
+        flags: shape (ranks,), more than 0 where a rank has.
+        ranks: their numbers.
+        here: the place of this rank among them.
+        measures: none; see :class:`Found`.
+    """
+
+    flags: Tensor
+    ranks: Sequence[int]
+    here: int
+    measures: None = None
+
+    def others(self) -> list[int]:
+        """The numbers of the ranks that have, but for this one. Synchronizes."""
+        pairs = zip(self.ranks, self.flags.tolist(), strict=True)
+        return [rank for rank, flag in pairs if flag > 0 and rank != self.ranks[self.here]]
+
+    def kept(self) -> "FoundByRanks":
+        """A copy, in memory that no replayed graph writes over."""
+        return replace(self, flags=self.flags.clone())
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """``ranks``, in rising order, for people: ``"rank 1"``, or ``"ranks 0, 2-5"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
 def measured(unscaled: Tensor, counted: bool) -> Tensor:

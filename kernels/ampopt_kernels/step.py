@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.found import NOBODY, Found, Owner
+from ampopt_kernels.found import NOBODY, Found, FoundByRanks, Owner
 from ampopt_kernels.ledger import Attempt, Ledger, Part, note
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
@@ -203,11 +203,12 @@ class Partials:
         squares: ``widest``, shape (parts,): sums of squares of unscaled gradients, if asked for;
             0 where a row is not counted.
         found: whose they are, for each device; nothing where a host has seen that none overflowed.
+            Of several ranks, also which of them found an overflow.
     """
 
     flags: Tensor | list[bool]
     squares: Tensor | None
-    found: tuple[Found, ...] = ()
+    found: tuple[Found | FoundByRanks, ...] = ()
 
     def flags_on(self, device: torch.device) -> Tensor:
         """:attr:`flags` as a tensor on ``device``."""
@@ -255,7 +256,7 @@ class Decision:
     scale: Tensor | None = None
     counters: Tensor | None = None
     h: Tensor | None = None
-    found: tuple[Found, ...] = ()
+    found: tuple[Found | FoundByRanks, ...] = ()
     sums: Sums | None = None
     scaled_by: Tensor | None = None
     judged: "Decision | None" = None
@@ -280,7 +281,7 @@ class Decision:
         )
 
     @property
-    def culprits(self) -> tuple[Found, ...]:
+    def culprits(self) -> tuple[Found | FoundByRanks, ...]:
         """:attr:`found`, if it was judged, as gradients without a scale are not."""
         return () if self.scaled_by is None else self.found
 
@@ -410,7 +411,7 @@ def run(
         partials = found[0] if not others else _joined(found, first.device)
         if request.agree is not None:
             agreed = request.agree(partials, asked.found_inf, first.device)
-            partials = replace(agreed, found=partials.found)
+            partials = replace(agreed, found=(*partials.found, *agreed.found))
             if request.check:  # else nothing is judged but the norm, and the flag is known to all
                 asked = replace(asked, found_inf=None)
     decision = backends[0].control(first, asked, partials)

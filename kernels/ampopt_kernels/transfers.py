@@ -1,11 +1,41 @@
 """Tensors on other devices, waited for only where memory would be read too early or freed."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from ampopt_kernels.devices import ACCELERATORS
+from ampopt_kernels.devices import ACCELERATORS, current, stream
 
-__all__ = ["carried", "carried_into"]
+__all__ = ["Copying", "carried", "carried_into", "copied_to_host"]
+
+
+class Copying(NamedTuple):
+    """A tensor on its way to the host.
+
+    Attributes:
+        tensor: in the host's memory, to be read once the copy is done.
+        event: after which it is; ``None`` if it is done.
+    """
+
+    tensor: Tensor
+    event: Any
+
+    def done(self) -> bool:
+        """Whether the copy is done. Never waits."""
+        return self.event is None or self.event.query()
+
+
+def copied_to_host(tensor: Tensor) -> Copying:
+    """A copy of ``tensor`` in the host's memory. Does not wait for an accelerator."""
+    if tensor.device.type not in ACCELERATORS:
+        return Copying(tensor.clone() if tensor.is_cpu else tensor.cpu(), None)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    with current(tensor.device):
+        copy.copy_(tensor, non_blocking=True)
+        event = torch.get_device_module(tensor.device).Event()
+        event.record(stream(tensor.device))
+    return Copying(copy, event)
 
 
 def carried(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

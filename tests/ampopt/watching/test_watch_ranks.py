@@ -42,7 +42,7 @@ def test_names_and_counts_of_all_ranks_are_in_one_reading(two_ranks):
     (first, none, mine), (second, one, theirs) = two_ranks.run(watched_by_parts)
     assert repr(first) == repr(second)
     assert (mine, theirs) == (["part0", "shared"], ["part1", "shared"])
-    assert (none, one) == ([], ["part1"])
+    assert (none, one) == (["rank 1"], ["part1"])
     assert (first["steps"], first["skips"], first["skips_in_a_row"]) == (3, 1, 0)
     told = first["parameters"]
     assert {name: told[name]["overflows"] for name in told} == {"part0": 0, "part1": 1, "shared": 0}

@@ -1,0 +1,231 @@
+"""Ranks that are asked for different things are told so, and a loss is judged as that of all."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from support.local_ranks import mesh_of
+from torch.nn import Parameter
+
+import ampopt
+from ampopt._step import ranks
+from ampopt._synchronization import watching
+from ampopt.testing import as_on_a_device
+from ampopt_kernels.found import named_ranks
+
+NAN = float("nan")
+
+
+def world() -> Any:
+    return torch.distributed.group.WORLD
+
+
+def made(**options: Any) -> tuple[Any, Any]:
+    param = Parameter(torch.ones(2))
+    return ampopt.AdamW([("weight", param)], lr=0.5, process_group=world(), **options), param
+
+
+DIFFERENT: dict[str, list[str]] = {
+    "scale": ["the scale of the gradients differs", "rank 0: 4.0; rank 1: 8.0"],
+    "no scale": ["the scale of the gradients differs", "rank 0: 4.0; rank 1: None"],
+    "max_norm": ["max_norm differs", "rank 0: 1.0; rank 1: 2.0"],
+    "no max_norm": ["max_norm differs", "rank 0: 1.0; rank 1: None"],
+    "norm": ["skip_when(norm=...) differs", "rank 0: 5.0; rank 1: None"],
+    "loss": ["skip_when(loss=...) differs", "rank 0: 5.0; rank 1: 7.0"],
+    "warmup": ["skip_when differs between ranks (rank 0 against rank 1) in warmup"],
+    "drop": ["drop_overflow_update of the scale differs", "rank 0: True; rank 1: False"],
+    "micro_batch": ['make different calls (rank 0: unscale, ', 'rank 1: accumulate(drop="micro'],
+    "window": ["make different calls (rank 0: unscale, ", "rank 1: the step after accumulate"],
+}  # fmt: skip
+
+
+def differing(what: str) -> str:
+    """What a rank is told that is asked for something else than the other."""
+    rank = torch.distributed.get_rank()
+    optimizer, param = made()
+    scale: Any = 4.0
+    clips, loss = 1.0, None
+    if what == "scale":
+        scale = ampopt.DynamicLossScale(init_scale=8.0 if rank else 4.0)
+    elif what == "no scale":
+        scale = None if rank else 4.0
+    elif what == "drop":
+        scale = ampopt.StaticLossScale(4.0, drop_overflow_update=not rank)
+    elif what == "max_norm":
+        clips = 1.0 + rank
+    elif what == "no max_norm":
+        clips = None if rank else 1.0
+    elif what == "norm" and rank == 0:
+        ampopt.skip_when(optimizer, norm=5.0)
+    elif what == "loss":
+        ampopt.skip_when(optimizer, loss=7.0 if rank else 5.0)
+        loss = 1.0
+    elif what == "warmup":
+        ampopt.skip_when(optimizer, norm_deviations=5.0, warmup=10 + rank)
+    param.grad = torch.ones(2)
+    try:
+        if rank and what in ("micro_batch", "window"):
+            optimizer.accumulate(grads_scaled_by=4.0, drop=what)
+        optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=clips, loss=loss)
+    except RuntimeError as error:
+        assert param.tolist() == [1.0, 1.0]
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_each_rank_is_told_what_differs_and_its_values(two_ranks, what):
+    for text in two_ranks.run(differing, what, timeout=10):
+        assert all(part in text for part in DIFFERENT[what]), text
+        assert text.endswith("nothing has been stepped")
+
+
+def differing_later(what: str) -> tuple[int, str, int]:
+    """On a device: after how many steps this rank is told, what, and how often it looked before."""
+    looks: list[str] = []
+    with as_on_a_device():
+        optimizer, param = made()
+        optimizer.process_group = torch.distributed.new_group()  # of which nothing is known yet
+        scale, clips = torch.tensor([4.0]), 1.0
+        for step in range(40):
+            if step == 5 and torch.distributed.get_rank():
+                scale, clips = (scale * 2, clips) if what == "scale" else (scale, 2.0)
+            if step == 6:  # and as before again: the one step is not overlooked
+                scale, clips = torch.tensor([4.0]), 1.0
+            param.grad = torch.ones(2)
+            try:
+                # Before the rows of eight steps are there, nobody looks.
+                with watching(looks.append) if 0 < step < 8 else nullcontext():
+                    optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=clips)
+            except RuntimeError as error:
+                return step - 5, str(error), len(looks)
+    return -1, "", len(looks)
+
+
+@pytest.mark.parametrize("what", ["scale", "max_norm"])
+def test_a_device_is_not_waited_for_and_all_are_told_within_20_steps(two_ranks, what):
+    for steps, text, looks in two_ranks.run(differing_later, what, timeout=10):
+        assert 0 < steps <= 20
+        assert f"{'the scale of the gradients' if what == 'scale' else what} differs" in text
+        assert "found some steps later" in text
+        assert looks == 0
+
+
+def judged_by_loss(form: str) -> list[Any]:
+    """Which steps are skipped for their losses, the parameter, and what the causes have learned."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank, loss_of, start = torch.distributed.get_rank(), {}, torch.ones(2)
+    options: dict[str, Any] = {"process_group": world()}
+    if form == "DTensor":
+        start, options = distribute_tensor(start, mesh_of(2), [Shard(0)]), {}
+    param = Parameter(start)
+    group = {"params": [("weight", param)], "replicated": True}
+    optimizer: Any = ampopt.SGD([group], lr=0.5, **options)
+    watch = ampopt.Watch(optimizer)
+    handle = ampopt.skip_when(optimizer, loss=3.0, loss_deviations=50.0, warmup=0)
+    step = ampopt.TrainStep(
+        lambda x: (param.sum() * 0.0 + 1.0) * x.mean(),
+        lambda loss: loss,
+        optimizer,
+        ampopt.StaticLossScale(2.0),
+        autocast=None,
+    )
+    skipped, scale = [], ampopt.StaticLossScale(2.0)
+    for mine, theirs in ((1.0, 4.0), (1.0, 6.0), (NAN, 1.0), (1.0, NAN), (2.0, 2.0)):
+        loss_of = theirs if rank else mine
+        if form == "TrainStep":
+            result = step(torch.tensor([loss_of]))
+        else:
+            param.grad = torch.ones_like(param)
+            given = None if form == "one rank" and rank == 0 else loss_of
+            result = optimizer.unscale_and_step(grads_scaled_by=scale, loss=given)
+        skipped.append(result.skipped)
+    whole = getattr(param.detach(), "full_tensor", param.detach)()
+    by_cause = (watch.read() if form != "DTensor" else {}).get("skipped_by")
+    return [skipped, whole.tolist(), handle.state_dict(), by_cause]
+
+
+@pytest.mark.parametrize("form", ["plain", "TrainStep", "DTensor", "one rank"])
+def test_the_loss_is_the_mean_over_the_ranks_that_have_one(two_ranks, form):
+    first, second = two_ranks.run(judged_by_loss, form, timeout=20)
+    assert repr(first) == repr(second)
+    skipped, _, learned, _ = first
+    # Of the mean, but where rank 1 alone has a loss, as the last stage of a pipeline has.
+    means = [False, True, True, True, False]
+    assert skipped == ([True, True, False, True, False] if form == "one rank" else means)
+    taken = [1.0, 2.0] if form == "one rank" else [2.5, 2.0]
+    assert learned["loss"][:2] == [2.0, sum(taken) / 2]
+
+
+def without_process_group(loss: bool) -> str:
+    """What a rank is told whose loss is judged, though nobody says with which others."""
+    param = Parameter(torch.ones(2))
+    optimizer = ampopt.SGD([param], lr=0.5)
+    if not loss:  # of a group that is named none gives one
+        optimizer.process_group = world()
+    ampopt.skip_when(optimizer, loss=3.0)
+    param.grad = torch.ones(2)
+    try:
+        optimizer.unscale_and_step(grads_scaled_by=2.0, loss=1.0 if loss else None)
+    except RuntimeError as error:
+        assert param.tolist() == [1.0, 1.0]
+        return str(error)
+    return ""
+
+
+def test_ranks_whose_loss_cannot_be_agreed_on_are_told_of_process_group(two_ranks):
+    for text in two_ranks.run(without_process_group, True, timeout=10):
+        assert "process_group=torch.distributed.group.WORLD" in text
+        assert "replicated=True" in text
+    for text in two_ranks.run(without_process_group, False, timeout=10):
+        assert "no rank has given one" in text
+
+
+def overflowing(bad: list[int], form: str) -> list[str]:
+    """What each of four ranks is told of a step whose gradients overflow on ``bad``."""
+    rank = torch.distributed.get_rank()
+    optimizer, param = made()
+    grad = torch.full((2,), float("inf") if rank in bad else 1.0)
+    param.grad = grad.clone()
+    if form != "own":
+        optimizer.accumulate(grads_scaled_by=2.0, drop=form)
+        param.grad = torch.ones(2)
+    if form == "window" and rank == 3:
+        param.grad = None
+    return optimizer.unscale_and_step(grads_scaled_by=2.0).overflowed
+
+
+@pytest.mark.parametrize("form", ["own", "window", "micro_batch"])
+def test_each_rank_is_told_which_others_overflowed(four_ranks, form):
+    assert four_ranks.run(overflowing, [1], form) == [
+        ["rank 1"],
+        ["weight"],
+        ["rank 1"],
+        ["rank 1"],
+    ]
+    assert four_ranks.run(overflowing, [0, 1, 3], form) == [
+        ["weight", "ranks 1, 3"],
+        ["weight", "ranks 0, 3"],
+        ["ranks 0-1, 3"],
+        ["weight", "ranks 0-1"],
+    ]
+    assert four_ranks.run(overflowing, [], form) == [[]] * 4
+
+
+def test_ranks_are_named_in_runs():
+    assert named_ranks([3]) == "rank 3"
+    assert named_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+
+
+@pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.extend(torch.optim.SGD)])
+def test_replicated_is_a_bool(cls):
+    param = Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match="replicated of a param group must be True or False"):
+        cls([{"params": [param], "replicated": "yes"}], lr=0.5)
+    optimizer = cls([param], lr=0.5)
+    optimizer.param_groups[0]["replicated"] = 1
+    param.grad = torch.ones(2)
+    with pytest.raises(TypeError, match="must be True or False, got 1"):
+        ranks.agreement(optimizer.param_groups)
