@@ -9,6 +9,7 @@ import torch
 
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.cpu.cache import CacheError, place
 from ampopt_kernels.cpu.compiled import PATIENCE, Compiled
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.eager import Eager
@@ -50,7 +51,12 @@ def set_backend(name: str) -> None:
             ``"triton"``: Triton always. CPU tensors run in its interpreter, which is for tests,
             and needs ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.
 
-            ``"compiled"``: C++ made of the rule, at the first use of each. For CPU tensors.
+            ``"compiled"``: C++ made of the rule, at the first use of each, by the compiler that
+            ``CXX`` names, or ``g++`` or ``clang++``. For CPU tensors. What is compiled, also by
+            ``"auto"``, is kept in ``$XDG_CACHE_HOME/ampopt`` or ``~/.cache/ampopt``, at most
+            64 MiB. It is refused where other users may write there; ``"auto"`` then keeps it in
+            ``ampopt-UID`` in the folder for temporary files, as both do where the cache cannot be
+            written, and stays eager if that does not do either, with a warning.
 
             ``"eager"``: torch operations always.
 
@@ -59,7 +65,8 @@ def set_backend(name: str) -> None:
 
     Raises:
         ValueError: the name is unknown.
-        RuntimeError: the backend cannot run here; the message names what is missing.
+        RuntimeError: the backend cannot run here; the message names what is missing, or who may
+            change what it would load.
     """
     global _chosen
     _chosen = _checked(name, "set_backend")
@@ -122,10 +129,25 @@ def lacking(name: str) -> str | None:
             "torch finds none, or Triton's interpreter, for tests: set TRITON_INTERPRET=1 before "
             "importing ampopt, or choose 'auto' or 'eager'"
         )
-    if name == "compiled" and cpp_compiler() is None:
+    return _compiler_or_cache_lacking() if name == "compiled" else None
+
+
+def _compiler_or_cache_lacking() -> str | None:
+    try:
+        if cpp_compiler() is None:
+            return (
+                "the compiled backend needs a C++ compiler, and neither CXX nor g++ nor "
+                "clang++ names one; install one, or choose 'auto' or 'eager'"
+            )
+        found = place()
+    except (ValueError, CacheError) as error:
+        return f"the compiled backend cannot run: {error}, or choose 'auto' or 'eager'"
+    if found.distrusts:
         return (
-            "the compiled backend needs a C++ compiler, and neither CXX nor g++ nor "
-            "clang++ names one; install one, or choose 'auto' or 'eager'"
+            f"the compiled backend has no cache that nobody else can change: {found.instead}. "
+            "Take that from them (chown, chmod go-w), or set XDG_CACHE_HOME to a folder that you, "
+            "and nobody else, may write to, or choose 'auto' (which keeps what it compiles in "
+            f"{found.folder}) or 'eager'"
         )
     return None
 

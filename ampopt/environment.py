@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +12,8 @@ import torch
 
 import ampopt
 from ampopt import backend as backends
-from ampopt_kernels.cpu.build import Library, cache_folder, cpp_compiler, users_cache
+from ampopt_kernels.cpu.build import Library, cpp_command
+from ampopt_kernels.cpu.cache import CacheError, place
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 
@@ -128,23 +130,30 @@ def _whether_it_runs(name: str) -> str:
 
 
 def _compiler() -> str:
-    path = cpp_compiler()
-    if path is None:
-        return "none, as neither CXX nor g++ nor clang++ names one"
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+        command = cpp_command()
+    except ValueError as error:
+        return f"none, since {error}"
+    if command is None:
+        return "none, as neither CXX nor g++ nor clang++ names one"
+    shown = shlex.join(command)
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30)
         # As rules are compiled: with its libraries and headers, for this processor.
         Library('extern "C" int answer() { return 42; }').load()
+    except CacheError:
+        return f"{shown}, not tried, as there is no place for what it makes"
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"{path}, which does not work: {error}"
-    return f"{path}, which works: {said.stdout.partition(chr(10))[0]}"
+        return f"{shown}, which does not work: {error}"
+    return f"{shown}, which works: {said.stdout.partition(chr(10))[0]}"
 
 
 def _cache() -> str:
-    folder = cache_folder()
-    if folder == users_cache():
-        return _contents(folder)
-    return f"until the program ends, as {users_cache()} cannot be written"
+    try:
+        folder, instead, _ = place()
+    except CacheError as error:
+        return f"none: {error}"
+    return _contents(folder) + (f", as {instead}" if instead else "")
 
 
 def _triton_cache() -> str:

@@ -1,7 +1,10 @@
 """The choice of a backend: what it takes, what it refuses, and when the CPU compiles."""
 
 import inspect
+import os
+import tempfile
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,9 +17,10 @@ from torch.nn import Parameter
 import ampopt
 from ampopt import backend as backends
 from ampopt.testing.bits import bits, everything, state_of
-from ampopt_kernels.cpu import compiled, numbers
+from ampopt_kernels.cpu import compiled, numbers, objects
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library, cpp_compiler
+from ampopt_kernels.cpu.cache import CacheError, place
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.language import HAS_TRITON
@@ -161,7 +165,7 @@ class Compiler:
     def __init__(self) -> None:
         self.started: list[Any] = []
         self.done = False
-        self.fails = False
+        self.fails: Exception | None = None
 
     def library(self, source: str, options: Any = ()) -> Any:
         compiler = self
@@ -176,8 +180,8 @@ class Compiler:
 
             def load(self) -> Any:
                 self.start()
-                if compiler.fails:
-                    raise RuntimeError("no space left on device")
+                if compiler.fails is not None:
+                    raise compiler.fails
                 return Library(source, options).load()
 
         return Fake()
@@ -306,10 +310,10 @@ def test_asked_for_it_compiles_at_the_first_use_of_each_kind(compiler):
 def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler, monkeypatch):
     ampopt.set_backend("eager")
     expected = trained(4)
-    compiler.fails = compiler.done = True
+    compiler.done, compiler.fails = True, RuntimeError("no header")
     monkeypatch.setattr(backends, "PATIENCE", 1e-9)
     ampopt.set_backend("auto")
-    with pytest.warns(RuntimeWarning, match="no space left.*staying on the eager") as seen:
+    with pytest.warns(RuntimeWarning, match="no header.*staying on the eager") as seen:
         assert trained(4) == expected
         trained(4)
         _, other = made(ampopt.SGD, momentum=0.5)
@@ -320,11 +324,11 @@ def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler, monk
 
 @needs_compiler
 def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(compiler):
-    compiler.fails = True
+    compiler.fails = RuntimeError("no header")
     ampopt.set_backend("compiled")
     param, optimizer = made()
     before = bits(param)
-    message = r"needs a working C\+\+ compiler.*no space left.*choose 'auto' or 'eager'"
+    message = r"needs a working C\+\+ compiler.*no header.*choose 'auto' or 'eager'"
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
     assert bits(param) == before
@@ -332,6 +336,69 @@ def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(compiler):
     ampopt.set_backend("eager")
     optimizer.step()
     assert (bits(param), state_of(optimizer)) == trained(1)
+
+
+@pytest.fixture
+def shared(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The folder of the user's cache, which other users may write; the others are the test's."""
+    if os.name != "posix":
+        pytest.skip("files here have no owner and no mode")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    nobody = SimpleNamespace(want=lambda: None, asked=lambda wait=False: None)
+    monkeypatch.setattr(objects, "loops", nobody)  # which stay with the folder they are sought in
+    numbers.library.cache_clear()
+    place.cache_clear()
+    yield tmp_path / "shared"
+    numbers.library.cache_clear()
+    place.cache_clear()
+
+
+@needs_compiler
+def test_compiled_refuses_a_cache_that_others_can_write_and_auto_takes_another(shared, monkeypatch):
+    message = (
+        rf"nobody else can change: .*{shared} \(mode 0777, of .*chmod go-w.*XDG_CACHE_HOME.*'auto'"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        ampopt.set_backend("compiled")
+    monkeypatch.setenv("AMPOPT_BACKEND", "compiled")
+    param, optimizer = made()
+    before = bits(param)
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert bits(param) == before
+    ampopt.set_backend("eager")
+    expected = trained(4)
+    monkeypatch.setattr(backends, "PATIENCE", 1e-9)
+    ampopt.set_backend("auto")
+    assert trained(4) == expected
+    assert not any(shared.iterdir()) and any(shared.parent.glob("ampopt-*/*"))
+
+
+@needs_compiler
+def test_without_a_place_for_what_is_compiled_auto_is_eager(shared, monkeypatch):
+    ampopt.set_backend("eager")
+    expected = trained(4)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    monkeypatch.setattr(backends, "PATIENCE", 1e-9)
+    ampopt.set_backend("auto")
+    with pytest.warns(RuntimeWarning, match="Set XDG_CACHE_HOME.*staying on the eager") as seen:
+        assert trained(4) == trained(4) == expected
+    assert len(seen) == 1
+    with pytest.raises(RuntimeError, match="compiled backend cannot run: .*Set XDG_CACHE_HOME"):
+        ampopt.set_backend("compiled")
+
+
+@needs_compiler
+def test_a_full_disk_is_not_the_compilers_fault(compiler):
+    compiler.fails = CacheError("a folder cannot be used: No space left on device")
+    ampopt.set_backend("compiled")
+    _, optimizer = made()
+    message = "needs a place on disk: a folder.*No space left on device, or choose 'auto'"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
 
 
 def test_without_a_compiler_auto_is_eager_with_the_same_results(monkeypatch):

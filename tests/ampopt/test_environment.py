@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import ampopt
 from ampopt import backend as backends
 from ampopt import environment
-from ampopt_kernels.cpu import build
+from ampopt_kernels.cpu import build, cache
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +22,13 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     """Nothing is chosen, and the caches are the test's own."""
     monkeypatch.setattr(backends, "_chosen", None)
     monkeypatch.delenv("AMPOPT_BACKEND", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for cached in (backends._cpu_backend, build.cache_folder):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for cached in (backends._cpu_backend, cache.place):
         cached.cache_clear()
     monkeypatch.setattr(environment, "_triton_cache", lambda: "elsewhere")  # it may be large
     yield
-    for cached in (backends._cpu_backend, build.cache_folder):
+    for cached in (backends._cpu_backend, cache.place):
         cached.cache_clear()
 
 
@@ -88,6 +90,13 @@ def test_a_compiler_that_works():
     assert line("C++ compiler:").startswith(f"{build.cpp_compiler()}, which works: ")
 
 
+@pytest.mark.skipif(build.cpp_compiler() is None, reason="there is no C++ compiler here")
+def test_a_compiler_with_flags(monkeypatch):
+    monkeypatch.setenv("CXX", f"{build.cpp_compiler()} -O2 '-DNAME=a b'")
+    said = line("C++ compiler:")
+    assert said.startswith(f"{build.cpp_compiler()} -O2 '-DNAME=a b', which works: ")
+
+
 def test_a_compiler_that_does_not_work(monkeypatch, tmp_path):
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho 'error: no headers' >&2; exit 1\n")
@@ -98,22 +107,54 @@ def test_a_compiler_that_does_not_work(monkeypatch, tmp_path):
 
 
 def test_no_compiler(monkeypatch):
-    for module in (backends, environment):
-        monkeypatch.setattr(module, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(backends, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(environment, "cpp_command", lambda: None)
     assert line("cpu:").startswith("eager, as there is no C++ compiler")
     assert line("compiled cannot run here:").startswith("the compiled backend needs a C++ compiler")
     assert line("C++ compiler:") == "none, as neither CXX nor g++ nor clang++ names one"
 
 
+def test_a_quotation_without_its_end(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ -DNAME='a b")
+    said = "CXX: No closing quotation"
+    assert line("C++ compiler:").startswith(f"none, since {said}")
+    assert line("compiled cannot run here:").startswith(f"the compiled backend cannot run: {said}")
+    assert line("cpu:").startswith(f"none, {said}")
+
+
 def test_the_cache_and_what_is_in_it(monkeypatch, tmp_path):
-    folder = build.cache_folder()
+    folder = cache.place().folder
     (folder / "a.so").write_bytes(b"0" * 200_000)
-    monkeypatch.setattr(environment, "cpp_compiler", lambda: None)  # which would add to it
+    monkeypatch.setattr(environment, "cpp_command", lambda: None)  # which would add to it
     assert line("cache of C++:") == f"{folder}, 1 files, 0.2 MB"
+
+
+def test_a_cache_that_cannot_be_written_or_that_others_can_write(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    build.cache_folder.cache_clear()
-    assert line("cache of C++:").startswith("until the program ends, as ")
+    cache.place.cache_clear()
+    said = line("cache of C++:")
+    assert f"ampopt-{os.getuid()}, 1 files" in said
+    assert f", as {tmp_path / 'file' / 'ampopt'} cannot be written: Not a directory" in said
+    assert line("compiled can") == "run here"
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
+    cache.place.cache_clear()
+    said = f"other users may write to {tmp_path / 'shared'} (mode 0777, of "
+    assert said in line("cache of C++:")
+    assert said in line("compiled cannot run here:")
+    assert line("cpu:").startswith("compiled, once a rule")
+
+
+def test_no_cache_at_all(monkeypatch, tmp_path):
+    for name in ("file", "other"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
+    cache.place.cache_clear()
+    assert line("cache of C++:").startswith(f"none: {tmp_path / 'file' / 'ampopt'} cannot be")
+    assert "not tried, as there is no place for what it makes" in line("C++ compiler:")
 
 
 @pytest.mark.parametrize(

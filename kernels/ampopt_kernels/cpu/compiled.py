@@ -24,6 +24,7 @@ from ampopt_kernels.cpu import noting, numbers, objects
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library
 from ampopt_kernels.cpu.bundles import Part, Piece
+from ampopt_kernels.cpu.cache import CacheError
 from ampopt_kernels.cpu.calls import CALLS
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
@@ -213,15 +214,23 @@ class Compiled(Cpu):
             if wanted:
                 library.start()
         except Exception as error:
-            message = f"compiling a rule failed, {type(error).__name__}: {error}"
+            message = str(error)
+            if not isinstance(error, CacheError):
+                message = f"compiling a rule failed, {type(error).__name__}: {error}"
             if not self._patience:
-                raise RuntimeError(
-                    f"the compiled backend needs a working C++ compiler: {message}. Install g++ or "
-                    "clang++ (or point CXX at one), or choose 'auto' or 'eager'"
-                ) from error
+                raise RuntimeError(f"the compiled backend {_needed(error, message)}") from error
             self._broken = True  # with the next rule it would fail again
             warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
         return None
+
+
+def _needed(error: Exception, message: str) -> str:
+    if isinstance(error, CacheError):
+        return f"needs a place on disk: {message}, or choose 'auto' or 'eager'"
+    return (
+        f"needs a working C++ compiler: {message}. Install g++ or clang++ (or point CXX at one), "
+        "or choose 'auto' or 'eager'"
+    )
 
 
 def _key(rule: Rule, piece: Piece, width: int, role: str) -> _Key:

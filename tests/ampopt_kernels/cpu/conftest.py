@@ -1,0 +1,33 @@
+"""A cache of compiled libraries of the test's own, and a compiler that is counted."""
+
+import os
+import tempfile
+
+import pytest
+
+from ampopt_kernels.cpu import cache
+from ampopt_kernels.cpu.build import cpp_compiler
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """The folder that will be the user's cache; temporary files are the test's own too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    cache.place.cache_clear()
+    yield tmp_path / "cache" / "ampopt"
+    cache.place.cache_clear()
+
+
+@pytest.fixture
+def starts(own_cache, tmp_path, monkeypatch):
+    """Tells with which arguments a compiler was started each time, from an empty cache on."""
+    real = cpp_compiler()
+    if real is None or os.name != "posix":
+        pytest.skip("there is no compiler, or no shell to count its starts")
+    compiler, counted = tmp_path / "compiler", tmp_path / "starts"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {counted}\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    return lambda: counted.read_text().splitlines() if counted.exists() else []
