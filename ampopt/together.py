@@ -1,12 +1,14 @@
 """One decision for several optimizers: all of them step, or all skip."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ampopt._step import gradients
-from ampopt._step.overflow import device_of, judge
+from ampopt._step import gradients, ranks, windows
+from ampopt._step.overflow import device_of, judge, judge_held
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.given import as_loss_scale, request_for, successor_of
 from ampopt.optimizer import Optimizer, check_max_norm
@@ -33,6 +35,11 @@ def unscale_and_step(
     Rule-based optimizers wait for nothing, and leave ``p.grad`` as it was; see ``skip_by`` of
     :class:`ampopt.Optimizer` for those with an ordinary ``step()``. An optimizer without gradients
     takes part without a say: its step hooks run, told of a skip as all are, and nothing else.
+
+    What :meth:`ampopt.Optimizer.accumulate` has added up is taken, of each optimizer that has
+    called it, with what is in ``p.grad`` by then: an overflow in any of it skips all steps, and the
+    scale hears of it. With ``drop="micro_batch"`` each has left out its own bad micro-batches, and
+    all skip where one of them has none left.
 
     Example:
         >>> for batch in batches:
@@ -71,7 +78,7 @@ def unscale_and_step(
     check_max_norm(max_norm)
     process_group = _agreed(optimizers) if process_group is None else process_group
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    device = device_of(groups) or torch.device("cpu")
+    device = _device_of(optimizers)
     uploads = optimizers[0]._ampopt.uploads
     scale = as_loss_scale(grads_scaled_by, device, uploads)
     for optimizer in optimizers:
@@ -86,22 +93,78 @@ def unscale_and_step(
     request = request_for(scale, max_norm=max_norm)
     for optimizer in optimizers:
         request = optimizer._ampopt.asking(request)
-    decision = judge(groups, request, uploads=uploads, process_group=process_group)
+    accumulated = any(optimizer._ampopt.sums.window is not None for optimizer in optimizers)
+    if accumulated:
+        agreed = ranks.agreement(groups, process_group)
+        decision = _take_sums(optimizers, request, agreed, device)
+    else:
+        decision = judge(groups, request, uploads=uploads, process_group=process_group)
     successor = successor_of(scale, decision)
-    step = Request(check=False) if decision is None else _step_after(request, decision)
-    for optimizer in optimizers:
-        ours = optimizer._ampopt
-        ours.attempt(step)
-        ours.mark_stepped(scale, successor)
-        ours.note_norm(request, decision)
+    carried = None if accumulated else request.scale  # by the gradients
+    step = Request(check=False) if decision is None else _step_after(request, carried, decision)
+    try:
+        for optimizer in optimizers:
+            ours = optimizer._ampopt
+            ours.attempt(step)
+            ours.mark_stepped(scale, successor)
+            ours.note_norm(request, decision)
+    finally:
+        for optimizer in optimizers:
+            optimizer._ampopt.sums.put_back()
     if decision is None:
         return StepResult(None, as_flag(torch.zeros((), device=device)), successor)
     return StepResult(None, as_flag(decision.found_inf, decision.culprits), successor)
 
 
-def _step_after(request: Request, decision: Decision) -> Request:
-    """The step that one optimizer takes after the decision was made for all."""
-    scale = request.scale
+def _device_of(optimizers: list[Optimizer]) -> torch.device:
+    """Where the first optimizer is that has gradients, or sums of them."""
+    for optimizer in optimizers:
+        window = optimizer._ampopt.sums.window
+        if window is not None and window.params:
+            return window.home
+        if gradients.present(optimizer.param_groups):
+            break
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return device_of(groups) or torch.device("cpu")
+
+
+def _take_sums(
+    optimizers: list[Optimizer],
+    request: Request,
+    agreement: ranks.Agreement | None,
+    device: torch.device,
+) -> Decision | None:
+    """End the windows of all optimizers, and decide, and measure the norm to clip by, of all sums.
+
+    Where one has accumulated, the others' windows are what is in ``p.grad``.
+    """
+    sums = [optimizer._ampopt.sums for optimizer in optimizers]
+    wide = [optimizer._ampopt.takes_wide_sums for optimizer in optimizers]
+    decision = windows.take(sums, request, agreement, device, wide=wide)
+    for each in sums:
+        each.unhook()
+    if request.max_norm is None:
+        return decision
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    flag = None if decision is None else decision.found_inf
+    asked = Request(check=False, found_inf=flag, drop=request.drop, max_norm=request.max_norm)
+    uploads = sums[0].uploads["norm"]
+    measured = judge_held(
+        gradients.held(groups), asked, agreement, device, write=False, uploads=uploads
+    )
+    if decision is None or measured is None:
+        return measured
+    return replace(decision, factors=measured.factors, norm=measured.norm)
+
+
+def _step_after(request: Request, scale: Tensor | None, decision: Decision) -> Request:
+    """The step that one optimizer takes after the decision was made for all.
+
+    Args:
+        request: of all.
+        scale: that the gradients carry.
+        decision: on all.
+    """
     if request.max_norm is not None:
         # Divided by the clip coefficient, which is 1 or less, the scale clips as it unscales.
         coefficient = decision.clip
@@ -144,7 +207,7 @@ def _checked(optimizers: Any) -> list[Optimizer]:
                 f"{name} needs a closure, which several optimizers cannot share: call its own "
                 "unscale_and_step(closure, grads_scaled_by=scale)"
             )
-        optimizer._ampopt.refuse_unfinished("unscale_and_step of several optimizers")
+        optimizer._ampopt.refuse_pending("unscale_and_step of several optimizers")
         optimizer._ampopt.check_step()
     _refuse_shared(optimizers)
     return optimizers

@@ -1,7 +1,8 @@
 """Sums of unscaled gradients, in float32 at least, that ``accumulate`` fills and a step takes.
 
-A window begins with the first ``accumulate`` and ends with the step, or ``zero_grad``. The sums
-outlast it, so that they are at the same addresses in the next, as a CUDA graph needs them.
+A window begins with the first ``accumulate`` and ends with the step (see ``windows``), or with
+``zero_grad``. The sums outlast it, so that they are at the same addresses in the next, as a CUDA
+graph needs them.
 """
 
 import weakref
@@ -24,7 +25,7 @@ from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.transfers import carried
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["DROPS", "Accumulation"]
+__all__ = ["DROPS", "Accumulation", "Closed", "Window", "refuse_sparse"]
 
 DROPS = ("window", "micro_batch")
 """What an overflow costs: all that is accumulated, or the part that it is in."""
@@ -65,6 +66,19 @@ class Window:
         self.calls += 1
 
 
+class Closed(NamedTuple):
+    """A window that nothing is added to any more.
+
+    Attributes:
+        window: all that was added up.
+        skip: more than 0 if no micro-batch is left, or their sum overflowed; ``None`` where an
+            overflow anywhere in the window skips the step.
+    """
+
+    window: Window
+    skip: Tensor | None
+
+
 class _Replaced(NamedTuple):
     """The gradient of a parameter whose sum stands there for a step."""
 
@@ -80,6 +94,7 @@ class Accumulation:
         window: in which they are filled; ``None`` while nothing is accumulated that no step has
             taken yet.
         taken: whether they stand in the place of the gradients, for a step.
+        uploads: what devices hold of earlier calls, by what they were for.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +110,7 @@ class Accumulation:
         self._replaced: list[_Replaced] = []
         self._sums = WeakIdKeyDictionary()
         self._latest = WeakIdKeyDictionary()  # a weak reference to the gradient added last
-        self._uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
+        self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
     # --- filling ----------------------------------------------------------------------------------
 
@@ -117,10 +132,10 @@ class Accumulation:
             TypeError: one is sparse. Nothing has changed then.
             ValueError: ``drop`` is another than in this window before. Likewise.
         """
-        _refuse_sparse(self._groups)
+        refuse_sparse(self.groups)
         decision = self._add(self._in_window(drop), request, agreement)
         stay = []
-        for _, param in gradients.present(self._groups):
+        for _, param in gradients.present(self.groups):
             if self._stays(param):
                 stay.append(dtensor.local(param.grad))
             else:
@@ -133,7 +148,7 @@ class Accumulation:
         window = self.window
         if window is None:
             self.put_back()
-            window = self.window = Window(device_of(self._groups) or torch.device("cpu"), drop)
+            window = self.window = Window(device_of(self.groups) or torch.device("cpu"), drop)
             self._hook = self._owner.register_step_pre_hook(_take_in_plain_step)
         elif drop != window.drop:
             raise ValueError(
@@ -145,7 +160,7 @@ class Accumulation:
     def _add(
         self, window: Window, request: Request, agreement: ranks.Agreement | None
     ) -> Decision | None:
-        decision, present = None, gradients.held(self._groups)
+        decision, present = None, gradients.held(self.groups)
         if window.drop == "micro_batch":
             decision = judge_held(
                 present,
@@ -153,7 +168,7 @@ class Accumulation:
                 agreement,
                 window.home,
                 write=False,
-                uploads=self._uploads["judge"],
+                uploads=self.uploads["judge"],
                 call=Call.MICRO_BATCH,
             )
             if decision is not None:
@@ -178,7 +193,7 @@ class Accumulation:
             total = real(dtensor.local(self._sum(param)))
             grads.append(dense_like(values, total))
             rows.append(Row(values.dtype, total, flags=(fresh,), group=group, owner=owner))
-        return works_of(rows, grads, self._uploads["add"])
+        return works_of(rows, grads, self.uploads["add"])
 
     def _sum(self, param: Any) -> Any:
         """Where the gradients of ``param`` are added up; what is in it may be anything."""
@@ -199,35 +214,27 @@ class Accumulation:
 
     # --- taking -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def take(
-        self, request: Request, agreement: ranks.Agreement | None, *, wide: bool
-    ) -> Decision | None:
-        """End the window: its sums, with the gradients that are there, take the place of those.
-
-        Until :meth:`put_back`. Does not synchronize.
+    def close(self, request: Request, agreement: ranks.Agreement | None) -> "Closed":
+        """End the window, with what is in ``p.grad`` by now; without a window, that is all of it.
 
         Args:
-            request: of what ends it. Without a scale nothing is judged. Its causes are judged by
-                the sums, and the scale hears nothing of such a skip, but of an overflow it does.
+            request: of the scale that ``p.grad`` carries; nothing is stepped.
             agreement: of the ranks that decide together.
-            wide: whether the step reads gradients of another dtype than the parameters'.
-
-        Returns:
-            The decision on the whole window; ``None`` if there is none to make.
         """
-        window = self.window
-        assert window is not None
-        causes = request.causes
-        # The step measures the sums, and they are judged for other causes below.
-        request = replace(
-            request, max_norm=None, write=False, apply=False, measure=False, causes=()
-        )
-        if gradients.present(self._groups):
+        window = self._in_window("window") if self.window is None else self.window
+        if gradients.present(self.groups):
             self._add(window, request, agreement)
         skip = None if window.kept is None else self._renormalise(window, request, agreement)
-        decided = None if request.scale is None else self._decided(window, request, agreement)
-        for _, param, _ in window.params.values():
+        return Closed(window, skip)
+
+    def stand_in(self, *, wide: bool) -> None:
+        """Put the sums in the place of the gradients, until :meth:`put_back`.
+
+        Args:
+            wide: whether the step reads gradients of another dtype than the parameters'.
+        """
+        assert self.window is not None
+        for _, param, _ in self.window.params.values():
             if param.grad is not None:
                 self._stays(param)  # where it is put back
             total, dtype = self._sums[param], param.grad_dtype
@@ -236,21 +243,6 @@ class Accumulation:
                 dtype = total.dtype
             _put(param, total if dtype is None else total.to(dtype), dtype)
         self.window, self.taken = None, True
-        if decided is None:
-            return None
-        heard = decided.found_inf  # by the scale
-        found_inf = heard if skip is None else skip
-        found = window.found
-        if (
-            window.kept is None
-        ):  # else ranks have said of each micro-batch whether theirs overflowed
-            found = (*found, *decided.found)
-        decision = replace(decided, found_inf=found_inf, found=found)
-        if not causes:
-            return decision
-        judged = self._judged_for(causes, decision.found_inf, agreement, window.home)
-        decision = decision.learning_where((judged.cause == 0) | (heard > 0), request)
-        return replace(decision, found_inf=judged.found_inf, cause=judged.cause)
 
     def _renormalise(
         self, window: Window, request: Request, agreement: ranks.Agreement | None
@@ -272,7 +264,7 @@ class Accumulation:
             agree = None
             if agreement is not None and judged:
                 agree = ranks.Vote(agreement, asked, call=Call.RENORMALISES)
-            works = works_of(rows, sums, self._uploads["renormalise"])
+            works = works_of(rows, sums, self.uploads["renormalise"])
             decision = run(backend_for, works, replace(asked, agree=agree))
         else:
             decision = decided_elsewhere(asked, agreement, window.home, call=Call.RENORMALISES)
@@ -281,36 +273,6 @@ class Accumulation:
         window.learn(decision)
         nothing_is_left = (window.kept <= 0) & judged
         return torch.maximum(carried(decision.found_inf, window.home), nothing_is_left)
-
-    def _decided(
-        self, window: Window, request: Request, agreement: ranks.Agreement | None
-    ) -> Decision | None:
-        """What is found in all of the window, of which the scale is told."""
-        asked = replace(request, found_inf=window.flag)
-        if agreement is not None:
-            present = bool(window.params)
-            return decided_elsewhere(
-                asked, agreement, window.home, present=present, call=Call.WINDOW
-            )
-        if not window.params:
-            return None
-        uploads = self._uploads["decide"].setdefault(window.home, Uploads())
-        work = Work(window.home, [], uploads=uploads)
-        return run(backend_for, [work], replace(asked, check=False))
-
-    def _judged_for(
-        self, causes: Any, found_inf: Tensor, agreement: ranks.Agreement | None, home: torch.device
-    ) -> Any:
-        """The decision on the sums, which stand for the gradients by now, for other causes."""
-        return judge_held(
-            gradients.held(self._groups),
-            Request(found_inf=found_inf, causes=causes),
-            agreement,
-            home,
-            write=False,
-            uploads=self._uploads["causes"],
-            call=Call.CAUSES_OF_WINDOW,
-        )
 
     # --- what becomes of it -----------------------------------------------------------------------
 
@@ -337,7 +299,7 @@ class Accumulation:
         return self._optimizer()
 
     @property
-    def _groups(self) -> list[dict[str, Any]]:
+    def groups(self) -> list[dict[str, Any]]:
         return self._owner.param_groups
 
 
@@ -371,7 +333,12 @@ def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:
     param.grad = grad
 
 
-def _refuse_sparse(groups: list[dict[str, Any]]) -> None:
+def refuse_sparse(groups: list[dict[str, Any]]) -> None:
+    """Refuse gradients that cannot be added up.
+
+    Raises:
+        TypeError: one is sparse.
+    """
     for _, param in gradients.present(groups):
         assert param.grad is not None
         if param.grad.layout != torch.strided:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, ranks
+from ampopt._step import gradients, ranks, windows
 from ampopt._step.accumulation import Accumulation
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import device_of
@@ -287,9 +287,15 @@ class Stepping(ABC):
         self.masters.take(gradients.held(self.optimizer.param_groups))
 
     def take_sums(self, request: Request) -> Decision | None:
-        """Have the step that follows find what was accumulated; see :meth:`Accumulation.take`."""
-        by_rule = self.rule is not None and not self.rule.checks.need_torch()
-        return self.sums.take(request, self.agreement(), wide=by_rule)
+        """Have the step that follows find what was accumulated; see :func:`windows.take`."""
+        assert self.sums.window is not None
+        home, wide = self.sums.window.home, [self.takes_wide_sums]
+        return windows.take([self.sums], request, self.agreement(), home, wide=wide)
+
+    @property
+    def takes_wide_sums(self) -> bool:
+        """Whether the step reads gradients of another dtype than the parameters'."""
+        return self.rule is not None and not self.rule.checks.need_torch()
 
     def offenders(self) -> Iterator[str]:
         """Names of the parameters whose gradients are not finite. Synchronizes."""

@@ -18,7 +18,7 @@ START = (torch.tensor([1.0, -2.0, 0.5]), torch.tensor([4.0, 0.25]))
 STEPS = ((None, 2.0), ("nan", 1.0), (None, 4.0))
 FORMS = (
     "own", "split", "several", "scaler", "scaler, unscaled", "scaler's group", "others'",
-    "window", "micro_batch", "window, judged",
+    "window", "micro_batch", "window, judged", "several, window, judged", "several, micro_batch",
 )  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def trained(form: str, name: str, group: Any, parts: tuple[int, ...]) -> dict[st
     optimizer = cls(params, lr=0.25)
     if form not in ("scaler's group", "others'"):
         optimizer.process_group = group
-    if form == "window, judged":  # the last is skipped, for a norm that no part has by itself
+    if form.endswith("judged"):  # the last is skipped, for a norm that no part has by itself
         ampopt.skip_when(optimizer, norm=40.0)
     scaler = ampopt.GradScaler("cpu", init_scale=4.0, process_group=group)
     scaler.scale(torch.ones(()))
@@ -56,11 +56,15 @@ def trained(form: str, name: str, group: Any, parts: tuple[int, ...]) -> dict[st
         elif form == "split":
             scale = optimizer.unscale(grads_scaled_by=scale).scale
             optimizer.step_after_unscale()
-        elif form.startswith(("window", "micro_batch")):
-            optimizer.accumulate(grads_scaled_by=scale, drop=form.partition(",")[0])
+        elif "window" in form or "micro_batch" in form:
+            drop = "window" if "window" in form else "micro_batch"
+            optimizer.accumulate(grads_scaled_by=scale, drop=drop)
             for param, part in zip(params, parts, strict=True):
                 param.grad = gradient(part, None, 2.0)
-            scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0).scale
+            if form.startswith("several"):
+                scale = ampopt.unscale_and_step([optimizer], scale, max_norm=1.0).scale
+            else:
+                scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0).scale
         elif form == "several":
             scale = ampopt.unscale_and_step([optimizer], scale, max_norm=1.0).scale
         else:

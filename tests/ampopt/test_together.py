@@ -177,6 +177,88 @@ def test_masters_and_float64_beside_float32():
     assert [p.tolist() for p in params] == [[0.5, 1.5], [0.0, 0.0], [-1.0, -1.0]]
 
 
+# --- with what was accumulated -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
+@fewer(0.2)
+@given(
+    micro_batches=st.lists(finite(2), min_size=2, max_size=3),
+    accumulating=st.sampled_from([(0,), (1,), (0, 1)]),
+    overflow=st.none() | st.tuples(st.integers(0, 1), st.sampled_from([0, 3])),
+    max_norm=st.sampled_from([None, 0.25, 64.0]),
+    exponent=st.integers(-8, 8),
+)
+def test_sums_of_each_are_as_those_of_one_optimizer(
+    cls, micro_batches, accumulating, overflow, max_norm, exponent
+):
+    """Of all parameters; those that do not accumulate add up in ``p.grad``, as backward does."""
+    optimizers, params = made([cls, cls])
+    one_params = [Parameter(p.detach().clone()) for p in params]
+    one = cls([{"params": one_params[:2]}, {"params": one_params[2:]}])
+    if overflow is not None:
+        place, param = overflow
+        micro_batches[place][param] = (NAN, 1.0)
+    scale = ampopt.DynamicLossScale(init_scale=2.0**exponent, growth_interval=2)
+    for _ in range(2):
+        for gradients in micro_batches:
+            for p, g in zip([*params, *one_params], [*gradients, *gradients], strict=True):
+                if g is not None:
+                    (p * torch.tensor(g)).sum().mul(scale.item()).backward()
+            if gradients is micro_batches[-1]:
+                break
+            for place in accumulating:
+                optimizers[place].accumulate(grads_scaled_by=scale)
+            one.accumulate(grads_scaled_by=scale)
+        single = one.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
+        several = ampopt.unscale_and_step(optimizers, grads_scaled_by=scale, max_norm=max_norm)
+        assert several.skipped is (overflow is not None) is single.skipped
+        assert several.scale.state_dict() == single.scale.state_dict()
+        for p, q in zip(params, one_params, strict=True):
+            assert_close(p, q, ulps=8 if max_norm else 0, size=16)
+        for optimizer in optimizers if max_norm else ():
+            assert bits(optimizer.grad_norm) == bits(one.grad_norm)
+        for optimizer in (*optimizers, one):
+            optimizer.zero_grad()
+        scale = several.scale
+
+
+@pytest.mark.parametrize("first", ["window", "micro_batch"])
+@pytest.mark.parametrize("bad", [(), (0,), (1,), (1, 2)])
+def test_each_leaves_out_its_own_bad_micro_batches(first, bad):
+    """``bad`` are calls of ``accumulate``: 0 of the first, 1 and 2 of the second optimizer."""
+    optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=0.5)
+    before = all_of(optimizers)
+    scale = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=1)
+    give(params, [(INF if 0 in bad else 4.0, 4.0), None, None, None])
+    optimizers[0].accumulate(grads_scaled_by=scale, drop=first)
+    for call in (1, 2):
+        give(params, [None, None, (INF if call in bad else 4.0, 4.0), None])
+        optimizers[1].accumulate(grads_scaled_by=scale, drop="micro_batch")
+    result = ampopt.unscale_and_step(optimizers, grads_scaled_by=scale)
+    assert result.scale.item() == (2.0 if bad else 8.0)
+    assert result.skipped is (bad in [(0,), (1, 2)])
+    if result.skipped:
+        assert as_before(before, all_of(optimizers))
+    else:
+        assert params[0].tolist() == [0.0, -2.0] and params[2].tolist() == [0.5, -5.5]
+    assert all(p.grad is None for p in params)
+
+
+def test_sums_that_cannot_be_taken_are_kept():
+    optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=0.5)
+    give(params, [(4.0, 4.0), None, None, None])
+    optimizers[0].accumulate(grads_scaled_by=4.0)
+    params[2].grad = torch.sparse_coo_tensor(
+        torch.tensor([[0]]), [4.0], (2,), check_invariants=True
+    )
+    with pytest.raises(TypeError, match="the gradient of group 1, parameter 0 is sparse"):
+        ampopt.unscale_and_step(optimizers, grads_scaled_by=4.0)
+    params[2].grad = None
+    optimizers[0].step()
+    assert params[0].tolist() == [0.0, -2.0]
+
+
 def test_rules_wait_for_nothing(backend):
     optimizers, params = made([ampopt.Adam, Signed])
     scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
