@@ -204,6 +204,7 @@ def test_copies_step_as_the_original_does(cls, duplicate):
 # --- what autograd knows of a step ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_graph_that_a_step_has_overtaken_is_refused(param, cls):
     """As after a step of torch's: the gradients would be those of other parameters."""
@@ -214,6 +215,7 @@ def test_a_graph_that_a_step_has_overtaken_is_refused(param, cls):
         loss.backward()
 
 
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_graph_outlasts_a_skip_that_the_host_knows_of(param, cls):
     """As under torch's scaler; and any skip, if a closure runs the second backward pass."""
