@@ -48,7 +48,11 @@ class Optimizer(torch.optim.Optimizer):
     Anything else is a ``RuntimeError`` that names the call to make first.
 
     **A skipped step** leaves parameters, optimizer state and random-number generators bitwise as
-    they were. Step hooks run on every attempt.
+    they were. Step hooks run on every attempt. What the forward pass has written stays: after a
+    batch with an infinity, BatchNorm's running statistics are NaN, although the step is skipped.
+
+    **Threads.** An optimizer is not thread-safe, and neither are torch's: calls of several threads
+    on one optimizer lose steps or raise. Put a lock around them.
 
     ``torch.amp.GradScaler`` works with it: ``scaler.step(optimizer)`` leaves its flag to the
     optimizer, which unscales, judges unscaled gradients too, and skips where either overflowed; in

@@ -92,6 +92,7 @@ PRINTED = {
     "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor": [
         "tensor(True)"
     ],
+    "BatchNorm's running_mean is NaN, and so is every evaluation": ["tensor(True) tensor(True)"],
     "The scale goes to 0, and nothing is learned": ["replays ['weight']"],
 }
 """What the block under each heading prints, and says that it prints."""
