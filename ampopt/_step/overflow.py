@@ -129,7 +129,13 @@ def judge_held(
 
 
 def decide(works: list[Work], request: Request) -> Decision:
-    """The decision on ``works``, for overflow and for what else ``request`` says."""
+    """The decision on ``works``, for overflow and for what else ``request`` says.
+
+    Whoever measures gradients of many ranks is told the norm of all of them, which the all-reduce
+    brings.
+    """
+    if request.measure and request.agree is not None and request.max_norm is None:
+        request = replace(request, max_norm=float("inf"))  # which clips nothing
     if request.causes and request.check:
         return OtherCauses(request).run(works)
     return run(backend_for, works, request)

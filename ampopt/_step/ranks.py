@@ -38,6 +38,7 @@ __all__ = [
     "are_several",
     "check_process_group",
     "check_replicated",
+    "has_others",
     "is_fsdp1",
     "told",
 ]
@@ -421,6 +422,15 @@ def _are_connected() -> bool:
 def are_several() -> bool:
     """Whether there are other ranks, whatever they do."""
     return _are_connected() and torch.distributed.get_world_size() > 1
+
+
+def has_others(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bool:
+    """Whether ranks decide together about these parameters. Does not make their agreement."""
+    if not _are_connected():
+        return False
+    if process_group is not None or is_fsdp1(param_groups):
+        return True
+    return any(is_spread(param) for group in param_groups for param in group["params"])
 
 
 def told(param_groups: Sequence[dict[str, Any]], process_group: Any) -> tuple[Any, list[Any]]:

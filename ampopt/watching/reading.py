@@ -1,16 +1,14 @@
 """What a watch has noted, on its way to the host, and as a dict once it is there."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ampopt_kernels.ledger import CAUSES, COUNTS, RING, Ledger
-from ampopt_kernels.transfers import copied_to_host
+from ampopt_kernels.transfers import Copying, copied_to_host
 
 __all__ = ["Reading", "Taken", "described", "take"]
-
-GatherRanks = Callable[["Taken"], "list[Taken]"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +20,14 @@ class Taken:
         parameters: the numbers of each by name; see :mod:`ampopt_kernels.ledger`.
         totals: skips in a row, and skips by cause.
         recent: shape (steps, RING), oldest first.
+        by_rank: how many overflows each rank found, by its number; empty where one decides alone.
     """
 
     steps: int
     parameters: dict[str, list[float]]
     totals: list[float]
     recent: list[list[float]]
+    by_rank: dict[int, int] = field(default_factory=dict)
 
 
 class Reading:
@@ -38,33 +38,32 @@ class Reading:
         steps: int,
         forgotten: int,
         copies: "Sequence[tuple[list[str], Ledger]]",
+        by_rank: "Mapping[tuple[int, ...], Copying]",
         events: Sequence[Any],
-        gather: GatherRanks | None,
+        *,
+        alone: bool,
     ) -> None:
-        """Begin.
+        """Hold on to the copies.
 
         Args:
             steps: attempts when it was taken.
             forgotten: how many of the first of them are in no ring.
             copies: of the ledgers, that of the steps first, with the names of their parameters.
+            by_rank: how many overflows each of these ranks has found.
             events: that are done when the copies are there.
-            gather: brings together what all ranks have taken; ``None`` where one decides alone.
+            alone: whether this rank has all gradients, and so their norm.
         """
         self._steps, self._forgotten = steps, forgotten
-        self._copies, self._events = copies, events
-        self._gather = gather
+        self._copies, self._by_rank, self._alone = copies, by_rank, alone
+        self._events = [*events, *(copy.event for copy in by_rank.values() if copy.event)]
 
     def done(self) -> bool:
         """Whether :meth:`result` need not wait for a device. Never waits."""
         return all(event.query() for event in self._events)
 
     def result(self) -> dict[str, Any]:
-        """What :meth:`ampopt.Watch.read` would have given then. Waits until that is here.
-
-        Where ranks decide together, all of them have to ask.
-        """
-        taken = self.taken()
-        return described(taken if self._gather is None else merged(self._gather(taken)))
+        """What :meth:`ampopt.Watch.read` would have given then. Waits until that is here."""
+        return described(self.taken(), alone=self._alone)
 
     def taken(self) -> Taken:
         """The numbers of this rank. Waits until they are here."""
@@ -83,6 +82,11 @@ class Reading:
             },
             steps.totals.tolist(),
             ring[order].tolist(),
+            {
+                rank: int(n)
+                for ranks, copy in self._by_rank.items()
+                for rank, n in zip(ranks, copy.tensor.tolist(), strict=True)
+            },
         )
 
     def latest(self) -> dict[str, Any]:
@@ -92,7 +96,7 @@ class Reading:
             event.synchronize()
         entry = steps.ring[(self._steps - 1) % len(steps.ring)].tolist()
         in_a_row, *by_cause = steps.totals.tolist()
-        told = {**_step(self._steps, entry), "skips": int(sum(by_cause))}
+        told = {**_step(self._steps, entry, alone=self._alone), "skips": int(sum(by_cause))}
         return {**told, "skips_in_a_row": int(in_a_row)}
 
     def worst_share(self) -> tuple[float, str]:
@@ -116,8 +120,8 @@ def take(ledger: Ledger) -> tuple[Ledger, Any]:
     return Ledger(copy, ledger.places), event
 
 
-def described(taken: Taken) -> dict[str, Any]:
-    """What :meth:`ampopt.Watch.read` returns."""
+def described(taken: Taken, *, alone: bool) -> dict[str, Any]:
+    """What :meth:`ampopt.Watch.read` returns; for ``alone`` see :class:`Reading`."""
     in_a_row, *by_cause = taken.totals
     first = taken.steps - len(taken.recent) + 1
     return {
@@ -126,7 +130,8 @@ def described(taken: Taken) -> dict[str, Any]:
         "skips_in_a_row": int(in_a_row),
         "skipped_by": {cause: int(n) for cause, n in zip(CAUSES, by_cause, strict=True)},
         "parameters": {name: _parameter(row) for name, row in taken.parameters.items()},
-        "recent": [_step(first + i, entry) for i, entry in enumerate(taken.recent)],
+        "recent": [_step(first + i, entry, alone=alone) for i, entry in enumerate(taken.recent)],
+        "overflows_by_rank": {rank: n for rank, n in taken.by_rank.items() if n},
     }
 
 
@@ -140,10 +145,12 @@ def _parameter(row: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _step(number: int, entry: Sequence[float]) -> dict[str, Any]:
+def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]:
     cause, scale, norm, squares = entry
     if norm < 0:
-        norm = None if squares < 0 else math.sqrt(squares)
+        norm = None if squares < 0 or not alone else math.sqrt(squares)
+    elif not alone and math.isnan(norm):  # other ranks have no watch, and have not said theirs
+        norm = None
     return {
         "step": number,
         "skipped": cause > 0,
@@ -169,7 +176,7 @@ def merged(ranks: Sequence[Taken]) -> Taken:
             squares = [x for x in (entry[RING - 1], other[RING - 1]) if x >= 0]
             entry[RING - 1] = sum(squares) if squares else -1.0
     parameters = {name: _joined(parts) for name, parts in rows.items()}
-    return Taken(first.steps, parameters, first.totals, recent)
+    return Taken(first.steps, parameters, first.totals, recent, first.by_rank)
 
 
 def _joined(parts: Sequence[Sequence[float]]) -> list[float]:

@@ -27,6 +27,7 @@ def table(read: dict[str, Any]) -> str:
     width = max([len(name) for name, _ in worst[:WORST]], default=9)
     lines = [
         _totals(read),
+        *_of_ranks(read),
         f"{'parameter':<{width}}  overflows  last  largest |g|  flushed",
     ]
     for name, told in worst[:WORST]:
@@ -60,7 +61,7 @@ def _totals(read: dict[str, Any]) -> str:
 def _of_overflows(read: dict[str, Any]) -> list[str]:
     bad = [(name, told) for name, told in worst_first(read) if told["overflows"]]
     if not bad:
-        return []
+        return _of_ranks(read)
     first, told = bad[0]
     most = [name for name, other in bad if other["overflows"] == told["overflows"]]
     every = read["steps"] / told["overflows"]
@@ -89,6 +90,19 @@ def _of_overflows(read: dict[str, Any]) -> list[str]:
         "ampopt.run_in(module, torch.float32)."
     )
     return sentences
+
+
+def _of_ranks(read: dict[str, Any]) -> list[str]:
+    """Where overflows were, if several ranks decide together."""
+    by_rank = read["overflows_by_rank"]
+    if not by_rank:
+        return []
+    counts = ", ".join(f"{n} on rank {rank}" for rank, n in sorted(by_rank.items())[:WORST])
+    more = f", and on {len(by_rank) - WORST} more ranks" if len(by_rank) > WORST else ""
+    return [
+        f"Overflows: {counts}{more}. Parameters are told of as far as this rank has them; "
+        "watch.gather(), called on all ranks, has all."
+    ]
 
 
 def _of_flushing(read: dict[str, Any]) -> list[str]:

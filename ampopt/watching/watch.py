@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ampopt._step import gradients
+from ampopt._step.ranks import has_others
 from ampopt.backend import backend_for, host_may_look
 from ampopt.loss_scale.numbers import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.reading import Reading, Taken, take
-from ampopt_kernels.found import Found
+from ampopt.watching.reading import Reading, Taken, described, merged, take
+from ampopt_kernels.found import Found, FoundByRanks
 from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, Attempt, Ledger, Part, zeros
 from ampopt_kernels.step import Decision
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import carried, copied_to_host
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = ["Watch"]
@@ -49,10 +50,10 @@ class Watch:
     that is run again, each evaluation that overflowed counts for its parameters, though the attempt
     is one, and the last is noted.
 
-    Where ranks decide together, each rank has a watch, and reading one is for all ranks to do at
-    the same step: it brings the parameters of all of them together. Under DDP each rank has all. A
-    step in which several shards of a parameter overflowed counts once; where a shard has done so
-    more than 16 times, at least as often as the one that did most.
+    Where ranks decide together, make a watch on each of them. Reading it, by ``print`` or any other
+    way, says what is known on this rank, and asks no other: skips, scales, the norm of all
+    gradients, how many overflows each rank has found, and the parameters as far as this rank has
+    them. :meth:`gather` brings the parameters of all ranks together. Under DDP each rank has all.
 
     The watch is not in the optimizer's state dict; it has its own. A copy of the optimizer has no
     watch. Parameters that are added later are watched, too. A micro-batch that ``accumulate`` has
@@ -100,6 +101,8 @@ class Watch:
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._uploads: dict[torch.device, Uploads] = {}
         self._parts: dict[torch.device, tuple[Found, list[Part]]] = {}
+        # How many overflows each of some ranks has found: float32, shape (ranks,).
+        self._by_rank: dict[tuple[int, ...], Tensor] = {}
         self._alarms: list[Condition] = []
         self._looks: deque[Reading] = deque(maxlen=1)
         self._logs: OrderedDict[int, tuple[int, Callable[[dict[str, Any]], Any]]] = OrderedDict()
@@ -130,6 +133,12 @@ class Watch:
             were taken, the share of 2**-25 or less); and ``recent``, of the last attempts ``step``,
             ``skipped``, ``scale`` (``None`` without) and ``norm`` (of the unscaled gradients before
             clipping; ``None`` if nobody has looked), oldest first.
+
+            Where ranks decide together, ``parameters`` are the parts that this rank has; norms are
+            those of all ranks, and ``None`` in a plain ``step()``, and where other ranks have no
+            watch and do not clip; and ``overflows_by_rank`` has for each rank that found any how
+            many attempts it was, since the watch was made here. It is empty otherwise. No other
+            rank need read: see :meth:`gather`.
         """
         return self.read_later().result()
 
@@ -146,10 +155,23 @@ class Watch:
             ledger, event = take(self._ledgers[device])
             copies.append((list(self._names[device]), ledger))
             events += [] if event is None else [event]
-        agreement = self.optimizer._ampopt.agreement()
+        by_rank = {ranks: copied_to_host(counts) for ranks, counts in self._by_rank.items()}
         return Reading(
-            self._steps, self._forgotten, copies, events, agreement and agreement.gathered
+            self._steps, self._forgotten, copies, by_rank, events, alone=self._decides_alone()
         )
+
+    def gather(self) -> dict[str, Any]:
+        """What :meth:`read` gives, of the parameters of all ranks. A collective, which waits.
+
+        Every rank that decides with this one has to call it after the same step, or those that do
+        wait for it. A step in which several shards of a parameter overflowed counts once; where a
+        shard has done so more than 16 times, at least as often as the one that did most. Without
+        other ranks it is :meth:`read`.
+        """
+        agreement = self.optimizer._ampopt.agreement()
+        if agreement is None:
+            return self.read()
+        return described(merged(agreement.gathered(self._taken())), alone=True)
 
     def report(self) -> str:
         """What happened, and what to do about it, in words. Synchronizes as :meth:`read`."""
@@ -306,6 +328,9 @@ class Watch:
             attempt = Attempt(number, *here)
             measured = judged if judged.measured else decision
             found = {f.measures.device: f for f in measured.found if f.measures is not None}
+            for one in judged.found:
+                if isinstance(one, FoundByRanks):
+                    self._count_ranks(one)
         for device in dict.fromkeys((self._home, *found)):
             its_own = attempt
             if device != self._home:
@@ -320,6 +345,19 @@ class Watch:
                 self._uploads.setdefault(device, Uploads()),
                 notes_step=notes_step and device == self._home,
             )
+
+    def _count_ranks(self, found: FoundByRanks) -> None:
+        ranks, flags = tuple(found.ranks), carried(found.flags, self._home) > 0
+        counts = self._by_rank.get(ranks)
+        if counts is None:
+            self._by_rank[ranks] = flags.to(torch.float32)
+        else:
+            counts.add_(flags)
+
+    def _decides_alone(self) -> bool:
+        """Whether no other rank has a say in the steps. Makes no process group to find out."""
+        ours = self.optimizer._ampopt
+        return not has_others(self.optimizer.param_groups, ours.process_group)
 
     def _parts_of(self, device: torch.device, found: Found) -> list[Part]:
         """Where parameters of this optimizer are in ``found``, as in the last step if alike."""

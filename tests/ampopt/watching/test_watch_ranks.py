@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given
+from support.local_ranks import mesh_of
 from torch.nn import Parameter
 
 import ampopt
@@ -35,10 +36,10 @@ def watched_by_parts() -> Any:
         if rank and step == 1:
             part.grad[1] = INF
         overflowed += optimizer.unscale_and_step(grads_scaled_by=2.0).overflowed
-    return watch.read(), overflowed, sorted(watch.state_dict()["parameters"])
+    return watch.gather(), overflowed, sorted(watch.state_dict()["parameters"])
 
 
-def test_names_and_counts_of_all_ranks_are_in_one_reading(two_ranks):
+def test_names_and_counts_of_all_ranks_are_gathered(two_ranks):
     (first, none, mine), (second, one, theirs) = two_ranks.run(watched_by_parts)
     assert repr(first) == repr(second)
     assert (mine, theirs) == (["part0", "shared"], ["part1", "shared"])
@@ -70,7 +71,7 @@ def shards() -> Any:
         whole[list(bad)] = INF
         param.grad = distribute_tensor(whole, mesh, [Shard(0)])
         optimizer.unscale_and_step(grads_scaled_by=1.0)
-    return watch.read()
+    return watch.gather()
 
 
 def test_a_parameter_in_shards_is_one(two_ranks):
@@ -79,6 +80,60 @@ def test_a_parameter_in_shards_is_one(two_ranks):
         assert read["parameters"]["weight"]["overflows"] == 3
         assert read["parameters"]["weight"]["last_overflow"] == 4
         assert read["recent"][2]["norm"] == 2.0
+
+
+def read_on_rank_0(clips: bool) -> Any:
+    """What rank 0 reads and prints, while rank 1, whose shard overflows, does something else."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank, mesh = torch.distributed.get_rank(), mesh_of(2)
+    param = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = ampopt.AdamW([("weight", param)])
+    watch = ampopt.Watch(optimizer)
+    for bad in (4, 3, 4):
+        whole = torch.full((4,), 2.0)
+        whole[bad:] = INF
+        param.grad = distribute_tensor(whole, mesh, [Shard(0)])
+        optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=9.0 if clips else None)
+    if rank == 0:
+        return watch.read(), str(watch), watch.report(), watch.read_later().result()
+    return watch.read()["parameters"]["weight"]["overflows"]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_one_rank_reads_what_it_knows_without_the_others(two_ranks, clips):
+    (read, table, report, later), overflows = two_ranks.run(read_on_rank_0, clips, timeout=10)
+    assert overflows == 1
+    assert later == read
+    assert read["skipped_by"] == {"overflow": 1, "norm": 0, "loss": 0}
+    assert read["overflows_by_rank"] == {1: 1}
+    assert [step["norm"] for step in read["recent"]] == [4.0, INF, 4.0]  # of both ranks
+    assert read["parameters"]["weight"] | {"underflow": 0} == {
+        "overflows": 0,
+        "last_overflow": None,
+        "largest": 2.0,
+        "underflow": 0,
+    }
+    for text in (table, report):
+        assert "Overflows: 1 on rank 1." in text
+        assert "watch.gather(), called on all ranks" in text
+
+
+def watched_on_rank_0() -> Any:
+    """Norms as rank 0 reads them, which alone has a watch."""
+    part = Parameter(torch.ones(1))
+    optimizer = ampopt.SGD([part], process_group=torch.distributed.group.WORLD)
+    watch = ampopt.Watch(optimizer) if torch.distributed.get_rank() == 0 else None
+    for clips in (None, 9.0):
+        part.grad = torch.full((1,), 2.0)
+        optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=clips)
+    optimizer.step()
+    return watch and [step["norm"] for step in watch.read()["recent"]]
+
+
+def test_a_norm_that_no_other_rank_was_asked_for_is_none(two_ranks):
+    first, _ = two_ranks.run(watched_on_rank_0, timeout=10)
+    assert first == [None, pytest.approx(8**0.5), None]
 
 
 @given(st.lists(st.sets(st.integers(1, 40), max_size=30), min_size=1, max_size=3))
