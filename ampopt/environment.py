@@ -21,7 +21,7 @@ __all__ = ["cpu_model", "report", "version_of"]
 
 
 def report() -> str:
-    """Versions, the backend of each device and why, the C++ compiler, Triton, and the caches.
+    """Versions, the backend of each device and why, the C++ compiler, the caches, and the guides.
 
     It chooses nothing and changes nothing, but that a function of one line is compiled to see
     whether the compiler works. What is wrong, as a value of ``AMPOPT_BACKEND`` that names no
@@ -41,8 +41,19 @@ def report() -> str:
             f"C++ compiler: {_compiler()}",
             f"cache of C++: {_cache()}",
             *([f"cache of Triton: {_triton_cache()}"] if HAS_TRITON else ()),
+            "",
+            f"guides: {_guides()}",
         ]
     )
+
+
+def _guides() -> str:
+    """The folder of the guides: in the package if it was built, else in the checkout."""
+    package = Path(ampopt.__file__).parent
+    for folder in (package / "guides", package.parent / "examples" / "guides"):
+        if (folder / "README.md").exists():
+            return f"{folder}; begin with README.md"
+    return "not installed"
 
 
 def version_of(package: str) -> str | None:

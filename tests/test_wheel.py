@@ -32,6 +32,10 @@ for expected_skip in (True, False):
     assert result.skipped is expected_skip
     scale = result.scale
 assert (weights < 1).all()
+
+from ampopt.environment import report
+
+assert f"guides: {target / 'ampopt' / 'guides'};" in report()
 """
 
 
@@ -60,6 +64,8 @@ def test_holds_what_the_checkout_holds(wheel):
 
     packages = modules(ROOT / "ampopt", ROOT)
     packages |= modules(ROOT / "kernels" / "ampopt_kernels", ROOT / "kernels")
+    guides = modules(ROOT / "examples" / "guides", ROOT / "examples")
+    packages |= {f"ampopt/{guide}" for guide in guides}
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     metadata = {name for name in names if ".dist-info/" in name}
@@ -89,7 +95,15 @@ def test_metadata(wheel):
     assert fields["Requires-Python"] == ">=3.10"
     versions = re.findall(r"Python :: 3\.(\d+)$", "\n".join(fields.get_all("Classifier", [])), re.M)
     assert versions[0] == "10" and "Typing :: Typed" in fields.get_all("Classifier", [])
-    assert fields.get_all("Project-URL") is None  # there is no page of its own yet
+    urls = dict(url.split(", ") for url in fields.get_all("Project-URL", []))
+    assert set(urls) == {"Repository", "Documentation", "Changelog", "Issues"}
+    # From a package page, where relative links lead nowhere, README's lead into the repository.
+    readme = str(fields.get_payload())
+    assert readme.startswith("# ampopt\n")
+    links = re.findall(r"\]\(([^)#]+)", readme)
+    assert links and all(link.startswith("https://") for link in links)
+    inside = [link.split("/main/")[1] for link in links if link.startswith(urls["Repository"])]
+    assert inside and all((ROOT / path).exists() for path in inside)
     needed = [r for r in fields.get_all("Requires-Dist", []) if "extra ==" not in r]
     assert [re.split("[>; ]", r)[0] for r in needed] == ["torch", "triton"]
 
