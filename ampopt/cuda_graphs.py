@@ -8,7 +8,7 @@ the graph finds it::
     scale, counters       the successor is written over them by the graph itself
     hyperparameters       sent before a replay where they changed, or tensors on the device
     parameters, state     must stay the tensors that they were; if not, all begins again
-    tables of addresses   kept, whatever the optimizer needs for other steps
+    tables of addresses   kept by the optimizer, whatever it needs for other steps; see ``Uploads``
 
 Has not been run on a GPU yet.
 """
@@ -95,7 +95,6 @@ class _Capture:
         decision: that it writes.
         plan: what the optimizer worked on.
         tensors: hyperparameters that it reads from the device.
-        tables: of addresses.
     """
 
     replay: Callable[[], None]
@@ -106,7 +105,6 @@ class _Capture:
     decision: Any
     plan: Plan
     tensors: list[Tensor]
-    tables: list[Tensor]
 
 
 class Captured:
@@ -192,7 +190,6 @@ class Captured:
             decision=optimizer._ampopt.rule.decision,
             plan=plan,
             tensors=self._hyper_tensors(),
-            tables=[t for work in plan.works for t in work.uploads.tables()],
         )
 
     def _replayed(self, capture: _Capture, leaves: list[Any], scale: Any) -> StepResult:

@@ -13,6 +13,7 @@ from ampopt._step import dtensor, gradients
 from ampopt._step.overflow import device_of, judge_held
 from ampopt._step.ranks import Agreement
 from ampopt._step.torch_private import overlaps_itself, uncompiled, version
+from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
@@ -66,6 +67,9 @@ class Masters:
             return None
         state = self._state[param]
         if state.get(MASTER) is None:
+            refuse_while_captured(
+                param.device, "master weights being made: each replay would make them anew"
+            )
             state[MASTER] = param.detach().to(torch.float32)
         return state[MASTER]
 

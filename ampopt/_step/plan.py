@@ -19,12 +19,18 @@ from ampopt._step.rank_sums import RankSums
 from ampopt._step.rule_rows import RuleRows
 from ampopt._step.settings import Settings
 from ampopt_kernels.cpu.objects import Contents, Layouts, addresses, bump_versions
+from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.step import Decision, Factors, Request, Work
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleSteps
 
 __all__ = ["Plan"]
+
+_FIRST = (
+    "the first step of an optimizer, or one with other parameters, options or layouts than the "
+    "step before: each replay would make its states anew"
+)
 
 
 class Plan:
@@ -43,14 +49,17 @@ class Plan:
             asks: whether the first step asks other ranks for anything.
 
         Raises:
-            RuntimeError: see :func:`ampopt._step.gradients.held`, and
+            RuntimeError: a CUDA graph is captured, or see :func:`ampopt._step.gradients.held`, and
                 :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
         optimizer, rule = steps.optimizer, steps.rule
         groups = optimizer.param_groups
+        self._home = device_of(groups)
+        if self._home is not None:
+            refuse_while_captured(self._home, _FIRST)
         steps.checks.check_plannable(rule)
         self._rule = rule
-        self._uploads, self._home = steps.uploads, device_of(groups)
+        self._uploads = steps.uploads
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
         # nothing can be taken all the same.
         self._agreement: ranks.Agreement | None = None

@@ -337,14 +337,16 @@ class Watch:
                 skip = attempt.skip
                 its_own = Attempt(number, None if skip is None else carried(skip, device))
             parts = self._parts_of(device, found[device]) if device in found else []
+            uploads = self._uploads.setdefault(device, Uploads())
             backend_for(device).note(
                 self._ledgers[device],
                 its_own,
                 found.get(device),
                 parts,
-                self._uploads.setdefault(device, Uploads()),
+                uploads,
                 notes_step=notes_step and device == self._home,
             )
+            uploads.keep_while_captured(device)
 
     def _count_ranks(self, found: FoundByRanks) -> None:
         ranks, flags = tuple(found.ranks), carried(found.flags, self._home) > 0

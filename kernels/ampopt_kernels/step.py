@@ -8,7 +8,7 @@ that sums something up over parameters has a further pass before update, *reduce
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -128,6 +128,11 @@ class Work:
         """Work on these from now on, each gradient laid out as the one in its place before."""
         self.grads, self.hyper = grads, hyper
         self.stamp += 1
+
+    @property
+    def factors(self) -> Iterator[Tensor]:
+        """What kernels read of rows and columns, made for these rows alone."""
+        return (f for row in self.rows if row.marginals is not None for f in row.marginals.factors)
 
     @property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -431,6 +436,8 @@ def run(
             if work.keys:
                 take_keys(work.keys, its_own.skip)
             backend.update(work, its_own)
+    for work in works:
+        work.uploads.keep_while_captured(work.device, work.factors)
     return decision
 
 

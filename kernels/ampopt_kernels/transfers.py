@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.devices import ACCELERATORS, current, stream
+from ampopt_kernels.devices import ACCELERATORS, current, refuse_while_captured, stream
 
 __all__ = ["Copying", "carried", "carried_into", "copied_to_host"]
 
@@ -60,10 +60,12 @@ def _ready(tensor: Tensor, device: torch.device) -> tuple[Tensor, bool]:
     """``tensor`` from where it can be copied to ``device``, and whether the host may go on.
 
     Memory of the host's that is not pinned may be freed, or be written again, before it was read.
+    A captured graph would read it at each replay.
     """
     if device.type == "cpu" or not tensor.is_cpu:
         return tensor, device.type != "cpu"
     if device.type not in ACCELERATORS or tensor.layout != torch.strided:
         return tensor, False
+    refuse_while_captured(device, "a loss scale, or another tensor, on its way from the host")
     # The caching host allocator keeps the pinned block until the copy is done.
     return tensor.pin_memory(), True

@@ -118,7 +118,7 @@ def nothing_is_sent() -> Iterator[None]:
     """
     refuse = mock.Mock(side_effect=AssertionError("a tensor is made of the host's numbers"))
     with (
-        mock.patch("ampopt_kernels.triton.uploads.captures", lambda device: True),
+        mock.patch("ampopt_kernels.devices.captures", lambda device: True),
         mock.patch.object(torch, "tensor", refuse),
         mock.patch.object(torch, "as_tensor", refuse),
     ):

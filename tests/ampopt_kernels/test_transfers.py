@@ -62,6 +62,15 @@ def test_only_from_pinned_memory_the_host_goes_on(kind, dtype, values):
     assert elsewhere.copies == [(goes_on, goes_on)]
 
 
+def test_nothing_is_sent_from_the_host_while_a_graph_is_captured(monkeypatch):
+    """The graph would read, at each replay, what is in the host's memory by then."""
+    monkeypatch.setattr("ampopt_kernels.devices.captures", lambda device: device.type == "cuda")
+    with Elsewhere() as elsewhere:
+        with pytest.raises(RuntimeError, match="on its way from the host"):
+            carried(torch.ones(2), torch.device("cuda"))
+    assert not elsewhere.pinned and not elsewhere.copies
+
+
 def test_what_is_written_over_is_waited_for_where_nothing_pins():
     with Elsewhere() as elsewhere:
         carried_into(torch.empty(2, device=META), torch.ones(2))
@@ -99,6 +108,8 @@ def current(monkeypatch, kind):
 
     module = torch.get_device_module(kind)
     monkeypatch.setattr(module, "device", device)
+    monkeypatch.setattr(module, "is_initialized", lambda: True)
+    monkeypatch.setattr(module, "current_device", lambda: now[0])
     monkeypatch.setattr(module, "is_current_stream_capturing", lambda: now[0] == 1)
     return now
 

@@ -2,6 +2,8 @@
 
 As there, what is captured is not executed, a replay repeats the same operations on the same memory
 without any Python of the model's, the host may not look while capturing, and nothing may be sent.
+Memory that is allocated while capturing is the graph's own; memory that was allocated before is not
+kept alive by the graph, and a launch that is replayed after it was freed is an error.
 The operations are those that pass torch's dispatcher, and the launches of Triton kernels.
 """
 
@@ -13,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,7 +54,7 @@ class FakeGraphs:
         memory, random = _memory(), torch.get_rng_state()
         with (
             watching(_refuse),
-            mock.patch("ampopt_kernels.triton.uploads.captures", lambda device: True),
+            mock.patch("ampopt_kernels.devices.captures", lambda device: True),
             mock.patch.object(backend_for(CPU), "_launch", tape.launch),
             tape,
         ):
@@ -84,6 +87,7 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._played: list[Callable[[], None]] = []
+        self._made: list[Tensor] = []  # in the private pool of the graph
         self._launching = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,13 +95,14 @@ class _Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not self._launching:
             given = {_place(t) for t in _tensors((args, kwargs))}
-            made = [t for t in _tensors(result) if _place(t) not in given]
+            made = [None if _place(t) in given else t for t in _tensors(result)]
+            captured = self._borrowed(func.__name__, (args, kwargs))
+            self._made += [t for t in made if t is not None]
 
             def again() -> None:
-                new = _tensors(func(*args, **kwargs))
-                kept = [t for t in _tensors(result)]
-                for old, value in zip(kept, new, strict=True):
-                    if any(old is t for t in made):
+                args, kwargs = _lent(captured)
+                for old, value in zip(made, _tensors(func(*args, **kwargs)), strict=True):
+                    if old is not None:
                         old.copy_(value)
 
             self._played.append(again)
@@ -106,20 +111,47 @@ class _Tape(TorchDispatchMode):
     def launch(self, device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         from ampopt_kernels.triton.launch import launch
 
+        captured = self._borrowed(kernel.fn.__name__, arguments)
+
         def again() -> None:
-            launch(device, kernel, programs, arguments)
+            launch(device, kernel, programs, _lent(captured))
 
         self._played.append(again)
         self._launching = True
         try:
-            again()
+            launch(device, kernel, programs, arguments)
         finally:
             self._launching = False
+
+    def _borrowed(self, name: str, arguments: Any) -> Any:
+        """``arguments``, which do not keep alive what is not the graph's own."""
+        own = {_place(t) for t in self._made}
+        return pytree.tree_map_only(
+            Tensor, lambda t: t if _place(t) in own else _Borrowed(name, t), arguments
+        )
 
     @torch.no_grad()
     def play(self) -> None:
         for again in self._played:
             again()
+
+
+class _Borrowed:
+    """A tensor that a captured operation reads, and does not keep alive."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self._name, self._dtype = name, tensor.dtype
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+
+    def tensor(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # pyright: ignore
+        assert storage is not None, f"memory that the captured {self._name} uses was freed"
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)  # pyright: ignore
+
+
+def _lent(captured: Any) -> Any:
+    return pytree.tree_map_only(_Borrowed, _Borrowed.tensor, captured)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.devices import ACCELERATORS, current
+from ampopt_kernels.devices import ACCELERATORS, current, refuse_while_captured
 from ampopt_kernels.language import INTERPRETED
 
 __all__ = ["THREADS", "Launcher", "launch", "launch_compiled", "options"]
@@ -95,6 +95,9 @@ def launch_compiled(
         programs: how many.
         arguments: by name, compile-time ones too.
         options: to compile with, for all kernels of the device alike.
+
+    Raises:
+        RuntimeError: it is the first launch of a kind, inside the capture of a CUDA graph.
     """
     kind, values = [device, kernel], []
     for name, is_constant in _parameters(kernel):
@@ -109,6 +112,8 @@ def launch_compiled(
     if compiled is not None:
         compiled[(programs, 1, 1)](*values)
         return
+    name = kernel.fn.__name__
+    refuse_while_captured(device, f"the first launch of {name}, which is compiled and loaded then")
     compiled = kernel[(programs,)](**arguments, **options)
     if hasattr(compiled, "__getitem__"):  # nothing comes from a kernel that was interpreted
         _compiled[tuple(kind)] = compiled

@@ -1,12 +1,13 @@
 """Small host tables on the device, sent again only when they changed."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels.devices import ACCELERATORS, captures, stream
+from ampopt_kernels import devices
+from ampopt_kernels.devices import ACCELERATORS, refuse_while_captured, stream
 from ampopt_kernels.transfers import carried, carried_into
 
 __all__ = ["Uploads"]
@@ -17,12 +18,14 @@ class Uploads:
 
     A step whose addresses and hyperparameters are those of the step before sends nothing, which
     also is what lets a captured CUDA graph replay it: a graph would send, at each replay, whatever
-    is where the numbers were in the host's memory.
+    is where the numbers were in the host's memory. What a graph has been given is kept for as long
+    as this object: no one says when the graph is replayed for the last time.
     """
 
     def __init__(self) -> None:
         """Start with nothing on any device."""
         self._held: dict[str, tuple[Sequence[float], Tensor]] = {}
+        self._captured: dict[int, Tensor] = {}
 
     def get(
         self,
@@ -52,7 +55,7 @@ class Uploads:
         held = self._held.get(name)
         if held is not None and held[0] == values and held[1].device == device:
             return held[1]
-        _refuse_while_captured(device)
+        refuse_while_captured(device, _OTHERS)
         table = _on_host(values, dtype)
         if held is not None and held[1].device == device:
             if in_place and held[1].shape == table.shape and held[1].dtype == dtype:
@@ -64,11 +67,20 @@ class Uploads:
         self._held[name] = (values, table := carried(table, device))
         return table
 
-    def tables(self) -> list[Tensor]:
-        """All that is on a device now, to be kept for as long as a captured graph reads it."""
-        return [table for _, table in self._held.values()]
+    def keep_while_captured(self, device: torch.device, others: Iterable[Tensor] = ()) -> None:
+        """Keep all tables, and ``others``, if a CUDA graph is captured on ``device``.
+
+        The graph reads them at each replay, and later steps put other tables in their place.
+        """
+        if devices.captures(device):
+            tables = (table for _, table in self._held.values())
+            self._captured.update((id(tensor), tensor) for tensor in (*tables, *others))
 
 
+_OTHERS = (
+    "this step: the addresses, settings or loss scale that it works on are not those of the step "
+    "before, and would have to be sent"
+)
 _TYPECODES = {torch.int32: "i", torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 
 
@@ -81,14 +93,3 @@ def _on_host(values: Sequence[float], dtype: torch.dtype) -> Tensor:
     if not len(values):  # an empty buffer is refused
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(array(_TYPECODES[dtype], values), dtype=dtype)
-
-
-def _refuse_while_captured(device: torch.device) -> None:
-    if captures(device):
-        raise RuntimeError(
-            "a CUDA graph cannot capture this step: the addresses, settings or loss scale that it "
-            "works on are not those of the step before, and would have to be sent. Take a step "
-            "before the capture, keep the gradients where they are "
-            "(zero_grad(set_to_none=False)), and change nothing in between; "
-            "ampopt.TrainStep(cuda_graph=True) does all that"
-        )

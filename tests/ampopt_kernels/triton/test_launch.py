@@ -4,8 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ampopt_kernels.language import HAS_TRITON
 
@@ -27,6 +29,30 @@ def stepped():
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     return found["launches"], found["hooked"]
+
+
+def test_a_first_launch_is_refused_inside_the_capture_of_a_graph(monkeypatch):
+    """Compiled and loaded then, which no capture allows. What was launched before is launched."""
+    from ampopt_kernels.triton.launch import launch_compiled
+
+    class Kernel:
+        fn, params = SimpleNamespace(__name__="update_kernel"), ()
+
+        def __getitem__(self, grid):
+            return lambda **options: launched.append("compiled") or Compiled()
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda: launched.append("launched")
+
+    launched: list[str] = []
+    first, second = Kernel(), Kernel()
+    launch_compiled(torch.device("cpu"), first, 1, {}, {})
+    monkeypatch.setattr("ampopt_kernels.devices.captures", lambda device: True)
+    launch_compiled(torch.device("cpu"), first, 1, {}, {})
+    with pytest.raises(RuntimeError, match="the first launch of update_kernel"):
+        launch_compiled(torch.device("cpu"), second, 1, {}, {})
+    assert launched == ["compiled", "launched"]
 
 
 def test_every_launch_is_given_what_was_asked(stepped):

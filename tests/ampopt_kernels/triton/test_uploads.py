@@ -1,5 +1,6 @@
 """Tables on the device: sent when they changed, and only then."""
 
+import weakref
 from array import array
 
 import hypothesis.strategies as st
@@ -67,11 +68,28 @@ def test_in_place_the_table_stays_where_it_is():
 def test_nothing_is_sent_while_a_graph_is_captured(monkeypatch):
     uploads = Uploads()
     table = uploads.get("rows", [1, 2], torch.int64, CPU)
-    monkeypatch.setattr("ampopt_kernels.triton.uploads.captures", lambda device: True)
+    monkeypatch.setattr("ampopt_kernels.devices.captures", lambda device: True)
     assert uploads.get("rows", [1, 2], torch.int64, CPU) is table
     with pytest.raises(RuntimeError, match="zero_grad.set_to_none=False"):
         uploads.get("rows", [1, 3], torch.int64, CPU)
-    assert [t.tolist() for t in uploads.tables()] == [[1, 2]]
+
+
+def test_what_a_graph_was_given_is_kept_when_other_tables_take_its_place(monkeypatch):
+    uploads = Uploads()
+    dropped = weakref.ref(uploads.get("rows", [1, 2], torch.int64, CPU))
+    uploads.get("rows", [3, 4], torch.int64, CPU)
+    kept, other = weakref.ref(uploads.get("rows", [3, 4], torch.int64, CPU)), torch.ones(1)
+    monkeypatch.setattr("ampopt_kernels.devices.captures", lambda device: True)
+    for _ in range(2):
+        uploads.keep_while_captured(CPU, [other])
+    monkeypatch.undo()
+    last = weakref.ref(uploads.get("rows", [5], torch.int64, CPU))
+    uploads.keep_while_captured(CPU)
+    uploads.get("rows", [6], torch.int64, CPU)
+    other = weakref.ref(other)
+    assert [ref() is not None for ref in (dropped, kept, other, last)] == [False, True, True, False]
+    del uploads
+    assert kept() is other() is None
 
 
 def test_another_device_gets_its_own():

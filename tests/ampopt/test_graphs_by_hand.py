@@ -1,0 +1,121 @@
+"""A step that users capture themselves, by ``torch.cuda.graph``, and take uncaptured in between.
+
+The graphs are a stand-in for CUDA's (see ``support.fake_cuda_graphs``), as in ``test_cuda_graphs``.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.fake_cuda_graphs import FakeGraphs
+from torch import Tensor
+from torch.nn import Parameter
+
+import ampopt
+from ampopt.testing.bits import bits, state_of
+from ampopt_kernels.language import HAS_TRITON
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def triton() -> Iterator[None]:
+    ampopt.set_backend("triton")
+    yield
+
+
+class Training:
+    """Parameters whose gradients stay where they are, but for some steps."""
+
+    def __init__(self, cls: Any, **options: Any) -> None:
+        self.params = [Parameter(torch.linspace(-1.0, 2.0, 6).view(3, 2)) for _ in range(2)]
+        self.grads = [torch.ones(3, 2), torch.full((3, 2), 0.5)]
+        self.optimizer = cls(self.params, **options)
+        self.place(self.grads)
+
+    def place(self, grads: Sequence[Tensor | None]) -> None:
+        for p, grad in zip(self.params, grads, strict=True):
+            p.grad = grad
+
+    def step(self, scale: Any = 2.0, max_norm: float | None = 1.0) -> None:
+        self.optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
+
+    @property
+    def now(self) -> Any:
+        return [bits(p) for p in self.params], state_of(self.optimizer)
+
+
+def moved(training: Training) -> None:
+    """Gradients elsewhere, another scale, and another norm to clip by."""
+    training.place([grad.clone() for grad in training.grads])
+    training.step(4.0, max_norm=0.5)
+
+
+def fewer(training: Training) -> None:
+    """One gradient less, so that the step is planned anew."""
+    training.place([training.grads[0], None])
+    training.step(max_norm=None)
+
+
+def accumulated(training: Training) -> None:
+    training.optimizer.accumulate(grads_scaled_by=2.0)
+    training.place([grad.clone() for grad in training.grads])
+    training.step()
+
+
+@pytest.mark.parametrize(
+    ("cls", "between"),
+    [
+        (ampopt.AdamW, moved),
+        (ampopt.AdamW, accumulated),
+        (ampopt.NovoGrad, moved),
+        (ampopt.Adafactor, fewer),
+    ],
+)
+def test_a_graph_is_replayed_after_steps_that_were_not_captured(cls, between):
+    """What it reads is there still, and the end is that of a training without a graph."""
+    graphs, plain, captured = FakeGraphs(), Training(cls), Training(cls)
+    captured.step()
+    with graphs.capture() as replay:
+        captured.step()
+    for training, step in ((plain, plain.step), (captured, replay)):
+        if training is plain:
+            step()
+        for _ in range(2):
+            step()
+            between(training)
+            training.place(training.grads)
+        step()
+    assert captured.now == plain.now
+    assert graphs.replays == 3
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_first_step_is_refused_inside_a_capture_and_leaves_nothing(masters):
+    params = [Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    optimizer = ampopt.AdamW(params, master_weights=masters)
+    params[0].grad = torch.ones(3, dtype=torch.bfloat16)
+    scale = ampopt.StaticLossScale(2.0)
+    calls = [optimizer.step, lambda: optimizer.unscale_and_step(grads_scaled_by=scale)]
+    calls += [lambda: optimizer.unscale(grads_scaled_by=scale)] if masters else []
+    for call in calls:
+        with pytest.raises(RuntimeError, match="capture .*Take the same step once before"):
+            with FakeGraphs().capture():
+                call()
+    assert not any(optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"max_norm": 0.25}, {"scale": 8.0}, {"scale": ampopt.DynamicLossScale()}],
+    ids=["norm", "scale", "schedule"],
+)
+def test_what_would_be_sent_is_refused_inside_a_capture(changed):
+    training = Training(ampopt.AdamW)
+    training.step()
+    before = training.now
+    with pytest.raises(RuntimeError, match="a CUDA graph cannot capture this step"):
+        with FakeGraphs().capture():
+            training.step(**changed)
+    assert training.now == before
