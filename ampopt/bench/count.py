@@ -1,7 +1,6 @@
 """The bytes that a step of a rule has to move, which is what its time is held against."""
 
 import functools
-import itertools
 from collections.abc import Iterable
 
 import torch
@@ -22,7 +21,8 @@ def bytes_moved(optimizer: ampopt.ElementwiseOptimizer) -> int:
 def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
     """Bytes read and written by each kernel of one ``unscale_and_step``, as the rule says.
 
-    Detect reads the gradients. Reduce, of a rule that has it, reads what its terms are made of.
+    Detect reads the gradients. Reduce, of a rule that has it, reads what its terms are made of; so
+    do sums over rows and columns, for each of them.
     Update reads the gradients again, reads parameters and states, and writes parameters and states;
     of parameters that have masters it writes those and the copies. The scalars, some bytes for each
     tensor, sums, some for each chunk, and states of rows and columns are left out.
@@ -31,41 +31,51 @@ def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
         optimizer: after its first step, so that its states exist; all of its parameters with
             gradients are counted.
     """
-    detect = reduce = update = 0
+    detect = lines = reduce = update = 0
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is None:
                 continue
             flags = optimizer.rule.flag_values(group, kind_of(group, param))
             names = [part.name for part in optimizer.rule.state_for(flags)]
-            reduced = _reduced(optimizer.rule, flags, len(optimizer.rule.hyper_values(group)))
+            n_hyper = len(optimizer.rule.hyper_values(group))
+            reduced = set().union(*_read(optimizer.rule, flags, n_hyper, "reduce"))
+            averaged = _read(optimizer.rule, flags, n_hyper, "averages")
             state = optimizer.state[param]
             master = optimizer._ampopt.masters.of(group, param)
             stored, copies = (param, []) if master is None else (master, [param])
             states = [state[name] for name in names]
             changed = _nbytes([stored, *states])
             detect += _nbytes([param.grad])
-            reduce += _nbytes(itertools.compress([param.grad, stored, *states], reduced))
+            read = [param.grad, stored, *states]
+            reduce += _nbytes(read[i] for i in reduced)
+            lines += sum(_nbytes(read[i] for i in term) for term in averaged)
             update += _nbytes([param.grad, *copies]) + 2 * changed
     moved = {"detect_kernel": detect, "control_kernel": 0, "update_kernel": update}
     if optimizer.rule.reduces:
         moved |= {"reduce_kernel": reduce, "sum_kernel": 0}
+    if optimizer.rule.averages is not None:
+        moved["line_kernel"] = lines
     return moved
 
 
 @functools.lru_cache(maxsize=64)  # hundreds of parameters have the same
-def _reduced(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> list[bool]:
-    """Which of gradient, parameter and states the terms of the rule are made of."""
-    n = 2 + len(rule.state_for(flags))
-    if not rule.reduces:
-        return [False] * n
+def _read(rule: Rule, flags: tuple[bool, ...], n_hyper: int, role: str) -> list[set[int]]:
+    """Which of gradient, parameter and states each term of ``reduce``, or ``averages``, reads."""
+    if not (rule.reduces if role == "reduce" else rule.marginals_for(flags)):
+        return []
+    function = rule.torch_reduce_in if role == "reduce" else rule.torch_averages_in
+    n, h = 2 + len(rule.state_for(flags)), (1.0,) * rule.widths(n_hyper).reduce
+    n_read = n + (len(rule.marginals_for(flags)) if role == "reduce" else 0)
     with torch.enable_grad():
-        n_read = 2 + len(rule.tensor_state_for(flags))
         grad, param, *state = given = [torch.ones(1, requires_grad=True) for _ in range(n_read)]
-        h = (1.0,) * rule.widths(n_hyper).reduce
-        terms = rule.torch_reduce_in(torch.float32)(param, grad, tuple(state), h, flags)
-        used = torch.autograd.grad(torch.stack(terms).sum(), given, allow_unused=True)
-    return [gradient is not None for gradient in used[:n]]
+        found = []
+        for term in function(torch.float32)(param, grad, tuple(state), h, flags):
+            used = [None] * n_read
+            if term.requires_grad:
+                used = torch.autograd.grad(term.sum(), given, retain_graph=True, allow_unused=True)
+            found.append({i for i, gradient in enumerate(used[:n]) if gradient is not None})
+    return found
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -91,16 +91,18 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The pass: detect, accumulate, control, reduce and its sum, or update."""
+        """The pass: detect, accumulate, control, line, reduce and its sum, or update."""
         return self.kernel.fn.__name__.removesuffix("_kernel")
 
     def variant(self, case: Case) -> str:
         """Which of the kernel's variants it is, in a word."""
         constants, names = self.constants, getattr(rules, case.rule).flags
         on = [k.lower().removeprefix("has_") for k, v in constants.items() if v is True]
-        if self.name in ("update", "reduce"):
+        if self.name in ("update", "reduce", "line"):
             on = [case.rule, *itertools.compress(names, constants["FLAGS"])]
             on += ["masters"] if case.masters else []
+            if self.name == "line":
+                on.append("rows" if constants["OF_ROWS"] else "columns")
         elif self.name in ("control", "sum"):
             flags = next(iter(constants.get("FLAG_SETS", ())), ())
             on = [case.rule, *itertools.compress(names, flags), *on]
@@ -180,8 +182,8 @@ def launches(case: Case) -> list[Launch]:
     stored = torch.float32 if case.masters else low
 
     def tensor(dtype: torch.dtype) -> torch.Tensor:
-        elements = torch.zeros(9, dtype=dtype)
-        return elements[1:] if case.request == "unaligned" else elements[:8]
+        elements = torch.zeros(65, dtype=dtype)
+        return elements[1:] if case.request == "unaligned" else elements[:64]
 
     row = Row(
         low,
@@ -197,9 +199,9 @@ def launches(case: Case) -> list[Launch]:
         places=Places(0, (Jump(3, 0, 5),) * (case.request == "by chance in columns")),
     )
     if parts := rule.marginals_for(case.flags):
-        states = [torch.zeros(part.beside((2, 4))) for part in parts]
-        matrix = torch.empty(2, 4)
-        row.marginals = Marginals.of(parts, states, matrix, row.compute_dtype, (2, 4))
+        states = [torch.zeros(part.beside((1, 64))) for part in parts]
+        matrix = torch.empty(1, 64)
+        row.marginals = Marginals.of(parts, states, matrix, row.compute_dtype, (1, 64))
     hyper = [[0.5] * count_hyper(rule, case.flags)]
     work = Work(torch.device("cpu"), [row], [tensor(low)], rule, hyper)
     if case.request.startswith("accumulate"):
@@ -317,6 +319,8 @@ def compile_task(task: Task) -> Report:
     accesses = tuple(_accesses(loop))
     constants = launch.constants
     elements = constants.get("BLOCK", 1) * constants.get("AHEAD", 1)
+    if launch.name == "line":
+        elements = constants["LINES"] * constants["ALONG"]
     sizes = [d.primitive_bitwidth // 8 for d in constants.get("DTYPES", ())]
     return Report(
         *names,

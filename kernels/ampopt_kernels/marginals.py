@@ -1,8 +1,9 @@
 """States with one value for each row, or column, of a parameter: its marginals.
 
-The sums that they are averages of, and what becomes of the few values that there are, are torch
-operations, the same ones on every backend, but that the CPU has the sums compiled (``cpu.calls``).
-Kernels read *factors* of them, each for the whole of its row or column.
+What becomes of the few values that there are is torch's operations, on every backend; so are the
+sums that they are averages of, but that the CPU has them compiled (``cpu.calls``) and that Triton
+has a kernel for them (``triton.lines``). Kernels read *factors* of them, each for the whole of its
+row or column.
 """
 
 import functools
@@ -18,10 +19,14 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.state import State
 from ampopt_kernels.tensors import widest
 
-__all__ = ["Marginals", "advance", "sums_of"]
+__all__ = ["EVEN", "Marginals", "advance", "advance_stack", "sums_of"]
 
 _CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
 """Elements whose terms are held at a time: on a CPU what fits the cache of a core."""
+
+
+EVEN = 1 << 4
+"""What divides the length of most rows: so many neighbours are in one row, and are read at once."""
 
 
 @dataclass
@@ -60,6 +65,20 @@ class Marginals:
         factors = [torch.zeros(p.beside(shape), dtype=dtype, device=param.device) for p in parts]
         return Marginals(parts, tuple(states), tuple(factors), shape, size, spread)
 
+    @property
+    def numel(self) -> int:
+        """Elements that are here of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether ``EVEN`` divides the length of a row."""
+        return self.shape[-1] % EVEN == 0
+
+    def lines(self, place: int) -> int:
+        """How many rows, or columns, the marginal at ``place`` has here."""
+        return math.prod(self.parts[place].beside(self.shape))
+
     @functools.cached_property
     def of_rows(self) -> tuple[bool, ...]:
         """Of each, whether it is of rows, not columns."""
@@ -74,6 +93,21 @@ class Marginals:
     def addresses(self) -> tuple[int, ...]:
         """Where the factors are, and how many rows and columns a matrix has here."""
         return (*map(Tensor.data_ptr, self.factors), *self.shape[-2:])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no elements anywhere, which have no means."""
+        return 0 in self.size or not self.states[0].numel()
+
+    def means(self, sums: Sequence[Tensor]) -> list[Tensor]:
+        """Those of the whole parameter, of ``sums`` over what is here; see :func:`sums_of`.
+
+        Also of others that are alike, behind the first dimension.
+        """
+        spread, dtype = self.spread, self.factors[0].dtype
+        if spread is not None:
+            sums = [spread.whole(p, s[0])[None] for p, s in zip(self.parts, sums, strict=True)]
+        return [(s / self.size[dim]).to(dtype) for s, dim in zip(sums, self.dims, strict=True)]
 
     def at(self, start: int, end: int) -> tuple[Tensor, ...]:
         """The factors of the elements from ``start`` to ``end``, flat."""
@@ -108,13 +142,11 @@ def advance(
         skip: more than 0 to store nothing; ``None`` where the host has seen that it is not so.
     """
     first = several[0]
-    if 0 in first.size or not first.states[0].numel():  # there are no elements anywhere
+    if first.is_empty:
         return
     assert rule.factors is not None
     dtype, spread = first.factors[0].dtype, first.spread
-    if spread is not None:
-        sums = [spread.whole(p, s[0])[None] for p, s in zip(first.parts, sums, strict=True)]
-    means = [(s / first.size[dim]).to(dtype) for s, dim in zip(sums, first.dims, strict=True)]
+    means = first.means(sums)
     # Each by itself: torch's functions may have other bits on a stack.
     for own, numbers, *mean in zip(several, h, *means, strict=True):
         old = tuple(state.to(dtype) for state in own.states)
@@ -126,6 +158,47 @@ def advance(
             factors = map(spread.here, own.parts, factors)
         for room, factor in zip(own.factors, factors, strict=True):
             room.copy_(factor)
+
+
+def advance_stack(
+    rule: Rule,
+    several: Sequence[Marginals],
+    flags: tuple[bool, ...],
+    sums: Sequence[Tensor],
+    h: Tensor,
+    skip: Tensor,
+) -> None:
+    """As :func:`advance`, by as many operations as for one, however many there are.
+
+    A mean within ``factors`` may be rounded otherwise than alone, as torch sums in another order.
+
+    Args:
+        rule: whose.
+        several: as for :func:`advance`.
+        flags: likewise.
+        sums: likewise.
+        h: what ``reduce`` takes, of each: shape (several, width).
+        skip: whether to store nothing: bool, 0-d.
+    """
+    first = several[0]
+    if first.is_empty:
+        return
+    assert rule.factors is not None
+    dtype, spread = first.factors[0].dtype, first.spread
+    means = first.means(sums)
+    old = [torch.stack(states) for states in zip(*(own.states for own in several), strict=True)]
+    numbers = h.to(dtype).T.reshape(h.shape[1], -1, *[1] * len(first.shape)).unbind()
+    before = tuple(state.to(dtype) for state in old)
+    new, factors = rule.factors(tuple(means), before, numbers, flags)
+    if spread is not None:
+        here = zip(first.parts, factors, strict=True)
+        factors = [spread.here(part, factor[0])[None] for part, factor in here]
+    copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+    states, rooms = ([*own.states] for own in several), ([*own.factors] for own in several)
+    for kept, state, value in zip(zip(*states, strict=True), old, new, strict=True):
+        copy(kept, torch.where(skip, state, value.to(state.dtype)).unbind())
+    for room, factor in zip(zip(*rooms, strict=True), factors, strict=True):
+        copy(room, factor.unbind())
 
 
 def sums_of(

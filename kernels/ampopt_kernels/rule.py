@@ -81,7 +81,9 @@ class Rule:
             these states become, and what ``reduce`` and ``update`` read in the place of each, after
             the elementwise ones, broadcast over the parameter: a tensor each, shaped as the state.
             Written with torch, and not marked, as it computes on whole tensors, and on few numbers:
-            ``row_var.mean(-2, keepdim=True)`` is of each matrix. A skipped step stores nothing.
+            ``row_var.mean(-2, keepdim=True)`` is of each matrix. Matrices of one shape may come as
+            a stack, with one dimension more in front, so count dimensions from the last; numbers of
+            ``h`` then are tensors that fit them. A skipped step stores nothing.
         entries: ``entries(group, ndim, dtype) -> dict``, optional: param-group entries that depend
             on how many dimensions a parameter has and on its dtype, or its master's: flags, such as
             for those that have no rows, and numbers. They stand in for those of the group.

@@ -305,6 +305,7 @@ def _summed(p, g, state, h, flags):
         ({"factors": lambda means, state, h, flags: (means, means[:1])}, r"factors .*\(2, 1\)\]"),
         ({"factors": lambda means, state, h, flags: (means, h[9])}, "does not keep to that"),
         ({"factors": lambda means, state, h, flags: means[::-1]}, r"returned states of the shapes"),
+        ({"factors": lambda m, state, h, flags: (m, (m[0] / m[0].mean(), m[1]))}, "in a stack"),
     ],
 )
 def test_functions_that_give_something_else_are_refused_before_the_first_step(changes, message):

@@ -72,6 +72,7 @@ def assembly(compiled, line):
         ("detect", "scale+write", "bfloat16", 4),
         ("accumulate", "scale", "float32", 12),
         ("accumulate", "fresh+scale", "bfloat16", 6),
+        ("line", "adafactor+rows", "float32", 4),
         ("update", "adam", "float32", 28),
         ("update", "adam", "bfloat16", 14),
         ("update", "adam+masters", "bfloat16", 28),
@@ -255,7 +256,9 @@ def test_every_built_in_rule_is_among_the_cases(name):
     flags = getattr(rules, name).flags
     assert len({case.flags for case in tried}) == 2 ** len(flags)
     kernels = [launch.name for launch in aot.launches(tried[0])]
-    summing = ["reduce", "sum", "control"] if getattr(rules, name).reduces else []
+    rule = getattr(rules, name)
+    summing = ["line"] * len(rule.marginals_for((False,) * len(rule.flags)))
+    summing += ["reduce", "sum", "control"] if rule.reduces else []
     assert kernels == ["detect", "control", *summing, "update"]
 
 

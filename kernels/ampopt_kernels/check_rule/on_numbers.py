@@ -1,6 +1,7 @@
 """A rule tried on two numbers, and shown to Triton, before it is let near a parameter."""
 
 import functools
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from ampopt_kernels.check_rule.by_triton import check
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.state import State
 
 __all__ = ["try_out"]
 
@@ -113,6 +115,35 @@ def _try_marginals(
                 f"factors of {owner}'s rule returned {role} of the shapes {shapes} beside a "
                 f"parameter of shape (2, 3): return one for each of {names}, of its shape"
             )
+    _try_stack(f"factors {what}", rule.factors, parts, numbers, flags, owner)
+
+
+def _try_stack(
+    what: str,
+    factors: Any,
+    parts: tuple[State, ...],
+    numbers: tuple[float, ...],
+    flags: tuple[bool, ...],
+    owner: str,
+) -> None:
+    """Refuse ``factors`` that makes something else of two matrices in a stack than of each."""
+    shapes = [(2, *part.beside((2, 3))) for part in parts]
+    stack = tuple(torch.arange(1.0, 1 + math.prod(s), device="cpu").view(s) for s in shapes)
+    h = tuple(torch.full((2, 1, 1), x, device="cpu") for x in numbers)
+    made = _called(f"{what} of two matrices in a stack", _pair, factors, stack, stack, h, flags)
+    for place in range(2):
+        given = tuple(x[place] for x in stack)
+        alone = _called(what, _pair, factors, given, given, numbers, flags)
+        for stacked, each in zip((*made[0], *made[1]), (*alone[0], *alone[1]), strict=True):
+            is_alike = stacked.shape == (2, *each.shape) and torch.allclose(
+                stacked[place], each, rtol=1e-4, atol=1e-6, equal_nan=True
+            )
+            if not is_alike:
+                raise ValueError(
+                    f"factors of {owner}'s rule makes something else of a matrix in a stack of two "
+                    "than alone: count dimensions from the last, and name those that a mean is "
+                    "over, as in row_var.mean(-2, keepdim=True)"
+                )
 
 
 class _Broken(ValueError):

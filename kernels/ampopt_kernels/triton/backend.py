@@ -12,7 +12,7 @@ from ampopt_kernels.cpu import objects
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Ledger, Part
-from ampopt_kernels.marginals import advance, sums_of
+from ampopt_kernels.marginals import EVEN, advance_stack
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.sums import Sums
@@ -20,6 +20,7 @@ from ampopt_kernels.triton.accumulate import accumulate_kernel
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
 from ampopt_kernels.triton.launch import THREADS, Launcher, launch
+from ampopt_kernels.triton.lines import Lines, line_kernel
 from ampopt_kernels.triton.reduce import reduce_kernel, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
@@ -73,6 +74,9 @@ class Triton(Backend):
             if not decides:
                 self._launch_control(work, Request(), None, decision, decide=False, programs=0)
             h = _h_table(work, to_reduce=True)
+            if _averages(work):
+                for _, arguments in _line_sums(work, numbers, h, numbers):
+                    launch(line_kernel, 0, arguments)
             for _, arguments in _reductions(work, numbers, h, numbers):
                 launch(reduce_kernel, 0, arguments)
             launch(sum_kernel, 0, _sum_over_parts(work, numbers, numbers))
@@ -82,7 +86,7 @@ class Triton(Backend):
             self._launch_control(work, Request(), None, decision, decide=False, programs=0)
         for _, arguments in _updates(work, numbers, numbers):
             launch(update_kernel, 0, arguments)
-        work.table = replace(table, prepared=True)
+        work.table = replace(Table.of(work), prepared=True)
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a chunk."""
@@ -173,7 +177,10 @@ class Triton(Backend):
         return decision
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
-        """See :meth:`Backend.reduce`. A launch over all chunks, and one over all rows."""
+        """See :meth:`Backend.reduce`. A launch over all chunks, and one over all rows.
+
+        Of a rule that averages, a launch for each of its terms before.
+        """
         rule, table = work.rule, Table.of(work)
         assert rule is not None
         h = decision.h
@@ -184,8 +191,12 @@ class Triton(Backend):
         n_terms = _n_terms(work)
         parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
         factors = decision.factors_on_device
-        if rule.averages is not None:
-            _advance_marginals(work, factors, h)
+        if _averages(work):
+            lines = _lines(work)
+            sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
+            for programs, arguments in _line_sums(work, factors, h, sums):
+                self._launch(work.device, line_kernel, programs, arguments)
+            _advance_marginals(work, factors, h, sums)
         for programs, arguments in _reductions(work, factors, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
@@ -354,6 +365,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],
                 "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
+                "EVEN": group.even,
                 "COLUMNS": table.columns,
                 "BLOCK": BLOCK,
             },
@@ -386,6 +398,7 @@ def _reductions(
                 "N_H": h.shape[1],
                 "N_TERMS": _n_terms(work),
                 "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
+                "EVEN": group.even,
                 "FACTORS": len(row.dtypes),
                 "COLUMNS": table.columns,
                 "CHUNK": table.chunk,
@@ -401,16 +414,68 @@ def _sum_over_parts(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
     return {"parts": parts, "spans": spans, "sums": sums, **terms}
 
 
-def _advance_marginals(work: Work, factors: Tensor, h: Tensor) -> None:
-    """By what ``before_reduce`` gave for each row."""
+def _lines(work: Work) -> Lines:
+    table = Table.of(work)
+    if table.lines is None:
+        lines = Lines.of(work.rows, table.aligned, table.chunk, BLOCK)
+        work.table = table = replace(table, lines=lines)
+    assert table.lines is not None
+    return table.lines
+
+
+def _line_sums(
+    work: Work, factors: Tensor, h: Tensor, sums: Tensor
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The programs and arguments of each launch of the line kernel."""
+    rule, lines, table = work.rule, _lines(work), Table.of(work)
+    assert rule is not None
+    tiles = work.uploads.get("tiles of lines", lines.tiles, torch.int64, work.device)
+    for group in lines.launches:
+        row = group.like
+        assert row.marginals is not None
+        n = 2 + len(row.state)
+        yield (
+            group.stop - group.start,
+            {
+                "table": table.rows,
+                "tiles": tiles,
+                "first": group.start,
+                "factors": factors,
+                "h_table": h,
+                "sums": sums,
+                "RULE": rule.averages,
+                "FLAGS": row.flags,
+                "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes[:n]),
+                "COMPUTE": _DTYPES[row.compute_dtype],
+                "ALIGNS": (16 if group.aligned else 1,) * n,
+                "N_H": h.shape[1],
+                "TERM": group.term,
+                "OF_ROWS": row.marginals.of_rows[group.term],
+                "SIZES": len(row.dtypes) + len(row.marginals.parts),
+                "EVEN": EVEN if group.aligned else 1,
+                "COLUMNS": table.columns,
+                "SPAN": group.span,
+                "LINES": group.block[0],
+                "ALONG": group.block[1],
+            },
+        )
+
+
+def _advance_marginals(work: Work, factors: Tensor, h: Tensor, sums: Tensor) -> None:
+    """By what ``before_reduce`` gave for each row, and the sums over its lines."""
     assert work.rule is not None
-    for row, grad, numbers in zip(work.rows, work.grads, h, strict=True):
-        if row.marginals is not None:
-            skip, *given = (*factors.unbind(), *numbers.unbind())
-            given = [x.to(row.compute_dtype) for x in given]
-            read = (grad, *row.written[: 1 + len(row.state)])
-            sums = sums_of(work.rule, row.marginals, row.flags, read, given)
-            advance(work.rule, [row.marginals], row.flags, sums, [given], skip)
+    skip = factors[0] > 0
+    for number, stack in enumerate(_lines(work).stacks):
+        first, n = stack.members[0], len(stack.members)
+        of_terms = []
+        for part, (start, parts, lines) in zip(first.parts, stack.sums, strict=True):
+            term = sums[start : start + n * parts * lines].view(n, parts, lines)
+            of_terms.append(term.sum(1).view(n, *part.beside(first.shape)))
+        numbers = h
+        if len(stack.rows) < len(work.rows):
+            places = work.uploads.get(f"stack {number}", stack.rows, torch.int64, work.device)
+            numbers = h[places]
+        advance_stack(work.rule, stack.members, stack.flags, of_terms, numbers, skip)
 
 
 def _reduces(work: Work) -> bool:
@@ -421,6 +486,10 @@ def _n_terms(work: Work) -> int:
     """How many terms the rule sums up over each row."""
     assert work.rule is not None
     return work.rule.widths(len(work.hyper[0])).terms
+
+
+def _averages(work: Work) -> bool:
+    return work.rule is not None and work.rule.averages is not None
 
 
 def _h_table(work: Work, *, to_reduce: bool = False) -> Tensor:

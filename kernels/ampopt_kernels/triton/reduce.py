@@ -25,6 +25,7 @@ def reduce_kernel(
     N_H: tl.constexpr,
     N_TERMS: tl.constexpr,
     OF_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
     FACTORS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -47,6 +48,7 @@ def reduce_kernel(
         N_H: scalars that ``RULE`` takes.
         N_TERMS: terms that it returns.
         OF_ROWS: of each factor of rows or columns, whether it is of rows; see ``marginals``.
+        EVEN: a number that divides the length of every row, of matrices that have factors.
         FACTORS: the first column of the table with one.
         COLUMNS: width of the table.
         CHUNK: elements for each program, a multiple of ``BLOCK``.
@@ -70,20 +72,20 @@ def reduce_kernel(
 
     end = tl.minimum(tl.load(row + COLUMNS - 1) - start, CHUNK).to(tl.int32)
     whole = end // BLOCK * BLOCK
-    factors_at, place = factors_of(row, start, OF_ROWS, FACTORS, COMPUTE)
+    factors_at, place = factors_of(row, start, OF_ROWS, FACTORS, COMPUTE, EVEN)
     totals = ()
     for _ in tl.static_range(N_TERMS):
-        totals = totals + (tl.zeros((BLOCK,), tl.float64),)
+        totals = totals + (tl.zeros((BLOCK // 4,), tl.float64),)
     # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
     for offset in range(0, whole, BLOCK):
         totals = _with_block(
             totals, streams, offset, end, inverse, clip, h, factors_at, place,
-            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, False, BLOCK,
+            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, False, BLOCK,
         )  # fmt: skip
     if whole < end:
         totals = _with_block(
             totals, streams, whole, end, inverse, clip, h, factors_at, place,
-            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, True, BLOCK,
+            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, True, BLOCK,
         )  # fmt: skip
     for i in tl.static_range(N_TERMS):
         tl.store(sums + program.to(tl.int64) * N_TERMS + i, tl.sum(totals[i], 0))
@@ -106,6 +108,7 @@ def _with_block(
     COMPUTE: tl.constexpr,
     N_TERMS: tl.constexpr,
     OF_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -120,14 +123,15 @@ def _with_block(
             x = tl.load(streams[i] + at)
         values = values + (x.to(COMPUTE),)
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
-    state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, MASKED)
+    state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)
     terms = RULE(values[1], grad, state, h, FLAGS)  # pyright: ignore
     new = ()
     for i in tl.static_range(N_TERMS):
         wide = terms[i].to(tl.float64)
         if MASKED:
             wide = tl.where(live, wide, 0.0)
-        new = new + (totals[i] + wide,)
+        # A thread reads four neighbours at least. Added up at once, they take one place of theirs.
+        new = new + (totals[i] + tl.sum(tl.reshape(wide, (BLOCK // 4, 4)), 1),)
     return new
 
 

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.objects import addresses
+from ampopt_kernels.marginals import EVEN
 from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
+from ampopt_kernels.triton.lines import Lines
 
 __all__ = ["CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
 
@@ -41,12 +43,17 @@ round and a tenth take nearly as long as two. Fewer programs leave control fewer
 
 @dataclass(frozen=True)
 class Launch:
-    """Programs ``start`` to ``stop`` of the block table, all of the kind of the row ``like``."""
+    """Programs ``start`` to ``stop`` of the block table, all of the kind of the row ``like``.
+
+    ``align`` divides every address in bytes, ``even`` the length of the rows of every matrix that
+    has marginals.
+    """
 
     start: int
     stop: int
     like: Row
     align: int
+    even: int
 
     @property
     def programs(self) -> int:
@@ -69,6 +76,7 @@ class Launch:
 class Table:
     """The table of addresses on the device, what it was made from, and the launches over it.
 
+    ``lines`` are those that a rule averages over, once they were asked for.
     ``spans`` are the first program of each row and the one behind its last; ``flag_sets`` are all
     flags that rows have, where ``scalars`` of the rule takes them.
     """
@@ -84,6 +92,7 @@ class Table:
     flag_sets: tuple[tuple[bool, ...], ...]
     aligned: list[bool]
     stamp: int
+    lines: Lines | None = None
     prepared: bool = False
 
     @property
@@ -137,12 +146,14 @@ class Table:
             rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
             rows += [keys, row.places.first, of_flags]
             rows += [int(row.counted), row.group, grad.numel()]
-            kinds.setdefault((row.kind, aligned[index]), []).append(index)
+            # Of what is not aligned, threads would read factors in another arrangement.
+            even = aligned[index] and row.marginals is not None and row.marginals.is_even
+            kinds.setdefault((row.kind, aligned[index], even), []).append(index)
         chunk = _chunk(sum(grad.numel() for grad in work.grads))
         blocks: list[int] = []
         spans = [0] * (2 * len(work.rows))
         launches: list[Launch] = []
-        for (_, is_aligned), members in kinds.items():
+        for (_, is_aligned, is_even), members in kinds.items():
             start = len(blocks) // 2
             for index in members:
                 n = -(-work.grads[index].numel() // chunk)
@@ -152,8 +163,8 @@ class Table:
                     blocks += (index, place)
             stop = len(blocks) // 2
             if stop > start:
-                align = 16 if is_aligned else 1
-                launches.append(Launch(start, stop, work.rows[members[0]], align))
+                align, even = (16 if is_aligned else 1), (EVEN if is_even else 1)
+                launches.append(Launch(start, stop, work.rows[members[0]], align, even))
         get, numbers = work.uploads.get, array("q", rows)
         return Table(
             rows=get(_name("rows", work), numbers, torch.int64, work.device),

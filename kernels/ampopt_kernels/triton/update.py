@@ -26,6 +26,7 @@ def update_kernel(
     ALIGNS: tl.constexpr,
     N_H: tl.constexpr,
     OF_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -49,6 +50,7 @@ def update_kernel(
         ALIGNS: powers of two, bytes, that divide the addresses of each.
         N_H: scalars that the rule takes.
         OF_ROWS: of each factor of rows or columns, whether it is of rows; see ``marginals``.
+        EVEN: a number that divides the length of every row, of matrices that have factors.
         COLUMNS: width of the table.
         CHUNK: elements for each program, a multiple of ``BLOCK``. Were it an argument, float64
             rules would spill registers.
@@ -76,7 +78,7 @@ def update_kernel(
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
     jumps = jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
-    factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE)
+    factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE, EVEN)
     if BY_CHANCE:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
 
@@ -105,13 +107,15 @@ def update_kernel(
             DRAWS,
             COMPUTE,
             OF_ROWS,
+            EVEN,
             False,
             BLOCK,
         )
     if whole < end:
         _update_block(
             streams, whole, end, inverse, clip, h, key, position, jumps, factors_at, place,
-            RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, DRAWS, COMPUTE, OF_ROWS, True, BLOCK,
+            RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, DRAWS, COMPUTE, OF_ROWS, EVEN, True,
+            BLOCK,
         )  # fmt: skip
 
 
@@ -136,6 +140,7 @@ def _update_block(
     DRAWS: tl.constexpr,
     COMPUTE: tl.constexpr,
     OF_ROWS: tl.constexpr,
+    EVEN: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -150,7 +155,7 @@ def _update_block(
         values = values + (x.to(COMPUTE),)
     # Two products, so that clipping rounds as it does on gradients that were unscaled before.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
-    state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, MASKED)
+    state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)
     places = places_of(position, jumps, at)
     if DRAWS:
         param, state = RULE(values[1], grad, state, h, FLAGS, (places, values[1]))  # pyright: ignore

@@ -1,0 +1,61 @@
+"""How many operations of torch's a call runs, and which kernels it launches."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampopt import backend
+from ampopt_kernels.triton.backend import Triton
+
+__all__ = ["counted", "silent_launches"]
+
+_NOTHING_RUNS = (
+    "empty",
+    "view",
+    "unbind",
+    "slice",
+    "select",
+    "unsqueeze",
+    "expand",
+    "detach",
+    "permute",
+    "t",
+)
+"""Operations that only make a tensor object, of new memory or of another's."""
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.strip("_")
+        if not name.startswith(_NOTHING_RUNS[:-1]) and name != "t":
+            self.operations[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(call: Callable[[], object]) -> Counter[str]:
+    """The operations that ``call`` has run on a device, but for kernels of ours."""
+    with _Count() as count:
+        call()
+    return count.operations
+
+
+@contextmanager
+def silent_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Within this, the triton backend launches nothing, and the kernels are counted."""
+    launches: Counter[str] = Counter()
+
+    def launch(device: Any, kernel: Any, programs: int, arguments: Any) -> None:
+        launches[kernel.fn.__name__] += programs > 0
+
+    silent = Triton(launch)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_triton_backend", lambda: silent)
+        yield launches
