@@ -1,6 +1,8 @@
 """Averages of a model's parameters, for which skipped steps do not count."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from ampopt._step import dtensor
+from ampopt.loss_scale.numbers import check_bool
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.tensors import arithmetic, real, widest
 from ampopt_kernels.transfers import carried
@@ -19,6 +22,11 @@ def averaged(
     model: torch.nn.Module,
     optimizer: Optimizer | Iterable[Optimizer],
     decay: float | None = None,
+    *,
+    device: int | str | torch.device | None = None,
+    avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor], None] | None = None,
+    use_buffers: bool = False,
 ) -> "SkipAwareAverage":
     """Average a model's parameters over the steps that happened.
 
@@ -46,18 +54,49 @@ def averaged(
 
     Does not synchronize, as long as model and average are on one device; torch's does, twice.
 
+    **Many ranks.** A model that ``fully_shard`` has changed cannot be copied. Copy it before, give
+    that to this function, and shard the average as the model::
+
+        whole = copy.deepcopy(model)
+        fully_shard(model)
+        optimizer = ampopt.AdamW(model.parameters())
+        average = ampopt.averaged(whole, optimizer, decay=0.999)
+        fully_shard(average.module)
+        ...
+        average.update_parameters(model)
+
+    Each rank then averages its parts, and asks no other.
+
     Args:
         model: to be copied and averaged.
         optimizer: of its parameters; or several, when nothing is done if the last steps of all that
             have stepped were skipped.
         decay: of an exponential moving average, from 0 to 1; ``None`` for the plain mean of the
             parameters after each step, as stochastic weight averaging takes it.
+        device: where to keep the average; that of the model, if left out.
+        avg_fn: ``avg_fn(averaged, value, n_averaged)`` gives the new average of one parameter, in
+            place of ``decay``. As torch's, but that it is called, without effect, for the first
+            step and skipped ones too, since the host does not know them; of a ``DTensor`` it gets
+            the part that is here, and of a complex one the real view.
+        multi_avg_fn: ``multi_avg_fn(averaged, values, n_averaged)`` writes the new averages over
+            the list ``averaged``, all of one device and dtype; otherwise as ``avg_fn``.
+        use_buffers: average the buffers, too, in place of copying them.
 
     Raises:
+        RuntimeError: ``fully_shard`` has changed the model.
         TypeError: an argument is of the wrong type.
-        ValueError: ``decay`` is out of range, or there is no optimizer.
+        ValueError: ``decay`` is out of range, there is no optimizer, or two of ``decay``,
+            ``avg_fn`` and ``multi_avg_fn`` are given.
     """
-    return SkipAwareAverage(model, optimizer, decay)
+    return SkipAwareAverage(
+        model,
+        optimizer,
+        decay,
+        device=device,
+        avg_fn=avg_fn,
+        multi_avg_fn=multi_avg_fn,
+        use_buffers=use_buffers,
+    )
 
 
 class SkipAwareAverage(AveragedModel):
@@ -74,13 +113,27 @@ class SkipAwareAverage(AveragedModel):
         model: torch.nn.Module,
         optimizer: Optimizer | Iterable[Optimizer],
         decay: float | None = None,
+        *,
+        device: Any = None,
+        avg_fn: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+        multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor], None] | None = None,
+        use_buffers: bool = False,
     ) -> None:
         """Copy the model; see :func:`averaged`."""
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         optimizers = _checked_optimizers(optimizer)
         _check_decay(decay)
-        super().__init__(model)
+        _check_functions(decay, avg_fn, multi_avg_fn)
+        check_bool("use_buffers", use_buffers)
+        if any(_fully_sharded(model)):
+            raise RuntimeError(
+                "a model that fully_shard has changed cannot be copied: call whole = copy.deepcopy("
+                "model) before fully_shard(model), then average = ampopt.averaged(whole, optimizer)"
+                ", and shard average.module as the model, with fully_shard(average.module)"
+            )
+        functions: Any = (avg_fn, multi_avg_fn)  # torch declares wider arguments than it gives
+        super().__init__(model, device, *functions, use_buffers)
         self.decay = decay
         first = next(self.module.parameters(), self.n_averaged)
         self.n_averaged = self.n_averaged.to(first.device)
@@ -91,20 +144,55 @@ class SkipAwareAverage(AveragedModel):
         """Count the parameters of ``model``, unless the last step was skipped.
 
         Does not synchronize, as long as ``model`` and the average are on one device.
+
+        Raises:
+            RuntimeError: ranks have other parts of the average than of ``model``. Nothing has
+                changed then.
         """
+        for module in (*_fully_sharded(self.module), *_fully_sharded(model)):
+            module.reshard()  # after a forward pass, parameters may be whole and soon be dropped
+        tensors = [list(_averaged_in(m, self.use_buffers)) for m in (self.module, model)]
+        pairs = list(zip(*tensors, strict=True))
+        for pair in pairs:
+            _check_placed_alike(*pair)
         count = self.n_averaged
-        taken = ~self._last_steps.were_skipped(count.device)
-        is_first = count == 0
+        taken, is_first = ~self._last_steps.were_skipped(count.device), count == 0
+        alike = map(_alike, pairs)
+        for average, value, new in self._with_new(alike):
+            new = torch.where(_on(average, is_first), value, new)
+            average.copy_(torch.where(_on(average, taken), new, average))
+        if not self.use_buffers:
+            buffers = zip(self.module.buffers(), model.buffers(), strict=True)
+            for copy, value in map(_alike, buffers):
+                copy.copy_(torch.where(_on(copy, taken), value, copy))
+        count += taken
+
+    def _with_new(
+        self, pairs: Iterable[tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Averages and values of ``pairs``, and what the averages are to be, in their dtype."""
+        count = self.n_averaged
+        if self.multi_avg_fn is not None:
+            by_kind: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
+            for average, value in pairs:
+                of_kind = by_kind.setdefault((average.device, average.dtype), [])
+                of_kind.append((average, value, average.clone()))
+            for (device, _), of_kind in by_kind.items():
+                _, values, new = map(list, zip(*of_kind, strict=True))
+                multi_avg_fn: Any = self.multi_avg_fn
+                multi_avg_fn(new, values, carried(count, device))
+                yield from of_kind
+            return
         wide = widest(count.device)  # torch rounds this to float32, even for float64 parameters
         weight = 1 / (count + 1).to(wide) if self.decay is None else 1 - self.decay
-        pairs = zip(self.module.parameters(), model.parameters(), strict=True)
-        for average, value in map(_alike, pairs):
-            new = torch.where(_on(average, is_first), value, _lerp(average, value, weight))
-            average.copy_(torch.where(_on(average, taken), new, average))
-        pairs = zip(self.module.buffers(), model.buffers(), strict=True)
-        for copy, value in map(_alike, pairs):
-            copy.copy_(torch.where(_on(copy, taken), value, copy))
-        count += taken
+        for average, value in pairs:
+            if self.avg_fn is not None:
+                new = self.avg_fn(average, value, _on(average, count)).to(average.dtype)
+            elif average.is_floating_point():
+                new = _lerp(average, value, weight)
+            else:
+                new = _of_whole_numbers(average, value, _on(average, count), self.decay)
+            yield average, value, new
 
 
 class _LastSteps:
@@ -163,6 +251,40 @@ def _check_decay(decay: Any) -> None:
         )
 
 
+def _check_functions(decay: Any, avg_fn: Any, multi_avg_fn: Any) -> None:
+    given = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"give one of decay, avg_fn and multi_avg_fn, got {' and '.join(given)}")
+    for name, value in given.items():
+        if name != "decay" and not callable(value):
+            raise TypeError(f"{name} must be callable or None, got {type(value).__name__}")
+
+
+def _fully_sharded(model: torch.nn.Module) -> Iterator[Any]:
+    """The modules of ``model`` that ``fully_shard`` has changed."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has called it has imported this
+    return (m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule))
+
+
+def _averaged_in(model: torch.nn.Module, use_buffers: bool) -> Iterator[Tensor]:
+    return chain(model.parameters(), model.buffers() if use_buffers else ())
+
+
+def _check_placed_alike(average: Any, value: Any) -> None:
+    spread = dtensor.is_spread(average), dtensor.is_spread(value)
+    if spread == (True, True):
+        alike = (average.device_mesh, average.placements) == (value.device_mesh, value.placements)
+    else:
+        alike = not any(spread)
+    if not alike:
+        raise RuntimeError(
+            "update_parameters: ranks have other parts of the average than of the model: shard "
+            "average.module as the model, with the same fully_shard or parallelize_module, before "
+            "the first update_parameters"
+        )
+
+
 def _alike(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """What memory holds here of an average and of what it is of, real and on one device."""
     average, value = (real(dtensor.local(t.detach())) for t in pair)
@@ -179,3 +301,14 @@ def _lerp(average: Tensor, value: Tensor, weight: Any) -> Tensor:
     if isinstance(weight, Tensor):
         weight = carried(weight, average.device, dtype)
     return torch.lerp(average.to(dtype), value.to(dtype), weight).to(average.dtype)
+
+
+def _of_whole_numbers(average: Tensor, value: Tensor, count: Tensor, decay: float | None) -> Tensor:
+    """As torch's, of buffers that count; truth values, which torch refuses, are copied."""
+    if average.dtype == torch.bool:
+        return value
+    if decay is None:
+        new = average + (value - average) / (count + 1)
+    else:
+        new = average * decay + value * (1 - decay)
+    return new.to(average.dtype)

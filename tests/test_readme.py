@@ -100,6 +100,7 @@ PRINTED = {
 ON_RANKS = {
     "DDP": 2,
     "FSDP2": 2,
+    "An average of a sharded model": 2,
     "Tensor parallelism": 2,
     "FSDP2 and tensor parallelism": 4,
     "FSDP1": 2,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.local_ranks import mesh_of
 from support.optimizers import Plain
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -148,6 +149,109 @@ def test_nobody_looks(decay, cls):
             with assert_no_sync():
                 average.update_parameters(model)
     assert average.n_averaged.item() == 2
+
+
+def doubled(average: Any, value: Any, n_averaged: Any) -> Any:
+    return torch.lerp(average, value, 1 / (2 * n_averaged.to(average.dtype) + 1))
+
+
+def halved(averages: Any, values: Any, n_averaged: Any) -> None:
+    torch._foreach_lerp_(averages, values, 0.5)  # pyright: ignore
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "buffers": {"use_buffers": True},
+    "buffers, decay": {"use_buffers": True, "decay": 0.75},
+    "avg_fn": {"avg_fn": doubled},
+    "multi_avg_fn": {"multi_avg_fn": halved, "device": "cpu"},
+    "avg_fn, buffers": {"avg_fn": doubled, "use_buffers": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_it_takes_what_torchs_takes(options):
+    given = dict(OPTIONS[options])
+    model = Net()
+    optimizer = ampopt.AdamW(model.parameters(), lr=0.125)
+    average = ampopt.averaged(model, optimizer, **given)
+    decay = given.pop("decay", None)
+    if decay is not None:
+        given["multi_avg_fn"] = get_ema_multi_avg_fn(decay)
+    theirs = AveragedModel(model, **given)
+    for step, overflows in enumerate((True, False, False, True, False, False)):
+        gradients(model, step, overflows)
+        before = state(average)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        average.update_parameters(model)
+        if overflows:
+            assert state(average) == before
+        else:
+            theirs.update_parameters(model)
+    mine, torch_has = dict(average.state_dict()), dict(theirs.state_dict())
+    torch.testing.assert_close(mine, torch_has, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"avg_fn": doubled, "multi_avg_fn": halved}, ValueError, "got avg_fn and multi_avg_fn"),
+        ({"decay": 0.5, "avg_fn": doubled}, ValueError, "got decay and avg_fn"),
+        ({"avg_fn": 0.5}, TypeError, "avg_fn must be callable or None, got float"),
+        ({"use_buffers": "yes"}, TypeError, "use_buffers must be True or False, got 'yes'"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options, error, text):
+    model = nn.Linear(3, 2)
+    with pytest.raises(error, match=text):
+        ampopt.averaged(model, ampopt.SGD(model.parameters(), lr=0.5), **options)
+
+
+def averaged_by_parts() -> Any:
+    """The averages of a model in shards and of a whole one, and what is refused."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, refused = mesh_of(2), []
+    whole = Net()
+    model, to_average, alone = copy.deepcopy(whole), copy.deepcopy(whole), copy.deepcopy(whole)
+    for module in (model.layer, model):
+        fully_shard(module, mesh=mesh)
+    optimizers = [ampopt.SGD(m.parameters(), lr=0.125) for m in (model, alone)]
+    averages: list[Any] = [
+        ampopt.averaged(m, o, 0.75) for m, o in zip((to_average, alone), optimizers, strict=True)
+    ]
+    try:
+        ampopt.averaged(model, optimizers[0])
+    except RuntimeError as error:
+        refused.append(str(error))
+    try:
+        averages[0].update_parameters(model)
+    except RuntimeError as error:
+        refused.append(str(error))
+    for module in (averages[0].module.layer, averages[0].module):
+        fully_shard(module, mesh=mesh)
+    outputs = []
+    for step, overflows in enumerate((False, True, False)):
+        for m, o, average in zip((model, alone), optimizers, averages, strict=True):
+            x = torch.linspace(-1.0, 1.0 + step, 12).reshape(4, 3)
+            m.zero_grad()
+            (m(x) * x[:, :2]).sum().backward()
+            if overflows:
+                next(m.parameters()).grad.mul_(INF)  # type: ignore
+            o.unscale_and_step(grads_scaled_by=1.0)
+            average.update_parameters(m)
+            # After which parameters of the average may be whole.
+            outputs.append(average.eval()(x).tolist())
+    return outputs, averages[0].n_averaged.item(), refused
+
+
+def test_an_average_is_sharded_as_the_model_is(two_ranks):
+    first, second = two_ranks.run(averaged_by_parts)
+    assert first == second
+    outputs, counted, refused = first
+    torch.testing.assert_close(torch.tensor(outputs[::2]), torch.tensor(outputs[1::2]))
+    assert counted == 2
+    assert "copy.deepcopy(model) before fully_shard(model)" in refused[0]
+    assert "shard average.module as the model" in refused[1]
 
 
 def stepped(average: Any, model: nn.Module, optimizer: Any, *grads: float) -> None:
