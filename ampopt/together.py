@@ -13,6 +13,7 @@ from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.given import as_loss_scale, request_for, successor_of
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult, as_flag
+from ampopt_kernels.found import Found, Owner
 from ampopt_kernels.step import Decision, Request
 
 __all__ = ["unscale_and_step"]
@@ -143,18 +144,34 @@ def _take_sums(
     decision = windows.take(sums, request, agreement, device, wide=wide)
     for each in sums:
         each.unhook()
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    held = gradients.held(groups)
+    if decision is not None:
+        # An optimizer has named its parameters by its own groups when it accumulated.
+        owners = {owner.key: owner for _, _, owner in held}
+        decision = replace(decision, found=tuple(_owned(p, owners) for p in decision.found))
     if request.max_norm is None:
         return decision
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    flag = None if decision is None else decision.found_inf
-    asked = Request(check=False, found_inf=flag, drop=request.drop, max_norm=request.max_norm)
-    uploads = sums[0].uploads["norm"]
-    measured = judge_held(
-        gradients.held(groups), asked, agreement, device, write=False, uploads=uploads
+    asked = Request(
+        check=False,
+        found_inf=None if decision is None else decision.found_inf,
+        drop=request.drop,
+        max_norm=request.max_norm,
+        measure=request.measure,  # the steps see gradients that are clipped
     )
+    uploads = sums[0].uploads["norm"]
+    measured = judge_held(held, asked, agreement, device, write=False, uploads=uploads)
     if decision is None or measured is None:
         return measured
-    return replace(decision, factors=measured.factors, norm=measured.norm)
+    found = (*decision.found, *measured.found)
+    return replace(decision, factors=measured.factors, norm=measured.norm, found=found)
+
+
+def _owned(part: Any, owners: dict[int, Owner]) -> Any:
+    """What was found in some gradients, of parameters that are called as ``owners`` are."""
+    if not isinstance(part, Found):
+        return part
+    return replace(part, owners=[owners.get(owner.key, owner) for owner in part.owners])
 
 
 def _step_after(request: Request, scale: Tensor | None, decision: Decision) -> Request:

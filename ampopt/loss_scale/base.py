@@ -195,7 +195,10 @@ class LossScale(AnyScale):
         """Multiply where a tensor comes first, so that ``torch.compile`` can compile it, too."""
         multiplies = func in (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
         if not multiplies or len(args) != 2 or kwargs:
-            return NotImplemented
+            raise TypeError(
+                f"{getattr(func, '__name__', func)}() of a {cls.__name__}: a loss scale multiplies "
+                "tensors, as in loss * scale, and no more; as a tensor it is scale.value"
+            )
         output, scale = args if isinstance(args[1], LossScale) else args[::-1]
         return scale.__mul__(output)  # `*` would have the compiler come here again
 

@@ -245,6 +245,24 @@ def test_each_leaves_out_its_own_bad_micro_batches(first, bad):
     assert all(p.grad is None for p in params)
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_watch_sees_the_sums_before_they_are_clipped(max_norm):
+    optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=0.5)
+    watches = [ampopt.Watch(optimizer) for optimizer in optimizers]
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
+    for bad in (False, True):
+        give(params, [(12.0, 0.0), None, (0.0, INF if bad else 16.0), None], float(scale) / 4)
+        for optimizer in optimizers:
+            optimizer.accumulate(grads_scaled_by=scale)
+        result = ampopt.unscale_and_step(optimizers, grads_scaled_by=scale, max_norm=max_norm)
+        assert result.overflowed == (["group 1, parameter 0"] if bad else [])
+        scale = result.scale
+    seen = [watch.read() for watch in watches]
+    assert [one["skips"] for one in seen] == [1, 1]
+    largest = [parameter["largest"] for one in seen for parameter in one["parameters"].values()]
+    assert [x for x in largest if x] == [3.0, 4.0]
+
+
 def test_sums_that_cannot_be_taken_are_kept():
     optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=0.5)
     give(params, [(4.0, 4.0), None, None, None])

@@ -200,6 +200,15 @@ def test_a_loss_scale_multiplies_floating_tensors_alone(other, product):
             product(other, scale)
 
 
+def test_other_operations_name_the_tensor_that_takes_them():
+    scale: Any = StaticLossScale(2.0)
+    with pytest.raises(TypeError, match=r"div_\(\) of a StaticLossScale.*scale\.value"):
+        torch.ones(1).div_(scale)
+    with pytest.raises(TypeError):
+        torch.ones(1) / scale  # pyright: ignore[reportUnusedExpression]
+    assert (torch.ones(1) == scale) is False
+
+
 @pytest.mark.parametrize("product", [lambda x, s: x * s, lambda x, s: s * x])
 def test_a_product_is_compiled(product):
     torch.compiler.reset()
