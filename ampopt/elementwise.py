@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ampopt._step import torch_scaler
 from ampopt._step.by_rule import ByRule, RuleSteps
-from ampopt._step.checks import check_options, check_rule
+from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import evaluated
+from ampopt._step.dtensor import is_spread
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import Ordinary
 from ampopt._step.param_rounding import PARAM_ROUNDING, is_stochastic
@@ -243,13 +244,29 @@ class ElementwiseOptimizer(Optimizer):
         self._ampopt.rule.checks.remember_dtypes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as torch does, of this or torch's optimizer. Nothing is cast.
+        """Load a state, as torch does, of this or torch's optimizer. No digit is lost.
+
+        What a step would convert, such as a count that is a Python number, is converted here, so
+        that a skipped step changes no dtype either. What no step can take, such as a state of
+        another shape than its parameter, is refused by the step that meets it.
+
+        Raises:
+            TypeError: a state is neither a tensor nor a number. Nothing has changed then.
+            ValueError: a hyperparameter other than ``lr``, which schedules change, is one that the
+                constructor refuses. Likewise.
 
         Whether there are master weights, and how parameters are rounded, is decided here, not by
         the checkpoint.
         """
+        self._ampopt.refuse_unfinished("load_state_dict")
+        check_loaded(self, state_dict)
         kept = [{k: group[k] for k in _OPTIONS if k in group} for group in self.param_groups]
-        super().load_state_dict(state_dict)
+        before = self.state, self.param_groups
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:  # torch may have taken half of it
+            self.state, self.param_groups = before
+            raise
         for group, options in zip(self.param_groups, kept, strict=True):
             for name in _OPTIONS:
                 group.pop(name, None)
@@ -257,20 +274,27 @@ class ElementwiseOptimizer(Optimizer):
             for param in group["params"]:
                 if param in self.state and not needs_master(group, param):
                     self.state[param].pop(MASTER, None)
+        self._ampopt.rule.convert_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as torch's. A parameter that never had a gradient has none."""
+        """The state, as torch's. A parameter that never had a gradient has none.
+
+        Where a parameter has a master and no other state yet, though its rule keeps some, the
+        others are saved as they are before the first step, for torch takes a state that is there
+        for complete; or none, if the master is what the parameter is, which synchronizes.
+        """
         state_dict = super().state_dict()
         states = state_dict["state"]
         for group, packed in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, key in zip(group["params"], packed["params"], strict=True):
-                # A master alone is the parameter, and torch would take it for a state that is all
-                # there, if there is to be any.
-                alone = states.get(key, {}).keys() == {MASTER}
-                if alone and self.rule.all_state_for(
-                    self.rule.flag_values(group, kind_of(group, param))
-                ):
+                if states.get(key, {}).keys() != {MASTER}:
+                    continue
+                if not self.rule.all_state_for(self.rule.flag_values(group, kind_of(group, param))):
+                    continue
+                if _is_as_made(states[key][MASTER], param):
                     del states[key]
+                else:
+                    states[key] = self._ampopt.rule.completed(states[key], group, param)
         return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
@@ -293,6 +317,16 @@ class ElementwiseOptimizer(Optimizer):
             del states[param]
         super().__setstate__(state)
         self.state.update(alone)
+
+
+def _is_as_made(master: Tensor, param: Tensor) -> bool:
+    """Whether ``master`` holds nothing that making it of ``param`` again would lose.
+
+    Of a ``DTensor`` that is left open, for ranks have to save alike.
+    """
+    if is_spread(param):
+        return False
+    return master.is_meta or torch.equal(master, param.detach().to(master.dtype))
 
 
 def _on_its_own(value: Any) -> Any:

@@ -161,6 +161,7 @@ class Accumulation:
         self, window: Window, request: Request, agreement: ranks.Agreement | None
     ) -> Decision | None:
         decision, present = None, gradients.held(self.groups)
+        self._check_sums(window)
         if window.drop == "micro_batch":
             decision = judge_held(
                 present,
@@ -190,20 +191,41 @@ class Accumulation:
             values = gradients.values_of(param)
             fresh = id(param) not in window.params
             window.params[id(param)] = held
-            total = real(dtensor.local(self._sum(param)))
+            total = real(dtensor.local(self._sum(param, fresh)))
             grads.append(dense_like(values, total))
             rows.append(Row(values.dtype, total, flags=(fresh,), group=group, owner=owner))
         return works_of(rows, grads, self.uploads["add"])
 
-    def _sum(self, param: Any) -> Any:
-        """Where the gradients of ``param`` are added up; what is in it may be anything."""
+    def _sum(self, param: Any, fresh: bool) -> Any:
+        """Where the gradients of ``param`` are added up.
+
+        If ``fresh``, nothing was added in this window, and what is in it may be anything.
+        """
         wide = torch.promote_types(param.dtype, param.grad.dtype)
         wide = torch.promote_types(wide, torch.float32)
         total = self._sums.get(param)
-        if total is None or total.dtype != wide or total.shape != param.shape:
+        if total is not None and not fresh:
+            total = self._sums[param] = total.to(torch.promote_types(wide, total.dtype))
+        elif total is None or total.dtype != wide or not _is_placed_as(total, param):
             total = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
             self._sums[param] = total = dtensor.spread_like(total, param)
         return total
+
+    def _check_sums(self, window: Window) -> None:
+        """Refuse sums of parameters that were resized or moved in their window.
+
+        Raises:
+            RuntimeError: there is one. Nothing has changed then.
+        """
+        for _, param, owner in window.params.values():
+            total = self._sums[param]
+            if not _is_placed_as(total, param):
+                raise RuntimeError(
+                    f"accumulate: the sum of the gradients of {owner.name} has shape "
+                    f"{tuple(total.shape)} on {total.device}, and the parameter shape "
+                    f"{tuple(param.shape)} on {param.device} now: resize or move a parameter only "
+                    "after the step that takes the sum, or call zero_grad() to discard it"
+                )
 
     def _stays(self, param: Tensor) -> bool:
         """Whether ``param`` has the gradient that it had last time, as a CUDA graph needs it."""
@@ -224,6 +246,8 @@ class Accumulation:
         window = self._in_window("window") if self.window is None else self.window
         if gradients.present(self.groups):
             self._add(window, request, agreement)
+        else:
+            self._check_sums(window)
         skip = None if window.kept is None else self._renormalise(window, request, agreement)
         return Closed(window, skip)
 
@@ -301,6 +325,11 @@ class Accumulation:
     @property
     def groups(self) -> list[dict[str, Any]]:
         return self._owner.param_groups
+
+
+def _is_placed_as(total: Any, param: Any) -> bool:
+    """Whether the sum ``total`` has the shape and device that ``param`` has now."""
+    return total.shape == param.shape and total.device == param.device
 
 
 def _take_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:

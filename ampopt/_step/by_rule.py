@@ -3,6 +3,7 @@
 It is planned once and run in a few launches; where no rule can, it is torch's own.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from ampopt._step import gradients, ranks
 from ampopt._step.checks import Checks
-from ampopt._step.masters import Masters
+from ampopt._step.masters import Masters, needs_master
 from ampopt._step.overflow import device_of, judge_held
 from ampopt._step.plan import Plan
-from ampopt._step.rule_state import state_of
+from ampopt._step.rule_state import complete, convert, state_of, widen_scalars
 from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import Attempt, Stepping
 from ampopt._step.torch_private import mark_as_called
@@ -194,6 +195,28 @@ class RuleSteps:
             self.masters.check_float16(held)
         else:
             self.checks.check_plannable(self.rule)
+
+    def convert_states(self) -> None:
+        """Convert the states that were loaded as a step would, but for those that it refuses."""
+        optimizer, rule, converted = self.optimizer, self.rule, []
+        for index, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if not (state := optimizer.state.get(param)):
+                    continue
+                with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
+                    self.checks.check_states(rule, index, [position])
+                    flags = rule.flag_values(group, kind_of(group, param))
+                    convert(rule, state, param, flags, has_master=needs_master(group, param))
+                    converted.append(state)
+        widen_scalars(rule, converted)
+
+    def completed(
+        self, state: dict[str, Any], group: dict[str, Any], param: Tensor
+    ) -> dict[str, Any]:
+        """A copy of ``state`` of ``param``, with what a first step would add to it."""
+        state = state.copy()
+        complete(self, state, param, self.rule.flag_values(group, kind_of(group, param)))
+        return state
 
     def _planned(self, asks: bool) -> Plan | None:
         """What this step and the next work on; ``None`` if torch's own step has to do this one."""

@@ -1,8 +1,10 @@
 """What a rule cannot step with: refused, or warned of, before a step has changed anything."""
 
+import inspect
+import numbers
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +15,18 @@ from ampopt._step import dtensor, gradients
 from ampopt._step.hyperparameters import check_numbers
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
-from ampopt._step.torch_private import check_for_fused, overlaps_itself
+from ampopt._step.state_checks import KEYS, Stepped, check_states
+from ampopt._step.torch_private import check_for_fused
 from ampopt._step.variants import Variants, kind_of
 from ampopt.loss_scale.numbers import check_bool
 from ampopt_kernels.check_rule.on_numbers import try_out
-from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.rule import MASTER, Rule, State
+from ampopt_kernels.tensors import overlaps_itself
 
-__all__ = ["Checks", "check_options", "check_rule"]
+__all__ = ["Checks", "check_loaded", "check_options", "check_rule"]
+
+_DROP_INS = "ampopt.optim."
+"""Of the names of modules whose classes have constructors that know what settings may be."""
 
 _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
@@ -78,11 +85,11 @@ class Checks:
         Raises:
             RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast, or is
                 expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks
-                its word.
+                its word; see :func:`ampopt._step.state_checks.check_states`.
             TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is no number,
-                or an option no bool, or the rule none.
+                or an option no bool, or the rule none; see ``check_states``.
             ValueError: there are more numbers than one, or fewer; a group is to be rounded in no
-                way that there is.
+                way that there is; see ``check_states``.
         """
         optimizer = self._owner
         groups, name = optimizer.param_groups, type(optimizer).__name__
@@ -100,12 +107,32 @@ class Checks:
         flags, hyper = variants.flags(groups), variants.hyper(groups)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)
+        stepped = []
         for (group, param, owner), variant in zip(held, variants.of, strict=True):
+            state = optimizer.state.get(param, {})
+            has_master = needs_master(groups[group], param)
+            stepped.append(Stepped(owner.name, param, state, flags[variant], has_master))
             _check_written_once(param, owner.name)
             if rule.averages is not None:
                 _check_rows(param, owner.name, rule.marginals_for(flags[variant]), name)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
+        check_states(rule, stepped)
+
+    def check_states(self, rule: Rule, index: int, positions: Iterable[int]) -> None:
+        """Refuse states of parameters by their ``positions`` in the param group ``index``.
+
+        See :func:`ampopt._step.state_checks.check_states`.
+        """
+        optimizer = self._owner
+        group, stepped = optimizer.param_groups[index], []
+        for position in positions:
+            param = group["params"][position]
+            flags = rule.flag_values(group, kind_of(group, param))
+            name = gradients.name_at(group, index, position)
+            state, has_master = optimizer.state.get(param, {}), needs_master(group, param)
+            stepped.append(Stepped(name, param, state, flags, has_master))
+        check_states(rule, stepped)
 
     def remember_dtypes(self) -> None:
         """Remember the dtype of each parameter, to notice a model that is cast later."""
@@ -166,6 +193,40 @@ def check_rule(rule: Any, owner: str) -> None:
         )
 
 
+def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Refuse to load states that are neither tensors nor numbers, and impossible hyperparameters.
+
+    These are tried on the constructor of the class of :mod:`ampopt.optim` that ``optimizer`` is of,
+    if it is of one. The learning rate is left out: a schedule may take it anywhere.
+
+    Raises:
+        TypeError: a state is neither tensor nor number.
+        ValueError: the constructor refuses a hyperparameter.
+    """
+    rule = optimizer.rule
+    declared = {MASTER, KEYS, *(part.name for part in (*rule.state, *rule.scalar_state))}
+    for key, state in state_dict["state"].items():
+        for name in declared.intersection(state if isinstance(state, Mapping) else ()):
+            if not isinstance(value := state[name], Tensor | numbers.Real | None):
+                raise TypeError(
+                    f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
+                    f"{name!r} of parameter {key}, which must be a tensor or a number. Nothing was "
+                    "loaded: mend the entry in state_dict['state']"
+                )
+    classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_DROP_INS))
+    if (cls := next(classes, None)) is None:
+        return
+    names = set(optimizer.rule.hyper) & inspect.signature(cls).parameters.keys() - {"lr"}
+    for index, group in enumerate(state_dict["param_groups"]):
+        try:
+            cls([torch.zeros(1, device="cpu")], **{n: group[n] for n in names if n in group})
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the state to be loaded has what {cls.__name__} refuses, in param group {index}: "
+                f"{error}. Nothing was loaded: mend the entry in state_dict['param_groups']"
+            ) from error
+
+
 def check_options(group: Mapping[str, Any]) -> None:
     """Refuse options of a param group that are none.
 
@@ -178,10 +239,12 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def _check_written_once(param: Tensor, name: str) -> None:
-    if overlaps_itself(dtensor.local(param)):
+    own = dtensor.local(param)
+    if overlaps_itself(own):
+        how = "is expanded" if 0 in own.stride() else "overlaps itself"
         raise RuntimeError(
-            f"{name} is expanded: several of its elements share one place in memory, and each "
-            "would be updated; make it of expanded.clone()"
+            f"{name} {how}: several of its elements share one place in memory, and each would be "
+            "updated; make it of expanded.clone()"
         )
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "UNDERFLOWING",
     "Held",
     "held",
+    "name_at",
     "name_of",
     "offenders",
     "present",
@@ -64,8 +65,13 @@ def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:
     for index, group in enumerate(param_groups):
         for position, candidate in enumerate(group["params"]):
             if candidate is param:
-                return _name(group.get("param_names"), index, position)
+                return name_at(group, index, position)
     return "unknown parameter"
+
+
+def name_at(group: dict[str, Any], index: int, position: int) -> str:
+    """:func:`name_of` the parameter at ``position`` in ``group``, which is number ``index``."""
+    return _name(group.get("param_names"), index, position)
 
 
 class Held(NamedTuple):
@@ -87,6 +93,7 @@ def held(param_groups: Iterable[dict[str, Any]]) -> list[Held]:
 
     Raises:
         RuntimeError: one is on another device than its parameter.
+        ValueError: one has another shape than its parameter.
         TypeError: one, or its parameter, is of a dtype or layout that no kernel takes.
     """
     found = []
@@ -115,6 +122,11 @@ def _check(param: Tensor, grad: Tensor, name: str) -> None:
         raise TypeError(
             f"the gradient of {name} is {grad.layout}; dense and torch.sparse_coo gradients can be "
             "optimized: convert it"
+        )
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"the gradient of {name} has shape {tuple(grad.shape)}, the parameter "
+            f"{tuple(param.shape)}: call zero_grad() and backward() after resizing a parameter"
         )
     if grad.device != param.device:
         raise RuntimeError(

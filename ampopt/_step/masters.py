@@ -12,10 +12,12 @@ from torch import Tensor
 from ampopt._step import dtensor, gradients
 from ampopt._step.overflow import device_of, judge_held
 from ampopt._step.ranks import Agreement
-from ampopt._step.torch_private import overlaps_itself, uncompiled, version
+from ampopt._step.state_checks import check_master
+from ampopt._step.torch_private import uncompiled, version
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.step import Decision, Request
+from ampopt_kernels.tensors import overlaps_itself
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = ["Masters", "has_masters", "needs_master"]
@@ -100,6 +102,10 @@ class Masters:
         if self.read_early is not None:
             self.warn_of_early_reading()
         held, groups, unscaled = held.copy(), self._groups, []
+        for index, param, owner in held:
+            master = self.of(groups[index], param)
+            if master is not None and master.shape != param.shape:
+                check_master(owner.name, param, master)
         for place, (index, param, owner) in enumerate(held):
             master = self.of(groups[index], param)
             if master is not None:

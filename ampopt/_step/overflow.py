@@ -10,11 +10,10 @@ from torch import Tensor
 from ampopt._step import gradients, ranks
 from ampopt._step.other_causes import OtherCauses
 from ampopt._step.rank_messages import Call
-from ampopt._step.torch_private import overlaps_itself
 from ampopt.backend import backend_for
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request, Row, Work, run
-from ampopt_kernels.tensors import dense_like
+from ampopt_kernels.tensors import dense_like, overlaps_itself
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = [

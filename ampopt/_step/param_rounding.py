@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from ampopt._step.masters import needs_master
+from ampopt._step.state_checks import KEYS
 from ampopt_kernels.stochastic import STREAM
 
 __all__ = ["PARAM_ROUNDING", "check_rounding", "is_stochastic", "keys_of"]
 
 PARAM_ROUNDING = "param_rounding"
 """The option of a param group."""
-KEYS = "rounding_key"
-"""Where ``optimizer.state[p]`` keeps the key of the last step of ``p``; see ``stochastic``."""
 
 
 def check_rounding(given: Any) -> None:
@@ -41,6 +40,9 @@ def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor, place: int) ->
         return None
     state = optimizer.state[param]
     kept = state.get(KEYS, STREAM * place)
-    if not isinstance(kept, Tensor) or kept.dtype != torch.int64 or kept.device != param.device:
+    if not (
+        isinstance(kept, Tensor)
+        and (kept.dtype, kept.device, kept.ndim) == (torch.int64, param.device, 0)
+    ):
         state[KEYS] = torch.full((), int(kept), dtype=torch.int64, device=param.device)
     return state[KEYS]

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from ampopt._step import dtensor, gradients, ranks
 from ampopt._step.param_rounding import keys_of
-from ampopt._step.rule_state import lay_end_to_end, state_of
+from ampopt._step.rule_state import lay_end_to_end, state_of, widen_scalars
 from ampopt._step.shards import places_of
 from ampopt._step.spread_marginals import SpreadMarginals
 from ampopt._step.variants import Variants
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import STREAM
-from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row
 from ampopt_kernels.tensors import dense_like
 
@@ -72,7 +71,7 @@ class RuleRows:
         ]
         flags = [self.flags[variant] for variant in of]
         states = list(map(functools.partial(state_of, steps), self.present, flags))
-        self.rule = rule.with_float64_scalars if _widen_scalars(rule, states) else rule
+        self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end(self.present, states, part.name)
         places = {id(p): place for place, p in enumerate(p for g in groups for p in g["params"])}
@@ -150,18 +149,3 @@ class RuleRows:
             and grad.data_ptr() == dtensor.local(param.grad).data_ptr()
             for row, grad, param in zip(self.rows, self.grads, self.present, strict=True)
         )
-
-
-def _widen_scalars(rule: Rule, states: list[dict[str, Any]]) -> bool:
-    """Make scalar states float64 if one is, but for those with a dtype of their own; if it is so.
-
-    Backends want each alike in all rows.
-    """
-    names = [part.name for part in rule.scalar_state if part.dtype is None]
-    kept = [(state, name) for state in states for name in names if name in state]
-    if all(state[name].dtype == torch.float32 for state, name in kept):
-        return False
-    for state, name in kept:
-        if state[name].dtype != torch.float64:
-            state[name] = state[name].double()
-    return True

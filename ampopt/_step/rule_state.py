@@ -1,4 +1,4 @@
-"""The state that a rule keeps of a parameter: made, completed, taken as checkpoints have it.
+"""The state that a rule keeps of a parameter: made, completed, converted from what was loaded.
 
 And where it lives: small states, and step counts, end to end, so that a CPU can take them as one.
 """
@@ -9,58 +9,99 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor, gradients
+from ampopt._step import dtensor
 from ampopt._step.spread_marginals import SpreadMarginals, on_each_rank
 from ampopt_kernels.cpu.bundles import SMALL
-from ampopt_kernels.rule import MASTER, PARAM, State
-from ampopt_kernels.tensors import real, widest
+from ampopt_kernels.rule import MASTER, PARAM, Rule, State
+from ampopt_kernels.tensors import overlaps_itself, real, widest
 from ampopt_kernels.transfers import carried
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleSteps
 
-__all__ = ["lay_end_to_end", "shares_storage", "state_of"]
+__all__ = ["complete", "convert", "lay_end_to_end", "shares_storage", "state_of", "widen_scalars"]
 
 
 def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
-    """The state of ``param``, made where it is missing, and on the device where it is not."""
-    optimizer, rule = steps.optimizer, steps.rule
-    if not rule.all_state_for(flags):
+    """The state of ``param``, made where it is missing, and converted as :func:`convert` does.
+
+    What is there has passed :func:`ampopt._step.state_checks.check_states`.
+    """
+    optimizer = steps.optimizer
+    if not steps.rule.all_state_for(flags):
         return optimizer.state.get(param, {})  # as in torch's, where there is nothing to keep
     state = optimizer.state[param]
+    complete(steps, state, param, flags)
+    return state
+
+
+def complete(
+    steps: "RuleSteps", state: dict[str, Any], param: Tensor, flags: tuple[bool, ...]
+) -> None:
+    """Convert what is in ``state``, and add what is missing, as it is before the first step."""
+    groups, rule = steps.optimizer.param_groups, steps.rule
     master = state.get(MASTER)
     like = param if master is None else master
     scalars = rule.scalar_state_for(flags)
     if scalars and steps.complete_state is not None:
         steps.complete_state(state)
+    convert(rule, state, param, flags, has_master=master is not None)
     for part in rule.tensor_state_for(flags):
-        value = state.get(part.name)
-        if value is not None and dtensor.is_spread(value) != dtensor.is_spread(param):
-            raise RuntimeError(
-                f"{part.name} of {gradients.name_of(optimizer.param_groups, param)} is a "
-                f"{type(value).__name__}, which the parameter is not: load it with "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which "
-                "places states as their parameters"
-            )
-        dtype = _dtype_of(part, like)
-        if value is not None and (master is not None or part.dtype is not None):
-            # From torch, or from a run without masters: in the parameter's dtype.
-            value = state[part.name] = value.to(dtype)
-        if value is not None and part.shape is not None:
-            state[part.name] = on_each_rank(value).contiguous()
-        if value is None:
-            initial = None if part.init == PARAM else _initial(part, optimizer.param_groups, param)
-            state[part.name] = _made(part, like, dtype, initial)
-    undeclared = [state.get(part.name) for part in scalars if part.dtype is None]
-    dtype = _scalar_dtype(undeclared, param.device)
+        if state.get(part.name) is None:
+            initial = None if part.init == PARAM else _initial(part, groups, param)
+            state[part.name] = _made(part, like, _dtype_of(part, like.dtype), initial)
+    kept = [state[part.name] for part in scalars if state.get(part.name) is not None]
+    wide = torch.float64 in ([value.dtype for value in kept] or [torch.get_default_dtype()])
     for part in scalars:
-        own = widest(param.device) if part.dtype == torch.float64 else part.dtype or dtype
-        value = state.get(part.name)
-        if value is None:
-            value = torch.zeros((), dtype=own, device=param.device)
-            value.fill_(_initial(part, optimizer.param_groups, param))
-        state[part.name] = _scalar(value, own, param.device)
-    return state
+        if state.get(part.name) is None:
+            dtype = part.dtype or (torch.float64 if wide else torch.float32)
+            value = torch.zeros((), dtype=_held_in(dtype, param.device), device=param.device)
+            state[part.name] = value.fill_(_initial(part, groups, param))
+
+
+def convert(
+    rule: Rule,
+    state: dict[str, Any],
+    param: Tensor,
+    flags: tuple[bool, ...],
+    *,
+    has_master: bool,
+) -> None:
+    """Replace what ``state`` has otherwise than a step takes it: from torch, or another setting.
+
+    States without a dtype of their own stay in theirs, but for a parameter with a master.
+    """
+    for part in rule.tensor_state_for(flags):
+        if (value := state.get(part.name)) is None:
+            continue
+        if has_master or part.dtype is not None:
+            value = value.to(_dtype_of(part, torch.float32 if has_master else param.dtype))
+        if part.shape is not None:
+            value = on_each_rank(value).contiguous()
+        if value.is_conj() or value.is_neg():  # on reading, which kernels know nothing of
+            value = value.resolve_conj().resolve_neg()
+        if overlaps_itself(dtensor.local(value)):
+            value = value.clone(memory_format=torch.contiguous_format)
+        state[part.name] = value
+    for part in rule.scalar_state_for(flags):
+        if (value := state.get(part.name)) is not None:
+            state[part.name] = _scalar(value, part.dtype or _own_dtype(value), param.device)
+
+
+def widen_scalars(rule: Rule, states: Sequence[dict[str, Any]]) -> bool:
+    """Make a scalar state float64 in all ``states`` if it is in one; whether any is.
+
+    But for those with a dtype of their own. Backends want each alike in all rows.
+    """
+    widened = False
+    for part in rule.scalar_state:
+        kept = [state for state in states if state.get(part.name) is not None]
+        if part.dtype is None and any(s[part.name].dtype == torch.float64 for s in kept):
+            widened = True
+            for state in kept:
+                if state[part.name].dtype != torch.float64:
+                    state[part.name] = state[part.name].double()
+    return widened
 
 
 def _made(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> Tensor:
@@ -128,22 +169,31 @@ def _initial(part: State, groups: list[dict[str, Any]], param: Tensor) -> Any:
     return value.detach().reshape(()) if isinstance(value, Tensor) else value
 
 
-def _dtype_of(part: State, like: Tensor) -> torch.dtype:
-    """Of a state beside the parameter, or master, ``like``."""
-    dtype = part.dtype or like.dtype
+def _dtype_of(part: State, own: torch.dtype) -> torch.dtype:
+    """Of the state ``part`` beside a parameter, or master, that has the dtype ``own``."""
+    dtype = part.dtype or own
     # Of bfloat16 that is complex64, on a torch that has a narrower one, which fills none, too.
-    return torch.promote_types(dtype, torch.complex32) if like.is_complex() else dtype
+    return torch.promote_types(dtype, torch.complex32) if own.is_complex else dtype
 
 
-def _scalar_dtype(values: list[Any], device: torch.device) -> torch.dtype:
-    """Of the scalar states of a parameter: torch's, float64 where that is the default dtype."""
-    kept = [value.dtype for value in values if isinstance(value, Tensor)]
-    wide = torch.float64 in (kept or [torch.get_default_dtype()])
-    return widest(device) if wide else torch.float32
+def _own_dtype(value: Any) -> torch.dtype:
+    """What a scalar state is kept in that was loaded: float32, unless that would lose digits."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            return torch.float64 if value.dtype == torch.float64 else torch.float32
+        if value.device.type != "cpu":  # which would have to be waited for
+            return torch.float32
+    whole = isinstance(value, Tensor | int)
+    return torch.float64 if whole and abs(int(value)) > 2**24 else torch.float32
+
+
+def _held_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    return widest(device) if dtype == torch.float64 else dtype
 
 
 def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A scalar state, from wherever a checkpoint of torch's may keep it."""
+    dtype = _held_in(dtype, device)
     if not isinstance(value, Tensor):
         return torch.full((), float(value), dtype=dtype, device=device)
     if value.device == device and value.dtype == dtype and value.ndim == 0:

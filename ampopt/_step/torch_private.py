@@ -58,7 +58,6 @@ __all__ = [
     "is_profiled",
     "is_wrapped_by_scheduler",
     "mark_as_called",
-    "overlaps_itself",
     "put_step_hooks",
     "pytree",
     "root_of",
@@ -156,15 +155,6 @@ def constant_to_dynamo(function: _Function) -> _Function:
 
 
 # --- tensors --------------------------------------------------------------------------------------
-
-
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several elements of ``tensor`` share one place, as of an expanded one.
-
-    Gone: go by a stride of 0, which misses what ``as_strided`` can make.
-    """
-    overlap: Any = torch._debug_has_internal_overlap(tensor)  # pyright: ignore[reportPrivateImportUsage]
-    return overlap == 1  # 0 for no, 2 for unknown
 
 
 version = operator.attrgetter("_version")

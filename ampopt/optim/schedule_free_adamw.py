@@ -118,9 +118,11 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
 
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] == train:
-                continue
+        groups = [g for g in enumerate(self.param_groups) if g[1]["train_mode"] != train]
+        for index, group in groups:
+            positions = range(len(group["params"]))
+            self._ampopt.rule.checks.check_states(self.rule, index, positions)
+        for _, group in groups:
             group["train_mode"] = train
             beta1, _ = group["betas"]
             to_z = 1 - beta1 if train else 1 - 1 / beta1

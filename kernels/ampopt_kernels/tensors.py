@@ -5,7 +5,18 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["arithmetic", "dense_like", "flat", "is_dense", "real", "times", "widest"]
+__all__ = [
+    "arithmetic",
+    "dense_like",
+    "flat",
+    "is_dense",
+    "memory_of",
+    "overlaps_itself",
+    "real",
+    "share_memory",
+    "times",
+    "widest",
+]
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -24,6 +35,66 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether several elements of a strided ``tensor`` share one place, as in an expanded one.
+
+    Exact, also of what ``as_strided`` makes, such as shape (2, 3) with strides (2, 1).
+    """
+    return not tensor.is_contiguous() and _overlap(tuple(tensor.shape), tensor.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if 0 in shape:
+        return False
+    reach, apart = 0, True  # each stride goes beyond all that the smaller ones reach
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1:
+            if stride == 0:
+                return True
+            apart = apart and stride > reach
+            reach += (size - 1) * stride
+    if apart:
+        return False
+    places = _places(shape, strides)
+    return places.unique().numel() < places.numel()
+
+
+def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """How far each element is behind the first, int64, flat, on the CPU."""
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for size, stride in zip(shape, strides, strict=True):
+        steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
+        places = (places[:, None] + steps).reshape(-1)
+    return places
+
+
+def memory_of(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a strided ``tensor`` and of that behind its last one.
+
+    Equal where it has no element, and where it has no memory, as on meta.
+    """
+    start, n = tensor.data_ptr(), tensor.numel()
+    if not (start and n):
+        return 0, 0
+    if not tensor.is_contiguous():
+        n = 1 + sum((m - 1) * s for m, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + n * tensor.element_size()
+
+
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two strided tensors of one device have an element in the same place. Exact."""
+    starts, sizes = [], []
+    for tensor in (one, other):
+        size = tensor.element_size()
+        places = _places(tuple(tensor.shape), tensor.stride()).unique()
+        starts.append(places * size + tensor.data_ptr())
+        sizes.append(torch.full_like(starts[-1], size))
+    start, order = torch.cat(starts).sort()
+    end = start + torch.cat(sizes)[order]
+    return bool((start[1:] < end[:-1]).any())
 
 
 def dense_like(tensor: Tensor, like: Tensor) -> Tensor:

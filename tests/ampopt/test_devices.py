@@ -92,6 +92,30 @@ def check_a_scaler() -> None:
         assert scaler.get_scale() == 2.0
 
 
+def check_states_on_the_host() -> None:
+    """As after offloading: named, with the way out, before anything is launched."""
+    for masters, first in ((True, "master_param"), (False, "exp_avg")):
+        dtype = torch.bfloat16 if masters else torch.float32
+        params = [Parameter(torch.ones(3, dtype=dtype, device="pretend:0")) for _ in range(2)]
+        named = [(f"layer{i}", p) for i, p in enumerate(params)]
+        optimizer = ampopt.AdamW(named, master_weights=masters)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        stepped = [host(p) for p in params]
+        for p in params[1:]:
+            for key, value in optimizer.state[p].items():
+                optimizer.state[p][key] = host(value)
+        match = f"{first} of layer1 is on cpu, the parameter on pretend:0: move the state"
+        with pytest.raises(RuntimeError, match=match):
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        assert all(torch.equal(host(p), before) for p, before in zip(params, stepped, strict=True))
+        assert all(host(optimizer.state[p]["step"]) == 1 for p in params)
+        optimizer.load_state_dict(optimizer.state_dict())  # which is what the message says
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        assert all(host(optimizer.state[p]["step"]) == 2 for p in params)
+
+
 def check_the_device() -> None:
     """It notices what must not be done."""
     here, other = torch.ones(2, device="pretend:0"), torch.ones(2, device="pretend:1")
@@ -242,6 +266,7 @@ def check_the_eager_backend() -> None:
             compare(with_everything(places), everything, str(places))
         check_a_scaler()
         check_a_train_step()
+        check_states_on_the_host()
         there = torch.tensor(2.0, device="pretend:0")
         scaled = ampopt.scale_outputs([torch.ones(2), torch.ones(2, device="pretend:0")], there)
         assert [t.device.type for t in scaled] == ["cpu", "pretend"]

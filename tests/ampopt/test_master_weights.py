@@ -803,6 +803,52 @@ def test_torch_continues_a_checkpoint_with_masters(name):
     assert all(torch.isfinite(p).all() for p in twins)
 
 
+def test_a_master_that_has_moved_is_saved_though_no_other_state_is_there_yet():
+    """Momentum that is raised in mid-run finds no buffer, and a master of many steps."""
+    param = half(1.0, dtype=torch.bfloat16)
+    optimizer = ampopt.SGD([param], lr=0.001, momentum=0.0, master_weights=True)
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    twin = half(1.0, dtype=torch.bfloat16)
+    twin.data.copy_(param.data)
+    loaded = ampopt.SGD([twin], lr=0.001, momentum=0.9, master_weights=True)
+    saved = optimizer.state_dict()
+    loaded.load_state_dict(copy.deepcopy(saved))
+    for each in (optimizer, loaded):
+        each.param_groups[0]["params"][0].grad = torch.ones_like(param)
+        each.step()
+    assert bits(masters_of(loaded)) == bits(masters_of(optimizer))
+    torchs = torch.optim.SGD([Parameter(twin.detach().clone())], momentum=0.9)
+    torchs.load_state_dict(saved)
+    torchs.param_groups[0]["params"][0].grad = torch.ones_like(twin)
+    torchs.step()
+
+
+@pytest.mark.parametrize("name", RICH)
+def test_a_master_that_was_written_to_before_the_first_step_is_saved(name):
+    """As by who fills masters from a float32 model; torch finds its own state complete."""
+    param = half(0.3, -1.7, dtype=torch.bfloat16)
+    optimizer = rich(name).ours([param], master_weights=True)
+    (master,) = masters_of(optimizer)
+    with torch.no_grad():
+        master += 1e-4
+    before = everything(optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert everything(optimizer) == before  # saving adds nothing here
+    loaded = rich(name).ours([half(0.3, -1.7, dtype=torch.bfloat16)], master_weights=True)
+    loaded.load_state_dict(saved)
+    assert bits(masters_of(loaded)) == bits([master])
+    torchs = rich(name).torchs([Parameter(param.detach().clone())])
+    torchs.load_state_dict(saved)
+    for each in (optimizer, loaded, torchs):
+        for p in each.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        each.step()
+    assert bits(masters_of(loaded)) == bits(masters_of(optimizer))
+
+
 @fewer(0.3)
 @given(st.lists(st.booleans(), min_size=2, max_size=2), st.booleans())
 def test_whether_there_are_masters_is_decided_by_the_optimizer_not_the_checkpoint(mine, saved):

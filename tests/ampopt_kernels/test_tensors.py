@@ -2,11 +2,20 @@
 
 import math
 
+import hypothesis
 import hypothesis.strategies as st
 import torch
 from hypothesis import given
 
-from ampopt_kernels.tensors import dense_like, flat, is_dense, real
+from ampopt_kernels.tensors import (
+    dense_like,
+    flat,
+    is_dense,
+    memory_of,
+    overlaps_itself,
+    real,
+    share_memory,
+)
 
 
 @st.composite
@@ -40,6 +49,43 @@ def places(tensor):
 @given(tensor=tensors())
 def test_is_dense_by_the_definition(tensor):
     assert is_dense(tensor) == (places(tensor) == list(range(tensor.numel())))
+
+
+@st.composite
+def strided(draw):
+    """Any shape and strides over a few elements of memory, as ``as_strided`` makes them."""
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    strides = draw(st.lists(st.integers(0, 4), min_size=len(shape), max_size=len(shape)))
+    return torch.arange(32.0).as_strided(shape, strides, draw(st.integers(0, 4)))
+
+
+@hypothesis.settings(max_examples=100)
+@given(tensor=strided() | tensors())
+def test_overlaps_itself_by_the_definition(tensor):
+    assert overlaps_itself(tensor) == (len(set(places(tensor))) < tensor.numel())
+
+
+@hypothesis.settings(max_examples=100)
+@given(one=strided(), other=strided(), half=st.booleans())
+def test_shared_memory_by_the_definition(one, other, half):
+    """Two tensors in one storage, of which the second may have elements of half the size."""
+    storage = torch.arange(64.0)
+    one, other = (
+        (storage.view(torch.bfloat16) if narrow else storage).as_strided(
+            t.shape, t.stride(), t.storage_offset()
+        )
+        for t, narrow in ((one, False), (other, half))
+    )
+    bytes_of = []
+    for tensor in (one, other):
+        size = tensor.element_size()
+        first = tensor.data_ptr() if tensor.numel() else 0
+        taken = {first + p * size + i for p in places(tensor) for i in range(size)}
+        taken = taken if tensor.numel() else set()
+        assert memory_of(tensor) == ((min(taken), max(taken) + 1) if taken else (0, 0))
+        bytes_of.append(taken)
+    if all(bytes_of):
+        assert share_memory(one, other) == bool(bytes_of[0] & bytes_of[1])
 
 
 @given(tensor=tensors())

@@ -99,11 +99,6 @@ def test_what_dynamo_takes_for_constant_is_marked_as_torch_marks_it():
     assert vars(torch.compiler.assume_constant_result(other)) == vars(one)
 
 
-def test_an_expanded_tensor_overlaps_itself():
-    assert torch_private.overlaps_itself(torch.ones(1).expand(3))
-    assert not torch_private.overlaps_itself(torch.ones(3)[::2])
-
-
 def test_views_share_the_key_of_their_storage_and_writes_count():
     tensor = torch.ones(4)
     assert torch_private.storage_key(tensor[1:]) == torch_private.storage_key(tensor)
