@@ -6,6 +6,7 @@ optimizers that torch lacks, such as LAMB, for-loop and foreach are pytorch_opti
 """
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> None:
+    begun = time.perf_counter()
     dtype = getattr(torch, options.dtype)
     chosen = options.optimizer or contenders.optimizers()
     asked = {"clock": options.clock, "dtype": options.dtype, "ranks": options.ranks}
@@ -107,12 +109,36 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
         print("cold, with nothing compiled before, and warm; best: of for-loop and foreach")
         print(first_steps.table(found))
         return
-    measure = functools.partial(rows.measure, device=device, clock=options.clock)
-    if options.ranks:
-        measure = functools.partial(on_ranks.measure, ranks=options.ranks)
-    measured: list[rows.Row] = []
+    with contextlib.ExitStack() as stack:
+        measure = functools.partial(rows.measure, device=device, clock=options.clock)
+        left = options.seconds
+        if options.ranks:
+            left -= time.perf_counter() - begun
+            processes = stack.enter_context(on_ranks.Processes(options.ranks, left))
+            measure, left = functools.partial(on_ranks.measure, processes), processes.left
+        measured = _measured(measure, options, sizes, chosen, device, left)
+    if options.profile:
+        return
+    _note("")
+    _print(measured, device)
+    if options.json:
+        text = json.dumps(report.as_json(measured, about, speed), indent=1)
+        Path(options.json).write_text(text + "\n")
+    if options.plot:
+        plot(measured, options.plot)
+
+
+def _measured(
+    measure: Callable[..., list[rows.Row]],
+    options: argparse.Namespace,
+    sizes: Sequence[workloads.Workload],
+    chosen: Sequence[str],
+    device: torch.device,
+    left: float,
+) -> list[rows.Row]:
+    """The rows of every optimizer on every workload, in ``left`` seconds if that is enough."""
+    dtype, measured = getattr(torch, options.dtype), []
     jobs = [(optimizer, workload) for workload in sizes for optimizer in chosen]
-    left = options.seconds
     for done, (optimizer, workload) in enumerate(jobs):
         start = time.perf_counter()
         if options.profile:
@@ -125,21 +151,13 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
                 workload,
                 dtype=dtype,
                 rounds=options.repeats,
-                seconds=left / (len(jobs) - done),
+                seconds=max(0.0, left) / (len(jobs) - done),
             )
         except Exception as error:  # the rows that there are, are not lost
             new = rows.unmeasured(optimizer, workload, device, error)
         left = max(0.0, left - (time.perf_counter() - start))
         measured += new
-    if options.profile:
-        return
-    _note("")
-    _print(measured, device)
-    if options.json:
-        text = json.dumps(report.as_json(measured, about, speed), indent=1)
-        Path(options.json).write_text(text + "\n")
-    if options.plot:
-        plot(measured, options.plot)
+    return measured
 
 
 def _print_launches(
@@ -239,7 +257,8 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds",
         type=_positive(float),
         default=240.0,
-        help="to spend on all rows, however little remains for each; default: %(default)s",
+        help="to spend on all rows, however little remains for each (with --ranks, those for "
+        "which nothing remains are left out); default: %(default)s",
     )
     parser.add_argument("--threads", type=_positive(int), help="for torch on the CPU")
     parser.add_argument(

@@ -93,9 +93,10 @@ def interleaved(
     device: torch.device,
     *,
     rounds: int,
-    seconds: float,
+    seconds: float = 0.0,
     clock: str = "wall",
     failed: dict[str, str] | None = None,
+    goes_on: Callable[[], bool] | None = None,
 ) -> dict[str, Times]:
     """Time ``steps`` in turn, so that what slows the machine down slows all of them.
 
@@ -111,6 +112,7 @@ def interleaved(
         clock: one of :data:`CLOCKS`, on the CPU.
         failed: gets the name of each step that raises, and why; the others go on without it.
             Without, the error is the caller's.
+        goes_on: asked after each round whether there is another one, in place of ``seconds``.
     """
     order = list(steps)
     times: dict[str, list[float]] = {name: [] for name in order}
@@ -119,7 +121,9 @@ def interleaved(
     with _no_collection():
         end = time.perf_counter() + seconds
         for done in range(rounds):
-            if done >= 3 and time.perf_counter() > end:
+            if done >= 3 and goes_on is None and time.perf_counter() > end:
+                break
+            if done and goes_on is not None and not goes_on():
                 break
             first = done % max(1, len(order))
             for name in order[first:] + order[:first]:

@@ -5,16 +5,17 @@ anybody's is a collective, and all begin each at one moment, for which they wait
 that the system takes to wake up the last of them is nobody's.
 """
 
+import contextlib
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ampopt.bench import contenders, workloads
 from ampopt.bench.measure import Times, interleaved, reason, warmed
 from ampopt.bench.rows import Row
 
-__all__ = ["NAMES", "measure"]
+__all__ = ["NAMES", "Processes", "measure"]
 
 NAMES = ("foreach", "fused", contenders.AMPOPT)
 """Of the contenders; torch's for-loop goes through each DTensor several times in Python."""
@@ -35,34 +36,143 @@ _PATIENCE = timedelta(seconds=60)
 _UNTIL_ALL_KNOW = 2e-3
 """Seconds from when the last rank is ready until all begin."""
 
+_ENOUGH_ROUNDS = 5
+"""Of which a median is judged."""
+
+_CALM = 0.1
+"""The share of time for which a rank may wait for a core, if its times are to be judged."""
+
+_OUT_OF_TIME = "no time was left for it: give more --seconds, or ask for less"
+
+
+class Processes:
+    """The ranks: processes that take every measurement, and are started anew after one fails."""
+
+    def __init__(self, ranks: int, seconds: float) -> None:
+        """Start none yet.
+
+        Args:
+            ranks: how many there are to be.
+            seconds: after which they begin nothing any more.
+        """
+        self.ranks = ranks
+        self._until = time.perf_counter() + seconds
+        self._running: list[subprocess.Popen[str]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> "Processes":
+        """Start the processes, and wait for them."""
+        with contextlib.suppress(RuntimeError):  # which the first measurement raises again
+            self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the processes."""
+        for process in self._running:
+            process.kill()
+            process.communicate()
+        self._running = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    @property
+    def left(self) -> float:
+        """Seconds until they begin nothing any more."""
+        return self._until - time.perf_counter()
+
+    def times(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What :func:`_times` of ``asked`` finds on the first rank.
+
+        Raises:
+            RuntimeError: a rank has ended with an error, which is shown.
+        """
+        if not self._running:
+            self._start()
+        for process in self._running:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen below
+                process.stdin.write(json.dumps(asked) + "\n")
+                process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        """What the first rank says next."""
+        first = self._running[0].stdout
+        assert first is not None
+        if answer := first.readline():
+            return json.loads(answer)
+        raise RuntimeError(self._why_ended())
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ampopt-bench-")
+        for rank in range(self.ranks):
+            with open(self._errors_of(rank), "w") as errors:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(self.ranks), str(rank), self._folder.name],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+            self._running.append(process)
+        self._answer()
+
+    def _errors_of(self, rank: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name, f"errors-{rank}")
+
+    def _why_ended(self) -> str:
+        """Which rank has ended first, and its last words; all are ended."""
+        for process in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for who has ended
+                process.wait(5)
+        codes = [process.poll() for process in self._running]
+        rank = next((rank for rank, code in enumerate(codes) if code), 0)
+        errors = self._errors_of(rank).read_text().splitlines()
+        self.__exit__()
+        return f"rank {rank} has ended: {(errors or [f'exit code {codes[rank]}'])[-1]}"
+
 
 def measure(
+    processes: Processes,
     optimizer: str,
     workload: workloads.Workload,
     *,
-    ranks: int,
     dtype: torch.dtype,
     rounds: int,
     seconds: float,
 ) -> list[Row]:
     """The rows of ``optimizer`` on ``workload``, sharded: without clipping, and with.
 
-    Times are those of the first rank.
+    Times are those of the first rank. They are not judged if there are few, or if the machine had
+    other work to do meanwhile. What there is no time for is missing.
+
+    Args:
+        processes: that take the steps.
+        optimizer: its name.
+        workload: the tensors, each of which is sharded.
+        dtype: of the parameters.
+        rounds: how many at most.
+        seconds: to spend on rounds; there is one in any case, if the processes have time.
 
     Raises:
+        TimeoutError: no time is left.
         RuntimeError: a rank has ended with an error, which is shown.
     """
+    if processes.left <= 0:
+        raise TimeoutError(_OUT_OF_TIME)
     asked = {
-        "ranks": ranks,
         "optimizer": optimizer,
         "shapes": workload.shapes,
         "dtype": str(dtype).removeprefix("torch."),
         "rounds": rounds,
         "seconds": seconds,
+        "left": processes.left,
         "backend": ampopt.get_backend(),
-        "threads": max(1, torch.get_num_threads() // ranks),
+        "threads": max(1, torch.get_num_threads() // processes.ranks),
     }
-    found = _on_ranks(asked)
+    found = processes.times(asked)
     row = Row(
         optimizer=optimizer,
         workload=workload.name,
@@ -81,29 +191,19 @@ def measure(
             clip=clip,
             times={name: Times(**times) for name, times in seen["times"].items()},
             missing=seen["missing"],
+            doubt=_doubt(seen),
         )
         for clip, seen in zip((False, True), found, strict=True)
     ]
 
 
-def _on_ranks(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What :func:`_times` finds on the first of so many new processes, all of which take part."""
-    with tempfile.TemporaryDirectory(prefix="ampopt-bench-") as folder:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", __name__, json.dumps({**asked, "rank": rank}), folder],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(asked["ranks"])
-        ]
-        printed = [process.communicate() for process in processes]
-    for rank, (process, (_, errors)) in enumerate(zip(processes, printed, strict=True)):
-        if process.returncode:
-            last = (errors.splitlines() or [f"exit code {process.returncode}"])[-1]
-            raise RuntimeError(f"rank {rank} has ended: {last}")
-    return json.loads(printed[0][0])
+def _doubt(seen: Mapping[str, Any]) -> str | None:
+    rounds = min((times["rounds"] for times in seen["times"].values()), default=0)
+    if rounds < _ENOUGH_ROUNDS:
+        return f"{rounds} of {_ENOUGH_ROUNDS} rounds"
+    if seen["waited"] > _CALM:
+        return f"{seen['waited']:.0%} of the time without a core"
+    return None
 
 
 def _times(
@@ -113,13 +213,15 @@ def _times(
     dtype: str,
     rounds: int,
     seconds: float,
+    left: float,
     backend: str,
     threads: int,
 ) -> list[dict[str, Any]]:
-    """On one rank: times and what is missing, without clipping and with."""
+    """On one rank, without clipping and with: times, what is missing, and the share of waiting."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+    until = time.perf_counter() + left
     torch.set_num_threads(threads)
     ampopt.set_backend(backend)
     device, world = torch.device("cpu"), torch.distributed.get_world_size()
@@ -139,6 +241,11 @@ def _times(
             param.grad = DTensor.from_local(part.grad, mesh, [Shard(0)], **laid_out)
         _begin_together()
 
+    def warm(step: Callable[[], object]) -> None:
+        if _least(until - time.perf_counter()) <= 0:
+            raise TimeoutError(_OUT_OF_TIME)
+        warmed(step, restore)
+
     entered, missing = [], {}
     for name in NAMES:
         try:
@@ -148,15 +255,30 @@ def _times(
     found = []
     for clip in (False, True):
         steps = {c.name: c.clipped if clip else c.step for c in entered}
-        for step in steps.values():
-            warmed(step, restore)
-        start = time.perf_counter()
-        interleaved(steps, restore, device, rounds=1, seconds=0.0)
-        affordable = seconds / 2 / (time.perf_counter() - start)
-        times = interleaved(
-            steps, restore, device, rounds=_least(min(rounds, affordable)), seconds=math.inf
+        times, waited = {}, 0.0
+        try:
+            for step in steps.values():
+                warm(step)
+            start, before = time.perf_counter(), _seconds_without_a_core()
+            end = min(until, start + seconds / 2)
+            times = interleaved(
+                steps,
+                restore,
+                device,
+                rounds=rounds,
+                goes_on=lambda end=end: _least(end - time.perf_counter()) > 0,
+            )
+            waited = _seconds_without_a_core() - before
+            waited = -_least(-waited / (time.perf_counter() - start))
+        except TimeoutError as error:  # on all ranks at once
+            missing = {**dict.fromkeys(steps, str(error)), **missing}
+        found.append(
+            {
+                "times": {name: t.as_dict() for name, t in times.items()},
+                "missing": missing,
+                "waited": waited,
+            }
         )
-        found.append({"times": {k: t.as_dict() for k, t in times.items()}, "missing": missing})
     return found
 
 
@@ -169,24 +291,34 @@ def _begin_together() -> None:
         pass
 
 
-def _least(rounds: float) -> int:
-    """Of what the ranks can afford: all have to stop at the same round. One at the least."""
-    said = torch.tensor(rounds)
+def _least(number: float) -> float:
+    """Of all ranks, which have to decide alike."""
+    said = torch.tensor(number, dtype=torch.float64)
     torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN)
-    return max(1, int(said))
+    return said.item()
 
 
-def _main(asked: str, folder: str) -> None:
-    given = json.loads(asked)
-    ranks, rank = given.pop("ranks"), given.pop("rank")
+def _seconds_without_a_core() -> float:
+    """For how long this thread could have run and did not, so far; 0 where nobody knows."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+def _main(ranks: str, rank: str, folder: str) -> None:
+    """Take part, as ``rank``, in every measurement that is asked for in a line."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/meet"
     torch.distributed.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=_PATIENCE
+        "gloo", init_method=meeting, rank=int(rank), world_size=int(ranks), timeout=_PATIENCE
     )
-    found = _times(**given)
-    if rank == 0:
-        print(json.dumps(found))
+    if rank == "0":
+        print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        found = _times(**json.loads(line))
+        if rank == "0":
+            print(json.dumps(found), flush=True)
     torch.distributed.destroy_process_group()
 
 

@@ -63,7 +63,8 @@ def table(rows: Sequence[Row]) -> str:
             cells.append("-" if times is None else _milliseconds(times.median, times.spread))
         shares = (row.ratio, row.ratio_of_least, row.to_floor)
         cells += ["-" if x is None else f"{x:.2f}" for x in shares]
-        cells.append("; ".join(map(str, judge(row))) or "-")
+        withheld = "-" if row.doubt is None else f"not judged: {row.doubt}"
+        cells.append("; ".join(map(str, judge(row))) or withheld)
         lines.append(cells)
     return _aligned(lines, left=(0, 1, 2, len(lines[0]) - 1))
 

@@ -37,6 +37,7 @@ class Row:
         missing: why each of the others could not.
         costs: on a GPU, of each contender that could run.
         unknown: what else could not be measured, and why.
+        doubt: why its times are not to be judged; ``None`` where they may be.
     """
 
     optimizer: str
@@ -51,6 +52,7 @@ class Row:
     missing: dict[str, str]
     costs: dict[str, DeviceCost] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
+    doubt: str | None = None
 
     @property
     def ampopt(self) -> Times | None:
@@ -115,6 +117,7 @@ class Row:
                 **{name: {"missing": why} for name, why in self.missing.items()},
             },
             "unknown": self.unknown,
+            "doubt": self.doubt,
         }
 
 

@@ -28,7 +28,7 @@ class Verdict:
 
 
 def judge(row: Row) -> list[Verdict]:
-    """What is aimed at for ``row``; nothing where nothing is.
+    """What is aimed at for ``row``; nothing where nothing is, or where its times are in doubt.
 
     On the CPU, to the best of torch's implementations: never more than 1.05 where one of them is
     fused; where none is, at large tensors 0.5, or else 1.3 times what memory allows; at small
@@ -39,7 +39,7 @@ def judge(row: Row) -> list[Verdict]:
     1.2, and by 1.4 when clipping; never a synchronization; at small tensors no more time of the
     host than torch's fused step.
     """
-    if row.ampopt is None:
+    if row.ampopt is None or row.doubt is not None:
         return []
     return _on_cpu(row) if row.device == "cpu" else _on_gpu(row)
 
