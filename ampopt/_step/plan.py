@@ -18,6 +18,7 @@ from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_he
 from ampopt._step.rank_sums import RankSums
 from ampopt._step.rule_rows import RuleRows
 from ampopt._step.settings import Settings
+from ampopt._step.spread_marginals import LinesOfRanks
 from ampopt_kernels.cpu.objects import Contents, Layouts, addresses, bump_versions
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.step import Decision, Factors, Request, Work
@@ -75,6 +76,9 @@ class Plan:
         if rule.reduces and self._agreement is not None:
             n_terms = rule.widths(len(rule.hyper_values(groups[0]))).terms
             self._rank_sums = RankSums(self._agreement, groups, n_terms)
+        self._lines_of_ranks: LinesOfRanks | None = None
+        if rule.averages is not None and self._agreement is not None:
+            self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
         made = RuleRows(steps, self._agreement)
         self.works: list[Work] = works_of(made.rows, made.grads, steps.uploads, made.rule)
         self._settings = Settings(rule, made.variants, groups)
@@ -116,7 +120,12 @@ class Plan:
             vote = None
             if request.asks:
                 vote = ranks.Vote(self._agreement, request, len(self._present))
-            asked = replace(asked, agree=vote, agree_on_sums=self._rank_sums)
+            asked = replace(
+                asked,
+                agree=vote,
+                agree_on_sums=self._rank_sums,
+                agree_on_lines=self._lines_of_ranks,
+            )
         if request.write and not self._writes_gradients:
             asked = replace(asked, write=False)
         decision = decide(self.works, asked)
@@ -130,8 +139,9 @@ class Plan:
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """Take part in what other ranks decide and sum up, on one without gradients."""
         decision = decided_elsewhere(request, self._agreement, self._home)
-        if self._rank_sums is not None and self._home is not None:
-            self._rank_sums.abstain(self._home)
+        for sums in (self._lines_of_ranks, self._rank_sums):
+            if sums is not None and self._home is not None:
+                sums.abstain(self._home)
         return decision
 
     def finish(self, *, skipped: bool = False) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "are_several",
     "check_process_group",
     "check_replicated",
+    "group_of",
     "has_others",
     "is_fsdp1",
     "told",
@@ -219,16 +220,24 @@ class Agreement:
         """
         said = torch.cat([each.reshape(-1), totals])
         if self._told and each.numel():
-            if self._mesh is None:
-                raise RuntimeError(
-                    "a rule that sums up over parameters needs them on one mesh; these are on "
-                    "several, of which none covers the others: make an optimizer for each"
-                )
-            self._all_reduce(each, _groups_of(self._mesh))
+            self.add_up_parameters(each)
             said = totals.clone()
         self._all_reduce(said, self._groups)
         n = totals.numel()
         return (each if len(said) == n else said[:-n].view_as(each)), said[-n:]
+
+    def add_up_parameters(self, each: Tensor) -> None:
+        """Add up, in place, what the ranks have that parameters are spread over.
+
+        Raises:
+            RuntimeError: parameters are on meshes of which none covers the others.
+        """
+        if self._told and self._mesh is None:
+            raise RuntimeError(
+                "a rule that sums up over parameters needs them on one mesh; these are on "
+                "several, of which none covers the others: make an optimizer for each"
+            )
+        self._all_reduce(each, _groups_of(self._mesh) if self._told else self._groups)
 
     def _all_reduce(self, tensor: Tensor, groups: Sequence[Any]) -> None:
         """Add up what the ranks of ``groups`` have in ``tensor``.
@@ -238,6 +247,8 @@ class Agreement:
         """
         try:
             for group in groups:
+                if torch.distributed.get_world_size(group) == 1:
+                    continue
                 torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM, group)
         except RuntimeError as error:
             raise RuntimeError(
@@ -494,6 +505,16 @@ def _covering(meshes: list[Any]) -> Any:
     if all(root == roots[0] for root in roots) and names <= set(roots[0].mesh_dim_names or ()):
         return roots[0][tuple(name for name in roots[0].mesh_dim_names if name in names)]
     return None
+
+
+def group_of(meshes: Sequence[Any]) -> Any:
+    """One process group that reaches every rank of ``meshes``; ``None`` if there is no such.
+
+    May create it, for which all ranks have to come by.
+    """
+    mesh = _covering(list(dict.fromkeys(meshes)))
+    groups = [] if mesh is None else _groups_of(mesh)
+    return groups[0] if len(groups) == 1 else None
 
 
 def _groups_of(mesh: Any) -> list[Any]:

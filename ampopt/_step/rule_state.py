@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import dtensor
-from ampopt._step.spread_marginals import SpreadMarginals, on_each_rank
+from ampopt._step.spread_marginals import on_each_rank, replicated
 from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
 from ampopt_kernels.tensors import overlaps_itself, real, widest
@@ -108,7 +108,7 @@ def _made(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> Tensor
     """The state ``part`` of a parameter, or master, ``like``; a copy of it without ``initial``."""
     if part.shape is not None:
         made = torch.empty(part.beside(like.shape), dtype=dtype, device=like.device).fill_(initial)
-        return SpreadMarginals(like).replicated(part, made) if dtensor.is_spread(like) else made
+        return replicated(made, like) if dtensor.is_spread(like) else made
     made = torch.empty_like(dtensor.local(like), dtype=dtype)
     if initial is None:
         made.copy_(dtensor.local(like))

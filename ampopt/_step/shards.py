@@ -1,8 +1,8 @@
 """Which elements of a tensor a rank has, where the tensor is spread over ranks."""
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ampopt._step.dtensor import is_spread
 from ampopt_kernels.places import Jump, Places
 
-__all__ = ["Run", "places_of", "runs_at", "runs_of"]
+__all__ = ["Run", "boxes", "places_of", "runs_at", "runs_of"]
 
 
 class Run(NamedTuple):
@@ -71,6 +71,24 @@ def _joined(runs: Any) -> list[Run]:
         else:
             joined.append(run)
     return joined
+
+
+def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Slices of what is here of a tensor, and where these elements are in the whole.
+
+    One of each, unless a shard is strided.
+    """
+    slices = []
+    for of_dim in runs:
+        ends = accumulate(run.length for run in of_dim)
+        slices.append(
+            [
+                (slice(end - length, end), slice(start, start + length))
+                for (start, length), end in zip(of_dim, ends, strict=True)
+            ]
+        )
+    for box in product(*slices):
+        yield tuple(here for here, _ in box), tuple(whole for _, whole in box)
 
 
 def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:

@@ -1,14 +1,25 @@
-"""Marginals of a parameter that is spread over ranks: added up over all, and its part of them."""
+"""Marginals of parameters that are spread over ranks: added up over all, and a rank's part of them.
 
+Every rank keeps all of the marginals, which are few: a number for each row, or column.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ampopt._step.dtensor import is_spread, local
+from ampopt._step.dtensor import is_spread
+from ampopt._step.ranks import Agreement
+from ampopt._step.same_gradients import SameGradients
+from ampopt._step.shards import Run, boxes, runs_of
+from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.state import State
+from ampopt_kernels.step import Work
+from ampopt_kernels.tensors import widest
 
-__all__ = ["SpreadMarginals", "on_each_rank"]
+__all__ = ["LinesOfRanks", "SpreadMarginals", "on_each_rank", "replicated"]
 
 
 def on_each_rank(state: Any) -> Any:
@@ -20,44 +31,127 @@ def on_each_rank(state: Any) -> Any:
     return state.redistribute(placements=[Replicate()] * state.device_mesh.ndim)
 
 
+def replicated(tensor: Tensor, param: Any) -> Any:
+    """``tensor``, which all ranks have, as a state of ``param``."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = param.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 class SpreadMarginals:
-    """Of one ``DTensor``: every rank has all of its marginals, and factors for what is there."""
+    """Where the rows and columns that this rank has of one ``DTensor`` are in the whole.
+
+    Attributes:
+        shape: of the whole.
+    """
 
     def __init__(self, param: Any) -> None:
-        """Begin."""
-        from torch.distributed.tensor import Partial, Replicate
+        """Find out.
 
-        self._mesh, self._shape = param.device_mesh, param.shape
-        self._placements, self._partial = param.placements, Partial()
-        self._whole = [Replicate()] * param.device_mesh.ndim
-
-    def whole(self, part: State, sums: Tensor) -> Tensor:
-        """Sums over what each rank has, made those over the whole."""
-        placed = self._placed(part, self._partial)
-        return self._from(part, sums, placed, self._whole)
+        Args:
+            param: of two dimensions or more.
+        """
+        self.shape = tuple(param.shape)
+        self._runs = runs_of(param) or [[] for _ in param.shape]
+        self._here = [sum(run.length for run in runs) for runs in self._runs]
 
     def here(self, part: State, factors: Tensor) -> Tensor:
-        """The factors of the rows, or columns, that this rank has."""
-        placed = self._placed(part, self._whole[0])
-        return self._from(part, factors, self._whole, placed)
+        """The factors of the rows, or columns, that this rank has; ``factors`` are of all."""
+        made = factors.new_empty(part.beside(tuple(self._here)))
+        for here, whole in self._boxes(part):
+            made[here] = factors[whole]
+        return made
 
-    def replicated(self, part: State, tensor: Tensor) -> Any:
-        """A tensor that all ranks have, as a state of the parameter."""
-        return self._made(part, tensor, self._whole)
+    def put(self, part: State, sums: Tensor, into: Tensor) -> None:
+        """Put sums over what this rank has into its places in a flat tensor for the whole."""
+        whole_of = into.view(part.beside(self.shape))
+        for here, whole in self._boxes(part):
+            whole_of[whole] = sums[here]
 
-    def _placed(self, part: State, averaged: Any) -> list[Any]:
-        """As the parameter is, but ``averaged`` where that is divided within rows, or columns."""
-        dim = len(self._shape) - (1 if part.shape == "rows" else 2)
-        return [averaged if p.is_shard(dim) else p for p in self._placements]
+    def _boxes(self, part: State) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """See :func:`ampopt._step.shards.boxes`, where one dimension has been summed over."""
+        runs = list(self._runs)
+        averaged = len(runs) - (1 if part.shape == "rows" else 2)
+        if runs[averaged]:
+            runs[averaged] = [Run(0, 1)]
+        return boxes(runs)
 
-    def _from(self, part: State, tensor: Tensor, placed: list[Any], to: list[Any]) -> Tensor:
-        return local(self._made(part, tensor, placed).redistribute(placements=to))
 
-    def _made(self, part: State, tensor: Tensor, placed: list[Any]) -> Any:
-        from torch.distributed.tensor import DTensor
+class LinesOfRanks:
+    """Adds up, by one all-reduce, the sums over rows and columns that ranks have.
 
-        shape = torch.Size(part.beside(self._shape))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            tensor, self._mesh, placed, run_check=False, shape=shape, stride=stride
-        )
+    A rank without gradients takes part, and every rank learns whether another lacks one.
+    """
+
+    def __init__(
+        self, agreement: Agreement, param_groups: Sequence[dict[str, Any]], parts: Sequence[State]
+    ) -> None:
+        """Lay out the sums of all parameters, one after another.
+
+        Args:
+            agreement: of the ranks that decide together.
+            param_groups: of the optimizer, the same on each rank as far as they are spread.
+            parts: the states that the rule declares.
+        """
+        self._agreement = agreement
+        params = [p for group in param_groups for p in group["params"] if is_spread(p)]
+        params = [param for param in params if param.ndim > 1]
+        self._same, self._size = SameGradients(params), len(params) + 1
+        self._slices: dict[tuple[int, str], slice] = {}
+        for param in params:
+            for part in parts:
+                if part.shape is not None:
+                    n = math.prod(part.beside(tuple(param.shape)))
+                    self._slices[id(param), part.name] = slice(self._size, self._size + n)
+                    self._size += n
+
+    def __call__(self, works: Sequence[Work], lines: Sequence[LineSums]) -> list[LineSums]:
+        """See :data:`ampopt_kernels.marginals.AgreeOnLines`.
+
+        Raises:
+            RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
+        """
+        keys = [row.owner.key for work in works for row in work.rows]
+        home = next((work.device for work, own in zip(works, lines, strict=True) if own), None)
+        said = self._said(keys, works[0].device if home is None else home)
+        for row, sums in _rows_with(works, lines):
+            for part, own in zip(row.marginals.parts, sums, strict=True):
+                if row.counted:
+                    into = said[self._slices[row.owner.key, part.name]]
+                    row.marginals.spread.put(part, own[0], into)
+        self._add_up(said, keys)
+        for row, sums in _rows_with(works, lines):
+            shape = row.marginals.spread.shape
+            for i, part in enumerate(row.marginals.parts):
+                whole = said[self._slices[row.owner.key, part.name]]
+                sums[i] = whole.view(1, *part.beside(shape))
+        return list(lines)
+
+    def abstain(self, device: torch.device) -> None:
+        """Have the others add up theirs, when this rank has no gradients.
+
+        Raises:
+            RuntimeError: see :meth:`SameGradients.check`.
+        """
+        self._add_up(self._said([], device), [])
+
+    def _said(self, keys: Sequence[int], device: torch.device) -> Tensor:
+        """What this rank says: that it has the gradients of parameters with these keys."""
+        said = torch.zeros(self._size, dtype=widest(device), device=device)
+        self._same.say(said[: self._same.size], keys)
+        return said
+
+    def _add_up(self, said: Tensor, keys: Sequence[int]) -> None:
+        """Add up what all ranks say, in place."""
+        self._agreement.add_up_parameters(said)
+        self._same.check(said[: self._same.size], keys)
+
+
+def _rows_with(works: Sequence[Work], lines: Sequence[LineSums]) -> Iterator[tuple[Any, list[Any]]]:
+    """The rows that are spread over ranks and have sums in ``lines``, and these."""
+    for work, own in zip(works, lines, strict=True):
+        for index, sums in own.items():
+            row = work.rows[index]
+            if row.marginals is not None and row.marginals.spread is not None:
+                yield row, sums

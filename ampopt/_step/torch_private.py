@@ -30,6 +30,7 @@ import torch
 import torch._compile
 import torch.nn.functional as F
 import torch.nn.utils.stateless
+import torch.optim._muon as _muon
 import torch.optim.optimizer as _optimizer
 import torch.utils._python_dispatch
 from torch import Tensor
@@ -45,6 +46,7 @@ __all__ = [
     "BatchNorm",
     "NormBase",
     "TorchDispatchMode",
+    "adjusted_lr",
     "check_for_fused",
     "constant_to_dynamo",
     "flattened",
@@ -58,6 +60,7 @@ __all__ = [
     "is_profiled",
     "is_wrapped_by_scheduler",
     "mark_as_called",
+    "orthogonalized",
     "put_step_hooks",
     "pytree",
     "root_of",
@@ -123,6 +126,12 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
     Renamed: it is taken for a step of the user's own, whose hooks run inside it; slower, right.
     """
     return hasattr(step, "_wrapped_by_lr_sched")
+
+
+orthogonalized: Any = _muon._zeropower_via_newtonschulz
+adjusted_lr: Any = _muon._adjust_lr
+"""What ``torch.optim.Muon`` does to a matrix, and to its learning rate: on ``DTensor``s, to whole
+matrices. Gone: have ``Muon`` take torch's step there, with many collectives for each matrix."""
 
 
 # --- compiling ------------------------------------------------------------------------------------

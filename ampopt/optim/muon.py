@@ -1,14 +1,17 @@
 """Muon, a drop-in for ``torch.optim.Muon``."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ampopt._step.dtensor import is_spread
 from ampopt._step.ordinary import Ordinary
+from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached
+from ampopt.optim._sharded_muon import step_whole_matrices
 from ampopt.optimizer import Optimizer
 from ampopt.options import OptimizerOptions
 
@@ -21,13 +24,19 @@ def _make_state(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
 
 
+_torchs_step: Any = beneath_hooks(torch.optim.Muon.step)
+
+
 class Muon(Optimizer, torch.optim.Muon):
     """``torch.optim.Muon`` with loss scaling, overflow tests and skips built in.
 
     Constructor, defaults and results are those of torch, and so is ``step``: it orthogonalizes
     whole matrices in bfloat16, which no elementwise rule can. Neither the step nor the inherited
-    methods synchronize, unless a closure is passed. On ``DTensor``s all ranks have to have a
-    gradient, or none.
+    methods synchronize, unless a closure is passed.
+
+    ``DTensor``s become what one process makes of the whole matrices: each matrix is brought
+    together on one rank, which orthogonalizes it, and goes back in parts. That takes three
+    collectives for all matrices. All ranks have to have a gradient, or none.
 
     Args:
         params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn:
@@ -36,6 +45,26 @@ class Muon(Optimizer, torch.optim.Muon):
     """
 
     _ampopt = Attached(Ordinary, make_state=_make_state, meets=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take one step; see the class.
+
+        Args:
+            closure: evaluates the model again, and returns the loss.
+
+        Raises:
+            RuntimeError: some ranks have gradients of ``DTensor``s that others have not.
+        """
+        if not any(is_spread(p) for group in self.param_groups for p in group["params"]):
+            return _torchs_step(self, closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not step_whole_matrices(self, _make_state):
+            _torchs_step(self)
+        return loss
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
 

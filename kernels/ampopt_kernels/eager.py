@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.found import Found, measured
-from ampopt_kernels.marginals import advance, sums_of
+from ampopt_kernels.marginals import LineSums, advance, sums_of
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Work
+from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Row, Work
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
@@ -149,23 +149,29 @@ class Eager(Backend):
             judged=request.judged,
         )
 
+    def line_sums(self, work: Work, decision: Decision) -> LineSums:
+        """See :meth:`Backend.line_sums`."""
+        rule, found = work.rule, {}
+        assert rule is not None
+        for index, (row, given) in enumerate(_before_reduce(work, rule, decision)):
+            if row.marginals is not None and row.marginals.spread is not None:
+                read = (work.grads[index], *row.written[: 1 + len(row.state)])
+                found[index] = sums_of(rule, row.marginals, row.flags, read, given)
+        return found
+
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""
         rule, wide = work.rule, widest(work.device)
         assert rule is not None
-        skip, inverse, clip = decision.factors_on_device.unbind()
-        known: list[tuple[Any, ...]] = [()] * len(work.rows)
-        for group in _groups(work):
-            _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, known)
+        skip = decision.skip
         sums = []
-        for row, whole, h in zip(work.rows, work.grads, known, strict=True):
-            dtype = row.compute_dtype
-            h = tuple(_cast(x, dtype) for x in h)
-            factor = _cast(inverse, dtype), _cast(clip, dtype)
-            read = (whole, *row.written[: 1 + len(row.state)])
+        for index, (row, given) in enumerate(_before_reduce(work, rule, decision)):
+            dtype, (*factor, h) = row.compute_dtype, (*given[:2], given[2:])
+            read = (work.grads[index], *row.written[: 1 + len(row.state)])
             if row.marginals is not None:
-                given = (*factor, *h)
-                of_lines = sums_of(rule, row.marginals, row.flags, read, given)
+                of_lines = decision.lines.get(index)
+                if of_lines is None:
+                    of_lines = sums_of(rule, row.marginals, row.flags, read, given)
                 advance(rule, [row.marginals], row.flags, of_lines, [given], skip)
                 read = tuple(map(flat, read))
             start = 0
@@ -248,6 +254,18 @@ def _groups(work: Work) -> Iterator[_Group]:
         columns = list(zip(*(work.rows[i].scalars for i in members), strict=True))
         s = tuple(torch.stack([zero if x is None else x for x in c]).to(wide) for c in columns)
         yield _Group(members, columns, s, h, work.rows[members[0]].flags)
+
+
+def _before_reduce(
+    work: Work, rule: Rule, decision: Decision
+) -> Iterator[tuple[Row, tuple[Any, ...]]]:
+    """Each row with what ``reduce`` takes as ``h``, behind the reciprocal of the scale and clip."""
+    _, inverse, clip = decision.factors_on_device.unbind()
+    known: list[tuple[Any, ...]] = [()] * len(work.rows)
+    for group in _groups(work):
+        _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, known)
+    for row, h in zip(work.rows, known, strict=True):
+        yield row, tuple(_cast(x, row.compute_dtype) for x in (inverse, clip, *h))
 
 
 def _advance(

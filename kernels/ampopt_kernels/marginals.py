@@ -8,9 +8,9 @@ row or column.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,25 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.state import State
 from ampopt_kernels.tensors import widest
 
-__all__ = ["EVEN", "Marginals", "advance", "advance_stack", "sums_of"]
+if TYPE_CHECKING:
+    from ampopt_kernels.step import Work
+
+__all__ = [
+    "EVEN",
+    "AgreeOnLines",
+    "LineSums",
+    "Marginals",
+    "advance",
+    "advance_stack",
+    "sums_of",
+]
+
+LineSums = dict[int, list[Tensor]]
+"""What :func:`sums_of` gives for rows of a work that are averaged together, joined, by the number
+of the first of them."""
+AgreeOnLines = Callable[[Sequence["Work"], Sequence[LineSums]], list[LineSums]]
+"""Makes of the sums over what is here of parameters, of each work, those over whole parameters. All
+ranks that parameters are spread over have to come by, once."""
 
 _CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
 """Elements whose terms are held at a time: on a CPU what fits the cache of a core."""
@@ -40,8 +58,8 @@ class Marginals:
             in the arithmetic dtype; written anew by each step.
         shape: of what is here of the parameter.
         size: rows and columns of the whole.
-        spread: of a parameter that is spread over ranks: ``whole(part, sums)`` adds up what all of
-            them have, ``here(part, factors)`` are those of what is here.
+        spread: of a parameter that is spread over ranks: ``here(part, factors)`` are the factors
+            of what is here.
     """
 
     parts: tuple[State, ...]
@@ -100,13 +118,11 @@ class Marginals:
         return 0 in self.size or not self.states[0].numel()
 
     def means(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the whole parameter, of ``sums`` over what is here; see :func:`sums_of`.
+        """Those of the whole parameter, of ``sums`` over it; see :func:`sums_of`.
 
         Also of others that are alike, behind the first dimension.
         """
-        spread, dtype = self.spread, self.factors[0].dtype
-        if spread is not None:
-            sums = [spread.whole(p, s[0])[None] for p, s in zip(self.parts, sums, strict=True)]
+        dtype = self.factors[0].dtype
         return [(s / self.size[dim]).to(dtype) for s, dim in zip(sums, self.dims, strict=True)]
 
     def at(self, start: int, end: int) -> tuple[Tensor, ...]:
@@ -131,13 +147,12 @@ def advance(
 ) -> None:
     """Advance the states by the means of this step's terms, and make the factors of it.
 
-    Of a parameter that is spread over ranks each of them has to come by.
-
     Args:
         rule: whose.
         several: of one parameter each, all of one shape; of one alone if it is spread.
         flags: of the rule.
-        sums: what :func:`sums_of` gives for each of them, joined.
+        sums: what :func:`sums_of` gives for each of them, joined; of a parameter that is spread
+            over ranks, what :data:`AgreeOnLines` makes of that.
         h: as :func:`sums_of` takes it, for each of them.
         skip: more than 0 to store nothing; ``None`` where the host has seen that it is not so.
     """

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampopt_kernels.found import NOBODY, Found, FoundByRanks, Owner
 from ampopt_kernels.ledger import Attempt, Ledger, Part, note
-from ampopt_kernels.marginals import Marginals
+from ampopt_kernels.marginals import AgreeOnLines, LineSums, Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
@@ -169,6 +169,7 @@ class Request:
         agree: makes of what was found here, and of :attr:`found_inf`, what all ranks have found,
             as one part on the device that it is given.
         agree_on_sums: likewise of what a rule has summed up over parameters.
+        agree_on_lines: likewise of what it has summed up over their rows and columns.
         measure: measure the gradients for who watches them; see :class:`Found`.
         judged: the decision that was made of these gradients before, whose step this is.
         causes: for which to skip besides, each with the loss, if it is to know that.
@@ -186,6 +187,7 @@ class Request:
     apply: bool = True
     agree: "Callable[[Partials, Tensor | None, torch.device], Partials] | None" = None
     agree_on_sums: AgreeOnSums | None = None
+    agree_on_lines: AgreeOnLines | None = None
     measure: bool = False
     judged: "Decision | None" = None
     causes: tuple[tuple[Any, Tensor | None], ...] = ()
@@ -250,6 +252,7 @@ class Decision:
             rule that reduces, what ``rule.before_reduce`` gave.
         found: see :class:`Partials`.
         sums: what the rule has summed up over parameters, once all have it.
+        lines: what it has summed up over rows and columns, where ranks have to agree on that.
         scaled_by: the factor that the gradients carried.
         judged: see :class:`Request`.
         cause: for which it is skipped if not for overflow, as counted in ``ledger``; 0 for none.
@@ -263,6 +266,7 @@ class Decision:
     h: Tensor | None = None
     found: tuple[Found | FoundByRanks, ...] = ()
     sums: Sums | None = None
+    lines: LineSums = field(default_factory=dict)
     scaled_by: Tensor | None = None
     judged: "Decision | None" = None
     cause: Tensor | None = None
@@ -360,6 +364,14 @@ class Backend(ABC):
         """Decide from what was found. May advance the scalars of ``work`` if ``request.apply``."""
 
     @abstractmethod
+    def line_sums(self, work: Work, decision: Decision) -> LineSums:
+        """Sum up terms over rows and columns, of what is here of parameters.
+
+        Of those that are spread over ranks, at least; and nothing of a step that the host sees to
+        be skipped.
+        """
+
+    @abstractmethod
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """Sum up the terms of the rule over each row, without a change to any.
 
@@ -427,6 +439,13 @@ def run(
             decisions.append(Decision(found_inf=decision.found_inf, factors=factors))
         steps = list(zip(backends, works, decisions, strict=True))
         if first.rule is not None and first.rule.reduces:
+            if request.agree_on_lines is not None:
+                found = [backend.line_sums(work, its_own) for backend, work, its_own in steps]
+                lines = request.agree_on_lines(works, found)
+                steps = [
+                    (*step[:2], replace(step[2], lines=own))
+                    for step, own in zip(steps, lines, strict=True)
+                ]
             sums = [backend.reduce(work, its_own) for backend, work, its_own in steps]
             known = over_all(works, sums, request.agree_on_sums)
             steps = [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support.local_ranks import mesh_of
 from support.optimizers import EVERY_RULE, Plain, Signed
 from support.requirements import skip_unless_it_runs
+from support.shards import layouts, spread
 from torch.nn import Parameter
 
 import ampopt
@@ -24,6 +25,7 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
     "hsdp": [(8, 3), (5,)],
     "tp": [(4, 2), (3, 5), (3,)],
     "2-D": [(5, 6), (7,), (3, 2), (2,), (2,)],
+    "strided": [(8, 3), (7, 2), (6,), (4, 3)],
 }
 """Of the parameters, by layout."""
 ORDINARY: tuple[Any, list[Any]] = (None, [])
@@ -32,6 +34,7 @@ ORDINARY: tuple[Any, list[Any]] = (None, [])
 def meshes(layout: str) -> list[tuple[Any, list[Any]]]:
     """Mesh and placements of each parameter; an ordinary one has no mesh."""
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     rows, columns, whole = Shard(0), Shard(1), Replicate()
     n = torch.distributed.get_world_size()
@@ -45,6 +48,9 @@ def meshes(layout: str) -> list[tuple[Any, list[Any]]]:
     if layout == "tp":
         flat = mesh["tp"]
         return [(flat, [rows]), (flat, [columns]), (flat, [whole])]
+    if layout == "strided":  # of fully_shard after ColwiseParallel, and RowwiseParallel
+        strided = _StridedShard(0, split_factor=2)
+        return [(mesh, [strided, rows])] * 3 + [(mesh, [rows, columns])]
     return [
         (mesh, [rows, columns]),
         (mesh, [rows, rows]),
@@ -55,10 +61,7 @@ def meshes(layout: str) -> list[tuple[Any, list[Any]]]:
 
 
 def placed(value: torch.Tensor, mesh: Any, placements: list[Any]) -> Any:
-    from torch.distributed.tensor import distribute_tensor
-
-    value = value.clone()  # of which a replica is not made
-    return value if mesh is None else distribute_tensor(value, mesh, placements)
+    return value.clone() if mesh is None else spread(value, mesh, placements)
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -185,9 +188,14 @@ def test_every_rule_is_stepped_by_parts(two_ranks, cls):
         check(two_ranks, "fsdp", "eager", cls.__name__, dtype, options, STORY)
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "tp", "2-D"])
+@pytest.mark.parametrize("layout", ["hsdp", "tp", "2-D", "strided"])
 def test_rows_and_columns_are_averaged_over_all_ranks(four_ranks, layout):
     check(four_ranks, layout, "eager", "Adafactor", torch.float32, {}, STORY)
+
+
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_kernels_average_rows_and_columns_over_all_ranks(four_ranks, backend):
+    check(four_ranks, "strided", backend, "Adafactor", torch.float32, {}, STORY)
 
 
 def counted(layout: str) -> list[int]:
@@ -226,6 +234,48 @@ def counted(layout: str) -> list[int]:
 @pytest.mark.parametrize("layout", SHAPES)
 def test_ranks_meet_once_a_step(four_ranks, layout):
     assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0, 1]] * 4
+
+
+MATRICES = [(8, 6), (5, 4), (3, 8), (4, 2)]
+
+
+def collectives_of(name: str) -> list[Any]:
+    """Collectives of steps on matrices, and on those of one rank alone; and how far from whole."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    ampopt.set_backend("eager")
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    alone = mesh_of(4, 1, names=("all", "one"))["one"]
+    together = [(at, places) for at, places in layouts() if at is not alone]
+    counts, far = [], 0.0
+    for places in (together, [(alone, [Shard(0)])], [(mesh, [Replicate(), Shard(1)])]):
+        values = [numbers(shape, i) for i, shape in enumerate(MATRICES) for _ in places]
+        at = places * len(MATRICES)
+        parts = [Parameter(spread(v, *where)) for v, where in zip(values, at, strict=True)]
+        wholes = [Parameter(value.clone()) for value in values]
+        both = [named(name)(params, lr=0.25) for params in (parts, wholes)]
+        mode = CommDebugMode()
+        for step in range(3):
+            for i, (part, p, where) in enumerate(zip(parts, wholes, at, strict=True)):
+                p.grad = numbers(tuple(p.shape), 100 * step + i)
+                part.grad = spread(p.grad, *where)
+            both[1].unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
+            with mode:
+                both[0].unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
+        counts.append(mode.get_total_counts())
+        for part, p, where in zip(parts, wholes, at, strict=True):
+            apart = dtensor.local(part.detach()) - spread(p.detach(), *where).to_local()
+            far = max(far, *apart.abs().flatten().tolist(), 0.0)
+    ampopt.set_backend("auto")
+    return [counts, far]
+
+
+@pytest.mark.parametrize("name, few", [("Adafactor", 3), ("Muon", 4)])
+def test_all_matrices_take_a_few_collectives(four_ranks, name, few):
+    for counts, far in four_ranks.run(collectives_of, name, timeout=60):
+        assert counts == [few, 0, few]
+        assert far == 0.0
 
 
 def steady(form: str) -> int:
@@ -315,7 +365,7 @@ def test_a_rank_without_gradients_takes_part(two_ranks, name, max_norm, form):
     assert scales[:3] == [8.0, 16.0, 16.0]  # where nobody has gradients, it learns nothing
 
 
-def with_gradients_of(which: int, name: str) -> str:
+def with_gradients_of(which: int, name: str, plain: bool) -> str:
     """What is said where these ranks have gradients, under a step that works on whole tensors."""
     p: Any = Parameter(placed(torch.ones(4, 2), *meshes("fsdp")[0]))
     optimizer = named(name)([p])
@@ -323,7 +373,7 @@ def with_gradients_of(which: int, name: str) -> str:
         p.grad = placed(torch.ones(4, 2), p.device_mesh, p.placements) if which == 2 else p * 1.0
     before = bits(dtensor.local(p))
     try:
-        optimizer.unscale_and_step(grads_scaled_by=2.0)
+        optimizer.step() if plain else optimizer.unscale_and_step(grads_scaled_by=2.0)
     except RuntimeError as error:
         assert bits(dtensor.local(p)) == before
         return str(error)
@@ -331,12 +381,13 @@ def with_gradients_of(which: int, name: str) -> str:
     return ""
 
 
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_gradients_of_some_ranks_only_are_refused_where_all_have_to_step(two_ranks, name):
-    texts = two_ranks.run(with_gradients_of, 1, name, timeout=10)
+def test_gradients_of_some_ranks_only_are_refused_where_all_have_to_step(two_ranks, name, plain):
+    texts = two_ranks.run(with_gradients_of, 1, name, plain, timeout=10)
     assert all("some ranks have gradients that others have not" in text for text in texts)
-    assert two_ranks.run(with_gradients_of, 2, name) == two_ranks.run(with_gradients_of, 3, name)
-    assert two_ranks.run(with_gradients_of, 3, name) == ["", ""]
+    for which in (2, 3):
+        assert two_ranks.run(with_gradients_of, which, name, plain) == ["", ""]
 
 
 def evaluated(nan_on: int) -> tuple[str, str]:

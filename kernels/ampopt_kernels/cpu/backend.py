@@ -18,7 +18,7 @@ from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
-from ampopt_kernels.marginals import Marginals, advance, sums_of
+from ampopt_kernels.marginals import LineSums, Marginals, advance, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Partials, Request, Work
 from ampopt_kernels.stochastic import stochastically
@@ -92,6 +92,20 @@ class Cpu(Eager):
             _multiply(work.grads + gathered, inverse)
         return Partials(flags, squares, found)
 
+    def line_sums(self, work: Work, decision: Decision) -> LineSums:
+        """See :meth:`Backend.line_sums`."""
+        skip, inverse, clip = decision.factors_on_host
+        rule = work.rule
+        assert rule is not None
+        found: LineSums = {}
+        for block, piece in () if skip > 0 else work.table.pieces:
+            if piece.marginals and piece.marginals[0].spread is not None:  # of one row
+                h = (inverse, clip, *block.before_reduce(rule, work.hyper))
+                tensors = (piece.gather(work), piece.param, *piece.states)
+                rows = list(piece.each(h))
+                found[piece.among[0]] = self._averages_of(rule, piece, rows, tensors)
+        return found
+
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""
         skip, inverse, clip = decision.factors_on_host
@@ -113,9 +127,9 @@ class Cpu(Eager):
             summed = piece.compiled.get("reduce") or functools.partial(self._sum, rule, piece)
             rows = list(piece.each(h))
             if piece.marginals:
-                compiled = piece.compiled.get("averages")
-                averages = compiled or functools.partial(self._averages, rule, piece)
-                of_lines = averages(rows, tensors)
+                of_lines = decision.lines.get(piece.among[0])
+                if of_lines is None:
+                    of_lines = self._averages_of(rule, piece, rows, tensors)
                 advance(rule, piece.marginals, piece.flags, of_lines, [row.h for row in rows])
             order += piece.among
             found.append(summed(rows, tensors))
@@ -186,6 +200,13 @@ class Cpu(Eager):
             for row, own in piece.beside(rows)
         ]
         return torch.stack(sums)
+
+    def _averages_of(
+        self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """As :meth:`_averages`, compiled if that is ready."""
+        averages = piece.compiled.get("averages") or functools.partial(self._averages, rule, piece)
+        return averages(rows, tensors)
 
     def _averages(
         self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]

@@ -12,7 +12,7 @@ from ampopt_kernels.cpu import objects
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Ledger, Part
-from ampopt_kernels.marginals import EVEN, advance_stack
+from ampopt_kernels.marginals import EVEN, LineSums, advance_stack
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.sums import Sums
@@ -176,6 +176,35 @@ class Triton(Backend):
         self._launch_control(work, request, partials, decision, decide=True)
         return decision
 
+    def line_sums(self, work: Work, decision: Decision) -> LineSums:
+        """See :meth:`Backend.line_sums`."""
+        h = self._h_to_reduce(work, decision)
+        return self._sums_over_lines(work, h, decision.factors_on_device)
+
+    def _sums_over_lines(self, work: Work, h: Tensor, factors: Tensor) -> LineSums:
+        """Those of all rows. A launch for each term, and each kind of rows."""
+        lines = _lines(work)
+        sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
+        for programs, arguments in _line_sums(work, factors, h, sums):
+            self._launch(work.device, line_kernel, programs, arguments)
+        found: LineSums = {}
+        for stack in lines.stacks:
+            first, n = stack.members[0], len(stack.members)
+            of_terms = found[stack.rows[0]] = []
+            for part, (start, parts, size) in zip(first.parts, stack.sums, strict=True):
+                term = sums[start : start + n * parts * size].view(n, parts, size)
+                of_terms.append(term.sum(1).view(n, *part.beside(first.shape)))
+        return found
+
+    def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:
+        """What ``before_reduce`` gives for each row."""
+        if decision.h is not None:
+            return decision.h
+        h = _h_table(work, to_reduce=True)
+        known = replace(decision, h=h)
+        self._launch_control(work, Request(), None, known, decide=False)
+        return h
+
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`. A launch over all chunks, and one over all rows.
 
@@ -183,20 +212,13 @@ class Triton(Backend):
         """
         rule, table = work.rule, Table.of(work)
         assert rule is not None
-        h = decision.h
-        if h is None:
-            h = _h_table(work, to_reduce=True)
-            known = replace(decision, h=h)
-            self._launch_control(work, Request(), None, known, decide=False)
+        h = self._h_to_reduce(work, decision)
         n_terms = _n_terms(work)
         parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
         factors = decision.factors_on_device
         if _averages(work):
-            lines = _lines(work)
-            sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
-            for programs, arguments in _line_sums(work, factors, h, sums):
-                self._launch(work.device, line_kernel, programs, arguments)
-            _advance_marginals(work, factors, h, sums)
+            lines = decision.lines or self._sums_over_lines(work, h, factors)
+            _advance_marginals(work, factors, h, lines)
         for programs, arguments in _reductions(work, factors, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
@@ -461,21 +483,17 @@ def _line_sums(
         )
 
 
-def _advance_marginals(work: Work, factors: Tensor, h: Tensor, sums: Tensor) -> None:
+def _advance_marginals(work: Work, factors: Tensor, h: Tensor, sums: LineSums) -> None:
     """By what ``before_reduce`` gave for each row, and the sums over its lines."""
     assert work.rule is not None
     skip = factors[0] > 0
     for number, stack in enumerate(_lines(work).stacks):
-        first, n = stack.members[0], len(stack.members)
-        of_terms = []
-        for part, (start, parts, lines) in zip(first.parts, stack.sums, strict=True):
-            term = sums[start : start + n * parts * lines].view(n, parts, lines)
-            of_terms.append(term.sum(1).view(n, *part.beside(first.shape)))
         numbers = h
         if len(stack.rows) < len(work.rows):
             places = work.uploads.get(f"stack {number}", stack.rows, torch.int64, work.device)
             numbers = h[places]
-        advance_stack(work.rule, stack.members, stack.flags, of_terms, numbers, skip)
+        of_stack = sums[stack.rows[0]]
+        advance_stack(work.rule, stack.members, stack.flags, of_stack, numbers, skip)
 
 
 def _reduces(work: Work) -> bool:

@@ -1,0 +1,157 @@
+"""Whole matrices of parameters that are spread over ranks: each on one rank, and back in parts.
+
+So each rank has as much work, and as much memory for it, as its share of the parameters, and all
+matrices take two collectives.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ampopt._step.shards import Run, boxes, runs_at
+
+__all__ = ["WholeMatrices"]
+
+
+class _Part(NamedTuple):
+    """What one rank has of a matrix.
+
+    Attributes:
+        matrix: its number.
+        rank: its number in the process group.
+        runs: of rows and columns.
+        is_copy: whether another rank sends the same part.
+    """
+
+    matrix: int
+    rank: int
+    runs: list[list[Run]]
+    is_copy: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(sum(run.length for run in runs) for runs in self.runs)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class WholeMatrices:
+    """Which rank has which matrix whole, and who sends what to whom.
+
+    Attributes:
+        params: whose matrices.
+        owned: the numbers of the matrices that this rank has whole.
+    """
+
+    def __init__(self, params: list[Any], group: Any) -> None:
+        """Share out the matrices, by the time that products with them take.
+
+        Args:
+            params: ``DTensor``s of two dimensions, the same on each rank.
+            group: a process group of all ranks of their meshes.
+        """
+        self.params, self._group = params, group
+        number_of = {r: i for i, r in enumerate(torch.distributed.get_process_group_ranks(group))}
+        self._n_ranks, here = len(number_of), torch.distributed.get_rank()
+        self._shapes = [tuple(param.shape) for param in params]
+        self.owned: list[int] = []
+        self._theirs: list[_Part] = []  # of the matrices that this rank has whole
+        self._ours: list[tuple[int, _Part]] = []  # of every matrix, with the rank that has it whole
+        loads: dict[Any, list[int]] = {}
+        costs = [param.numel() * min(param.shape) for param in params]
+        for matrix in sorted(range(len(params)), key=costs.__getitem__, reverse=True):
+            mesh, placements = params[matrix].device_mesh, params[matrix].placements
+            load = loads.setdefault(mesh, [0] * mesh.size())
+            owner = load.index(min(load))
+            load[owner] += max(costs[matrix], 1)
+            ranks = mesh.mesh.flatten().tolist()
+            coordinates = list(product(*map(range, mesh.shape)))
+            copied = [dim for dim, placement in enumerate(placements) if placement.is_replicate()]
+            is_owner = ranks[owner] == here
+            if is_owner:
+                self.owned.append(matrix)
+            for rank, at in zip(ranks, coordinates, strict=True):
+                if is_owner or rank == here:
+                    runs = runs_at(params[matrix].shape, mesh.shape, at, placements)
+                    is_copy = any(at[dim] != coordinates[owner][dim] for dim in copied)
+                    part = _Part(matrix, number_of[rank], runs, is_copy)
+                    if is_owner:
+                        self._theirs.append(part)
+                    if rank == here:
+                        self._ours.append((number_of[ranks[owner]], part))
+        # In a message from one rank to another the matrices are in their order.
+        self._theirs.sort(key=lambda part: (part.rank, part.matrix))
+        self._ours.sort(key=lambda sent: (sent[0], sent[1].matrix))
+
+    def gathered(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The matrices that this rank has whole, by one collective.
+
+        Args:
+            parts: what this rank has of each matrix, all of one dtype.
+        """
+        if self._n_ranks == 1:
+            return dict(enumerate(parts))
+        sent = [(owner, part) for owner, part in self._ours if not part.is_copy]
+        received = [part for part in self._theirs if not part.is_copy]
+        messages = self._exchanged(
+            parts[0],
+            [(owner, parts[part.matrix]) for owner, part in sent],
+            [(part.rank, part) for part in received],
+        )
+        whole = {matrix: parts[0].new_empty(self._shapes[matrix]) for matrix in self.owned}
+        for part, message in zip(received, messages, strict=True):
+            for here, there in boxes(part.runs):
+                whole[part.matrix][there] = message[here]
+        return whole
+
+    def scattered(self, whole: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
+        """What this rank has of each matrix, by one collective; the inverse of :meth:`gathered`.
+
+        Args:
+            whole: the matrices that this rank has whole.
+            like: of their dtype, on their device.
+        """
+        if self._n_ranks == 1:
+            return [whole[matrix] for matrix in range(len(self._shapes))]
+        pieces = []
+        for part in self._theirs:
+            piece = like.new_empty(part.shape)
+            for here, there in boxes(part.runs):
+                piece[here] = whole[part.matrix][there]
+            pieces.append((part.rank, piece))
+        messages = self._exchanged(like, pieces, self._ours)
+        own = {part.matrix: m for (_, part), m in zip(self._ours, messages, strict=True)}
+        return [own[matrix] for matrix in range(len(self._shapes))]
+
+    def _exchanged(
+        self,
+        like: Tensor,
+        sent: Sequence[tuple[int, Tensor]],
+        received: Iterable[tuple[int, _Part]],
+    ) -> list[Tensor]:
+        """Send tensors to ranks, in order; return the parts that come from ranks, in order."""
+        received = list(received)
+        to: Counter[int] = Counter()
+        of: Counter[int] = Counter()
+        for rank, tensor in sent:
+            to[rank] += tensor.numel() * like.element_size()
+        for rank, part in received:
+            of[rank] += part.numel * like.element_size()
+        flat = [like.new_empty(0), *(tensor.reshape(-1) for _, tensor in sent)]
+        out = like.new_empty(sum(part.numel for _, part in received))
+        # As bytes: not every backend takes every dtype.
+        torch.distributed.all_to_all_single(
+            out.view(torch.uint8),
+            torch.cat(flat).view(torch.uint8),
+            [of[rank] for rank in range(self._n_ranks)],
+            [to[rank] for rank in range(self._n_ranks)],
+            group=self._group,
+        )
+        messages = out.split([part.numel for _, part in received])
+        return [m.view(part.shape) for m, (_, part) in zip(messages, received, strict=True)]

@@ -1,0 +1,118 @@
+"""The step of Muon where matrices are spread over ranks."""
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ampopt._step import dtensor, ranks
+from ampopt._step.same_gradients import SameGradients
+from ampopt._step.torch_private import adjusted_lr, orthogonalized
+from ampopt._step.whole_matrices import WholeMatrices
+
+__all__ = ["step_whole_matrices"]
+
+
+def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None]) -> bool:
+    """Take the step of ``torch.optim.Muon`` on whole matrices.
+
+    Args:
+        optimizer: of matrices, some of which are spread over ranks.
+        make_state: makes the state of a parameter where it is missing.
+
+    Returns:
+        Whether it was taken: not where no process group reaches all ranks of the matrices, nor
+        where there is what torch's step refuses.
+
+    Raises:
+        RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
+    """
+    params = [(group, p) for group in optimizer.param_groups for p in group["params"]]
+    held = [(group, p) for group, p in params if p.grad is not None]
+    meeting = _Meeting.of(optimizer, [p for _, p in params if dtensor.is_spread(p)])
+    if meeting is None or any(p.is_complex() or p.grad.is_sparse for _, p in held):
+        return False
+    device = params[0][1].device
+    matrices = meeting.matrices([p for _, p in held if dtensor.is_spread(p)], device)
+    updates = {p: _update(optimizer, group, p, make_state) for group, p in held}
+    groups = {p: group for group, p in held}
+    whole: dict[Any, Tensor] = {p: u for p, u in updates.items() if not dtensor.is_spread(p)}
+    if matrices.params:
+        gathered = matrices.gathered([updates[p] for p in matrices.params])
+        whole |= {matrices.params[number]: update for number, update in gathered.items()}
+    for param, update in whole.items():
+        group = groups[param]
+        how = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        whole[param] = orthogonalized(update, *how)
+    if matrices.params:
+        owned = {number: whole[matrices.params[number]] for number in matrices.owned}
+        parts = matrices.scattered(owned, updates[matrices.params[0]])
+        whole |= dict(zip(matrices.params, parts, strict=True))
+    for group, param in held:
+        lr, p = group["lr"], dtensor.local(param.detach())
+        lr = lr.squeeze() if isinstance(lr, Tensor) else lr
+        p.mul_(1 - lr * group["weight_decay"])
+        p.add_(whole[param], alpha=-adjusted_lr(lr, group["adjust_lr_fn"], param.shape))
+    return True
+
+
+def _update(
+    optimizer: Any, group: dict[str, Any], param: Any, make_state: Callable[[Any, Tensor], None]
+) -> Tensor:
+    """What is here of what is to be orthogonalized, in the dtype in which it is."""
+    dtensor.settle(param)
+    make_state(optimizer, param)
+    buffer = dtensor.local(optimizer.state[param]["momentum_buffer"])
+    grad, momentum = dtensor.local(param.grad), group["momentum"]
+    buffer.lerp_(grad, 1 - momentum)
+    return (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+
+
+class _Meeting:
+    """The ranks that the matrices of one optimizer are spread over, kept from step to step."""
+
+    def __init__(self, params: list[Any], group: Any) -> None:
+        """Meet.
+
+        Args:
+            params: that are spread, with gradients or without.
+            group: a process group of all of their ranks.
+        """
+        self._params, self._group = params, group
+        self._same = SameGradients(params)
+        self._matrices = WholeMatrices([], group)
+
+    @staticmethod
+    def of(optimizer: Any, params: list[Any]) -> "_Meeting | None":
+        """That for these parameters; ``None`` if no process group reaches all of their ranks."""
+        last = _LAST.get(optimizer)
+        if last is None or not _are(last._params, params):
+            group = ranks.group_of([param.device_mesh for param in params])
+            if group is None:
+                return None
+            last = _LAST[optimizer] = _Meeting(params, group)
+        return last
+
+    def matrices(self, present: list[Any], device: torch.device) -> WholeMatrices:
+        """Who has which matrix, of those with gradients.
+
+        Raises:
+            RuntimeError: see :meth:`SameGradients.check`.
+        """
+        if torch.distributed.get_world_size(self._group) > 1:
+            said, keys = torch.zeros(self._same.size, device=device), list(map(id, present))
+            self._same.say(said, keys)
+            torch.distributed.all_reduce(said, group=self._group)
+            self._same.check(said, keys)
+        if not _are(self._matrices.params, present):
+            self._matrices = WholeMatrices(present, self._group)
+        return self._matrices
+
+
+_LAST: WeakKeyDictionary[Any, _Meeting] = WeakKeyDictionary()
+
+
+def _are(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
