@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from support.fake_cuda_graphs import FakeGraphs
-from support.gpus import DEVICE, ON_A_GPU, no_waiting, skip_without_gpu
+from support.gpus import DEVICE, ON_A_GPU, needs_gpu, no_waiting, skip_without_gpu
 from torch import Tensor
 
 import ampopt
@@ -209,6 +209,7 @@ def test_learning_rates_change_between_replays(graphs):
     assert (graphs.captures, graphs.replays) == (1, 4)
 
 
+@needs_gpu(with_real="memory: the host may read the CPU's")
 @pytest.mark.parametrize("graphs", [ON_A_GPU], indirect=True)
 def test_a_learning_rate_on_the_device_is_read_there(graphs):
     def train(training: Training) -> None:

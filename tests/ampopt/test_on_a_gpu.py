@@ -73,7 +73,7 @@ def test_a_skip_changes_nothing(dtype, master_weights):
         assert not result.skipped or everything(optimizer) == before
 
 
-@needs_gpu
+@needs_gpu(with_real="graphs")
 def test_a_step_captured_by_hand_replays_through_overflow_and_growth():
     runs = []
     for capture in (False, True):
@@ -111,7 +111,7 @@ def test_a_step_captured_by_hand_replays_through_overflow_and_growth():
     assert runs[0] == runs[1]
 
 
-@needs_gpu
+@needs_gpu(with_real="graphs")
 def test_a_capture_that_would_send_tables_is_refused():
     optimizer, params = made(ampopt.SGD)
     give(params, 1.0)
@@ -126,7 +126,7 @@ def test_a_capture_that_would_send_tables_is_refused():
     assert len(kept) == 2
 
 
-@needs_gpu
+@needs_gpu(with_real="streams")
 def test_steps_on_streams_of_their_own():
     """Two optimizers, each on a stream, give what they give one after the other."""
     runs = []
@@ -146,7 +146,7 @@ def test_steps_on_streams_of_their_own():
     assert runs[0] == runs[1]
 
 
-@needs_gpu
+@needs_gpu(with_real="streams")
 @pytest.mark.parametrize("make", [lambda: 2.0, lambda: DynamicLossScale(init_scale=2.0)])
 def test_what_one_stream_was_sent_no_other_reads(make):
     """The first to step under a scale of a kind is slow, and the second overtakes it."""
@@ -230,7 +230,7 @@ def trained(model: Any, steps: int = 8, **options: Any) -> list[Any]:
     return [step(torch.randn(32, 64, device=DEVICE), targets) for _ in range(steps)]
 
 
-@needs_gpu
+@needs_gpu(with_real="graphs and pinned memory")
 def test_a_capture_goes_on_beside_a_thread_that_pins_memory():
     stop = threading.Event()
 
@@ -252,7 +252,7 @@ def test_a_capture_goes_on_beside_a_thread_that_pins_memory():
     assert all(result.loss.isfinite() for result in results)
 
 
-@needs_gpu
+@needs_gpu(with_real="NCCL")
 def test_a_model_under_ddp_is_trained_and_not_captured():
     dist: Any = torch.distributed
     if not dist.is_nccl_available():
@@ -272,7 +272,7 @@ def test_a_model_under_ddp_is_trained_and_not_captured():
         dist.destroy_process_group()
 
 
-@needs_gpu
+@needs_gpu(with_real="memory of its own, 13 GB")
 def test_more_elements_than_32_bits_count():
     n = 2**31 + 8
     torch.cuda.empty_cache()  # of the tests before
@@ -289,7 +289,7 @@ def test_more_elements_than_32_bits_count():
     assert bool((param == -0.5).all())
 
 
-@needs_gpu
+@needs_gpu(with_real="activities for torch's profiler")
 def test_a_profile_counts_launches_and_waits():
     optimizer, params = made(ampopt.AdamW)
     for _ in range(2):
@@ -316,7 +316,7 @@ torch.cuda.synchronize()
 """  # noqa: E501
 
 
-@needs_gpu
+@needs_gpu(with_real="launches for compute-sanitizer")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
 def test_the_sanitizer_finds_nothing(tool, tmp_path):
     sanitizer = shutil.which("compute-sanitizer")

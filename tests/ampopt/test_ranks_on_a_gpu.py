@@ -62,7 +62,7 @@ def refill(grads: list[Tensor], last: float) -> None:
     grads[-1][-1] = last
 
 
-@needs_gpu
+@needs_gpu(with_real="streams and NCCL")
 @pytest.mark.parametrize("form", FORMS)
 def test_ranks_decide_and_nobody_waits(form):
     optimizer, params, grads = made(form)
@@ -84,7 +84,7 @@ def test_ranks_decide_and_nobody_waits(form):
     assert scale.item() == 4.0 / 2**2
 
 
-@needs_gpu
+@needs_gpu(with_real="streams and NCCL")
 @pytest.mark.parametrize("form", FORMS[1:])
 def test_a_decision_of_ranks_is_captured_and_replayed(form):
     runs = []
@@ -119,7 +119,7 @@ def test_a_decision_of_ranks_is_captured_and_replayed(form):
     assert runs[0] == runs[1] == runs[2]
 
 
-@needs_gpu
+@needs_gpu(with_real="streams and NCCL")
 @pytest.mark.parametrize("form", FORMS[1:])
 @pytest.mark.parametrize("split", [False, True])
 def test_the_decision_comes_after_the_gradients_and_before_the_step(form, split):
@@ -144,7 +144,7 @@ def test_the_decision_comes_after_the_gradients_and_before_the_step(form, split)
         assert (bits(params) == before) == (last == INF)
 
 
-@needs_gpu
+@needs_gpu(with_real="streams and NCCL")
 def test_a_whole_training_step_of_ranks_is_captured():
     reached = []
     for cuda_graph in (False, True):

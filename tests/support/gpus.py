@@ -1,9 +1,14 @@
 """Tests that need a GPU: ``pytest -m gpu``, or ``-m "gpu and ..."``, has Triton compile for them.
 
 All other tests have Triton interpret its kernels, and one process can do only one of the two.
+
+Most of these tests also run where something executes the compiled kernels in place of a card. Those
+that need more of CUDA than its kernels say what, as ``@needs_gpu(with_real="streams")``.
 """
 
+import functools
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +35,19 @@ def skip_without_gpu() -> None:
         pytest.skip(missing)
 
 
-def needs_gpu(test):
-    """Mark ``test``, and skip it visibly where it cannot run."""
-    skip = pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
+def needs_gpu(test: Any = None, *, with_real: str = "") -> Any:
+    """Mark ``test``, and skip it visibly where it cannot run.
+
+    Args:
+        test: to mark; without one, a decorator is returned.
+        with_real: what the test needs beside compiled kernels, which only CUDA itself has.
+    """
+    if test is None:
+        return functools.partial(needs_gpu, with_real=with_real)
+    missing = _missing()
+    if with_real and not torch.cuda.is_available():
+        missing = f"needs a CUDA device with real {with_real}"
+    skip = pytest.mark.skipif(missing is not None, reason=str(missing))
     return pytest.mark.gpu(skip(test))
 
 

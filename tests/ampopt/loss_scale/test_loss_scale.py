@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.gpus import DEVICE, needs_gpu, no_waiting
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampopt import GradScaler
@@ -367,21 +368,16 @@ class TestDevice:
                 "StaticLossScale(value=8.0, drop_overflow_update=False, device='meta')"
             )
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+    @needs_gpu(with_real="memory: the host may read the CPU's")
     @given(settings=settings_of_scales(), history=histories)
     def test_cuda_does_not_synchronize(self, settings, history):
         host, device = DynamicLossScale(**settings), DynamicLossScale(**settings)
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             for overflow in history:
-                flag = torch.full((), float(overflow), device="cuda")
+                flag = torch.full((), float(overflow), device=DEVICE)
                 device = next_scale(device.next(flag), device.next(overflow))
                 host = host.next(overflow)
             f"{device!r} {device:g}"
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
         assert state(device) == state(host)
 
 
