@@ -109,7 +109,9 @@ class Optimizer(torch.optim.Optimizer):
             count towards the norm, unless ``replicated=True`` in a param group says that all ranks
             hold its parameters alike. ``None`` needs nothing more for DDP without closures, for
             ``DTensor`` parameters (the ranks of their meshes) and for FSDP1 (the default group).
-            Set it, or give it to the constructor. Copies have it too; pickling is refused.
+            Stages of a pipeline without it decide each for itself, and part at the first overflow;
+            ordinary tensors look the same under DDP, so nothing else says so. Set it, or give it to
+            the constructor. Copies have it too; pickling is refused.
     """
 
     skip_by: str = "auto"
@@ -295,6 +297,10 @@ class Optimizer(torch.optim.Optimizer):
         The sums are float64 where gradients or parameters are, and kept from window to window. In
         a CUDA graph, capture whole windows, and leave the last micro-batch to the control point.
 
+        Under ``DistributedDataParallel``, leave ``no_sync()`` out: gradients of a backward pass
+        within it are those of one rank, and what is added up of them is never averaged. An
+        optimizer knows nothing of the model, so nothing else says so.
+
         Among ranks, the flag and scale that are returned are those of this one, and the control
         point agrees on the window; with ``drop="micro_batch"`` each call agrees, so leave nothing
         to the control point that only some of them have.
@@ -377,6 +383,8 @@ class Optimizer(torch.optim.Optimizer):
         else:
             decision = ours.unscale(request_for(scale))
             ours.masters.show_unscaled()
+            if decision is None:
+                ours.warn_without_gradients()
         found_inf = ours.flag(decision)
         successor = successor_of(scale, decision)
         ours.pending = Pending(found_inf, scale, successor, decision)
@@ -551,6 +559,8 @@ def unscale_and_step(
     attempt = ours.attempt if ours.sums.window is None else ours.attempt_with_sums
     with nullcontext() if loss is None else ours.told(loss):
         decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
+    if decision is None:
+        ours.warn_without_gradients()
     successor = successor_of(scale, decision)
     ours.mark_stepped(scale, successor)
     return StepResult(returned, ours.flag(decision), successor)

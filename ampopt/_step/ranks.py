@@ -41,6 +41,7 @@ __all__ = [
     "group_of",
     "has_others",
     "is_fsdp1",
+    "may_be_replaced",
     "told",
 ]
 
@@ -428,6 +429,13 @@ def is_fsdp1(param_groups: Sequence[dict[str, Any]]) -> bool:
 def _are_connected() -> bool:
     """Whether there are any ranks but this one, as far as torch has been told."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def may_be_replaced(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bool:
+    """Whether ``fully_shard`` may have put other parameters in the place of these."""
+    if not _are_connected() or "torch.distributed.fsdp" not in sys.modules:
+        return False
+    return not has_others(param_groups, process_group)
 
 
 def are_several() -> bool:

@@ -1,6 +1,7 @@
 """How an optimizer steps, and what it remembers between calls: one object, its ``_ampopt``."""
 
 import inspect
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -116,6 +117,7 @@ class Stepping(ABC):
         self.asked: Request | None = None
         self._agreement = ranks.LastAgreement(meets=meets)
         self._theirs: set[str] = set()
+        self._warned_without_gradients = False
         self._process_group: Any = None  # where the optimizer has another use for the name
         self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -347,6 +349,22 @@ class Stepping(ABC):
         if decision is None:
             return as_flag(self.no_overflow())
         return as_flag(decision.found_inf, decision.culprits)
+
+    def warn_without_gradients(self) -> None:
+        """Warn, once, if parameters have no gradient because ``fully_shard`` has replaced them."""
+        optimizer = self.optimizer
+        if self._warned_without_gradients or optimizer.state:
+            return
+        if ranks.may_be_replaced(optimizer.param_groups, self.process_group):
+            self._warned_without_gradients = True
+            warnings.warn(
+                f"no parameter of this {type(optimizer).__name__} has a gradient, so nothing was "
+                "stepped. If fully_shard(model) was called after the optimizer was made, the model "
+                "has other parameters by now, and the optimizer never moves them: make the "
+                "optimizer after fully_shard. If there is to be no gradient yet, ignore this",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     # --- scales, and what may follow what ---------------------------------------------------------
 

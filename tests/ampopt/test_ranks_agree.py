@@ -1,11 +1,13 @@
 """Ranks that are asked for different things are told so, and a loss is judged as that of all."""
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from support.local_ranks import mesh_of
+from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
@@ -212,6 +214,30 @@ def test_each_rank_is_told_which_others_overflowed(four_ranks, form):
         ["weight", "ranks 0-1"],
     ]
     assert four_ranks.run(overflowing, [], form) == [[]] * 4
+
+
+def made_before_fully_shard(cls: str) -> int:
+    """How often three steps warn, of an optimizer whose parameters the model has no more."""
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = torch.nn.Linear(2, 1)
+    optimizer: Any = {"AdamW": ampopt.AdamW, "Plain": Plain}[cls](model.parameters(), lr=0.5)
+    fully_shard(model, mesh=mesh_of(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for split in (False, True, False):
+            model(torch.ones(1, 2)).sum().backward()
+            if split:
+                optimizer.unscale(grads_scaled_by=1.0)
+                optimizer.step_after_unscale()
+            else:
+                optimizer.unscale_and_step(grads_scaled_by=1.0)
+    return sum("make the optimizer after fully_shard" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("cls", ["AdamW", "Plain"])
+def test_an_optimizer_made_before_fully_shard_is_warned_of_once(two_ranks, cls):
+    assert two_ranks.run(made_before_fully_shard, cls) == [1, 1]
 
 
 def test_ranks_are_named_in_runs():
