@@ -165,6 +165,9 @@ def rounded(x, DTYPE: tl.constexpr):
 def power(base, exponent):
     """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``, which Triton has not.
 
+    Backends may differ by units in the last place, as their ``tl.log2`` and ``tl.exp2`` do: in
+    float64 that shows in what a rule keeps in float64, such as ScheduleFreeAdamW's ``weight_sum``.
+
     Near 1 it is all but correctly rounded: rules take ``1 - power(beta, step)``, and in the first
     steps that is little more than the rounding of the power. ``tl.exp2`` by itself may be a unit in
     the last place off, on some processors and accelerators.

@@ -54,7 +54,7 @@ _ROOTS_BY_FLOAT64 = frozenset({"cpu"})
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number."""
+    """The nearest number; in float64 what torch has, which on a CPU may be the next to it."""
     if x.dtype == float32 and x.device.type in _ROOTS_BY_FLOAT64:
         return x.double().sqrt_().float()
     return torch.sqrt(x)

@@ -1,4 +1,8 @@
-"""Detect: one read of every gradient, for non-finite values and the squared norm."""
+"""Detect: one read of every gradient, for non-finite values and the squared norm.
+
+The norm is summed in float64 and in a fixed order, which is not that of backends on the CPU: theirs
+may differ in the last place of float64, and so may clipped steps of float64 parameters.
+"""
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
 

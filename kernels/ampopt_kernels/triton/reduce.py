@@ -1,6 +1,9 @@
 """Reduce: one read of what the terms of a rule are made of, summed up chunk by chunk, then by row.
 
-No order of anything is left to chance, so that the sums are the same bits each time.
+The order is fixed, so that the sums are the same bits each time. Backends on the CPU have another
+order: sums differ from theirs by a few units in the last place of float64. That shows in a scalar
+state that is kept in float64, such as NovoGrad's ``exp_avg_sq``, and in float64 parameters; rounded
+to float32 it seldom does.
 """
 
 from ampopt_kernels.language import jit, kernel, tl
