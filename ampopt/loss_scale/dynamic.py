@@ -1,5 +1,6 @@
 """The loss scale that is lowered after overflows, and raised after a run of finite steps."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.base import Device, LossScale, check_entries, check_flag, host_may_read
-from ampopt.loss_scale.collapse import Collapse
 from ampopt.loss_scale.numbers import check_count, check_scale_number
 from ampopt.loss_scale.presets import PRESETS
 from ampopt.loss_scale.schedule import Schedule
@@ -18,7 +18,36 @@ from ampopt_kernels.transfers import carried
 
 __all__ = ["DynamicLossScale"]
 
+
 _advance = torch_language.bind(_policy_next_scale)
+
+
+_SMALLEST = 2.0**-24
+"""float16's smallest number: what is 1 before it is scaled by less ends as 0 there."""
+
+
+class Collapse:
+    """What a scale and all its successors know of its end: whether it was said."""
+
+    def __init__(self) -> None:
+        """Begin unsaid."""
+        self._said = False
+
+    def say_once(self, value: float, start: float, floor: float) -> None:
+        """Warn if ``value`` is at the floor, or of no use to float16, and was once above."""
+        at_floor = value <= floor
+        if self._said or value >= start or not (at_floor or value < _SMALLEST):
+            return
+        self._said = True
+        where = f", its floor (min_scale={floor:g})" if at_floor else ""
+        warnings.warn(
+            f"the loss scale has fallen from {start:g} to {value:g}{where}: steps overflow again "
+            "and again, as a rule from NaN in the data or the parameters, which no scale mends. "
+            "float16 gradients may all be 0 under such a scale, and a step that is taken with them "
+            "only decays the weights. Run a batch under ampopt.first_nonfinite(model) to see where "
+            "it begins; mend that, and go on from a checkpoint, scale included",
+            stacklevel=4,
+        )
 
 
 class DynamicLossScale(LossScale):
