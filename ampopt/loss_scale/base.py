@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt.loss_scale.numbers import check_number
 from ampopt.loss_scale.product import product
-from ampopt.loss_scale.scaler_entries import entries_of_scaler
+from ampopt.loss_scale.schedule import entries_of_scaler
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.transfers import carried
 

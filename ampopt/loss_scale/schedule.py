@@ -1,6 +1,7 @@
 """The settings of a dynamic loss scale, checked, and in the form that steps take."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 from ampopt.loss_scale.numbers import LARGEST_SCALE, check_count, check_number, check_scale_number
 from ampopt_kernels.policy import PolicyConstants
 
-__all__ = ["HYSTERESIS_MODES", "Schedule"]
+__all__ = ["HYSTERESIS_MODES", "Schedule", "entries_of_scaler"]
+
 
 HYSTERESIS_MODES = {
     # mode: (refilled by any finite step, refilled by lowering the scale)
@@ -16,6 +18,8 @@ HYSTERESIS_MODES = {
     "cumulative": (0.0, 0.0),
     "per_backoff": (1.0, 1.0),
 }
+
+_ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,3 +144,40 @@ def _check_offsets(offsets: Any, interval: int) -> tuple[int, int]:
             f"with growth_interval={interval}"
         )
     return first, period
+
+
+def entries_of_scaler(
+    state_dict: Mapping[str, Any], kind: str, settings: dict[str, Any]
+) -> Mapping[str, Any]:
+    """What :meth:`LossScale.state_dict` would have in place of what a scaler saved.
+
+    Args:
+        state_dict: of a ``GradScaler``.
+        kind: the class of the scale that is to go on from there.
+        settings: of that scale. What torch's entries do not say, such as a floor, is as here.
+
+    Raises:
+        ValueError: an entry is missing, or a setting is out of range, or that scale is static.
+        TypeError: a setting is of the wrong type.
+    """
+    if "loss_scale" in state_dict:  # of ours, whose schedule torch's entries cannot say
+        return state_dict["loss_scale"]
+    missing = [name for name in _ENTRIES if name not in state_dict]
+    if missing:
+        raise ValueError(
+            f"the state of a GradScaler has the entries {list(_ENTRIES)}; missing: {missing}"
+        )
+    if "growth_factor" not in settings:
+        raise ValueError(
+            f"this is the state of a scaler with a dynamic scale, and this is a {kind}. Load it "
+            "into a DynamicLossScale, or a GradScaler made without loss_scale, or do not load it"
+        )
+    settings = {**settings, **{name: state_dict[name] for name in _ENTRIES[1:4]}}
+    return {
+        "type": kind,
+        "scale": state_dict["scale"],
+        # Torch's counter passes an interval that was shortened; then its scale never grows.
+        "growth": min(state_dict["_growth_tracker"], Schedule(**settings).first_growth - 1),
+        "budget": settings["hysteresis"],
+        **settings,
+    }
