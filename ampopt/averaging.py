@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from ampopt._step import dtensor
-from ampopt.loss_scale.numbers import check_bool
+from ampopt.loss_scale.arguments import check_bool
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.tensors import arithmetic, real, widest
 from ampopt_kernels.transfers import carried

@@ -18,7 +18,7 @@ from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import Attached, Stepping
 from ampopt._step.torch_private import uncompiled
 from ampopt._step.variants import kind_of
-from ampopt.loss_scale.given import request_for, successor_of
+from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.optimizer import Optimizer
 from ampopt.results import Unscaled
 from ampopt_kernels.rule import MASTER, Rule

@@ -16,7 +16,7 @@ from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.stepping import Attached, Pending, readable
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.given import request_for, successor_of
+from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.options import show_options
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.step import Request

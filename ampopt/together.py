@@ -10,7 +10,7 @@ from torch import Tensor
 from ampopt._step import gradients, ranks, windows
 from ampopt._step.overflow import device_of, judge, judge_held
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.given import as_loss_scale, request_for, successor_of
+from ampopt.loss_scale.arguments import as_loss_scale, request_for, successor_of
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult, as_flag
 from ampopt_kernels.found import Found, Owner

@@ -11,8 +11,8 @@ from torch import Tensor
 from ampopt import cuda_graphs
 from ampopt._step.torch_private import pytree
 from ampopt.errors import NonFiniteGradientError
+from ampopt.loss_scale.arguments import check_count
 from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.numbers import check_count
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.micro_batches import check_divisible, outputs, parts
 from ampopt.nonfinite import is_looking

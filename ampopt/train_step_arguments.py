@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt.loss_scale.arguments import check_bool, check_count, instead_of
 from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.mistakes import instead_of
-from ampopt.loss_scale.numbers import check_bool, check_count
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
 from ampopt.precision.levels import Precision

@@ -4,7 +4,7 @@ A control point of ``ampopt.Optimizer`` asks the optimizer's ``_ampopt``, a ``st
 To follow one ``unscale_and_step`` of a rule, such as that of ``AdamW``, read in this order:
 
 1. ``ampopt.optimizer.unscale_and_step``: whether it may be called now, under which scale
-   (``ampopt.loss_scale.given``), and the scale to go on with.
+   (``ampopt.loss_scale.arguments``), and the scale to go on with.
 2. ``by_rule.ByRule.attempt``: the hooks, if there are any, around ``RuleSteps.step``, which takes
    the plan of the step before, or makes another (``rule_rows``, ``checks``).
 3. ``plan.Plan.renew``: whether anything has changed but gradients and hyperparameters, in the

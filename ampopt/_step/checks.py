@@ -18,7 +18,7 @@ from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stoch
 from ampopt._step.state_checks import KEYS, Stepped, check_states
 from ampopt._step.torch_private import check_for_fused
 from ampopt._step.variants import Variants, kind_of
-from ampopt.loss_scale.numbers import check_bool
+from ampopt.loss_scale.arguments import check_bool
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import overlaps_itself

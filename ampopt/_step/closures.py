@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.replay import Replay, Verdict
+from ampopt.loss_scale.arguments import check_bool, check_scale_number, request_for, successor_of
 from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.given import request_for, successor_of
-from ampopt.loss_scale.numbers import check_bool, check_scale_number
 from ampopt.results import StepResult, as_flag, found_behind
 from ampopt_kernels.step import Decision
 

@@ -23,7 +23,7 @@ from ampopt._step.rank_messages import (
 )
 from ampopt._step.torch_private import flattened, is_flattened_by_fsdp1, root_of
 from ampopt.backend import backend_for
-from ampopt.loss_scale.numbers import check_bool
+from ampopt.loss_scale.arguments import check_bool
 from ampopt_kernels.found import FoundByRanks
 from ampopt_kernels.step import Partials, Request
 

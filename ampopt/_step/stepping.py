@@ -17,8 +17,8 @@ from ampopt._step.accumulation import Accumulation
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import device_of
 from ampopt._step.snapshot import Snapshot
+from ampopt.loss_scale.arguments import as_loss_scale
 from ampopt.loss_scale.base import AnyScale, LossScale
-from ampopt.loss_scale.given import as_loss_scale
 from ampopt.results import as_flag
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
@@ -373,7 +373,7 @@ class Stepping(ABC):
 
         Raises:
             RuntimeError: it was stepped with already.
-            TypeError: see :func:`ampopt.loss_scale.given.as_loss_scale`, as for ``ValueError``.
+            TypeError: see :func:`ampopt.loss_scale.arguments.as_loss_scale`, as for ``ValueError``.
         """
         scale = as_loss_scale(given, self.home, self.uploads, in_closure=self.in_closure)
         self.refuse_stepped(scale)

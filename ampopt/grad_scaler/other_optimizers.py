@@ -16,8 +16,8 @@ from torch.amp.grad_scaler import OptState
 from ampopt._step import gradients
 from ampopt._step.overflow import judge
 from ampopt._step.torch_private import mark_as_called
+from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.given import request_for, successor_of
 from ampopt.results import as_flag
 from ampopt_kernels.step import Request
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt.loss_scale.arguments import check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
-from ampopt.loss_scale.numbers import check_scale_number
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt_kernels.transfers import carried
 

@@ -18,7 +18,7 @@ except ImportError as error:
 
 from ampopt.grad_scaler.scaler import GradScaler
 from ampopt.integrations.step_record import StepRecord
-from ampopt.loss_scale.numbers import check_bool
+from ampopt.loss_scale.arguments import check_bool
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
 

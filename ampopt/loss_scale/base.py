@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.numbers import check_number
 from ampopt.loss_scale.product import product
-from ampopt.loss_scale.schedule import entries_of_scaler
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.transfers import carried
 
@@ -17,8 +15,6 @@ __all__ = [
     "AnyScale",
     "Device",
     "LossScale",
-    "check_entries",
-    "check_flag",
     "drops",
     "host_may_read",
 ]
@@ -281,25 +277,6 @@ def drops(given: Any) -> bool:
     return not isinstance(given, LossScale) or given.drop_overflow_update
 
 
-def check_flag(found_inf: Any) -> float | Tensor:
-    """``found_inf`` as a number or a tensor of one element; see :meth:`LossScale.next`."""
-    if isinstance(found_inf, Tensor):
-        if found_inf.numel() != 1:
-            raise ValueError(
-                f"found_inf must have one element, got shape {tuple(found_inf.shape)}. For one "
-                "flag from several, take their sum."
-            )
-        if found_inf.is_complex():
-            raise TypeError(f"found_inf must be a real number, got a tensor of {found_inf.dtype}")
-        return found_inf.detach()
-    if isinstance(found_inf, bool):
-        return float(found_inf)
-    flag = check_number("found_inf", found_inf)
-    if flag < 0:
-        raise ValueError(f"found_inf must be 0, or more than 0 for an overflow, got {found_inf!r}")
-    return flag
-
-
 def host_may_read(*values: Any) -> bool:
     """Whether every tensor is a plain one on the CPU, whose number can be had without waiting."""
     if torch.compiler.is_compiling():
@@ -309,30 +286,6 @@ def host_may_read(*values: Any) -> bool:
         not isinstance(v, Tensor) or (type(v) in (Tensor, torch.nn.Parameter) and v.is_cpu)
         for v in values
     )
-
-
-def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) -> dict[str, Any]:
-    """The entries of ``state_dict`` without its type, which is that of ``scale``."""
-    kind = type(scale).__name__
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-    if "type" not in state_dict:
-        state_dict = entries_of_scaler(state_dict, kind, scale._settings())
-    entries = dict(state_dict)
-    saved = entries.pop("type", None)
-    if saved != kind:
-        raise ValueError(
-            f"this is not the state of a {kind} but of {saved!r}. Load what state_dict() of the "
-            "same class returned, or of a GradScaler."
-        )
-    missing = [key for key in expected if key not in entries]
-    unknown = [key for key in entries if key not in expected]
-    if missing or unknown:
-        raise ValueError(
-            f"the state of a {kind} has exactly the entries {list(expected)}; missing: {missing}, "
-            f"unknown: {unknown}"
-        )
-    return entries
 
 
 def _resolved(device: Device) -> torch.device:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.base import Device, LossScale, check_entries, check_flag, host_may_read
-from ampopt.loss_scale.numbers import check_count, check_scale_number
+from ampopt.loss_scale.arguments import check_count, check_flag, check_scale_number
+from ampopt.loss_scale.base import Device, LossScale, host_may_read
 from ampopt.loss_scale.presets import PRESETS
-from ampopt.loss_scale.schedule import Schedule
+from ampopt.loss_scale.schedule import Schedule, check_entries
 from ampopt_kernels import torch_language
 from ampopt_kernels.policy import next_scale as _policy_next_scale
 from ampopt_kernels.tensors import widest

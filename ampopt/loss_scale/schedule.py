@@ -6,10 +6,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from ampopt.loss_scale.numbers import LARGEST_SCALE, check_count, check_number, check_scale_number
+from ampopt.loss_scale.arguments import LARGEST_SCALE, check_count, check_number, check_scale_number
+from ampopt.loss_scale.base import LossScale
 from ampopt_kernels.policy import PolicyConstants
 
-__all__ = ["HYSTERESIS_MODES", "Schedule", "entries_of_scaler"]
+__all__ = ["HYSTERESIS_MODES", "Schedule", "check_entries", "entries_of_scaler"]
 
 
 HYSTERESIS_MODES = {
@@ -144,6 +145,30 @@ def _check_offsets(offsets: Any, interval: int) -> tuple[int, int]:
             f"with growth_interval={interval}"
         )
     return first, period
+
+
+def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) -> dict[str, Any]:
+    """The entries of ``state_dict`` without its type, which is that of ``scale``."""
+    kind = type(scale).__name__
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
+    if "type" not in state_dict:
+        state_dict = entries_of_scaler(state_dict, kind, scale._settings())
+    entries = dict(state_dict)
+    saved = entries.pop("type", None)
+    if saved != kind:
+        raise ValueError(
+            f"this is not the state of a {kind} but of {saved!r}. Load what state_dict() of the "
+            "same class returned, or of a GradScaler."
+        )
+    missing = [key for key in expected if key not in entries]
+    unknown = [key for key in entries if key not in expected]
+    if missing or unknown:
+        raise ValueError(
+            f"the state of a {kind} has exactly the entries {list(expected)}; missing: {missing}, "
+            f"unknown: {unknown}"
+        )
+    return entries
 
 
 def entries_of_scaler(

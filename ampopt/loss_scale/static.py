@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.base import Device, LossScale, check_entries, check_flag
-from ampopt.loss_scale.numbers import check_bool, check_scale_number
+from ampopt.loss_scale.arguments import check_bool, check_flag, check_scale_number
+from ampopt.loss_scale.base import Device, LossScale
+from ampopt.loss_scale.schedule import check_entries
 
 __all__ = ["StaticLossScale"]
 

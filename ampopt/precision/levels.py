@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ampopt.loss_scale.arguments import check_bool
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
-from ampopt.loss_scale.numbers import check_bool
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.precision.autocast import autocast
 from ampopt.precision.cast import NORMS, Model, as_tuple, cast, check_dtypes

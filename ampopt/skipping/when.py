@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.loss_scale.numbers import check_count
+from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.skipping.histories import History, Running, Window
 from ampopt_kernels.ledger import CAUSES

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ampopt._step import gradients
 from ampopt._step.ranks import has_others
 from ampopt.backend import backend_for, host_may_look
-from ampopt.loss_scale.numbers import check_count
+from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition

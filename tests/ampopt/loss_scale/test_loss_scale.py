@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampopt import GradScaler
 from ampopt.loss_scale import dynamic
+from ampopt.loss_scale.arguments import check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale
-from ampopt.loss_scale.numbers import check_scale_number
 from ampopt.loss_scale.static import StaticLossScale
 
 FLOOR = 2.0**-126

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
 from ampopt import StepResult, Unscaled
-from ampopt.loss_scale.given import as_loss_scale, request_for
+from ampopt.loss_scale.arguments import as_loss_scale, request_for
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
