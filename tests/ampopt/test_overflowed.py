@@ -229,7 +229,7 @@ def test_replays_of_a_captured_step_are_told_apart(backend, monkeypatch):
     from support.fake_cuda_graphs import FakeGraphs
 
     graphs = FakeGraphs()
-    monkeypatch.setattr(ampopt.cuda_graphs, "graphs_on", lambda device: graphs)
+    monkeypatch.setattr(ampopt.train_step.cuda_graphs, "graphs_on", lambda device: graphs)
     model = torch.nn.Linear(2, 1)
     optimizer = ampopt.SGD(model.named_parameters(), lr=0.0)
     step = ampopt.TrainStep(

@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 class FakeGraphs:
-    """See :class:`ampopt.cuda_graphs.Graphs`.
+    """See :class:`ampopt.train_step.cuda_graphs.Graphs`.
 
     Attributes:
         captures: how many there were.

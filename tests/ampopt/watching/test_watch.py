@@ -13,9 +13,9 @@ from support.strategies import fewer
 from torch.nn import Parameter
 
 import ampopt
-from ampopt import cuda_graphs
 from ampopt.testing import as_on_a_device, assert_no_sync
 from ampopt.testing.bits import bits, everything
+from ampopt.train_step import cuda_graphs
 from ampopt_kernels.ledger import COLUMNS, COUNTS
 
 pytestmark = [

@@ -8,24 +8,26 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampopt import cuda_graphs
 from ampopt._step.torch_private import pytree
 from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale.arguments import check_count
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.outputs import scale_outputs
-from ampopt.micro_batches import check_divisible, outputs, parts
 from ampopt.nonfinite import is_looking
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.precision.levels import Precision
 from ampopt.results import StepResult, Unscaled, overflowed
-from ampopt.train_step_arguments import (
+from ampopt.train_step import cuda_graphs
+from ampopt.train_step.arguments import (
     NOT_GIVEN,
     as_scale,
+    check_divisible,
     check_loss,
     check_masters,
     check_overflow,
     of_autocast,
+    outputs,
+    parts,
 )
 from ampopt_kernels.transfers import carried
 

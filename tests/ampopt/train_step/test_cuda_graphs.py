@@ -16,9 +16,10 @@ from support.gpus import DEVICE, ON_A_GPU, needs_gpu, no_waiting, skip_without_g
 from torch import Tensor
 
 import ampopt
-from ampopt import DynamicLossScale, StaticLossScale, TrainStep, cuda_graphs
+from ampopt import DynamicLossScale, StaticLossScale, TrainStep
 from ampopt.testing.bits import bits, state_of
 from ampopt.testing.no_sync import assert_no_sync
+from ampopt.train_step import cuda_graphs
 from ampopt_kernels.language import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
