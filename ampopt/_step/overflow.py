@@ -115,7 +115,7 @@ def judge_held(
         if write and grad is not values:
             copies.append((values, grad))
         grads.append(grad)
-        counted = agreement is None or agreement.counts(tensor, group)
+        counted = agreement is None or agreement.counts(tensor, group, owner.key)
         rows.append(Row(grad.dtype, group=group, counted=counted, owner=owner))
     vote = None
     if agreement is not None and request.asks:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.dtensor import is_spread
+from ampopt._step.fsdp1 import whole_parameters
 from ampopt._step.rank_messages import (
     Call,
     Column,
@@ -81,6 +82,8 @@ class Agreement:
         self._is_first = torch.distributed.get_rank() == min(every)
         self._first_of_mesh = None if mesh is None else min(_ranks_of(mesh))
         self._counted: dict[Any, bool] = {}
+        params = [param for group in param_groups for param in group["params"]]
+        self._whole = whole_parameters(params)
         of_group = torch.distributed.get_process_group_ranks
         self._ranks = of_group(groups[0]) if len(groups) == 1 else _ranks_of(mesh)
         self._place = self._ranks.index(torch.distributed.get_rank())
@@ -92,14 +95,17 @@ class Agreement:
             if replicated or (is_spread(param) and not told)
         )
 
-    def counts(self, tensor: Any, group: int) -> bool:
+    def counts(self, tensor: Any, group: int, key: int) -> bool:
         """Whether what this rank has of ``tensor``, of that group, counts towards the norm.
+
+        ``key`` is the ``id`` of the parameter, which ``tensor`` is or stands for.
 
         Of what several ranks hold alike, one copy does: of a parameter that is not spread, or is
         on some dimensions of the mesh only, too.
         """
         if not is_spread(tensor):
-            return self._is_first or (self._told and not self._replicated[group])
+            is_part = self._told and not self._replicated[group] and key not in self._whole
+            return self._is_first or is_part
         where = tensor.device_mesh, tensor.placements
         if where not in self._counted:
             self._counted[where] = self._counts_at(*where)

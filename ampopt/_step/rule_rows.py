@@ -120,7 +120,7 @@ class RuleRows:
             ),
             flags=flags,
             group=variant,
-            counted=self._agreement is None or self._agreement.counts(param, index),
+            counted=self._agreement is None or self._agreement.counts(param, index, owner.key),
             owner=owner,
             keys=keys,
             places=places,

@@ -429,17 +429,14 @@ def norms_under_fsdp1(strategy: str, orig: bool) -> list[float]:
     expected = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()  # type: ignore
     model.zero_grad()
     options: Any = {"device_id": torch.device("cpu"), "use_orig_params": orig}
-    kind, said, group = ShardingStrategy[strategy], {}, None
+    kind, group = ShardingStrategy[strategy], None
     if strategy == "HYBRID_SHARD":
         mesh = mesh_of(2, 2, names=("replicas", "shards"))
         group, options["device_mesh"] = mesh.get_group("shards"), mesh
-    if strategy == "NO_SHARD":
-        said = {"replicated": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = FullyShardedDataParallel(model, sharding_strategy=kind, **options)
-    params = [{"params": list(model.parameters()), **said}]
-    optimizer: Any = ampopt.SGD(params, lr=0.5, process_group=group)
+    optimizer: Any = ampopt.SGD(model.parameters(), lr=0.5, process_group=group)
     model(data).square().mean().backward()
     optimizer.unscale_and_step(max_norm=1.0)
     return [float(optimizer.grad_norm), float(expected)]
