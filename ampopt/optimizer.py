@@ -436,7 +436,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """
-        return unscale_and_step(
+        return _unscale_and_step(
             self,
             closure,
             grads_scaled_by,
@@ -521,8 +521,7 @@ class Optimizer(torch.optim.Optimizer):
 # --- their parts ----------------------------------------------------------------------------------
 
 
-@uncompiled
-def unscale_and_step(
+def _unscale_and_step(
     optimizer: Optimizer,
     closure: Callable[[Any], Any] | None,
     grads_scaled_by: Any,
@@ -564,6 +563,9 @@ def unscale_and_step(
     successor = successor_of(scale, decision)
     ours.mark_stepped(scale, successor)
     return StepResult(returned, ours.flag(decision), successor)
+
+
+unscale_and_step = uncompiled(_unscale_and_step)
 
 
 def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:

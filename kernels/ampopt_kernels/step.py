@@ -134,7 +134,7 @@ class Work:
         """What kernels read of rows and columns, made for these rows alone."""
         return (f for row in self.rows if row.marginals is not None for f in row.marginals.factors)
 
-    @property
+    @functools.cached_property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:
         """What each of the scalar states is kept in, in every row that has it."""
         n = 0 if self.rule is None else len(self.rule.scalar_state)

@@ -44,6 +44,8 @@ def carried(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = No
     On its way to an accelerator the host goes on; whatever runs there runs later. On its way to the
     host it is waited for, as torch would have the host read memory that is yet to be written.
     """
+    if tensor.device == device and (dtype is None or tensor.dtype == dtype):
+        return tensor
     if tensor.is_cpu:  # a copy that converts would go through memory that is not pinned
         tensor = tensor.to(dtype or tensor.dtype)
     tensor, goes_on = _ready(tensor, device)

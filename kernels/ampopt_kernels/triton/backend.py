@@ -86,21 +86,19 @@ class Triton(Backend):
             self._launch_control(work, Request(), None, decision, decide=False, programs=0)
         for _, arguments in _updates(work, numbers, numbers):
             launch(update_kernel, 0, arguments)
-        work.table = replace(Table.of(work), prepared=True)
+        table.prepared = True
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a chunk."""
         table = Table.of(work)
         flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
         norm = request.max_norm is not None
-        squares = torch.empty(
-            table.n_blocks if norm else 0, dtype=torch.float64, device=work.device
-        )
-        measures = torch.empty(
-            (table.n_blocks if request.measure else 0, MEASURES),
-            dtype=torch.float64,
-            device=work.device,
-        )
+        squares = measures = flags  # any address serves for one never written
+        if norm:
+            squares = torch.empty(table.n_blocks, dtype=torch.float64, device=work.device)
+        if request.measure:
+            shape = table.n_blocks, MEASURES
+            measures = torch.empty(shape, dtype=torch.float64, device=work.device)
         for group in table.launches:
             arguments = {
                 "table": table.rows,
@@ -141,7 +139,7 @@ class Triton(Backend):
                 "scale": flags if request.scale is None else request.scale,
                 "reject": flags if request.found_inf is None else request.found_inf,
                 "flags": flags,
-                "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes),
+                "DTYPES": tuple(_DTYPES[dtype] for dtype in group.dtypes),
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns,
                 "FRESH": row.flags[0],
@@ -378,7 +376,7 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "h_table": h,
                 "RULE": rule.update,
                 "FLAGS": row.flags,
-                "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes),
+                "DTYPES": tuple(_DTYPES[dtype] for dtype in group.dtypes),
                 "COPIED": row.copy is not None,
                 "BY_CHANCE": row.keys is not None,
                 "DRAWS": rule.draws,
@@ -414,7 +412,7 @@ def _reductions(
                 "sums": sums,
                 "RULE": rule.reduce,
                 "FLAGS": row.flags,
-                "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes[:n]),
+                "DTYPES": tuple(_DTYPES[dtype] for dtype in group.dtypes[:n]),
                 "COMPUTE": _DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns[:n],
                 "N_H": h.shape[1],
@@ -439,9 +437,7 @@ def _sum_over_parts(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
 def _lines(work: Work) -> Lines:
     table = Table.of(work)
     if table.lines is None:
-        lines = Lines.of(work.rows, table.aligned, table.chunk, BLOCK)
-        work.table = table = replace(table, lines=lines)
-    assert table.lines is not None
+        table.lines = Lines.of(work.rows, table.aligned, table.chunk, BLOCK)
     return table.lines
 
 

@@ -16,7 +16,7 @@ the number of launches does not depend on the number of tensors or groups.
 import functools
 import operator
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +60,12 @@ class Launch:
         """How many there are."""
         return self.stop - self.start
 
-    @property
+    @functools.cached_property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the gradient and of what is written."""
+        return self.like.dtypes
+
+    @functools.cached_property
     def aligns(self) -> tuple[int, ...]:
         """What to say of the addresses of each tensor, which ``align`` divides: no more than helps.
 
@@ -68,11 +73,11 @@ class Launch:
         bytes of a narrower one takes another arrangement of threads, and shared memory and barriers
         between.
         """
-        sizes = [dtype.itemsize for dtype in self.like.dtypes]
+        sizes = [dtype.itemsize for dtype in self.dtypes]
         return tuple(min(self.align, 16 // max(sizes) * size) for size in sizes)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Table:
     """The table of addresses on the device, what it was made from, and the launches over it.
 
@@ -104,22 +109,22 @@ class Table:
     def of(work: Work) -> "Table":
         """The table of ``work``, sent to the device where an address or a size changed."""
         table = work.table if isinstance(work.table, Table) else None
-        if table is not None and table.stamp != work.stamp:
-            table = table._with_gradients_of(work)
-        work.table = Table._made(work) if table is None else table
-        return work.table
+        if table is None or (table.stamp != work.stamp and not table._takes_gradients_of(work)):
+            work.table = table = Table._made(work)
+        return table
 
-    def _with_gradients_of(self, work: Work) -> "Table | None":
-        """This table with other gradients; ``None`` if they are not aligned as the old ones."""
+    def _takes_gradients_of(self, work: Work) -> bool:
+        """Point to other gradients, unless they are not aligned as the old ones."""
         grads = addresses(work.grads)
         if functools.reduce(operator.or_, grads, 0) % 16 and any(  # mostly all are aligned
             address % 16 for address, aligned in zip(grads, self.aligned, strict=True) if aligned
         ):
-            return None
-        numbers = self.numbers[:]
+            return False
+        numbers = self.numbers[:]  # those that were sent stay as they are
         numbers[:: self.columns] = grads
-        rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
-        return replace(self, rows=rows, numbers=numbers, stamp=work.stamp)
+        self.rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
+        self.numbers, self.stamp = numbers, work.stamp
+        return True
 
     @staticmethod
     def _made(work: Work) -> "Table":

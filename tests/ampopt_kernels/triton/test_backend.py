@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
 from support.object_loops import need_object_loops
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt_kernels import rules
 from ampopt_kernels.cpu import objects
+from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.step import Request, Row, Work, run
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton import table
@@ -189,6 +191,26 @@ def test_gradients_that_moved_are_asked_for_their_addresses_once(monkeypatch, in
     table = launched(work, Request(max_norm=1.0, scale=torch.ones(())))[-1][2]["table"]
     assert len(asked) == (0 if in_cpp else len(grads))
     assert table.view(5, -1)[:, 0].tolist() == list(map(data_ptr, grads))
+
+
+def test_a_steady_step_runs_no_operation_besides_its_launches():
+    """But for those that make tensors for what it decides, each a microsecond of the host."""
+    work = WorkPlan((row(),) * 5, rules.adam, ((0.1, 0.9, 0.99, 1e-8, 0.0),)).build().work
+    scale, counters = torch.ones(()), torch.zeros(2, dtype=torch.int32)
+    policy = PolicyConstants(*[1.0] * len(PolicyConstants._fields))
+    request = Request(scale=scale, policy=policy, counters=counters)
+    launched(work, request)
+    made = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Made():
+        launched(work, request)
+    # Flags of detect; flag, factors, scale, counters and numbers for update.
+    assert sorted(made) == ["empty"] * 5 + ["empty_like", "view"]
 
 
 def test_masters_are_read_as_many_elements_at_a_time():
