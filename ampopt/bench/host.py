@@ -5,6 +5,7 @@ torch's fused step and scaler. What is left is what the host does before the dev
 for what a launch itself takes, of which torch has about as many.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,35 +30,49 @@ _NOT_LAUNCHED = (
     "_amp_foreach_non_finite_check_and_unscale_",
     "_amp_update_scale_",
 )
-_STEPS = 300
+_TENSORS = (20, 300, 2000)
+_STEPS = 200
 """Of each; a tenth of them to warm up."""
 
 
 def main() -> None:
-    """Measure AdamW on 300 tensors of 64 elements and print it."""
-    device = torch.device("cpu")
-    workload = workloads.make("small", device)
+    """Measure AdamW on tensors of 64 elements and print it."""
     before, threads = ampopt.get_backend(), torch.get_num_threads()
     ampopt.set_backend("triton")
     torch.set_num_threads(1)
     try:
-        with _no_launches(len(workload.shapes)):
-            for name, prepare in (
-                ("torch fused, GradScaler", None),
-                ("ampopt, asked in Python", None),
-                ("ampopt, asked in C++", _have_object_loops),
-            ):
-                if prepare is not None:
-                    prepare()
-                who = "fused" if name.startswith("torch") else contenders.AMPOPT
-                params = workload.parameters(torch.float32, device)
-                workloads.Gradients(params).restore()
-                entered = contenders.enter(who, "AdamW", params)
-                plain, clipped = _microseconds(entered.step), _microseconds(entered.clipped)
-                print(f"{name}: {plain:.0f} us a step, {clipped:.0f} with clipping", flush=True)
+        for name, prepare in (
+            ("torch fused, GradScaler", None),
+            ("ampopt, asked in Python", None),
+            ("ampopt, asked in C++", _have_object_loops),
+        ):
+            if prepare is not None:
+                prepare()
+            for tensors in _TENSORS:
+                with _no_launches(tensors):
+                    times = [_of_steps(name, tensors, moves) for moves in (False, True)]
+                (plain, clipped), moved = times
+                print(
+                    f"{name}, {tensors} tensors: {plain:.0f} us a step, {clipped:.0f} with "
+                    f"clipping; {moved[0]:.0f} and {moved[1]:.0f} with gradients at new addresses",
+                    flush=True,
+                )
     finally:
         ampopt.set_backend(before)
         torch.set_num_threads(threads)
+
+
+def _of_steps(name: str, tensors: int, moves: bool) -> tuple[float, float]:
+    """Of a step, and of a clipped one, whose gradients are elsewhere each time if they move."""
+    workload = workloads.Workload(name, ((64,),) * tensors)
+    params = workload.parameters(torch.float32, torch.device("cpu"))
+    turns = itertools.cycle([workloads.Gradients(params) for _ in range(1 + moves)])
+    entered = contenders.enter("fused" if name[0] == "t" else contenders.AMPOPT, "AdamW", params)
+
+    def restore() -> None:
+        next(turns).restore()
+
+    return _microseconds(entered.step, restore), _microseconds(entered.clipped, restore)
 
 
 @contextmanager
@@ -82,13 +97,14 @@ def _nothing(*_: Any, **__: Any) -> None:
     """In place of a launch."""
 
 
-def _microseconds(step: Callable[[], Any]) -> float:
-    """The median, once all is warm."""
+def _microseconds(step: Callable[[], Any], restore: Callable[[], None]) -> float:
+    """The median of the thread's own time, once all is warm, without what ``restore`` takes."""
     times = []
     for _ in range(_STEPS):
-        start = time.perf_counter()
+        restore()
+        start = time.thread_time()
         step()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return statistics.median(times[_STEPS // 10 :]) * 1e6
 
 

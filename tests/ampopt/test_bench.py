@@ -465,15 +465,16 @@ def test_the_hosts_time_is_taken_without_launches(tiny, monkeypatch, capsys):
     monkeypatch.setattr(contenders, "enter", watched)
     monkeypatch.setattr(host, "_have_object_loops", lambda: None)
     monkeypatch.setattr(host, "_STEPS", 2)
+    monkeypatch.setattr(host, "_TENSORS", (2, 3))
     host.main()
     lines = capsys.readouterr().out.splitlines()
+    who = ["torch fused, GradScaler", "ampopt, asked in Python", "ampopt, asked in C++"]
     assert [line.split(":")[0] for line in lines] == [
-        "torch fused, GradScaler",
-        "ampopt, asked in Python",
-        "ampopt, asked in C++",
+        f"{name}, {tensors} tensors" for name in who for tensors in (2, 3)
     ]
-    assert all(re.search(r": \d+ us a step, \d+ with clipping$", line) for line in lines)
-    assert [name for name, _, _ in entered] == ["fused", "ampopt", "ampopt"]
+    shown = r": \d+ us a step, \d+ with clipping; \d+ and \d+ with gradients at new addresses$"
+    assert all(re.search(shown, line) for line in lines)
+    assert [name for name, _, _ in entered] == ["fused"] * 4 + ["ampopt"] * 8
     for _, params, before in entered:
         assert all(map(torch.equal, params, before))
     assert ampopt.get_backend() == "eager"
