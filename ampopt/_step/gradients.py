@@ -1,13 +1,12 @@
 """The gradients of an optimizer: which there are, whose, and what is in the memory of each."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt._step import dtensor
-from ampopt._step.replaced_parameters import warn_of_replaced
 from ampopt_kernels.found import Owner
 from ampopt_kernels.tensors import real
 
@@ -89,7 +88,7 @@ class Held(NamedTuple):
     owner: Owner
 
 
-def held(param_groups: Sequence[dict[str, Any]]) -> list[Held]:
+def held(param_groups: Iterable[dict[str, Any]]) -> list[Held]:
     """The gradient of every parameter that has one, in the order of :func:`present`.
 
     Raises:
@@ -105,8 +104,6 @@ def held(param_groups: Sequence[dict[str, Any]]) -> list[Held]:
                 owner = Owner(_name(names, index, position), id(param))
                 _check(param, param.grad, owner.name)
                 found.append(Held(index, param, owner))
-    if not found:
-        warn_of_replaced(param_groups)
     return found
 
 

@@ -3,13 +3,11 @@
 Each rank also trains the whole model by itself, with the same batches and the same overflow.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from support.local_ranks import mesh_of
 from support.optimizers import Plain
 
 import ampopt
@@ -243,30 +241,3 @@ def test_a_strangers_process_group_is_not_taken_for_ours(two_ranks, theirs, toge
     first, second = two_ranks.run(overflowing_on_one_rank, theirs)
     assert first == (2.0 if together else 4.0, 2.0)
     assert second == (2.0, 2.0)
-
-
-def warned_of(name: str, made: str) -> list[str]:
-    """What steps of an optimizer say that was made before or after its model was sharded."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = torch.nn.Linear(4, 4, bias=False)
-    early: Any = getattr(ampopt, name)(model.parameters())
-    fully_shard(model, mesh=mesh_of(2))
-    optimizer = early if made == "before" else getattr(ampopt, name)(model.parameters())
-    said = []
-    for step in range(3):
-        if step != 1:  # which nobody has a gradient for
-            model(torch.ones(2, 4)).sum().backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.unscale_and_step(grads_scaled_by=1.0)
-        said += [text for w in caught if "fully_shard" in (text := str(w.message))]
-        optimizer.zero_grad()
-    return said
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_an_optimizer_that_was_made_before_its_model_was_sharded_says_so_once(two_ranks, name):
-    for said in two_ranks.run(warned_of, name, "before"):
-        assert ["make it after them, of model.parameters()" in text for text in said] == [True]
-    assert two_ranks.run(warned_of, name, "after") == [[], []]
