@@ -92,6 +92,7 @@ PRINTED = {
     "got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor": [
         "tensor(True)"
     ],
+    "FSDP does not support deepcopy. Please use state dict for serialization.": ["tensor(1)"],
     "BatchNorm's running_mean is NaN, and so is every evaluation": ["tensor(True) tensor(True)"],
     "The scale goes to 0, and nothing is learned": ["replays ['weight']"],
 }
