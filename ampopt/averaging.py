@@ -132,8 +132,9 @@ class SkipAwareAverage(AveragedModel):
                 "model) before fully_shard(model), then average = ampopt.averaged(whole, optimizer)"
                 ", and shard average.module as the model, with fully_shard(average.module)"
             )
-        functions: Any = (avg_fn, multi_avg_fn)  # torch declares wider arguments than it gives
-        super().__init__(model, device, *functions, use_buffers)
+        average_of: Any = avg_fn  # torch declares wider arguments than it gives
+        averages_of: Any = multi_avg_fn
+        super().__init__(model, device, average_of, averages_of, use_buffers)
         self.decay = decay
         first = next(self.module.parameters(), self.n_averaged)
         self.n_averaged = self.n_averaged.to(first.device)

@@ -32,6 +32,7 @@ import torch
 
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import gpu_target
+from ampopt_kernels.found import Found
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.ledger import Attempt, Part, zeros
 from ampopt_kernels.marginals import Marginals
@@ -235,7 +236,8 @@ def launches(case: Case) -> list[Launch]:
     if request.measure:
         norm = torch.zeros(())
         attempt = Attempt(1, decision.skip, norm, scale, norm)
-        where = (zeros(1, 1, work.device), attempt, decision.found[0], [Part(0, 1, 0)])
+        (found,) = (part for part in decision.found if isinstance(part, Found))
+        where = (zeros(1, 1, work.device), attempt, found, [Part(0, 1, 0)])
         backend.note(*where, work.uploads, notes_step=True)
     return recorded
 
