@@ -142,7 +142,7 @@ def note(
         table = ledger.parameters[places]
         table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
         table[:, 2:COUNTS] += measures[:, 1:3] * (1 - skipped)
-        squares = measures[:, 3].cumsum(0)[-1]  # in order, as a loop adds them
+        squares = _in_order(measures[:, 3])
         if not found.surely_finite:
             flags = found.flags_on(device).to(wide)[firsts]
             order = torch.arange(COLUMNS - COUNTS, device=device)
@@ -161,6 +161,14 @@ def note(
     totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause
     entry = [cause, *(_given(x, zero) for x in (attempt.scale, attempt.norm)), squares]
     ledger.ring[(attempt.number - 1) % len(ledger.ring)] = torch.stack(entry)
+
+
+def _in_order(squares: Tensor) -> Tensor:
+    """The sum, on the CPU to the bit as a loop has it.
+
+    CUDA has no deterministic ``cumsum``, and refuses it where somebody asked for such operations.
+    """
+    return squares.cumsum(0)[-1] if squares.device.type == "cpu" else squares.sum()
 
 
 def _given(value: Tensor | None, like: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ __all__ = ["launch", "looks", "pretending"]
 
 CPU = torch.device("cpu")
 _READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "_coalesce")
+_IN_NO_FIXED_ORDER = ("cumsum", "cumprod")
+"""What CUDA refuses of floats under ``torch.use_deterministic_algorithms(True)``."""
 looks: list[str] = []
 """What has read values back."""
 _made: "weakref.WeakValueDictionary[int, _There]" = weakref.WeakValueDictionary()
@@ -79,6 +81,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     else:
         assert len(devices) <= 1, f"{name} of tensors on {sorted(map(str, devices))}"
         to = wanted or next(iter(devices), CPU)
+    if away and name in _IN_NO_FIXED_ORDER:
+        assert not any(t.is_floating_point() for t in given), f"{name} has no fixed order there"
     if away and name in _READ:
         looks.append(name)
     if wanted is not None:
