@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import ampopt
+from ampopt.backend import backend_for
 from ampopt.bench import (
     autocast,
     contenders,
@@ -29,6 +30,8 @@ from ampopt.bench import (
     rows,
     workloads,
 )
+from ampopt.bench.first_hour import hour
+from ampopt.bench.first_hour.parts import PARTS
 from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
@@ -65,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--ranks: times steps, and shows nothing else of them")
     if options.ranks and not torch.distributed.is_available():
         parser.error("--ranks: this build of torch has no torch.distributed")
+    if options.part and not options.first_hour:
+        parser.error("--part: names parts of --first-hour DIR, which is missing")
+    if options.first_hour:
+        _first_hour(parser, options, device)
+        return
     if options.backend is None:
         options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
     before = ampopt.get_backend()
@@ -75,6 +83,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(130)
     finally:
         ampopt.set_backend(before)
+
+
+def _first_hour(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, device: torch.device
+) -> None:
+    before = ampopt.get_backend()
+    try:
+        ampopt.set_backend("triton")
+        backend_for(device)
+    except RuntimeError as error:
+        parser.error(f"--first-hour: {error}")
+    finally:
+        ampopt.set_backend(before)
+    parts = [part for part in PARTS if part.name in (options.part or [part.name])]
+    about = report.environment(device)
+    outcomes = hour.run(parts, Path(options.first_hour), options.device, about)
+    print(f"written to {options.first_hour}; begin with summary.md there")
+    if not all(outcome.passed for outcome in outcomes):
+        sys.exit(1)
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> None:
@@ -286,6 +313,19 @@ def _parser() -> argparse.ArgumentParser:
         "--first-steps",
         action="store_true",
         help="measure the first steps of auto, some of them not compiled yet, nothing else",
+    )
+    parser.add_argument(
+        "--first-hour",
+        metavar="DIR",
+        help="find out what a new GPU does, in order of what would end it, each part in a process "
+        "of its own under a timeout, and leave all results in DIR; nothing else",
+    )
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=[part.name for part in PARTS],
+        help=f"repeatable; of --first-hour, by default all of "
+        f"{', '.join(part.name for part in PARTS)}",
     )
     parser.add_argument(
         "--ranks",

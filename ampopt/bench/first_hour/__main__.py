@@ -1,0 +1,14 @@
+"""Run one part in this process: ``python -m ampopt.bench.first_hour PART FOLDER DEVICE``."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+
+from ampopt.bench.first_hour.record import Record
+
+if __name__ == "__main__":
+    name, folder, device = sys.argv[1:]
+    module = importlib.import_module(f"ampopt.bench.first_hour.{name}")
+    module.run(Record(Path(folder) / f"{name}.jsonl"), torch.device(device))

@@ -1,0 +1,56 @@
+"""Parameters on two devices, and states on the host while parameters are on a device."""
+
+import torch
+
+import ampopt
+from ampopt.bench.first_hour.record import Record
+
+__all__ = ["run"]
+
+
+def run(record: Record, device: torch.device) -> None:
+    """Try both, as far as there are devices."""
+    if device.type != "cuda":
+        record.skip("devices", f"{device} is one")
+        return
+    with record.trying("two devices"):
+        _two(record)
+    with record.trying("states on the host"):
+        _states_on_the_host(record, device)
+
+
+def _two(record: Record) -> None:
+    if torch.cuda.device_count() < 2:
+        record.skip("two devices", "there is one")
+        return
+    for clipped in (None, 1.0):
+        params = [torch.nn.Parameter(torch.ones(5000, device=f"cuda:{i}")) for i in (0, 1)]
+        optimizer = ampopt.AdamW(params)
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            if clipped is None:
+                optimizer.step()
+            else:
+                optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=clipped)
+        same = torch.equal(params[0].cpu(), params[1].cpu())
+        record.check(f"two devices, max_norm={clipped}", same)
+
+
+def _states_on_the_host(record: Record, device: torch.device) -> None:
+    """Stepped on the CPU, then moved: states follow, or an error names them."""
+    param = torch.nn.Parameter(torch.ones(5000))
+    optimizer = ampopt.AdamW([param])
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.grad = None
+    param.data = param.data.to(device)
+    param.grad = torch.ones_like(param)
+    said = "states followed"
+    try:
+        optimizer.step()
+    except (RuntimeError, ValueError) as error:
+        said = str(error)
+    torch.cuda.synchronize(device)
+    right = "device" in said or said == "states followed"
+    record.check("states on the host", right and bool(param.isfinite().all()), said)

@@ -1,0 +1,28 @@
+"""The tests marked ``gpu``, of a checkout: the wheel has none."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from ampopt.bench.first_hour.record import Record
+
+__all__ = ["run"]
+
+
+def run(record: Record, device: torch.device) -> None:
+    """Run them by pytest, in the working directory, and report each that fails."""
+    if not Path("tests/conftest.py").exists():
+        record.skip("pytest -m gpu", f"there are no tests in {Path.cwd()}: run it in a checkout")
+        return
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfEs", "--tb=short"]
+    pipe, last = subprocess.PIPE, ""
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) as tests:
+        assert tests.stdout is not None
+        for line in tests.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+            if line.startswith(("FAILED ", "ERROR ")):
+                record.check(line.split()[1], False, line.strip())
+    record.check("pytest -m gpu", tests.returncode == 0, last)

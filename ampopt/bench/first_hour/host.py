@@ -1,0 +1,74 @@
+"""What the host takes for AdamW on 300 tensors of 64 elements, beside torch's fused step."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+import ampopt
+from ampopt._synchronization import sync_debug_mode
+from ampopt.bench import contenders, workloads
+from ampopt.bench.first_hour.record import Record
+from ampopt.bench.measure import host_seconds, warmed
+from ampopt_kernels.cpu import objects
+
+__all__ = ["run"]
+
+
+def run(record: Record, device: torch.device) -> None:
+    """With gradients where they were and elsewhere, before and after C++ is compiled."""
+    ampopt.set_backend("triton")
+    asked = objects.loops.asked
+    objects.loops.asked = lambda wait=False: None
+    _ours(record, device, "asked in Python")
+    objects.loops.asked = asked
+    objects.loops.want()
+    start = time.perf_counter()
+    there = objects.loops.asked(wait=True) is not None
+    record.check("loops over objects are compiled", there)
+    record.figure("compiling them", time.perf_counter() - start, "s")
+    _ours(record, device, "asked in C++")
+    if device.type == "cpu":
+        return
+    params = workloads.make("small", device).parameters(torch.float32, device)
+    gradients = workloads.Gradients(params)
+    for name in ("fused", "foreach"):
+        entered = contenders.enter(name, "AdamW", params)
+        warmed(entered.step, gradients.restore)
+        for how, step in (("", entered.step), (", clipped", entered.clipped)):
+            figure = _median(step, gradients.restore, device)
+            record.figure(f"torch {name}, GradScaler{how}", figure, "us")
+
+
+def _ours(record: Record, device: torch.device, how: str) -> None:
+    params = workloads.make("small", device).parameters(torch.float32, device)
+    gradients = workloads.Gradients(params)
+    entered = contenders.enter(contenders.AMPOPT, "AdamW", params)
+    warmed(entered.step, gradients.restore)
+    with sync_debug_mode("error") if device.type == "cuda" else nullcontext():
+        entered.step()
+    record.check(f"a step waits for nothing, {how}", True)
+    sets = [[torch.ones_like(p) for p in params] for _ in range(2)]
+
+    def move() -> None:
+        sets.reverse()
+        for p, grad in zip(params, sets[0], strict=True):
+            p.grad = grad
+
+    for what, step, before in (
+        ("", entered.step, gradients.restore),
+        (", clipped", entered.clipped, gradients.restore),
+        (", gradients elsewhere in each step", entered.step, move),
+    ):
+        record.figure(f"ampopt{what}, {how}", _median(step, before, device), "us")
+
+
+def _median(step: Callable[[], Any], before: Callable[[], None], device: torch.device) -> float:
+    times = []
+    for _ in range(110):
+        before()
+        times.append(host_seconds(step, device))
+    return statistics.median(times[10:]) * 1e6

@@ -1,0 +1,133 @@
+"""Run the parts, one process each, and leave one folder of what they found."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ampopt.bench.first_hour.parts import Part
+from ampopt.bench.first_hour.record import read
+
+__all__ = ["Outcome", "run"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a part ended.
+
+    Attributes:
+        name: of the part.
+        tells: what it was to find out.
+        status: ``"passed"``, ``"FAILED"``, ``"not run"``, or how its process ended.
+        seconds: that it took.
+        results: see ``record``.
+    """
+
+    name: str
+    tells: str
+    status: str
+    seconds: float
+    results: list[dict[str, Any]]
+
+    @property
+    def passed(self) -> bool:
+        """Whether it was run to its end, and nothing failed."""
+        return self.status == "passed"
+
+
+def run(parts: Sequence[Part], folder: Path, device: str, about: dict[str, Any]) -> list[Outcome]:
+    """Run each of ``parts`` in turn; none of them can hang, or take the others with it.
+
+    Leaves in ``folder``, for each part, ``NAME.log``, all that its process printed, and
+    ``NAME.jsonl``, what it reported; and ``summary.json`` and ``summary.md``, written again after
+    each part.
+
+    Args:
+        parts: in the order in which they are run.
+        folder: of the results; made if need be.
+        device: to run on.
+        about: the machine and the versions, for the summary.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+    ended_by = None
+    for part in parts:
+        if ended_by is not None:
+            outcomes.append(Outcome(part.name, part.tells, f"not run: {ended_by} failed", 0.0, []))
+        else:
+            outcomes.append(_run(part, folder, device))
+            ended_by = part.name if part.ends and not outcomes[-1].passed else None
+        _sum_up(outcomes, folder, about)
+        print(f"{outcomes[-1].name}: {outcomes[-1].status}", flush=True)
+    return outcomes
+
+
+def _run(part: Part, folder: Path, device: str) -> Outcome:
+    record = folder / f"{part.name}.jsonl"
+    record.unlink(missing_ok=True)
+    start = time.monotonic()
+    with (folder / f"{part.name}.log").open("w") as log:
+        process = subprocess.Popen(
+            part.arguments(folder, device),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # so that what it has started ends with it
+        )
+        try:
+            code = process.wait(part.seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    results = read(record)
+    status = _status(code, part.seconds, results)
+    return Outcome(part.name, part.tells, status, round(time.monotonic() - start, 1), results)
+
+
+def _status(code: int | None, seconds: float, results: list[dict[str, Any]]) -> str:
+    if code is None:
+        return f"hung: ended after {seconds:g} s"
+    if code < 0:
+        return f"crashed: {signal.Signals(-code).name}"
+    if code:
+        return f"ended with status {code}"
+    return "FAILED" if any(line["kind"] == "FAILED" for line in results) else "passed"
+
+
+def _sum_up(outcomes: list[Outcome], folder: Path, about: dict[str, Any]) -> None:
+    whole = {"environment": about, "parts": [asdict(outcome) for outcome in outcomes]}
+    (folder / "summary.json").write_text(json.dumps(whole, indent=1, default=str) + "\n")
+    lines = ["# The first hour", "", ", ".join(f"{k} {v}" for k, v in about.items()), ""]
+    lines += ["| part | finds out whether | | s |", "|---|---|---|---|"]
+    for one in outcomes:
+        lines.append(f"| {one.name} | {one.tells} | {one.status} | {one.seconds:.0f} |")
+    for one in outcomes:
+        lines += ["", f"## {one.name}: {one.status}", "", *_section(one)]
+    (folder / "summary.md").write_text("\n".join(lines) + "\n")
+
+
+def _section(outcome: Outcome) -> list[str]:
+    """What failed, was skipped and was measured, and how many checks passed."""
+    kinds = Counter(line["kind"] for line in outcome.results)
+    lines = [f"{kinds['passed']} checks passed, {kinds['FAILED']} failed; log: {outcome.name}.log"]
+    for line in outcome.results:
+        if line["kind"] in ("FAILED", "skipped"):
+            lines.append(f"- {line['kind']}: {line['what']}: {line['detail']}")
+    figures = [line for line in outcome.results if line["kind"] == "figure"]
+    if figures:
+        lines += ["", "| figure | measured | predicted |", "|---|---|---|"]
+    for line in figures:
+        predicted = line.get("predicted", "")
+        lines.append(f"| {line['what']} | {line['value']:.4g} {line['unit']} | {predicted} |")
+    return lines

@@ -1,0 +1,82 @@
+"""Every rule by Triton beside the same rule by torch's operations, on the same device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ampopt
+from ampopt.bench.first_hour.record import Record
+
+__all__ = ["RULES", "run"]
+
+RULES = tuple(
+    name
+    for name in ampopt.optim.__all__
+    if isinstance(getattr(ampopt, name), type)
+    and issubclass(getattr(ampopt, name), ampopt.ElementwiseOptimizer)
+)
+_STORAGE = (
+    (torch.float32, False),
+    (torch.bfloat16, False),
+    (torch.bfloat16, True),
+    (torch.float16, True),
+    (torch.float64, False),
+)
+_SIZES = (1, 3, 1000, 1025, 40000)
+_LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
+"""Of the relative difference; 0.01 in half precision, where one rounding is 0.004."""
+
+
+def run(record: Record, device: torch.device, rules: tuple[str, ...] = RULES) -> None:
+    """Four steps of each rule and storage, clipped, the third of which overflows."""
+    for name in rules:
+        for dtype, masters in _STORAGE:
+            for shift in (0, 1):  # of the first element, so that nothing is aligned
+                what = f"{name}, {str(dtype)[6:]}" + ", masters" * masters + ", shifted" * shift
+                with record.trying(what):
+                    ends = [_trained(name, b, dtype, masters, shift, device) for b in _BACKENDS]
+                    worst = max(map(_difference, *(params for params, _ in ends)))
+                    same = worst <= _LIMITS.get(dtype, 1e-2) and ends[0][1] == ends[1][1]
+                    detail = {"difference": worst, "scales": [end[1] for end in ends]}
+                    record.check(what, same, detail)
+
+
+_BACKENDS = ("triton", "eager")
+
+
+def _trained(
+    name: str, backend: str, dtype: torch.dtype, masters: bool, shift: int, device: torch.device
+) -> tuple[list[Tensor], float]:
+    """The parameters and the loss scale at the end; NaN where the overflow changed anything."""
+    ampopt.set_backend(backend)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(n: int) -> Tensor:
+        return torch.randn(n + shift, device=device, generator=generator)
+
+    params = [torch.nn.Parameter(drawn(n).to(dtype)[shift:]) for n in _SIZES]
+    for p, n in zip(params, _SIZES, strict=True):
+        p.grad = drawn(n).mul_(64).to(dtype)[shift:]
+    momentum = {"momentum": 0.9} if name == "SGD" else {}
+    optimizer = getattr(ampopt, name)(params, master_weights=masters, **momentum)
+    scale: Any = ampopt.DynamicLossScale(init_scale=64.0, growth_interval=2)
+    for number in range(4):
+        grad: Any = params[1].grad
+        kept, before = grad.clone(), [p.detach().clone() for p in params]
+        if number == 2:
+            grad[1] = float("inf")
+        result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=1.0)
+        scale = result.scale
+        if number == 2:
+            same = all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+            if not (same and result.skipped):
+                return [torch.full_like(p, float("nan")) for p in params], scale.item()
+        grad.copy_(kept)
+    return [p.detach() for p in params], scale.item()
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    a, b = a.double(), b.double()
+    worst = ((a - b).abs() / (b.abs() + 1e-3)).max().item()
+    return worst if worst == worst else float("inf")

@@ -1,0 +1,98 @@
+"""What is sent on one stream and read on another, or replaced while a launch may read it."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ampopt
+from ampopt._step.torch_private import spin
+from ampopt.bench.first_hour.record import Record
+
+__all__ = ["run"]
+
+_LATE = 2_000_000_000
+"""Cycles that a stream is kept busy: a second or so, in which the host goes far ahead."""
+
+
+def run(record: Record, device: torch.device) -> None:
+    """Delay one stream, and step on it and on another. On the CPU nothing is delayed."""
+    ampopt.set_backend("triton")
+    with record.trying("constants"):
+        _constants_of_two_optimizers(record, device)
+    with record.trying("tables"):
+        _tables_replaced_behind_a_busy_stream(record, device)
+
+
+def _constants_of_two_optimizers(record: Record, device: torch.device) -> None:
+    on_a, on_b = _streams(device)
+    first, second, other = (_made(device, seed) for seed in range(3))
+    for optimizer in (second, other):  # which compiles
+        optimizer.unscale_and_step(grads_scaled_by=ampopt.DynamicLossScale())
+    with on_a():  # what is freed here is what constants will be put in
+        poison = [torch.full((64,), 0.5, dtype=torch.float64, device=device) for _ in range(64)]
+        del poison
+    _wait(device)
+    with on_a():
+        _delay(device)
+        first.unscale_and_step(grads_scaled_by=2.0)
+    with on_b():
+        scale: Any = second.unscale_and_step(grads_scaled_by=2.0).scale
+        found = float(scale)
+    record.check("constants sent on one stream are not read on another", found == 2.0, found)
+    _wait(device)
+
+
+def _tables_replaced_behind_a_busy_stream(record: Record, device: torch.device) -> None:
+    """The host sends three tables, each in the place of the last, before one of them is read."""
+    late, in_time = _made(device, seed=3), _made(device, seed=3)
+    on_a, _ = _streams(device)
+    for optimizer in (late, in_time):
+        with on_a():
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+        _wait(device)
+        if optimizer is late:
+            with on_a():
+                _delay(device)
+        for factor in (1.0, -2.0, 4.0):
+            with on_a():
+                for p in optimizer.param_groups[0]["params"]:
+                    p.grad = torch.full_like(p, factor)
+                optimizer.unscale_and_step(grads_scaled_by=2.0)
+            if optimizer is in_time:
+                _wait(device)
+        _wait(device)
+    ends = [[p.detach() for p in o.param_groups[0]["params"]] for o in (late, in_time)]
+    same = all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    record.check("tables that are replaced are kept for the launches that read them", same)
+
+
+def _made(device: torch.device, seed: int) -> Any:
+    generator = torch.Generator(device).manual_seed(seed)
+    params: list[Tensor] = []
+    for size in (5000, 7, 64):
+        value = torch.randn(size, generator=generator, device=device)
+        params.append(torch.nn.Parameter(value))
+        params[-1].grad = torch.randn(size, generator=generator, device=device)
+    return ampopt.SGD(params, lr=1e-3)
+
+
+def _streams(device: torch.device) -> list[Callable[[], AbstractContextManager[Any]]]:
+    if device.type == "cpu":
+        return [contextlib.nullcontext] * 2
+    module = torch.get_device_module(device)
+    made = [module.Stream(device) for _ in range(2)]
+    return [lambda stream=stream: module.stream(stream) for stream in made]
+
+
+def _delay(device: torch.device) -> None:
+    if device.type == "cuda":
+        spin(_LATE)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

@@ -1,0 +1,52 @@
+"""What a part reports: lines of JSON, written at once, so that a crash loses none of them."""
+
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Record", "read"]
+
+
+class Record:
+    """The results of one part, in a file of its own."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to ``path``."""
+        self._path = path
+
+    def check(self, what: str, passed: bool, detail: Any = None) -> None:
+        """Report whether ``what`` is so, with the values that say more."""
+        self._write({"kind": "passed" if passed else "FAILED", "what": what, "detail": detail})
+
+    def skip(self, what: str, why: str) -> None:
+        """Report that ``what`` was not tried."""
+        self._write({"kind": "skipped", "what": what, "detail": why})
+
+    def figure(self, what: str, value: float, unit: str, predicted: float | None = None) -> None:
+        """Report a measurement, beside what ``kernels/RESULTS.md`` predicts of it."""
+        line = {"kind": "figure", "what": what, "value": value, "unit": unit}
+        self._write(line if predicted is None else {**line, "predicted": predicted})
+
+    @contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """Report an error within as a failure of ``what``, and go on behind it."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.check(what, False, f"{type(error).__name__}: {error}")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        text = json.dumps(line, default=str)
+        print(text, flush=True)
+        with self._path.open("a") as file:
+            file.write(text + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines of a record that were written whole; none if there is no such file."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]

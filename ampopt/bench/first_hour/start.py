@@ -1,0 +1,26 @@
+"""Whether there is anything to go on with: the import, the compiler, and one step."""
+
+import time
+
+import torch
+
+import ampopt
+from ampopt.bench.first_hour.record import Record
+
+__all__ = ["run"]
+
+
+def run(record: Record, device: torch.device) -> None:
+    """Take two steps on ``device``, of which the first compiles."""
+    ampopt.set_backend("triton")
+    params = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (3, 5000)]
+    optimizer = ampopt.AdamW(params, lr=0.5)
+    for which in ("first", "second"):
+        for p in params:
+            p.grad = torch.full_like(p, 2.0)
+        start = time.perf_counter()
+        result = optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
+        record.check(f"the {which} step is taken", result.found_inf.item() == 0)
+        record.figure(f"{which} step", time.perf_counter() - start, "s")
+    finite = all(bool(p.isfinite().all()) and bool((p < 1).all()) for p in params)
+    record.check("parameters moved", finite)

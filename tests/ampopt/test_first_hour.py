@@ -1,0 +1,234 @@
+"""The first hour on a GPU: parts in order, each by itself, and one folder of what they found."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ampopt
+from ampopt.bench import __main__ as bench
+from ampopt.bench.first_hour import gpu_tests, hour, parity, races, start
+from ampopt.bench.first_hour.parts import PARTS, Part
+from ampopt.bench.first_hour.predictions import AT_HAND, predicted
+from ampopt.bench.first_hour.record import Record, read
+from ampopt_kernels.language import HAS_TRITON
+
+CPU = torch.device("cpu")
+RESULTS = Path(__file__).parents[2] / "kernels/RESULTS.md"
+
+
+def stub(name: str, body: str, seconds: float = 60.0, ends: bool = False) -> Part:
+    """A part whose process runs ``body``, which has its record as ``record``."""
+
+    def command(folder: Path, device: str) -> list[str]:
+        path = str(folder / f"{name}.jsonl")
+        prepared = (
+            "import json, os, signal, sys, time\n"
+            "def record(**line): print(json.dumps(line), file=open(path, 'a'))\n"
+            f"path = {path!r}; device = {device!r}\n"
+        )
+        return [sys.executable, "-S", "-c", prepared + body]
+
+    return Part(name, f"what {name} tells", seconds, command, ends)
+
+
+PASSES = "record(kind='passed', what='it holds', detail=device)"
+FAILS = "record(kind='FAILED', what='that holds', detail=[1, 2])"
+MEASURES = "record(kind='figure', what='speed', value=0.9, unit='of copy', predicted=0.98)"
+# Its child would keep the log open, and the machine busy.
+HANGS = (
+    "import subprocess; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    f"{PASSES}\nprint('before', flush=True); time.sleep(60)"
+)
+CRASHES = f"{PASSES}; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+def test_each_part_ends_by_itself_alone_and_leaves_what_it_found(tmp_path, capsys):
+    parts = [
+        stub("passing", f"{PASSES}; {MEASURES}; print('printed')"),
+        stub("hanging", HANGS, seconds=2.0),
+        stub("crashing", CRASHES),
+        stub("raising", "raise ValueError('of its own')"),
+        stub("failing", FAILS),
+        stub("last", PASSES),
+    ]
+    began = time.monotonic()
+    outcomes = hour.run(parts, tmp_path / "new", "cpu", {"torch": "2.x"})
+    assert time.monotonic() - began < 30
+    assert [outcome.status for outcome in outcomes] == [
+        "passed",
+        "hung: ended after 2 s",
+        "crashed: SIGSEGV",
+        "ended with status 1",
+        "FAILED",
+        "passed",
+    ]
+    assert [len(outcome.results) for outcome in outcomes] == [2, 1, 1, 0, 1, 1]
+    folder = tmp_path / "new"
+    left = {f"{part.name}.log" for part in parts} | {"summary.json", "summary.md"}
+    left |= {f"{part.name}.jsonl" for part in parts if part.name != "raising"}
+    assert {path.name for path in folder.iterdir()} == left
+    assert (folder / "passing.log").read_text() == "printed\n"
+    assert "of its own" in (folder / "raising.log").read_text()
+    assert (folder / "hanging.log").read_text() == "before\n"
+    whole = json.loads((folder / "summary.json").read_text())
+    assert whole["environment"] == {"torch": "2.x"}
+    assert [part["name"] for part in whole["parts"]] == [part.name for part in parts]
+    text = (folder / "summary.md").read_text()
+    assert "| hanging | what hanging tells | hung: ended after 2 s |" in text
+    assert "- FAILED: that holds: [1, 2]" in text
+    assert "| speed | 0.9 of copy | 0.98 |" in text
+    assert capsys.readouterr().out.startswith("passing: passed\nhanging: hung")
+
+
+def test_nothing_is_run_behind_a_part_that_ends_the_hour(tmp_path):
+    parts = [stub("first", "sys.exit(3)", ends=True), stub("second", PASSES)]
+    outcomes = hour.run(parts, tmp_path, "cpu", {})
+    assert [one.status for one in outcomes] == ["ended with status 3", "not run: first failed"]
+    assert not (tmp_path / "second.log").exists()
+    parts[0] = stub("first", PASSES, ends=True)
+    assert all(one.passed for one in hour.run(parts, tmp_path, "cpu", {}))
+
+
+def test_another_run_leaves_nothing_of_the_last(tmp_path):
+    hour.run([stub("part", FAILS)], tmp_path, "cpu", {})
+    assert hour.run([stub("part", PASSES)], tmp_path, "cpu", {})[0].passed
+
+
+def test_what_would_end_the_hour_comes_first():
+    names = [part.name for part in PARTS]
+    assert names[:4] == ["start", "races", "capture", "parity"]
+    assert names.index("gpu_tests") < names.index("bandwidth") < names.index("figures")
+    assert [part.name for part in PARTS if part.ends] == ["start"]
+    assert sum(part.seconds for part in PARTS) <= 5400
+
+
+def test_each_test_that_fails_is_reported_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record = Record(tmp_path / "gpu_tests.jsonl")
+    gpu_tests.run(record, CPU)
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    (tests / "conftest.py").write_text("")
+    (tests / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n"
+        "@pytest.mark.gpu\ndef test_b(): assert 1 == 2\ndef test_c(): assert False\n"
+    )
+    gpu_tests.run(record, CPU)
+    lines = [(line["kind"], line["what"]) for line in read(tmp_path / "gpu_tests.jsonl")]
+    assert lines == [
+        ("skipped", "pytest -m gpu"),
+        ("FAILED", "tests/test_it.py::test_b"),
+        ("FAILED", "pytest -m gpu"),
+    ]
+
+
+def run_bench(monkeypatch: Any, *arguments: str) -> list[Any]:
+    """The arguments that the parts would be run with."""
+    runs: list[Any] = []
+    monkeypatch.setattr(hour, "run", lambda *given: runs.append(given) or [])
+    bench.main(list(arguments))
+    return runs
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+def test_parts_are_asked_for_by_name_and_run_in_their_order(monkeypatch, tmp_path):
+    asked = ("--part", "host", "--part", "races")
+    runs = run_bench(monkeypatch, "--device", "cpu", "--first-hour", str(tmp_path), *asked)
+    [(parts, folder, device, about)] = runs
+    assert ([part.name for part in parts], folder, device) == (["races", "host"], tmp_path, "cpu")
+    assert about["torch"] == torch.__version__
+    command = parts[0].arguments(folder, device)
+    assert command[1:] == ["-m", "ampopt.bench.first_hour", "races", str(tmp_path), "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--part", "races"], "--part: names parts of --first-hour DIR"),
+        (["--first-hour", "there", "--part", "none"], "invalid choice: 'none'"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_without_an_accelerator_there_is_nothing_to_find_out(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("ampopt.backend.INTERPRETED", False)
+    before = ampopt.get_backend()
+    with pytest.raises(SystemExit):
+        bench.main(["--device", "cpu", "--first-hour", str(tmp_path / "no")])
+    assert re.search("--first-hour: .*triton backend (needs|cannot)", capsys.readouterr().err)
+    assert ampopt.get_backend() == before
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
+    record = Record(tmp_path / "part.jsonl")
+    record.check("whole", True)
+    record.skip("other", "there is one device")
+    with record.trying("third"):
+        raise KeyError("lr")
+    with (tmp_path / "part.jsonl").open("a") as file:
+        file.write('{"kind": "pas')
+    kinds = [line["kind"] for line in read(tmp_path / "part.jsonl")]
+    assert kinds == ["passed", "skipped", "FAILED"]
+
+
+def test_predictions_are_those_that_are_written():
+    """The last numbers of each cell of the table in ``kernels/RESULTS.md``."""
+    power, found = None, {}
+    for line in RESULTS.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if re.fullmatch(r"(2\^\d+)?", cells[0]) and cells[1:2] and cells[1] in AT_HAND:
+            power = int(cells[0][2:]) if cells[0] else power
+            found[power, cells[1]] = [float(cell.split()[-1]) for cell in cells[3:]]
+    assert len(found) == 9
+    for (power, storage), shares in found.items():
+        wanted = [("detect", False), ("detect", True), ("update", True), ("step", False)]
+        wanted.append(("step", True))
+        told = [predicted(power, storage, name, clipped=clipped) for name, clipped in wanted]
+        assert told == shares, (power, storage)
+    assert predicted(20, "float32", "detect", clipped=False) is None
+    assert predicted(24, "float32", "control", clipped=False) is None
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+def test_parts_pass_where_kernels_are_interpreted(tmp_path, monkeypatch):
+    monkeypatch.setattr(parity, "_SIZES", (1, 3, 40))
+    record = Record(tmp_path / "all.jsonl")
+    try:
+        start.run(record, CPU)
+        races.run(record, CPU)
+        parity.run(record, CPU, ("SGD", "NovoGrad"))
+    finally:
+        ampopt.set_backend("auto")
+    lines = read(tmp_path / "all.jsonl")
+    assert not [line for line in lines if line["kind"] == "FAILED"]
+    assert sum(line["kind"] == "passed" for line in lines) == 3 + 2 + 2 * 10
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
+def test_parity_finds_a_kernel_that_is_wrong(tmp_path, monkeypatch):
+    trained = parity._trained
+
+    def wrong(name: str, backend: str, *given: Any) -> Any:
+        params, scale = trained(name, backend, *given)
+        return [p * (1.01 if backend == "triton" else 1.0) for p in params], scale
+
+    monkeypatch.setattr(parity, "_trained", wrong)
+    monkeypatch.setattr(parity, "_SIZES", (1, 3))
+    record = Record(tmp_path / "parity.jsonl")
+    try:
+        parity.run(record, CPU, ("SGD",))
+    finally:
+        ampopt.set_backend("auto")
+    kinds = {line["what"]: line["kind"] for line in read(tmp_path / "parity.jsonl")}
+    assert kinds["SGD, float32"] == kinds["SGD, float64, shifted"] == "FAILED"
