@@ -13,7 +13,13 @@ from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.replay import Replay, Verdict
-from ampopt.loss_scale.arguments import check_bool, check_scale_number, request_for, successor_of
+from ampopt.loss_scale.arguments import (
+    check_bool,
+    check_scale_number,
+    request_for,
+    rounded,
+    successor_of,
+)
 from ampopt.loss_scale.base import LossScale
 from ampopt.results import StepResult, as_flag, found_behind
 from ampopt_kernels.step import Decision
@@ -165,7 +171,7 @@ def _replayed(
 
     replay = Replay(
         checked,
-        given,
+        rounded(given),
         max_replays=max_replays,
         preserve_rng=preserve_rng,
         devices=dict.fromkeys(p.device for group in groups for p in group["params"]),

@@ -30,6 +30,7 @@ __all__ = [
     "instead_of",
     "no_scale",
     "request_for",
+    "rounded",
     "successor_of",
 ]
 
@@ -242,6 +243,19 @@ class BareScale(AnyScale):
 
     def _unstepped(self) -> Tensor:
         return self._value.clone()
+
+
+def rounded(given: Any) -> Any:
+    """``given`` as a closure gets it: of a number, the float32 that gradients are divided by.
+
+    A closure that multiplies a float64 loss by the scale would see the difference.
+
+    Raises:
+        ValueError: ``given`` is a number that cannot be a scale.
+    """
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        return given
+    return check_scale_number(given)
 
 
 def as_loss_scale(

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.optimizers import HostCounted, Plain, sgd
 from support.training_loops import INF, both_ways, overflow
 from torch import Tensor
@@ -210,6 +212,28 @@ def test_a_closure_is_run_again_under_less_than_one(param, unscales, one):
     assert result.scale.item() == 0.25
     overflow(param)  # and outside of it one stays one, as before
     assert optimizer.unscale_and_step(grads_scaled_by=one).scale.item() == 1.0
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("by_hand", [False, True])
+@given(number=st.sampled_from([3.7, 0.1]) | st.floats(2.0**-20, 2.0**20))
+def test_a_closure_is_handed_the_number_that_gradients_are_divided_by(unscales, by_hand, number):
+    """Which float64 gradients tell from the one that was given, if float32 does not have that."""
+    param = Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    optimizer = sgd(param)
+
+    def closure(scale: Any) -> Any:
+        optimizer.zero_grad()
+        loss = (param * param).sum()
+        (loss * scale if by_hand else ampopt.scale_outputs(loss, scale)).backward()
+        return (loss, *optimizer.unscale(scale)) if unscales else loss
+
+    expected = param.detach() * (1 - 2 * optimizer.param_groups[0]["lr"])
+    if unscales:
+        optimizer.step_after_unscale(closure, current_grad_scale=number)
+    else:
+        optimizer.unscale_and_step(closure, grads_scaled_by=number)
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-14, atol=1e-15)
 
 
 @both_ways
