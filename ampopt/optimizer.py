@@ -73,8 +73,9 @@ class Optimizer(torch.optim.Optimizer):
     :func:`ampopt.scale_outputs` multiplies by and closures are handed: use these, or a number that
     float32 has, where gradients are float64. Every control point returns the scale to use next:
     ``None`` for ``None``, the successor of a ``LossScale``, and for a bare number or tensor, which
-    has no history, a one-element tensor with the number, or half of it, and no less than ``2**-126``,
-    after an overflow; but 1.0, which scales nothing, stays 1.0, except while a closure is replayed.
+    has no history, a one-element tensor with the number, or half of it, and no less than
+    ``2**-126``, after an overflow; but 1.0, which scales nothing, stays 1.0, except while a closure
+    is replayed.
     A bare number never grows again. A gradient is judged after unscaling, in float32 (float64 for
     float64 gradients).
 

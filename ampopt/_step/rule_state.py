@@ -74,6 +74,9 @@ def convert(
     for part in rule.tensor_state_for(flags):
         if (value := state.get(part.name)) is None:
             continue
+        settled = not has_master and part.dtype is None and part.shape is None
+        if settled and value.is_contiguous() and not (value.is_neg() or value.is_conj()):
+            continue
         if has_master or part.dtype is not None:
             value = value.to(_dtype_of(part, torch.float32 if has_master else param.dtype))
         if part.shape is not None:

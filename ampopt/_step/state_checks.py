@@ -6,6 +6,7 @@ and a parameter may be resized between steps, so they are checked whenever rows 
 """
 
 import numbers
+import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ KEYS = "rounding_key"
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+_PLAIN = (Tensor, torch.nn.Parameter)
 _WITH_ADDRESSES = ("cpu", "cuda", "xpu")
 """Types of devices whose ``data_ptr`` is an address in bytes."""
 
@@ -66,21 +68,32 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
                 "states: delete it (del optimizer.state[p]) to begin anew"
             )
         tensors = []
-        if has_master and state.get(MASTER) is not None:
-            check_master(name, param, state[MASTER])
-            tensors.append((MASTER, state[MASTER]))
+        if has_master and (master := state.get(MASTER)) is not None:
+            check_master(name, param, master)
+            tensors.append((MASTER, master))
+        shape, dtype, device = param.shape, param.dtype, param.device
         for part in rule.tensor_state_for(flags):
-            if (value := state.get(part.name)) is not None:
+            if (value := state.get(part.name)) is None:
+                continue
+            # Of hundreds of parameters most states are plain tensors just like them.
+            alike = type(value) is Tensor and type(param) in _PLAIN and part.shape is None
+            if not (
+                alike
+                and value.shape == shape
+                and value.dtype == dtype
+                and value.device == device
+                and value.layout == torch.strided
+            ):
                 _check_tensor(name, param, part.name, value, part)
-                tensors.append((part.name, value))
+            tensors.append((part.name, value))
         for part in rule.scalar_state_for(flags):
             _check_scalar(name, part.name, state.get(part.name))
         _check_scalar(name, KEYS, state.get(KEYS))
-        own = dtensor.local(param)
-        if own.device.type in _WITH_ADDRESSES:
-            memory = written.setdefault(own.device, [])
-            memory.append(_Written.of(name, None, own))
-            memory += [_Written.of(name, key, dtensor.local(value)) for key, value in tensors]
+        if device.type in _WITH_ADDRESSES:
+            memory = written.setdefault(device, [])
+            for key, tensor in ((None, param), *tensors):
+                tensor = dtensor.local(tensor)
+                memory.append((*memory_of(tensor), name, key, tensor))
     for memory in written.values():
         _check_apart(memory)
 
@@ -165,7 +178,9 @@ def _check_spread(what: str, param: Any, value: Any) -> None:
 
 def _check_scalar(name: str, key: str, value: Any) -> None:
     """Refuse the scalar state ``key`` of a parameter unless it is one real number, or ``None``."""
-    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):
+    if value is None or (type(value) is Tensor and not value.ndim and value.is_floating_point()):
+        return
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return
     what = _named(key, name)
     if not isinstance(value, Tensor):
@@ -188,22 +203,11 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
 # --- memory that two tensors share ----------------------------------------------------------------
 
 
-class _Written(NamedTuple):
-    """A tensor that a step writes, and where it is, in bytes."""
+_Written = tuple[int, int, str, str | None, Tensor]
+"""First byte and end of a tensor that a step writes, its parameter, its state (``None`` for the
+parameter itself), and the tensor."""
 
-    start: int
-    end: int
-    param: str
-    state: str | None  # None for the parameter itself
-    tensor: Tensor
-
-    @staticmethod
-    def of(param: str, state: str | None, tensor: Tensor) -> "_Written":
-        return _Written(*memory_of(tensor), param, state, tensor)
-
-    @property
-    def what(self) -> str:
-        return self.param if self.state is None else _named(self.state, self.param)
+_start_of = operator.itemgetter(0)
 
 
 def _check_apart(memory: list[_Written]) -> None:
@@ -212,30 +216,29 @@ def _check_apart(memory: list[_Written]) -> None:
     Two parameters may, of which users know.
     """
     memory.sort(key=_start_of)
-    open_: list[_Written] = []
+    open_: list[_Written] = []  # those that may reach beyond where the next one starts
     reach = 0
     for one in memory:
-        if one.start < reach:
-            open_ = [other for other in open_ if other.end > one.start]
-            for other in open_:
-                if (one.state or other.state) and _meet(one, other):
-                    raise ValueError(
-                        f"{one.what} shares memory with {other.what}, so that updating one would "
-                        "change the other: replace the state by its clone()"
-                    )
-        else:
-            open_ = []
-        if one.end > one.start:
+        start, end, name, state, tensor = one
+        if start >= reach:
+            open_.clear()
+        for _, other_end, other_name, other_state, other in open_:
+            if other_end <= start or state is None is other_state:
+                continue
+            if _meet(tensor, other):
+                what, with_ = (
+                    param if key is None else _named(key, param)
+                    for param, key in ((name, state), (other_name, other_state))
+                )
+                raise ValueError(
+                    f"{what} shares memory with {with_}, so that updating one would change the "
+                    "other: replace the state by its clone()"
+                )
+        if end > start:
             open_.append(one)
-            reach = max(reach, one.end)
+            reach = max(reach, end)
 
 
-def _start_of(one: _Written) -> int:
-    return one.start
-
-
-def _meet(one: _Written, other: _Written) -> bool:
+def _meet(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors whose ranges of memory meet have an element in the same place."""
-    if is_dense(one.tensor) and is_dense(other.tensor):
-        return True
-    return share_memory(one.tensor, other.tensor)
+    return (is_dense(one) and is_dense(other)) or share_memory(one, other)
