@@ -1,4 +1,4 @@
-"""Property tests for optimizers under loss scaling; see ``README.md`` beside this file.
+"""Property tests for optimizers under loss scaling; see ``README.md`` in this folder.
 
 Needs the extra ``testing``: ``python -m pip install "ampopt[testing]"``.
 """
@@ -12,7 +12,8 @@ except ImportError as error:
         "the extra 'testing', as in `python -m pip install \"ampopt[testing]\"`"
     ) from error
 
-# So that a failed assert of the kit shows its values, as one in a test file does.
+# pytest rewrites asserts in test files only, unless it is asked: without this, an assert that fails
+# in one of these modules would not show its values.
 _pytest.register_assert_rewrite(
     *(
         f"ampopt.testing.{name}"

@@ -1,4 +1,4 @@
-"""What should have happened: a plain training of the batches that counted."""
+"""Reference trainings: an optimizer that takes only the steps that should have been applied."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["Beside", "Double", "Plain", "set_learning_rate"]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """As torch's schedulers set it, which write into a tensor where there is one."""
+    """Set the learning rate of every group as torch's schedulers do: in place if it is a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr)
@@ -23,51 +23,51 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 class Beside:
-    """A training that is told what happens, and can go back to any moment.
+    """A reference training that runs in parallel with a test, and can return to an earlier moment.
 
-    It goes back by doing all of it again from the start: what should have happened must not hang
-    on ``state_dict`` or ``deepcopy``, which are to be tested by it.
+    It returns by repeating every call from the start, not by ``state_dict`` or ``deepcopy``: those
+    are what it is used to test.
     """
 
     def __init__(self, begin: Callable[[], Any]) -> None:
-        """``begin`` makes the training, a :class:`Plain` one or one with its methods."""
+        """Call ``begin``, which returns a training with the methods of :class:`Double`."""
         self.begin = begin
         self.training = begin()
         self.happened: list[tuple[str, tuple[Any, ...]]] = []
 
     def tell(self, what: str, *arguments: Any) -> None:
-        """Call the method ``what`` of the training."""
+        """Call the method ``what`` of the training, and record the call."""
         self.happened.append((what, arguments))
         getattr(self.training, what)(*arguments)
 
     @property
     def now(self) -> int:
-        """A moment to go back to."""
+        """The number of calls so far, which is what :meth:`back_to` takes."""
         return len(self.happened)
 
     def back_to(self, moment: int) -> None:
-        """Be as at that moment, which is in the past."""
+        """Return to the state after the first ``moment`` calls."""
         before, self.happened, self.training = self.happened[:moment], [], self.begin()
         for what, arguments in before:
             self.tell(what, *arguments)
 
 
 class Plain:
-    """An optimizer of parameters of its own, which only ever takes ``step()``."""
+    """An optimizer with parameters of its own that is stepped by plain ``step()`` only."""
 
     def __init__(self, make: Any, params: Iterable[Parameter]) -> None:
-        """``make`` makes the optimizer of ``params``."""
+        """Call ``make(params)``, which returns the optimizer."""
         self.params = list(params)
         self.optimizer = make(list(self.params))
 
     def step(self, max_norm: float | None) -> None:
-        """Step with the gradients that are there, clipped to a global norm if one is given."""
+        """Step with the gradients in ``p.grad``, clipped to a global norm if given."""
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.params, max_norm)
         self.optimizer.step()
 
     def call(self, name: str, gradients: Sequence[Blueprint | None] | None) -> None:
-        """A call of the optimizer's own, by name, with these gradients if it takes some."""
+        """Call the optimizer's method ``name``, after setting ``gradients`` if given."""
         if gradients is not None:
             set_gradients(self.params, gradients)
             for p in self.params:
@@ -76,25 +76,25 @@ class Plain:
         getattr(self.optimizer, name)()
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of all groups."""
+        """Set the learning rate of all groups."""
         set_learning_rate(self.optimizer, lr)
 
     def add(self, param: Parameter, lr: float) -> None:
-        """One more parameter, in a group of its own."""
+        """Add a parameter in a group of its own, with learning rate ``lr``."""
         self.params.append(param)
         self.optimizer.add_param_group({"params": [param], "lr": lr})
 
 
 class Double:
-    """The same optimizer in its own dtype, whose gradients were never scaled: the same bits."""
+    """The tested optimizer in its own dtype, on unscaled gradients; the test must agree bitwise."""
 
     def __init__(self, make: Any, params: Sequence[Blueprint]) -> None:
-        """``make`` makes the optimizer that is tested."""
+        """Call ``make`` with fresh parameters built from ``params``."""
         self.plain = Plain(make, (p.parameter() for p in params))
         self.set_learning_rate = self.plain.set_learning_rate
 
     def add(self, param: Blueprint, lr: float) -> None:
-        """One more parameter, in a group of its own."""
+        """Add a parameter in a group of its own, with learning rate ``lr``."""
         self.plain.add(param.parameter(), lr)
 
     def step(
@@ -104,7 +104,14 @@ class Double:
         before: Tensor,
         after: Tensor,
     ) -> None:
-        """A step that began and ended with torch's random state ``before`` and ``after``."""
+        """Take a step, and check that it draws the random numbers that the tested step drew.
+
+        Args:
+            gradients: one blueprint for each parameter, or ``None`` for no gradient.
+            max_norm: the global norm to clip to; ``None`` for no clipping.
+            before: torch's random state before the tested step.
+            after: torch's random state after it.
+        """
         set_gradients(self.plain.params, gradients)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(before)
@@ -113,18 +120,18 @@ class Double:
         assert same, "the step drew other random numbers than a plain one"
 
     def call(self, name: str, gradients: Any, before: Tensor) -> None:
-        """A call of the optimizer's own, which began with torch's random state ``before``."""
+        """Call the optimizer's method ``name`` from torch's random state ``before``."""
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(before)
             self.plain.call(name, gradients)
 
     def check(self, params: Sequence[Parameter], optimizer: Any) -> None:
-        """Parameters are the same bits, and so is each state that both have."""
+        """Compare ``params`` bitwise, and every state tensor that both optimizers have."""
         for i, (p, own) in enumerate(zip(params, self.plain.params, strict=True)):
-            assert_same(bits(p), bits(own), f"parameter {i} beside a plain training")
+            assert_same(bits(p), bits(own), f"parameter {i}, compared with a plain training")
             state, expected = (
                 bits(dict(opt.state.get(of, {})))
                 for opt, of in ((optimizer, p), (self.plain.optimizer, own))
             )
             if state and expected:
-                assert_same(state, expected, f"state of parameter {i} beside a plain training")
+                assert_same(state, expected, f"state {i}, compared with a plain training")

@@ -1,4 +1,4 @@
-"""Tensors, optimizers and random state compared bit by bit: how a test says "nothing changed"."""
+"""Bitwise comparison of tensors, optimizers and random state."""
 
 import ctypes
 import random
@@ -21,13 +21,13 @@ __all__ = [
 ]
 
 _SHOWN = 16
-"""Elements of a tensor that a failure shows."""
+"""How many elements of a tensor a failure message shows."""
 _PLACES = 5
-"""In which results differ, that a failure shows."""
+"""How many of the places that differ a failure message shows."""
 
 
 class Bits(NamedTuple):
-    """A tensor's values as bytes, so that NaN equals itself and -0 is not 0."""
+    """The values of a tensor as bytes: NaN equals NaN, and -0 differs from 0."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,28 +35,28 @@ class Bits(NamedTuple):
 
     @property
     def values(self) -> Tensor:
-        """The elements in order, flat."""
+        """The elements as a flat tensor on the CPU."""
         if not self.data:
             return torch.empty(0, dtype=self.dtype, device="cpu")
         return torch.frombuffer(bytearray(self.data), dtype=self.dtype)
 
     @property
     def shown(self) -> str:
-        """The values, as a failure shows them."""
+        """The values as text, shortened for large tensors."""
         values = self.values
         if len(values) <= _SHOWN:
             return repr(values.view(self.shape).tolist())
         return f"{values[:_SHOWN].tolist()!r} and {len(values) - _SHOWN} more"
 
     def __repr__(self) -> str:
-        """The same, with dtype and shape."""
+        """The values as text, with dtype and shape."""
         return f"<{str(self.dtype).removeprefix('torch.')} {list(self.shape)}: {self.shown}>"
 
 
 def bits(value: Any) -> Any:
-    """``value`` with every tensor in it, however deep, as :class:`Bits`; compare with ``==``.
+    """Return ``value`` with each tensor in it as :class:`Bits`, to be compared with ``==``.
 
-    Synchronizes.
+    Tensors are found in nested mappings, lists and tuples. Synchronizes.
     """
     if isinstance(value, Tensor):
         value = value.detach()
@@ -66,7 +66,7 @@ def bits(value: Any) -> Any:
         plain = value.resolve_conj().resolve_neg().cpu().contiguous()
         if type(plain) is Tensor:
             data = ctypes.string_at(plain.data_ptr(), plain.nbytes)
-        else:  # whose numbers may be elsewhere; refuses a DTensor
+        else:  # the data pointer of a subclass may not lead to its values; a DTensor raises here
             data = bytes(plain.view(-1).view(torch.uint8).tolist())
         return Bits(value.dtype, tuple(value.shape), data)
     if isinstance(value, Mapping):
@@ -77,7 +77,7 @@ def bits(value: Any) -> Any:
 
 
 def group_entries(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The hyperparameters of every group."""
+    """The entries of every param group except its parameters."""
     return [
         {key: bits(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -91,7 +91,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def everything(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All of ``optimizer`` that a skipped step must leave as it was, and the random state."""
+    """All of ``optimizer`` that a skipped step must not change, and the random state, as bits."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     known = set(params)
     return {
@@ -104,17 +104,16 @@ def everything(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def assert_same(actual: Any, expected: Any, what: str) -> None:
-    """Two results of :func:`bits` are equal; else the error names places where they differ.
-
-    Of a tensor, the first element that does.
+    """Check that two results of :func:`bits` are equal.
 
     Args:
-        actual: what there is.
-        expected: what should be.
-        what: begins the message.
+        actual: the result under test.
+        expected: the result to compare with.
+        what: the first words of the error message.
 
     Raises:
-        AssertionError: they differ.
+        AssertionError: they differ. The message names the first places that differ, and in a tensor
+            the first element.
     """
     if actual != expected:
         found = list(_differences(actual, expected, ""))
@@ -156,35 +155,37 @@ def _first_difference(actual: Bits, expected: Bits, where: str) -> str:
 
 @contextmanager
 def assert_bitwise_unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """The block leaves the optimizer as it was, bit for bit.
+    """Check that a ``with`` block leaves an optimizer bitwise unchanged.
 
-    That is: parameters, the state of each of them, the entries of param groups, and the random
-    state of torch's CPU generator and of Python's ``random``. Gradients are free to change. State
-    that was missing before, and the block makes, is a change. Synchronizes.
+    That covers parameters, their state, the entries of param groups, and the random state of
+    torch's CPU generator and of Python's ``random``. Gradients may change. Creating state counts as
+    a change, so take one step first. Synchronizes.
 
     Example:
         >>> with assert_bitwise_unchanged(optimizer):  # doctest: +SKIP
         ...     train_step(batch_that_overflows)
 
     Args:
-        optimizer: any of torch's or ours.
+        optimizer: any ``torch.optim.Optimizer``.
 
     Raises:
-        AssertionError: something changed; the message names each entry, old value and new.
+        AssertionError: something changed. The message names the first entries that differ, with
+            their new and old values.
     """
     before = everything(optimizer)
     yield
-    assert_same(everything(optimizer), before, "what was to stay as it was has changed")
+    assert_same(everything(optimizer), before, "the block changed what it must leave unchanged")
 
 
 def assert_close(actual: Tensor, expected: Tensor, *, ulps: float = 8.0, size: float = 0.0) -> None:
-    """``actual`` is within a few units in the last place of ``expected``, on whatever devices.
+    """Check that ``actual`` is within a few ulps of ``expected``. The devices may differ.
 
     Args:
-        actual: a tensor.
-        expected: of the same dtype and shape.
-        ulps: units in the last place of the largest magnitude that went into an element.
-        size: that magnitude, where it is more than the element's own: sums cancel.
+        actual: the tensor under test.
+        expected: a tensor of the same dtype and shape.
+        ulps: the tolerance, in units in the last place of the larger of the element and ``size``.
+        size: the largest magnitude that went into an element, where cancellation makes the element
+            itself smaller.
     """
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape

@@ -1,7 +1,7 @@
-"""What examples are made of: small immutable descriptions of tensors, scales and trainings.
+"""Blueprints: small immutable descriptions of tensors, loss scales and trainings.
 
-A blueprint builds a fresh tensor, or a fresh scale, each time it is asked, so that one example can
-run the same training twice and compare. Its ``repr`` is code that makes it again.
+Each call of a blueprint's method builds a fresh tensor, parameter or scale, so that a test can run
+one example twice and compare. The ``repr`` of a blueprint is code that makes it again.
 """
 
 import functools
@@ -24,7 +24,7 @@ Layout = Literal[
 
 
 class _Code:
-    """A dataclass that is shown as the code that makes it, without what has its default."""
+    """Base of dataclasses whose ``repr`` is the call that makes them, without default arguments."""
 
     def _given(self) -> list[tuple[str, Any]]:
         every = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ class _Code:
         return f"{type(self).__name__}({shown})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What Hypothesis shows."""
+        """Print for Hypothesis, over several lines if needed."""
         name = type(self).__name__
         with printer.group(len(name) + 1, f"{name}(", ")"):
             for index, (key, value) in enumerate(self._given()):
@@ -48,16 +48,17 @@ class _Code:
 
 @dataclass(frozen=True, repr=False)
 class Blueprint(_Code):
-    """A tensor to build: as often as wanted, the same bits in the same layout each time.
+    """Description of a tensor: every tensor built from it has the same bits and the same layout.
 
     Attributes:
-        shape: of the tensor.
-        numbers: its elements in order, over and over if there are fewer than elements.
-        dtype: of the tensor.
-        layout: how it lies in memory. ``"expanded"``: the last dimension is one element, seen
-            often. ``"sparse"`` and ``"duplicated"``: a sparse COO tensor of rows, for gradients;
-            with ``"duplicated"`` each row comes twice, as two halves to be added up.
-        spots: ``(index, value)`` of elements that differ from ``numbers``.
+        shape: shape of the tensor.
+        numbers: elements in row-major order, repeated if there are fewer than the tensor has.
+        dtype: dtype of the tensor.
+        layout: memory layout. ``"strided"`` has a gap after each element. ``"expanded"`` has stride
+            0 in the last dimension. ``"sparse"`` and ``"duplicated"`` are sparse COO gradients, one
+            index for each row; with ``"duplicated"`` each index occurs twice with half of the row,
+            so it is not coalesced.
+        spots: ``(index, value)`` pairs that replace single elements of ``numbers``, by flat index.
     """
 
     shape: tuple[int, ...]
@@ -68,7 +69,7 @@ class Blueprint(_Code):
 
     @property
     def numel(self) -> int:
-        """How many elements there are."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @functools.cached_property
@@ -81,20 +82,20 @@ class Blueprint(_Code):
         return values.to(self.dtype).reshape(self.shape)
 
     def tensor(self, scale: float = 1.0) -> Tensor:
-        """A fresh tensor, times ``scale`` in its own dtype."""
+        """Build a tensor, multiplied by ``scale`` in its own dtype."""
         plain = self._contiguous.to(torch.get_default_device(), copy=True)
         if scale != 1:
-            # Part by part, as the product of a complex number and a real one loses signs of zeros.
+            # Scale real and imaginary parts separately: complex times real loses signs of zeros.
             (torch.view_as_real(plain) if self.dtype.is_complex else plain).mul_(scale)
         return _laid_out(plain, self.layout)
 
     def parameter(self) -> Parameter:
-        """A fresh parameter."""
+        """Build a parameter."""
         return Parameter(self.tensor())
 
 
 def _laid_out(plain: Tensor, layout: Layout) -> Tensor:
-    """The values of ``plain``, in memory as ``layout`` says."""
+    """Return the values of ``plain`` in the memory layout that ``layout`` names."""
     if layout == "transposed":
         return plain.mT.contiguous().mT
     if layout == "strided":
@@ -117,12 +118,12 @@ def _laid_out(plain: Tensor, layout: Layout) -> Tensor:
 def set_gradients(
     params: Iterable[Parameter], step: Iterable[Blueprint | None], scale: float = 1.0
 ) -> None:
-    """Give each parameter its gradient times ``scale``, fresh, in the gradient's own layout.
+    """Set ``p.grad`` of each parameter to a new tensor, multiplied by ``scale``.
 
     Args:
-        params: the parameters.
-        step: for each of them the gradient's blueprint, or ``None``.
-        scale: a factor.
+        params: parameters.
+        step: one blueprint for each parameter, or ``None`` for no gradient.
+        scale: the loss scale that the gradients are multiplied by.
     """
     for p, grad in zip(params, step, strict=True):
         p.grad = None if grad is None else grad.tensor(scale)
@@ -130,13 +131,19 @@ def set_gradients(
 
 @dataclass(frozen=True, repr=False)
 class Scale(_Code):
-    """A loss scale to build, of the ``kind`` that is named, and the ``number`` it stands for."""
+    """Description of a loss scale.
+
+    Attributes:
+        kind: what ``grads_scaled_by`` gets: ``None``, a number, a 0-d tensor, a tensor of shape
+            ``[1]``, a :class:`~ampopt.StaticLossScale` or a :class:`~ampopt.DynamicLossScale`.
+        number: the value of the scale.
+    """
 
     kind: Literal["none", "number", "tensor", "vector", "static", "dynamic"]
     number: float = 1.0
 
     def make(self) -> Any:
-        """What to pass as ``grads_scaled_by``."""
+        """Build the scale, to be passed as ``grads_scaled_by``."""
         made: dict[str, Any] = {
             "none": lambda: None,
             "number": lambda: self.number,
@@ -150,13 +157,13 @@ class Scale(_Code):
 
 @dataclass(frozen=True, repr=False)
 class History(_Code):
-    """Parameters and the gradients of several steps, some of them spoiled.
+    """Description of a training: its parameters, and their gradients in every step.
 
     Attributes:
-        params: blueprints.
-        steps: for each step, a gradient or ``None`` for each parameter.
-        overflows: for each step, whether it has a non-finite gradient.
-        groups: positions at which another group of parameters begins.
+        params: blueprints of the parameters.
+        steps: for each step, a tuple with one gradient blueprint or ``None`` for each parameter.
+        overflows: for each step, whether one of its gradients is non-finite.
+        groups: indices of the parameters that begin a further param group.
     """
 
     params: tuple[Blueprint, ...]
@@ -165,11 +172,11 @@ class History(_Code):
     groups: tuple[int, ...] = ()
 
     def build(self) -> list[Parameter]:
-        """Fresh parameters."""
+        """Build the parameters."""
         return [p.parameter() for p in self.params]
 
     def grouped(self, params: Sequence[Any]) -> list[Any]:
-        """``params`` as they are given to an optimizer: a list, or groups."""
+        """Return ``params`` as an optimizer's constructor takes them: a list, or param groups."""
         if not self.groups:
             return list(params)
         bounds = [0, *self.groups, len(params)]
@@ -182,7 +189,7 @@ class History(_Code):
 
     @property
     def size(self) -> str:
-        """How large an example this is, in words."""
+        """The size of the example as text: ``"2 parameters, 3 elements, 1 step"``."""
 
         def counted(n: int, what: str) -> str:
             return f"{n} {what}{'' if n == 1 else 's'}"

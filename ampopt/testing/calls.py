@@ -1,4 +1,4 @@
-"""Invariants: what each call does, beside whatever else a training loop calls."""
+"""Invariants of single calls: order, learning rates, gradients, and use under a GradScaler."""
 
 import copy
 import warnings
@@ -28,9 +28,10 @@ class Calls(Claims):
 
     @invariant(claim="plain_steps", history=ending_well)
     def test_calls_out_of_order_are_refused(self, make: Any, history: History) -> None:
-        """Unscaling twice, stepping on nothing or saving between is an error that changes nothing.
+        """Unscaling twice, stepping with nothing unscaled and saving in between raise errors.
 
-        Gradients unscaled twice are 65536 times too small, and look like a bad learning rate.
+        They change nothing. Gradients that are unscaled twice are 65536 times too small, and look
+        like a bad learning rate.
         """
         trained = start(make, history)
         *before_last, last = history.steps
@@ -59,10 +60,10 @@ class Calls(Claims):
     def test_zero_grad_discards_what_was_unscaled(
         self, make: Any, history: History, way: str
     ) -> None:
-        """After ``zero_grad()``, a pending unscale is forgotten, its flag included.
+        """After ``zero_grad()``, a pending unscale and its overflow flag are forgotten.
 
-        So a step can be dropped on purpose. A flag that stays skips the next batch for an overflow
-        of the last one; a pending unscale that stays makes the next iteration an error.
+        So a step can be dropped on purpose. If the flag stayed, the next batch would be skipped for
+        the overflow of the last one; if the pending state stayed, the next iteration would raise.
         """
         dropped = start(make, history)
         for step in history.steps:
@@ -77,7 +78,7 @@ class Calls(Claims):
 
     @invariant(claim="plain_steps", history=finite)
     def test_step_after_unscale_may_be_step(self, make: Any, history: History) -> None:
-        """Plain ``step()`` after ``unscale`` steps with the gradients as they are, and ends it."""
+        """Plain ``step()`` after ``unscale`` applies the gradients and ends the pending state."""
         trained = start(make, history)
         for step in history.steps:
             set_gradients(trained.params, step, 4.0)
@@ -88,9 +89,10 @@ class Calls(Claims):
 
     @invariant(claim="plain_steps", history=finite, way=ways)
     def test_a_dynamic_scale_is_used_once(self, make: Any, history: History, way: str) -> None:
-        """Stepping twice with the same dynamic scale is an error: its successor was not rebound.
+        """Stepping twice with the same dynamic scale raises: the loop ignored the returned scale.
 
-        The scale of such a loop never changes, so it either skips every step or loses gradients.
+        The scale of such a loop never changes, so it either skips every step or lets gradients
+        underflow.
         """
         trained = start(make, history)
         step, scale = history.steps[0], ampopt.DynamicLossScale(init_scale=2.0)
@@ -105,8 +107,8 @@ class Calls(Claims):
     def test_a_step_leaves_gradients_alone(self, make: Any, history: History) -> None:
         """``step_after_unscale`` writes to no ``p.grad``.
 
-        Gradients are looked at after the step, logged and accumulated. A step that adds weight
-        decay to them in place adds it again with the next micro-batch.
+        Gradients are logged and accumulated after the step. A step that adds weight decay to them
+        in place adds it again with the next micro-batch.
         """
         trained = start(make, history)
         for step in history.steps:
@@ -129,10 +131,10 @@ class Calls(Claims):
     def test_a_new_learning_rate_is_that_of_the_next_step(
         self, make: Any, history: History, at: int, lr: float, way: str
     ) -> None:
-        """A changed ``group["lr"]`` is what the next step goes by, as if made with it.
+        """After a change of ``group["lr"]`` the next step uses the new value.
 
-        Schedulers write there. An optimizer that keeps what it was made with does not warm up and
-        does not decay, and only its loss curve says so.
+        Schedulers write there. An optimizer that keeps the rate of its constructor neither warms up
+        nor decays, and only the loss curve shows it.
         """
         at %= len(history.steps)
         changed, remade = start(make, history), start(make, history)
@@ -163,7 +165,8 @@ class Calls(Claims):
     ) -> None:
         """A parameter in a group of its own trains with that group's learning rate.
 
-        Lower rates for pretrained layers are lost where a step reads the first group's for all.
+        A step that reads the first group's rate for all parameters ignores the lower rates that
+        fine-tuning sets for pretrained layers.
         """
         params = history.build()
         together = make([{"params": [p], "lr": lr} for p, lr in zip(params, lrs, strict=False)])
@@ -182,11 +185,11 @@ class Calls(Claims):
     def test_a_learning_rate_of_zero_moves_nothing(
         self, make: Any, history: History, way: str
     ) -> None:
-        """With ``group["lr"] = 0``, as in the first step of a warm-up, no parameter moves."""
+        """With ``group["lr"] = 0``, as in the first step of a warm-up, no parameter changes."""
         trained = start(make, history)
         for group in trained.optimizer.param_groups:
             group["lr"] = 0.0
-        # As numbers: a difference of -0 and 0 is no move.
+        # Compared as numbers, not bitwise: 0 becoming -0 is not a move.
         before = [p.detach().clone() for p in trained.params]
         for step in history.steps:
             step_by(trained, step, 2.0, way)
@@ -194,7 +197,7 @@ class Calls(Claims):
             moved = (p.detach() != old).sum().item()
             assert not moved, f"{moved} of the {p.numel()} elements of parameter {i} moved"
 
-    # --- beside other code -----------------------------------------------------------------------
+    # --- other loops -----------------------------------------------------------------------------
 
     @invariant(
         claim=("plain_steps", "grad_scaler", "dense_gradients"),
@@ -205,17 +208,17 @@ class Calls(Claims):
     def test_a_loop_for_grad_scaler_gives_the_same(
         self, make: Any, history: History, unscale_first: bool, exponent: int
     ) -> None:
-        """Stepped by ``torch.amp.GradScaler`` it trains as by its own control points.
+        """``torch.amp.GradScaler`` and the optimizer's own methods give the same bits.
 
-        So a loop may be ported one line at a time, and a framework that brings its own scaler can
-        be left as it is.
+        So a loop can be ported line by line, and a framework that brings its own scaler needs no
+        change.
         """
-        # A GradScaler has no floor, and looks at gradients without elements.
+        # torch's scaler also counts steps whose gradients have no elements, and has no min_scale.
         assume(all(any(g and g.numel for g in step) for step in history.steps))
         settings: Any = {"init_scale": 2.0**exponent, "growth_interval": 2}
         scaled = start(make, history)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch says of a scheduler is no matter here
+            warnings.simplefilter("ignore")  # torch's warnings are not the subject of this test
             scaler = torch.amp.GradScaler("cpu", **settings)
             scaler.scale(torch.zeros(()))
         scale: Any = ampopt.DynamicLossScale(**settings)
@@ -235,13 +238,14 @@ class Calls(Claims):
     def test_no_control_point_waits_for_the_device(
         self, make: Any, history: History, way: str
     ) -> None:
-        """Once it has made its first step, an optimizer never has the host look at a tensor.
+        """From the second step on, an optimizer's methods never synchronize.
 
-        Each look makes the host wait for the device, and the device then for the host.
+        A synchronization stalls the host until the device is done, and then the device until the
+        host has queued more work.
         """
         with as_on_a_device():
             trained = start(make, replace(history, steps=history.steps[:1]))
-            set_gradients(trained.params, history.steps[-1])  # which has all the gradients
+            set_gradients(trained.params, history.steps[-1])  # the step with all gradients
             WAYS[way](trained.optimizer, 2.0)
             scale: Any = ampopt.DynamicLossScale(init_scale=2.0)
             for step in history.steps:
@@ -255,7 +259,7 @@ class Calls(Claims):
     ) -> None:
         """``StaticLossScale(drop_overflow_update=False)`` steps whatever the gradients are.
 
-        Its result says that the gradients were not finite, and that the step was not skipped.
+        The result reports that the gradients were non-finite, and that the step was not skipped.
         """
         trained = start(make, history)
         scale = ampopt.StaticLossScale(2.0, drop_overflow_update=False)

@@ -21,18 +21,18 @@ from ampopt.testing.windows import Windows
 __all__ = ["Changes", "kinds"]
 
 kinds = st.sampled_from(["number", "tensor", "static", "dynamic", "none"])
-"""Of scales."""
+"""Strategy of the kinds of loss scale; see :meth:`Changes.use_scale`."""
 
 
 class Saved(NamedTuple):
-    """A checkpoint.
+    """A checkpoint of the training and of the machine's own records.
 
     Attributes:
-        optimizer: its state, as a file has it.
-        params: copies.
-        scale: the scale, and the account of it.
-        moment: of the training beside.
-        mode: of the optimizer.
+        optimizer: the optimizer's state dict, as the bytes of a file.
+        params: copies of the parameters.
+        scale: kind of scale, the scale, its expected number, and the finite steps since it changed.
+        moment: position in the reference training; see :meth:`Beside.back_to`.
+        mode: mode of the optimizer, one of ``Claims.modes``.
     """
 
     optimizer: bytes
@@ -43,7 +43,7 @@ class Saved(NamedTuple):
 
 
 class Changes(Windows):
-    """The machine with all of its calls."""
+    """The state machine with all of its calls."""
 
     saved: Saved | None = None
 
@@ -55,7 +55,7 @@ class Changes(Windows):
         on_device: bool,
         kind: str,
     ) -> None:
-        """With a scale, and a checkpoint to go back to."""
+        """Start a training with a loss scale of 2, and save a checkpoint if those are claimed."""
         super().begin_with(make, beside, params, on_device)
         self.use_scale(kind, 2.0)
         if self.claims.checkpoints:
@@ -65,11 +65,11 @@ class Changes(Windows):
     @rule(kind=kinds, number=st.sampled_from([2.0, 4.0]))
     @call
     def scale_by(self, kind: str, number: float) -> None:
-        """Go on with another scale."""
+        """Continue with another scale."""
         self.use_scale(kind, number)
 
     def use_scale(self, kind: str, number: float) -> None:
-        """And remember which."""
+        """Make a scale of ``kind``, and record what it is expected to be."""
         self.kind = "number" if kind == "tensor" else kind
         self.number, self.finite = 1.0 if kind == "none" else number, 0
         made: dict[str, Any] = {
@@ -86,7 +86,7 @@ class Changes(Windows):
     @rule(lr=st.sampled_from([0.25, 0.03125]))
     @call
     def set_learning_rate(self, lr: float) -> None:
-        """As schedulers do."""
+        """Set the learning rate of all groups, as schedulers do."""
         set_learning_rate(self.optimizer, lr)
         self.beside.tell("set_learning_rate", lr)
 
@@ -94,7 +94,10 @@ class Changes(Windows):
     @rule(lr=st.sampled_from([0.5, 0.125]))
     @call
     def set_learning_rate_tensor(self, lr: float) -> None:
-        """One tensor for all groups, and another one each time; beside it is a number."""
+        """Set a new tensor as the learning rate of all groups.
+
+        The reference training gets the number.
+        """
         tensor = torch.tensor(lr)
         for group in self.optimizer.param_groups:
             group["lr"] = tensor
@@ -102,29 +105,29 @@ class Changes(Windows):
 
     @property
     def takes_tensors(self) -> bool:
-        """Whether a learning rate may be one."""
+        """Whether the optimizer takes tensors as learning rates."""
         claimed = self.claims.tensor_learning_rates
         is_rule = isinstance(self.optimizer, ampopt.ElementwiseOptimizer)
         return is_rule if claimed is None else claimed
 
-    # --- calls of its own ------------------------------------------------------------------------
+    # --- further methods -------------------------------------------------------------------------
 
     def switch_to(self, mode: str) -> None:
-        """Call what switches the mode."""
+        """Call the optimizer's method that switches to ``mode``."""
         before = torch.get_rng_state()
         getattr(self.optimizer, mode)()
         self.mode = mode
         self.beside.tell("call", mode, None, before)
 
     def call_own(self, name: str) -> None:
-        """Call another of its methods, with the gradients that there are if it takes a scale."""
+        """Call a method of ``Claims.calls``, with the present gradients if it takes a scale."""
         method, before = getattr(self.optimizer, name), torch.get_rng_state()
         if "grads_scaled_by" not in inspect.signature(method).parameters:
             method()
             self.beside.tell("call", name, None, before)
             return
         if self.kind == "none" and (self.overflows or not any(self.held)):
-            return  # nothing is checked
+            return  # without a scale nothing is checked, and the result would be undefined
         result = method(grads_scaled_by=self.scale)
         held = tuple(self.held)
         happened = functools.partial(self.beside.tell, "call", name, held, before)
@@ -136,7 +139,7 @@ class Changes(Windows):
     @rule(go_on_with_it=st.booleans())
     @call
     def save(self, go_on_with_it: bool) -> None:
-        """For later, or to go on with at once, gradients included, with a new optimizer."""
+        """Save a checkpoint; with ``go_on_with_it``, load it into a new optimizer at once."""
         self.saved = self.checkpoint()
         if go_on_with_it:
             groups = [{"params": group["params"]} for group in self.optimizer.param_groups]
@@ -147,7 +150,7 @@ class Changes(Windows):
     @rule()
     @call
     def load(self) -> None:
-        """Go back to what was saved, with the optimizer that there is."""
+        """Load the checkpoint into the present optimizer and the reference training."""
         assert self.saved is not None
         with torch.no_grad():
             for p, old in zip(self.params, self.saved.params, strict=True):
@@ -158,19 +161,19 @@ class Changes(Windows):
 
     @property
     def may_load(self) -> bool:
-        """There is a checkpoint of as many groups."""
+        """Whether there is a checkpoint with as many groups as the optimizer has now."""
         saved = self.saved
         return saved is not None and len(saved.params) == len(self.params) and self.is_idle
 
     def checkpoint(self) -> Saved:
-        """All that there is to save."""
+        """Copy all that a training saves."""
         params = [p.detach().clone() for p in self.params]
         scale = self.kind, copy.deepcopy(self.scale), self.number, self.finite
         state = written(self.optimizer.state_dict())
         return Saved(state, params, scale, self.beside.now, self.mode)
 
     def restore(self, saved: Saved) -> None:
-        """Optimizer and scale."""
+        """Load the optimizer's state and the scale."""
         self.optimizer.load_state_dict(loaded(saved.optimizer))
         self.kind, scale, self.number, self.finite = saved.scale
         self.mode = saved.mode
@@ -184,14 +187,14 @@ class Changes(Windows):
     @rule()
     @call
     def deepcopy(self) -> None:
-        """Go on with a copy, gradients included."""
+        """Continue with a deep copy of parameters and optimizer; gradients are carried over."""
         gradients = [p.grad for p in self.params]
         self.params, self.optimizer = copy.deepcopy((self.params, self.optimizer))
         for p, grad in zip(self.params, gradients, strict=True):
             p.grad = grad
 
     def add_group_of(self, param: Blueprint, lr: float) -> None:
-        """One more parameter, in a group of its own."""
+        """Add a parameter in a group of its own, with learning rate ``lr``."""
         self.params.append(param.parameter())
         self.optimizer.add_param_group({"params": [self.params[-1]], "lr": lr})
         self.beside.tell("add", param, lr)

@@ -1,4 +1,4 @@
-"""What a contract's class says of its optimizer, and how its invariants become tests."""
+"""The claims of a contract class, and how its invariants become tests."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ from ampopt.testing.device import as_on_a_device
 __all__ = ["Claims", "Make", "apart", "check_claims", "invariant", "maker", "settings_of"]
 
 Make = Callable[[Any], Any]
-"""Makes the optimizer of parameters or groups."""
+"""Function from parameters or param groups to the optimizer."""
 
 _SNIPPET = """\
 To run this example again, put it beside {cls}:
@@ -43,9 +43,10 @@ def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Callable[[Any],
     """Mark a method ``test(self, make, **arguments)`` as an invariant of optimizers.
 
     Args:
-        claim: attributes of the contract; where one is false, the test is reported as not claimed.
-        arguments: for each argument, a function of the contract's class that gives the strategy to
-            draw it from.
+        claim: names of attributes of :class:`Claims`. Where one of them is false, the test is
+            reported as skipped, "not claimed".
+        arguments: for each argument of the method, a function from the contract class to the
+            Hypothesis strategy that draws it.
     """
     claims = (claim,) if isinstance(claim, str) else claim
 
@@ -57,50 +58,65 @@ def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Callable[[Any],
 
 
 class Claims:
-    """What is claimed of an optimizer: each attribute may be set in a subclass.
+    """What a contract class claims that its optimizer supports.
 
-    An invariant that needs what is not claimed is in pytest's report as skipped, "not claimed: ..."
-    and the attribute's name.
+    A claim is a class attribute that a subclass may override. An invariant that depends on a false
+    claim is skipped, and pytest reports it as "not claimed: ..." with the attribute's name. Each
+    claim is listed with its type, its default, and what is tested if it is true or set.
 
     Attributes:
-        options: a strategy of keyword arguments that ``make`` is given, for an optimizer to be
-            tested with any of its hyperparameters; ``None`` for none.
-        shapes: a strategy of shapes that parameters may have.
-        dtypes: that parameters may have, in every invariant.
-        half_precision: bfloat16 and float16, whichever the optimizer takes parameters of.
-        complex_parameters: it takes complex64.
-        dense_gradients: it takes ordinary gradients.
-        sparse_gradients: it takes sparse COO gradients.
-        plain_steps: it steps without a closure.
-        closures: it steps with one.
-        any_layout: parameters and gradients may be transposed, strided or channels-last.
-        layout_changes_no_bit: in whatever layout, a step gives the same bits; not so where it takes
-            norms or sums, in the order that elements lie in.
-        several_groups: it takes several param groups.
-        continuous: a step changes little where gradients change little, so that rounding errors do
-            not decide where a training goes; not so where it takes signs, rounds coarsely or draws
-            random numbers.
-        independent_parameters: what happens to a parameter depends on no other one, so that neither
-            their order nor their groups matter.
-        zero_lr_is_still: with a learning rate of 0 no parameter moves.
-        finite_steps: steps with finite gradients leave parameters finite.
-        tensor_learning_rates: the learning rate of a group may be a tensor, and a new one each
-            step; ``None`` for what its kind does: a rule takes them.
-        modes: names of methods that switch its mode, such as ``("train", "eval")``. It begins in
-            the first, and in another a step is a ``RuntimeError``.
-        calls: names of further methods that a training calls, such as ``"update_hessian"``. One
-            that takes ``grads_scaled_by`` is called with gradients, and has to be skipped as a step
-            is and to return the flag and the next scale; without it, it does the same with
-            gradients that carry no scale. Others are called with nothing.
-        leaves_gradients: a step writes to no ``p.grad``.
-        checkpoints: ``state_dict`` holds all there is, and ``torch.load`` takes it by default.
-        deepcopies: ``copy.deepcopy`` of optimizer and parameters works.
-        grad_scaler: ``torch.amp.GradScaler`` may step it.
-        accumulates: what ``accumulate`` adds up may stand for the gradients of a step.
-        sync_free: on a device its control points never wait for it.
-        on_device: examples are run as on the CPU (``False``) and as on a device (``True``); see
-            :func:`ampopt.testing.as_on_a_device`.
-        settings: Hypothesis settings in place of those of the profile; ``None`` for the profile's.
+        options (strategy or None, default None): a strategy of keyword arguments for ``make``.
+            Every invariant is tested with options drawn from it.
+        shapes (strategy, default ``strategies.shapes(boundaries=(64, 1024))``): a strategy of the
+            parameters' shapes.
+        dtypes (tuple of dtypes, default float32 and float64): dtypes of parameters in every
+            invariant.
+        half_precision (tuple of dtypes, default empty): any of bfloat16 and float16. Parameters of
+            these dtypes train under a scale as without one.
+        complex_parameters (bool, default False): complex64 parameters train under a scale.
+        dense_gradients (bool, default True): gradients are strided tensors. If false, every
+            gradient is a sparse COO tensor.
+        sparse_gradients (bool, default False): sparse COO gradients are accepted, also uncoalesced.
+        plain_steps (bool, default True): the optimizer steps without a closure.
+        closures (bool, default True): the optimizer steps with a closure, which is run again with a
+            lower scale while its gradients overflow.
+        any_layout (bool, default True): parameters and gradients may be transposed, strided or
+            channels-last.
+        layout_changes_no_bit (bool, default True): a step gives the same bits in every layout. Set
+            it to False if the step computes norms or sums in memory order.
+        several_groups (bool, default True): the optimizer takes several param groups.
+        continuous (bool, default True): small changes of gradients change a step little, so
+            training in the parameter's dtype stays near a float64 reference. Set it to False if the
+            step uses signs, rounds coarsely or draws random numbers.
+        independent_parameters (bool, default True): the update of a parameter depends on no other
+            parameter, nor on the order of parameters and groups.
+        zero_lr_is_still (bool, default True): with a learning rate of 0 no parameter changes.
+        finite_steps (bool, default True): steps with finite gradients leave parameters finite.
+        tensor_learning_rates (bool or None, default None): ``group["lr"]`` may be a tensor, and
+            another one in each step. ``None`` means True for subclasses of
+            :class:`ampopt.ElementwiseOptimizer`, else False.
+        modes (tuple of str, default empty): names of methods that switch the optimizer's mode, such
+            as ``("train", "eval")``. The optimizer starts in the first. In any other mode a step
+            must raise ``RuntimeError`` and change nothing, and a checkpoint must keep the mode.
+        calls (tuple of str, default empty): names of further methods that a training calls between
+            steps, such as ``"update_hessian"``. A method with a parameter ``grads_scaled_by`` is
+            called while gradients are present: it must return ``(found_inf, scale)``, change
+            nothing if gradients overflow, and otherwise do what it does without a scale on unscaled
+            gradients. Other methods are called without arguments.
+        leaves_gradients (bool, default True): ``step_after_unscale`` does not write to ``p.grad``.
+        checkpoints (bool, default True): ``state_dict`` holds the whole state, and ``torch.load``
+            reads it with its default, ``weights_only=True``.
+        deepcopies (bool, default True): ``copy.deepcopy`` of optimizer and parameters trains like
+            the original.
+        grad_scaler (bool, default True): ``torch.amp.GradScaler`` may step the optimizer.
+        accumulates (bool, default True): a step on gradients that ``accumulate`` summed equals a
+            step on their sum in ``p.grad``.
+        sync_free (bool, default False): from the second step on, an accelerator's tensors are
+            stepped without synchronization.
+        on_device (tuple of bool, default ``(False, True)``): examples run as on the CPU (False),
+            and as on an accelerator (True); see :func:`ampopt.testing.as_on_a_device`.
+        settings (hypothesis.settings or None, default None): Hypothesis settings of this class.
+            ``None`` means the active profile's.
     """
 
     options: ClassVar[st.SearchStrategy[dict[str, Any]] | None] = None
@@ -134,37 +150,42 @@ class Claims:
 
     @pytest.fixture(autouse=True)
     def _summed_up(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        """What fails is told once more at the end of pytest's report."""
+        """Record a failure for the summary at the end of pytest's report."""
         yield
         if self.failure is not None:
             failures.summary_of(request.config).note(type(self).__name__, self.failure)
 
     def make(self, params: Any) -> Any:
-        """The optimizer of ``params``, which is what any torch optimizer takes.
+        """Return the optimizer to test. Every contract class must override this method.
 
         Args:
-            params: a list of parameters, or of groups.
+            params: a list of parameters, or of param groups, as any torch optimizer takes.
         """
         raise NotImplementedError(f"define make(self, params) in {type(self).__name__}")
 
     def reference(self, params: Any, **options: Any) -> torch.optim.Optimizer:
-        """An optimizer to trust, of float64 ``params``, that should end where yours does.
+        """Return an optimizer of float64 ``params`` that you trust, to compare with.
 
-        **Without it, wrong mathematics passes**: by default it is yours, as ``make`` makes it, and
-        only what float32 and a sequence of calls do to it is seen. Another implementation shows
-        more, such as torch's where yours is a faster one, or ten lines without a kernel. Only
-        ``step()``, ``add_param_group``, ``modes`` and ``calls`` are called, and ``lr`` of its
-        groups is set.
+        **Without an override, wrong mathematics passes**: by default this is the optimizer that
+        ``make`` returns, so only errors of its own dtype and of call sequences are found. Return
+        another implementation to find more: torch's, if yours is a faster version of it, or ten
+        lines in a loop over parameters. Only ``step()``, ``add_param_group`` and the methods in
+        ``modes`` and ``calls`` are called, and ``lr`` of its groups is set.
 
         Args:
-            params: a list of parameters, or of groups.
-            options: those that ``make`` was given.
+            params: a list of parameters, or of param groups.
+            options: the keyword arguments that ``make`` got.
         """
         return self.make(params, **options)
 
     @classmethod
     def histories(cls, **changed: Any) -> st.SearchStrategy[History]:
-        """Histories of parameters and gradients that the optimizer claims to take."""
+        """Strategy of trainings within what the class claims.
+
+        Args:
+            changed: arguments of :func:`ampopt.testing.strategies.histories` that override the
+                claims.
+        """
         settings: dict[str, Any] = {
             "dtypes": cls.dtypes,
             "of_shapes": cls.shapes,
@@ -175,17 +196,20 @@ class Claims:
         return strategies.histories(**{**settings, **changed})
 
     def replay(self, test: str, **arguments: Any) -> None:
-        """Run one invariant on one example, as a failure prints it.
+        """Run one invariant on one example; a failure prints the call.
 
         Args:
-            test: the name of the invariant.
-            arguments: its example.
+            test: name of the invariant.
+            arguments: the example.
         """
         claims, _ = _marked(type(self), test)._invariant
         _run(self, _marked(type(self), test), claims, **arguments)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make a test of each invariant, a new one for each class, as Hypothesis wants it."""
+        """Replace each invariant by a test that draws its arguments.
+
+        Hypothesis needs a new test function for each class.
+        """
         super().__init_subclass__(**kwargs)
         for name in dir(cls):
             body = _marked(cls, name)
@@ -194,7 +218,7 @@ class Claims:
 
 
 def _marked(cls: type, name: str) -> Any:
-    """The invariant that the method ``name`` is, or was made a test of; ``None`` if it is none."""
+    """The function marked by ``invariant`` that ``name`` is or wraps; ``None`` if there is none."""
     found = inspect.getattr_static(cls, name)
     found = getattr(found, "_body", found)
     return found if hasattr(found, "_invariant") else None
@@ -234,7 +258,7 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
             [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
             + [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in draws]
         )
-        # Hypothesis knows a test, and its database of examples, by these.
+        # Hypothesis identifies a test and its saved examples by these names.
         run.__name__, run.__qualname__ = name, f"{cls.__qualname__}.{name}"
         run.__module__, run.__doc__ = cls.__module__, body.__doc__
         test = settings_of(cls)(hypothesis.given(**draws)(run))
@@ -246,14 +270,14 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
 
 
 def check_claims(cls: type[Claims], claims: tuple[str, ...]) -> None:
-    """Skip the test that runs, if one of ``claims`` is not made."""
+    """Skip the running test if ``cls`` does not claim all of ``claims``."""
     missing = [claim for claim in claims if not getattr(cls, claim)]
     if missing:
         pytest.skip(f"not claimed: {', '.join(missing)}")
 
 
 def settings_of(cls: type[Claims]) -> hypothesis.settings:
-    """Those of the profile, without what optimizers do not go with."""
+    """Settings of the class or profile, without deadline and without the explain phase."""
     given = cls.settings or hypothesis.settings()
     return hypothesis.settings(
         given,
@@ -281,14 +305,17 @@ def _run(
 
 
 def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = False) -> Make:
-    """What makes the optimizer, or the reference, with ``options`` of its own each time."""
+    """Return a function that makes the optimizer, or the reference, with ``options``.
+
+    The function raises ``TypeError`` if the contract returns another type.
+    """
     if of_reference:
         make, kind, must_be = contract.reference, torch.optim.Optimizer, "a torch.optim.Optimizer"
     else:
         make, kind, must_be = contract.make, ampopt.Optimizer, "an ampopt.Optimizer"
 
     def made(params: Any) -> Any:
-        # A learning rate in a tensor is written to.
+        # Tests write to a learning rate that is a tensor, so each optimizer gets its own.
         own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
         optimizer = make(params, **own)
         if not isinstance(optimizer, kind):
@@ -308,11 +335,11 @@ def _as_it_is() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Leaves random state as it was, and gives NaN to whoever reads what nobody has written."""
+    """Isolate an example: restore random state after it, and let ``torch.empty`` return NaN."""
     python, poisoned = random.getstate(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    # torch makes sparse tensors of its own, and warns if it is not said whether to check them.
+    # torch creates sparse tensors internally, and warns unless invariant checks are on or off.
     with torch.random.fork_rng(devices=[]), torch.sparse.check_sparse_tensor_invariants():
         torch.use_deterministic_algorithms(True, warn_only=warns)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Invariants: closures, and their replay when gradients overflow."""
+"""Invariants of closures, and of running them again when gradients overflow."""
 
 import math
 from typing import Any
@@ -17,15 +17,15 @@ __all__ = ["Closures"]
 
 
 def problems(cls: type[Claims]) -> st.SearchStrategy[History]:
-    """Parameters, and targets for them in the place of gradients."""
+    """Strategy of parameters and, in place of gradients, targets for them."""
     return cls.histories(overflows=False, absent=False, max_steps=1)
 
 
 class Problem:
-    """A training whose loss is half the square of the distance from targets.
+    """A training whose loss is half the squared distance from given targets.
 
-    Its gradients are exact, so a power of two changes none of their bits, and overflow where they
-    are more than ``limit`` when scaled, as those of float16 activations do.
+    Its gradients are exact, so a power of two as the scale changes none of their bits. A scaled
+    gradient above ``limit`` becomes infinite, as those of float16 activations do.
     """
 
     def __init__(self, make: Any, history: History, limit: float = math.inf) -> None:
@@ -36,7 +36,7 @@ class Problem:
         self.nan_at: int | None = None
 
     def closure(self, scale: Any = None) -> torch.Tensor:
-        """Set scaled gradients, and return the loss."""
+        """Set scaled gradients, and return the unscaled loss."""
         self.trained.optimizer.zero_grad()
         self.scales.append(1.0 if scale is None else float(scale))
         loss = torch.zeros((), dtype=torch.float64)
@@ -52,12 +52,12 @@ class Problem:
         return loss
 
     def split_closure(self, scale: Any) -> Any:
-        """As ``step_after_unscale`` takes it."""
+        """The closure for ``step_after_unscale``, which returns ``(loss, found_inf, scale)``."""
         loss = self.closure(scale)
         return (loss, *self.trained.optimizer.unscale(grads_scaled_by=scale))
 
     def step(self, scale: Any, split: bool, **keywords: Any) -> Any:
-        """One step with a closure."""
+        """Take one step with a closure, in one call or split in two."""
         optimizer = self.trained.optimizer
         with self.trained.at_work():
             if split:
@@ -82,9 +82,9 @@ class Closures(Claims):
     def test_a_scale_changes_nothing_for_a_closure(
         self, make: Any, history: History, exponent: int, split: bool
     ) -> None:
-        """With a closure and a power of two, steps are those of ``step(closure)``.
+        """Under a power of two as scale, steps with a closure equal those of ``step(closure)``.
 
-        The loss comes back as the closure returned it, unscaled.
+        The returned loss is the closure's, unscaled.
         """
         plain, scaled = Problem(make, history), Problem(make, history)
         for _ in range(2):
@@ -99,7 +99,7 @@ class Closures(Claims):
     def test_a_closure_is_gradients_and_a_step(
         self, make: Any, history: History, exponent: int
     ) -> None:
-        """What a closure computes is what could have been computed before the step."""
+        """A step with a closure equals computing its gradients first and stepping without one."""
         closed, before = Problem(make, history), Problem(make, history)
         for _ in range(2):
             closed.step(2.0**exponent, False)
@@ -118,16 +118,16 @@ class Closures(Claims):
     def test_a_replay_is_a_start_with_the_smaller_scale(
         self, make: Any, history: History, limit: int, exponent: int, split: bool
     ) -> None:
-        """After an overflow, the same closure with a smaller scale gives what it always had.
+        """After an overflow the closure runs again, and the step is that of the smaller scale.
 
-        A closure that is run behind the check, or once only, hands infinities to the step
-        (``torch.amp.GradScaler`` lets one through that is given by position).
+        A scaler that runs the closure after its check, or only once, passes infinities to the step
+        (``torch.amp.GradScaler`` does so for a closure passed by position).
         """
         replayed = Problem(make, history, 2.0**limit)
         result = replayed.step(ampopt.DynamicLossScale(init_scale=2.0**exponent), split)
         assert not result.found_inf > 0
         settled = replayed.scales[-1]
-        direct = Problem(make, history)  # in which nothing can overflow
+        direct = Problem(make, history)  # without a limit nothing overflows
         direct.step(settled, split)
         assert_same_training(replayed.trained, direct.trained, f"replayed until {settled}")
         assert float(result.scale) == settled, "the scale to use next is the one that worked"
@@ -141,10 +141,10 @@ class Closures(Claims):
     def test_a_failed_closure_changes_nothing(
         self, make: Any, history: History, nan_at: int, split: bool
     ) -> None:
-        """Where no scale can help, the error leaves all as it was before the call.
+        """If the loss is NaN, the call raises and leaves everything as it was before.
 
-        Parameters too, which line searches and sharpness-aware steps have moved by then: whoever
-        catches the error and goes on with the next batch must not begin from there.
+        That includes parameters, which line searches and sharpness-aware steps have moved by then:
+        a loop that catches the error and continues with the next batch must not start from there.
         """
         problem = Problem(make, history)
         problem.step(2.0, split)
@@ -164,11 +164,11 @@ class Closures(Claims):
         claim="closures", history=problems, replays=lambda _: st.integers(0, 3), split=any_way
     )
     def test_replays_end(self, make: Any, history: History, replays: int, split: bool) -> None:
-        """A closure that always overflows is run ``max_replays`` times again, and then is an error.
+        """A closure that always overflows is run ``max_replays`` times again, then the call raises.
 
-        Without a bound the run hangs, and on a cluster so do all other ranks.
+        Without a bound the run hangs, and so do all other ranks of a cluster.
         """
-        problem = Problem(make, history, limit=-1.0)  # so that each element overflows
+        problem = Problem(make, history, limit=-1.0)  # every element overflows
         if not any(target.numel() for target in problem.targets):
             return
         with (

@@ -1,4 +1,4 @@
-"""Invariant: what an author wrote for every device compiles for those that are not here."""
+"""Invariant: a rule compiles for GPUs that the testing machine does not have."""
 
 import itertools
 from typing import Any
@@ -17,16 +17,16 @@ __all__ = ["Compilation"]
 
 
 class Compilation(Claims):
-    """The part of the contract that is about rules."""
+    """Invariants of update rules."""
 
     def test_its_rule_compiles_for_gpus(self) -> None:
-        """The rule, as ``make`` sets its flags, becomes machine code for sm_80, sm_90 and gfx942.
+        """The rule, with the flags that ``make`` sets, compiles for sm_80, sm_90 and gfx942.
 
-        No GPU is needed, but Triton. A rule that only ran on CPUs would fail in the first step on a
-        cluster, where it is found late.
+        Needs Triton, but no GPU. A rule that only runs on CPUs would fail late, in the first step
+        on a cluster.
         """
         params = [Parameter(torch.ones(1, 1)), Parameter(torch.ones(1))]
-        optimizer: Any = maker(self, {})(params[:1])  # which Muon takes too
+        optimizer: Any = maker(self, {})(params[:1])  # Muon takes matrices only
         if not isinstance(optimizer, ampopt.ElementwiseOptimizer):
             pytest.skip("not a rule")
         rule, (group,) = optimizer.rule, optimizer.param_groups

@@ -1,4 +1,4 @@
-"""The property suite of an optimizer, by inheritance."""
+"""The property suite of an optimizer, to be inherited by a test class."""
 
 import pytest
 
@@ -14,16 +14,16 @@ from ampopt.testing.storage import Storage
 __all__ = ["OptimizerContract"]
 
 
-# Who claims float16 parameters is told what their states lose by the optimizer, in a training.
+# The optimizer warns that states of float16 parameters lose precision: no concern of a test.
 @pytest.mark.filterwarnings("ignore:.* in float16, as torch's:UserWarning")
-# Overflows are drawn in any number.
+# Many overflows in a row are drawn on purpose.
 @pytest.mark.filterwarnings("ignore:the loss scale has fallen:UserWarning")
 class OptimizerContract(
     Skipping, Scaling, Finiteness, Storage, Calls, Closures, Sequences, Compilation
 ):
-    """Every invariant that loss scaling needs of an optimizer, as tests of pytest's.
+    """Every invariant that an optimizer must keep to be safe under loss scaling, as pytest tests.
 
-    Subclass it in a test file under a name that pytest collects, and say how to make yours::
+    Subclass it in a test file, under a name that pytest collects, and define ``make``::
 
         from ampopt.testing import OptimizerContract
 
@@ -31,14 +31,18 @@ class OptimizerContract(
             def make(self, params):
                 return MyOptimizer(params, lr=0.1)
 
-    Each test is one invariant: its name says what is promised, its docstring why a training would
-    break without. Examples are drawn by Hypothesis under the caller's profile (but for deadlines,
-    of which there are none), and shrink; a failure prints code that runs its example again. For
-    any :class:`ampopt.Optimizer`, with an ordinary ``step()`` or a rule.
+    The optimizer may be any :class:`ampopt.Optimizer`, with a hand-written ``step()`` or an update
+    rule.
 
-    **Is the mathematics right?** Nothing here knows, unless ``reference`` returns another
-    implementation to compare with: without one, the optimizer is its own measure.
+    Each test is one invariant. Its name states the promise, and its docstring says how a training
+    breaks without it. Hypothesis draws the examples under the active profile, except that there is
+    no deadline, and shrinks failures. A failure prints code that runs its example again.
 
-    What the optimizer does beyond the ordinary, or does not do, is said by attributes: see
-    :class:`~ampopt.testing.claims.Claims`. What is not claimed is skipped, and in the report.
+    **Claims.** A claim is a class attribute that says what the optimizer supports, such as
+    ``closures = False`` or ``half_precision = (torch.bfloat16,)``. Invariants that depend on a
+    false claim are skipped and reported. :class:`~ampopt.testing.claims.Claims` lists every claim
+    with its default.
+
+    **Is the mathematics right?** The tests do not know, unless ``reference`` returns another
+    implementation to compare with. By default the optimizer is compared with itself in float64.
     """

@@ -1,4 +1,4 @@
-"""CPU tensors treated as those of a device, where the host may not look."""
+"""CPU tensors treated as an accelerator's, whose values the host must not read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,14 @@ __all__ = ["as_on_a_device"]
 
 @contextmanager
 def as_on_a_device() -> Iterator[None]:
-    """Optimizers do with CPU tensors what they do with those of an accelerator.
+    """Make optimizers treat CPU tensors as they treat an accelerator's.
 
-    On the CPU the host may look at a tensor at no cost, so an overflowed step is simply not taken
-    there. On an accelerator, steps are taken and undone, or select, without the host looking. In
-    this block that is what happens on the CPU too: an ordinary ``step()`` is a transaction, where
-    it allows it, and rules run in the eager backend's way for devices (unless ``triton`` is the
-    chosen backend, which is that way already). Make the optimizer within the block.
+    Reading a CPU tensor costs nothing, so on the CPU an overflowed step is simply not run. On an
+    accelerator the host does not read the flag: a step is run and rolled back, or selects old or
+    new values, on the device. Within this block the same happens on the CPU: a hand-written
+    ``step()`` is run as a transaction where that is possible, and rules run in the eager backend's
+    mode for devices (or in the ``triton`` backend if that is selected). Make the optimizer within
+    the block.
     """
     with backend.host_looking_away():
         yield

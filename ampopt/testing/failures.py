@@ -1,4 +1,4 @@
-"""What is said of failures: which claim would explain one, and all of them, the smallest first."""
+"""Failures of a contract: the claims that would explain each, and a summary."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ampopt.testing.blueprints import History
 __all__ = ["Failure", "Summary", "explanations", "of_calls", "of_example", "summary_of"]
 
 _LINES = 24
-"""Of a summary, at most: a screen."""
+"""Maximum length of a summary: one screen."""
 _WIDTH = 100
 _PLUGIN = "ampopt.testing summary"
 _BY_CALL = {
@@ -21,19 +21,19 @@ _BY_CALL = {
     "deepcopy": "deepcopies",
     "add_group": "several_groups",
 }
-"""What an optimizer claims that takes part in a call of the state machine."""
+"""The claim behind each call of the state machine."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One invariant that does not hold, with the example that it was shrunk to.
+    """One broken invariant, with its shrunk example.
 
     Attributes:
-        test: its name.
-        size: of the example, in words.
-        order: by which the smallest comes first.
-        message: what was found.
-        explanations: what to claim, if the optimizer is not meant to keep the invariant.
+        test: name of the test.
+        size: size of the example, as text.
+        order: sort key; the smallest example is reported first.
+        message: the error message.
+        explanations: claims to set if the optimizer is not meant to keep the invariant.
     """
 
     test: str
@@ -44,7 +44,7 @@ class Failure:
 
     @property
     def lines(self) -> Iterator[str]:
-        """As a summary shows it."""
+        """The lines of the summary about this failure."""
         yield f"{self.test} ({self.size})"
         found = [line.strip() for line in self.message.splitlines() if line.strip()]
         yield "    " + _cut(" ".join(found[:2]) or "no message")
@@ -55,7 +55,7 @@ class Failure:
 def of_example(
     test: str, error: BaseException, drawn: Mapping[str, Any], claims: Iterable[str]
 ) -> Failure:
-    """The failure of a test that was given ``drawn``, of an invariant that needs ``claims``."""
+    """Describe the failure of an invariant that needs ``claims`` on the arguments ``drawn``."""
     history = drawn.get("history")
     size, order = "an example", (0,)
     if isinstance(history, History):
@@ -67,7 +67,7 @@ def of_example(
 def of_calls(
     test: str, error: BaseException, called: Iterable[str], claims: Iterable[str]
 ) -> Failure:
-    """The failure of a sequence of calls, which are given by name."""
+    """Describe the failure of a sequence of calls, given by their names."""
     called = list(called)
     by_call = (_BY_CALL[name] for name in called if name in _BY_CALL)
     size = f"{len(called)} call{'' if len(called) == 1 else 's'}"
@@ -76,11 +76,11 @@ def of_calls(
 
 
 def explanations(claims: Iterable[str], drawn: Mapping[str, Any]) -> Iterator[str]:
-    """What a class may say if its optimizer does not keep an invariant on purpose.
+    """The claims that would exclude a failure.
 
     Args:
-        claims: that the invariant needs.
-        drawn: the example. It is as simple as can be, so what it has still is needed to fail.
+        claims: claims that the invariant needs.
+        drawn: the shrunk example: what it still contains is needed to fail.
     """
     yield from (f"{claim} = False" for claim in claims if claim != "plain_steps")
     history = drawn.get("history")
@@ -88,7 +88,7 @@ def explanations(claims: Iterable[str], drawn: Mapping[str, Any]) -> Iterator[st
         return
     tensors = [*history.params, *(grad for step in history.steps for grad in step if grad)]
     if not all(tensor.numel for tensor in tensors):
-        yield "shapes = strategies.shapes(min_side=1), for it takes no empty parameter"
+        yield "shapes = strategies.shapes(min_side=1), if it takes no empty parameters"
     if any(tensor.layout in ("strided", "transposed", "channels_last") for tensor in tensors):
         yield "any_layout = False"
     if history.groups:
@@ -102,18 +102,18 @@ def _cut(line: str) -> str:
 
 
 class Summary:
-    """A plugin of pytest's, which tells at the end what failed of each contract."""
+    """A pytest plugin that lists the failures of each contract at the end of the report."""
 
     def __init__(self) -> None:
-        """Nothing has failed yet."""
+        """Start with no failures."""
         self._failed: dict[str, list[Failure]] = {}
 
     def note(self, contract: str, failure: Failure) -> None:
-        """Remember a failure of the class ``contract``."""
+        """Record a failure of the class named ``contract``."""
         self._failed.setdefault(contract, []).append(failure)
 
     def lines(self) -> Iterator[str]:
-        """A screen of them, the smallest example of each contract first."""
+        """The failures of each contract, the smallest example first, at most a screen."""
         for contract, failed in self._failed.items():
             failed = sorted(failed, key=lambda failure: failure.order)
             number = f"{len(failed)} invariant{'' if len(failed) == 1 else 's'}"
@@ -122,10 +122,10 @@ class Summary:
             yield f"{contract}: {number} not kept; the smallest example first"
             yield from shown if whole else shown[: _LINES - 2]
             if not whole:
-                yield "and more: mend the first, and run again"
+                yield "and more: fix the first, and run again"
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print them below the reports of pytest's."""
+        """Print the summary; pytest calls this hook at the end of its report."""
         lines = list(self.lines())
         if lines:
             terminalreporter.section("ampopt.testing")
@@ -134,7 +134,7 @@ class Summary:
 
 
 def summary_of(config: Any) -> Summary:
-    """The summary of a run of pytest's."""
+    """Return the summary plugin of a pytest run, registered if it is not yet."""
     summary = config.pluginmanager.get_plugin(_PLUGIN)
     if summary is None:
         summary = Summary()

@@ -1,4 +1,4 @@
-"""Invariant: what is finite stays finite."""
+"""Invariant: finite gradients leave parameters finite."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ __all__ = ["Finiteness"]
 
 
 class Finiteness(Claims):
-    """What a step makes of ordinary numbers, zeros among them."""
+    """Steps on ordinary numbers, including zeros."""
 
     @invariant(
         claim=("plain_steps", "finite_steps"),
@@ -23,9 +23,9 @@ class Finiteness(Claims):
     ) -> None:
         """Steps with finite gradients leave every parameter finite.
 
-        A step that divides by what may be zero, as the norm of a parameter that is, or the square
-        of a gradient that is, makes NaN of it. The next loss is NaN then, every step after it is
-        skipped for its gradients, and the scale is blamed.
+        A step that divides by the norm of a parameter, or by the square of a gradient, writes NaN
+        where that is zero. The next loss is NaN, every later step is skipped for its gradients, and
+        the scale gets the blame.
         """
 
         def after(index: int, trained: Trained) -> None:

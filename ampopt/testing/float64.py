@@ -1,4 +1,4 @@
-"""The float64 model of a training, and how far rounding may take an optimizer from it."""
+"""A float64 reference training, and the tolerance that rounding errors explain."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,26 +14,34 @@ from ampopt.testing.rounding import Rounding
 __all__ = ["Float64"]
 
 _ROUNDED = 4
+"""Number of disturbed copies of the reference."""
 _ERROR, _MARGIN = 32, 8
-"""A result is off by ``_ERROR * eps`` at most, and an optimizer by ``_MARGIN`` times as much as any
-of the rounded models. Four of them may all be close to the model by chance, but not so close."""
+"""Each result in a disturbed copy has a relative error of up to ``_ERROR * eps``. The optimizer may
+be off by ``_MARGIN`` times the largest deviation of a copy: all four copies may happen to stay
+close to the reference, but not that close."""
 
 
 class Float64:
-    """A trusted optimizer in float64, and the same with rounding errors, a few times.
+    """A trusted optimizer in float64, and disturbed copies of it that measure the tolerance.
 
-    The errors of a float32 step depend on what it computes. A gradient that weight decay cancels
-    leaves nothing but rounding errors, which Adam divides by their own size: a float32 training may
-    then be anywhere, and no tolerance made of ``eps`` and the size of the parameter is both safe
-    and of use. So gradients and hyperparameters are any, and the tolerance is measured: it is how
-    far the model itself goes when its operations are off by more than those of the parameter's
-    dtype can be (see :class:`~ampopt.testing.rounding.Rounding`). To that comes ``eps`` of all that
-    a parameter has moved in so many steps, for the additions to it. Where a rounded model is no
-    longer finite, or a square would overflow, nothing can be said, and nothing is.
+    The rounding error of a float32 step depends on what it computes. Where weight decay cancels a
+    gradient, only rounding errors are left, and Adam divides them by their own size: a float32
+    training may then end anywhere, so no tolerance made of ``eps`` and the parameter's size is both
+    safe and useful. So the tolerance is measured, for any gradients and hyperparameters: it is how
+    far the reference moves when each of its operations has an error larger than the parameter's
+    dtype would give (see :class:`~ampopt.testing.rounding.Rounding`), plus ``eps`` times the
+    distance that the parameter has moved, per step, for the additions to the parameter. Where a
+    disturbed copy is no longer finite, or a square would overflow, nothing is compared.
     """
 
     def __init__(self, reference: Any, params: Sequence[Blueprint], dtype: torch.dtype) -> None:
-        """``reference`` makes the trusted optimizer; ``dtype`` is that of what is compared."""
+        """Make the reference and its copies.
+
+        Args:
+            reference: function from parameters to the trusted optimizer.
+            params: blueprints of the parameters.
+            dtype: dtype of the tested parameters, which sets the tolerance.
+        """
         self.limits = torch.finfo(dtype)
         self.model, *self.rounded = (
             Plain(reference, (in_float64(p.parameter()) for p in params))
@@ -45,12 +53,12 @@ class Float64:
         self.steps = 0
 
     def set_learning_rate(self, lr: float) -> None:
-        """Of all groups."""
+        """Set the learning rate of all groups."""
         for plain in (self.model, *self.rounded):
             plain.set_learning_rate(lr)
 
     def call(self, name: str, gradients: Any, *_: Tensor) -> None:
-        """A call of the optimizer's own, by name, with these gradients if it takes some."""
+        """Call the optimizer's method ``name``, after setting ``gradients`` if given."""
         old = [p.detach().clone() for p in self.model.params]
         with torch.random.fork_rng(devices=[]):
             self.model.call(name, gradients)
@@ -60,7 +68,7 @@ class Float64:
         self.note_moves(old)
 
     def add(self, param: Blueprint, lr: float) -> None:
-        """One more parameter, in a group of its own."""
+        """Add a parameter in a group of its own, with learning rate ``lr``."""
         for plain in (self.model, *self.rounded):
             plain.add(in_float64(param.parameter()), lr)
         self.moved.append(self.model.params[-1].detach().abs())
@@ -69,7 +77,7 @@ class Float64:
     def step(
         self, gradients: Sequence[Blueprint | None], max_norm: float | None, *_: Tensor
     ) -> None:
-        """Step with ``gradients``, as they are in their own dtype."""
+        """Step with ``gradients``, rounded to their own dtype and then converted to float64."""
         old = [p.detach().clone() for p in self.model.params]
         with torch.random.fork_rng(devices=[]):
             for plain in (self.model, *self.rounded):
@@ -78,7 +86,7 @@ class Float64:
                     p.grad = None if given is None else given.tensor().double()
             self.model.step(max_norm)
             for plain, mode in zip(self.rounded, self.modes, strict=True):
-                # What a compiled step computes is out of the mode's sight, but not what it reads.
+                # The dispatch mode does not see inside a compiled step, so disturb its inputs.
                 for p in plain.params:
                     for tensor in (p.detach(), p.grad, *plain.optimizer.state[p].values()):
                         mode.disturb(tensor)
@@ -88,24 +96,24 @@ class Float64:
         self.note_moves(old)
 
     def note_moves(self, old: list[Tensor]) -> None:
-        """Since parameters were ``old``."""
+        """Update distances and deviations, given the reference's parameters before the step."""
         for i, p in enumerate(self.model.params):
             self.moved[i] += (p.detach() - old[i]).abs()
             for plain in self.rounded:
                 apart = (plain.params[i].detach() - p.detach()).abs()
-                self.spread[i] = torch.maximum(self.spread[i], apart)  # NaN stays
+                self.spread[i] = torch.maximum(self.spread[i], apart)  # keeps NaN
 
     def allowed(self, i: int) -> Tensor:
-        """By how much each element of parameter ``i`` may be off; NaN where nothing can be said."""
+        """Tolerance of each element of parameter ``i``; NaN where nothing can be compared."""
         allowed = _MARGIN * self.spread[i] + _MARGIN * self.limits.eps * self.steps * self.moved[i]
         return allowed.where(self.moved[i] < self.limits.max**0.5, torch.nan)
 
     def check(self, params: Sequence[Parameter], optimizer: Any) -> None:
-        """Each parameter is where the model has it, but for rounding."""
+        """Check that each parameter is as near to the reference as rounding explains."""
         for i, (p, model) in enumerate(zip(params, self.model.params, strict=True)):
             allowed = self.allowed(i)
             off = (p.detach().double() - model.detach()).abs()
-            # Said so that NaN is off where it is not allowed.
+            # Not `off > allowed`: that is false for a parameter that is NaN.
             places = (~(off <= allowed) & allowed.isfinite()).nonzero()
             if len(places):
                 at = tuple(places[0].tolist())
@@ -119,5 +127,5 @@ class Float64:
 
 
 def in_float64(param: Parameter) -> Parameter:
-    """The same numbers."""
+    """Return the parameter converted to float64."""
     return Parameter(param.detach().double())

@@ -1,4 +1,4 @@
-"""The hyperparameters of every built-in optimizer, within their legal ranges."""
+"""Strategies of the hyperparameters of every built-in optimizer, within their legal ranges."""
 
 from typing import Any
 
@@ -102,17 +102,17 @@ _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 
 
 def hyperparameters(optimizer: str | type[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Keyword arguments of one of ampopt's optimizers, or of torch's of that name.
+    """Strategy of keyword arguments of one of ampopt's optimizers, or of torch's of that name.
 
     Example:
         >>> hyperparameters("AdamW").example()  # doctest: +SKIP
         {'lr': 0.125, 'weight_decay': 0.0, 'maximize': False, 'betas': (0.9, 0.0), ...}
 
     Args:
-        optimizer: the class, or its name.
+        optimizer: the optimizer class, or its name.
 
     Raises:
-        ValueError: there is no such optimizer.
+        ValueError: ``optimizer`` is not the name of one of ampopt's optimizers.
     """
     name = optimizer if isinstance(optimizer, str) else optimizer.__name__
     if name == "SGD":

@@ -1,4 +1,4 @@
-"""A state machine that makes any calls of an optimizer, and keeps account of what should happen."""
+"""A Hypothesis state machine that calls an optimizer in any order and checks every result."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,24 +24,25 @@ from ampopt.testing.training import seed
 __all__ = ["MOST", "Machine", "bad_gradients", "call", "some_gradients"]
 
 MOST = 4
-"""Parameters at most; gradients are drawn for so many."""
+"""Maximum number of parameters; gradients are drawn for as many."""
 FLOOR, CEILING, INTERVAL = 2.0**-2, 2.0**4, 2
-"""Of the dynamic scales that are used."""
+"""``min_scale``, ``max_scale`` and ``growth_interval`` of the dynamic scales in use."""
 
 _numbers = st.lists(values(torch.float32), min_size=1, max_size=3).map(tuple)
 some_gradients = st.tuples(*[_numbers | st.none()] * MOST)
-"""Numbers for each parameter, or none."""
+"""Strategy of gradients: for each parameter its elements, repeated as needed, or ``None``."""
 
 bad_gradients = st.one_of(
     st.none(), st.none(), st.tuples(st.integers(0, MOST - 1), st.sampled_from(NON_FINITE))
 )
-"""Which of them has a last element that is not finite, and that."""
+"""Strategy of overflows: ``None``, or a parameter's index and the last element of its gradient."""
 
 
 def call(rule: Any) -> Any:
-    """A rule that counts as a call, and after which all is checked.
+    """Make a Hypothesis rule of the machine check everything after it has run.
 
-    Hypothesis's own invariants would be printed among the calls of a failure.
+    The check is not a Hypothesis invariant, because those would be printed among the calls of a
+    failure.
     """
 
     @functools.wraps(rule)
@@ -55,15 +56,15 @@ def call(rule: Any) -> Any:
 
 
 class Machine(RuleBasedStateMachine):
-    """An optimizer under a scale, and beside it what should have happened.
+    """An optimizer under a loss scale, compared with a reference training after every call.
 
-    The account is kept in Python numbers: the scale, whether an unscale is pending, and which
-    gradients there are.
+    The machine records in Python what is expected: the scale, whether an unscale is pending, and
+    which gradients are present.
 
     Attributes:
-        claims: what is claimed of the optimizer.
-        calls: how many were made.
-        called: their names.
+        claims: the contract class of the optimizer.
+        calls: how many calls have been made.
+        called: the names of the calls made.
         last: the machine that ran last.
     """
 
@@ -71,21 +72,22 @@ class Machine(RuleBasedStateMachine):
     last: ClassVar[Any] = None
 
     def __init__(self) -> None:
-        """Nothing is made yet."""
+        """Start without an optimizer; :meth:`begin_with` makes it."""
         super().__init__()
         Machine.last = self
         self.calls, self.called = 0, []
         self.params: list[Parameter] = []
         self.entered = ExitStack()
-        self.pending: bool | None = None  # whether an unscale is, and found an overflow
-        self.held: list[Blueprint | None] = []
+        # None while idle; while an unscale is pending, whether it found an overflow.
+        self.pending: bool | None = None
+        self.held: list[Blueprint | None] = []  # the unscaled gradients, by parameter
         self.overflows = False
         self.kind, self.scale, self.number, self.finite = "number", 1.0, 1.0, 0
 
     def begin_with(
         self, make: Any, beside: Any, params: Sequence[Blueprint], on_device: bool
     ) -> None:
-        """Make the optimizer and, by ``beside(params)``, what is trained beside it."""
+        """Make the optimizer, and a reference training by ``beside(params)``."""
         self.entered.enter_context(apart())
         if on_device:
             self.entered.enter_context(as_on_a_device())
@@ -98,11 +100,11 @@ class Machine(RuleBasedStateMachine):
         self.forget()
 
     def teardown(self) -> None:
-        """Leave what was entered."""
+        """Leave the contexts that :meth:`begin_with` entered."""
         self.entered.close()
 
     def check(self) -> None:
-        """All is as the training beside and the account have it, and no other call is due."""
+        """Check parameters, state, the scale, and that calls out of order raise."""
         self.beside.training.check(self.params, self.optimizer)
         if self.kind == "none":
             assert self.scale is None
@@ -127,11 +129,11 @@ class Machine(RuleBasedStateMachine):
     @rule(numbers=some_gradients, bad=bad_gradients)
     @call
     def backward(self, numbers: tuple[Any, ...], bad: tuple[int, float] | None) -> None:
-        """Gradients of a scaled loss, of some of the parameters."""
+        """Set gradients of a scaled loss on some of the parameters."""
         self.give_gradients(numbers, bad)
 
     def give_gradients(self, numbers: tuple[Any, ...], bad: tuple[int, float] | None) -> None:
-        """And remember them."""
+        """Set scaled gradients, and record them unscaled."""
         self.held = []
         for p, own in zip(self.params, numbers, strict=False):
             sparse = p.ndim and not self.claims.dense_gradients
@@ -145,12 +147,13 @@ class Machine(RuleBasedStateMachine):
             if self.overflows and bad is not None and i == at and p.grad is not None:
                 (uncoalesced_values(p.grad) if p.grad.is_sparse else p.grad).view(-1)[-1] = bad[1]
 
-    # Hypothesis takes the first rule most often, and orders them by arguments and then by name.
+    # Hypothesis prefers early rules, which it sorts by number of arguments and then by name. A
+    # whole iteration named "advance" is therefore drawn often, so that the optimizer has state.
     @precondition(lambda self: self.may_step)
     @rule()
     @call
     def advance(self) -> None:
-        """An ordinary iteration, which other calls in a row seldom make, so that there is state."""
+        """Run one whole iteration."""
         self.give_gradients(((1.0, -0.5),) * MOST, None)
         self.take_a_step(None)
 
@@ -158,7 +161,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     @call
     def advance_edited(self) -> None:
-        """An iteration by two calls and what is between, which single calls hardly ever make."""
+        """Run one whole iteration in two calls, with the gradients edited between them."""
         self.give_gradients(((1.0, -0.5),) * MOST, None)
         self.unscale_gradients()
         self.multiply_gradients(0.5)
@@ -166,28 +169,28 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def has_gradients(self) -> bool:
-        """There are some, whether unscaled or not."""
+        """Whether there are gradients, unscaled or not."""
         return self.pending is not None or any(self.held)
 
     @precondition(lambda self: self.has_gradients)
     @rule(set_to_none=st.booleans())
     @call
     def zero_grad(self, set_to_none: bool) -> None:
-        """Drop gradients, or have zeros in their place; and drop what was unscaled."""
+        """Drop gradients, or set them to zero; either discards a pending unscale."""
         held = self.held
         self.optimizer.zero_grad(set_to_none)
         self.forget()
         if set_to_none or not self.claims.dense_gradients:
             for p in self.params:
-                p.grad = None  # a sparse gradient of zeros has no rows, where a blueprint's has
-        else:  # where a sum stood for a gradient, there may have been none
+                p.grad = None  # a zeroed sparse gradient has no rows, unlike a blueprint's
+        else:  # a gradient may exist only as a sum of accumulate, so look at p.grad
             self.held = [
                 None if own is None or p.grad is None else replace(own, numbers=(0.0,))
                 for p, own in zip(self.params, held, strict=True)
             ]
 
     def forget(self) -> None:
-        """No gradients, nothing pending."""
+        """Record that there are no gradients and nothing is pending."""
         self.pending, self.overflows = None, False
         self.held = [None for _ in self.params]
 
@@ -197,11 +200,11 @@ class Machine(RuleBasedStateMachine):
     @rule()
     @call
     def unscale(self) -> None:
-        """The first of the two calls."""
+        """Call ``unscale``."""
         self.unscale_gradients()
 
     def unscale_gradients(self) -> None:
-        """And see whether they overflow."""
+        """Call ``unscale``, check its flag, and record that it is pending."""
         result = self.optimizer.unscale(grads_scaled_by=self.scale)
         assert bool(result.found_inf > 0) is self.overflows
         self.pending = self.overflows
@@ -209,18 +212,18 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def splits(self) -> bool:
-        """Whether gradients may be unscaled in place; those of float16 would be flushed to zero."""
+        """Whether ``unscale`` may be called: it refuses float16 gradients, which may underflow."""
         return self.dtype != torch.float16
 
     @precondition(lambda self: self.pending is not None)
     @rule(factor=st.sampled_from([0.5, 0.0]))
     @call
     def edit_gradients(self, factor: float) -> None:
-        """What is unscaled is the caller's, to clip or to weigh."""
+        """Multiply the unscaled gradients, as clipping or weighting would."""
         self.multiply_gradients(factor)
 
     def multiply_gradients(self, factor: float) -> None:
-        """And remember it."""
+        """Multiply the gradients, and the record of them."""
         for p in self.params:
             if p.grad is not None:
                 p.grad.mul_(factor)
@@ -233,33 +236,36 @@ class Machine(RuleBasedStateMachine):
     @rule()
     @call
     def step_after_unscale(self) -> None:
-        """The second."""
+        """Call ``step_after_unscale``."""
         self.take_the_step()
 
     def take_the_step(self) -> None:
-        """Or skip it."""
+        """Call ``step_after_unscale``, and check what it did."""
         before = torch.get_rng_state()
         self.stepped(self.optimizer.step_after_unscale(), before)
 
     @property
     def may_step(self) -> bool:
-        """Nothing is pending, and the mode is that to step in."""
+        """Whether nothing is pending and the optimizer is in its training mode."""
         return self.pending is None and self.trains
 
     @property
     def trains(self) -> bool:
-        """Whether the mode is that to step in."""
+        """Whether the optimizer is in its first mode, the one to step in."""
         return self.mode in (None, *self.claims.modes[:1])
 
     @property
     def may_step_at_once(self) -> bool:
-        """It may; and without a scale, which checks nothing, gradients are finite."""
+        """Whether ``unscale_and_step`` may be called.
+
+        Without a scale it checks nothing, so gradients must be finite then.
+        """
         return self.may_step and (self.kind != "none" or not self.overflows)
 
     def take_a_step(self, max_norm: float | None) -> None:
-        """Both at once, and clipping between."""
+        """Call ``unscale_and_step``, and check what it did."""
         if self.kind == "none" and not any(self.held):
-            return  # it is step() then, which may do something
+            return  # without a scale this is step(), which may act without gradients
         before = torch.get_rng_state()
         clipping = {} if max_norm is None else {"max_norm": max_norm}
         result = self.optimizer.unscale_and_step(grads_scaled_by=self.scale, **clipping)
@@ -269,7 +275,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     @call
     def step(self) -> None:
-        """Plain ``step()`` with the gradients that were unscaled."""
+        """Call plain ``step()`` on unscaled gradients."""
         before = torch.get_rng_state()
         self.optimizer.step()
         self.happened(before)
@@ -280,17 +286,23 @@ class Machine(RuleBasedStateMachine):
         self.drop()
 
     def stepped(self, result: Any, before: Tensor, max_norm: float | None = None) -> None:
-        """Check what a step says, and do what it should have done."""
+        """Check the result of a step, and take the reference step."""
         assert result.skipped is self.overflows
         self.account_for(result, before, functools.partial(self.happened, before, max_norm))
 
     def account_for(self, result: Any, before: Tensor, happened: Callable[[], None]) -> None:
-        """Check what is said of gradients; if they are to be used, it has ``happened``."""
+        """Check the flag in a result, and record the next scale.
+
+        Args:
+            result: the result of a step, or of a call of ``Claims.calls``.
+            before: torch's random state before the call.
+            happened: takes the reference step; called unless the call had to be skipped.
+        """
         overflows, gradients = self.overflows, any(self.held)
         assert bool(result.found_inf > 0) is overflows
         if overflows or not gradients:
             same = torch.equal(torch.get_rng_state(), before)
-            assert same, "a step that did not happen drew random numbers"
+            assert same, "a skipped step drew random numbers"
         else:
             happened()
         self.scale = result.scale
@@ -303,16 +315,16 @@ class Machine(RuleBasedStateMachine):
         self.drop()
 
     def happened(self, before: Tensor, max_norm: float | None = None) -> None:
-        """A step was taken, from the random state ``before``."""
+        """Take the reference step from the random state ``before``."""
         self.beside.tell("step", tuple(self.held), max_norm, before, torch.get_rng_state())
 
     def grow(self) -> None:
-        """What the schedule does after so many finite steps."""
+        """Double the expected scale when enough finite steps have been taken."""
         if self.kind == "dynamic" and self.finite == INTERVAL:
             self.number, self.finite = min(self.number * 2, CEILING), 0
 
     def drop(self) -> None:
-        """What is in ``p.grad`` after a step is not to be relied upon."""
+        """Drop the gradients: the contents of ``p.grad`` after a step are unspecified."""
         for p in self.params:
             p.grad = None
         self.forget()

@@ -1,4 +1,4 @@
-"""Every way for Python to look at the values of a tensor, made an error."""
+"""A check that Python never reads the values of a tensor."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,26 +11,24 @@ __all__ = ["ReadBack", "assert_no_sync"]
 
 
 class ReadBack(AssertionError):
-    """The host looked at the values of a tensor."""
+    """Python read the values of a tensor."""
 
 
 @contextmanager
 def assert_no_sync() -> Iterator[None]:
-    """Raise :class:`ReadBack` where the host looks at the values of a tensor.
+    """Raise :class:`ReadBack` if Python reads the values of a tensor within the block.
 
-    Works without a GPU: CPU tensors stand in for those of a device, so any look at a tensor counts,
-    on whatever device it is. These are caught: ``item``, ``tolist``, ``cpu``, ``numpy`` and
-    ``bool(t)``, ``float(t)``, ``int(t)``, a tensor as an index of a list, in an ``if`` or in an
-    f-string; and operations whose result has a shape that depends on values, as ``nonzero``,
-    ``x[mask]`` and ``unique``. With CUDA in use, torch's own detector
-    (``torch.cuda.set_sync_debug_mode("error")``) watches as well.
+    Works without a GPU: CPU tensors stand in for an accelerator's, so reading any tensor counts.
+    Caught are ``item``, ``tolist``, ``cpu``, ``numpy``, ``bool(t)``, ``float(t)``, ``int(t)``, a
+    tensor used as a list index, in an ``if`` or in an f-string, and operations whose output shape
+    depends on values, such as ``nonzero``, ``x[mask]`` and ``unique``. If CUDA is initialized,
+    torch's own detector is on as well (``torch.cuda.set_sync_debug_mode("error")``).
 
-    How far that goes: what a device alone can show is not seen without one, such as a copy from
-    memory that is not pinned, or an allocator that waits; nor is a kernel of one's own that reads
-    memory past torch; nor, where the CPU stands in, ``t.to("cpu")``, which is no copy there. On the
-    CPU, an ordinary ``step()`` and the backends for it do look, because nothing waits there: put
-    :func:`ampopt.testing.as_on_a_device` around the whole life of the optimizer to have them do as
-    on a device. Not for use across threads.
+    Not caught without a device: copies from unpinned memory, an allocator that synchronizes, a
+    custom kernel that reads memory past torch, and ``t.to("cpu")`` of a CPU tensor, which copies
+    nothing. On the CPU a hand-written ``step()`` and the CPU backends do read tensors, because
+    nothing waits there: use :func:`ampopt.testing.as_on_a_device` around the whole life of the
+    optimizer to have them behave as on a device. Not for use across threads.
 
     Example:
         >>> with assert_no_sync():  # doctest: +SKIP

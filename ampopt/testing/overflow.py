@@ -21,10 +21,10 @@ def inject_overflow(
     value: float = math.inf,
     at: Collection[int] | None = None,
 ) -> Iterator[None]:
-    """Within this, backward passes leave a non-finite element in a gradient.
+    """Make backward passes within the block leave a non-finite element in a gradient.
 
-    Does not synchronize. The model and the loop stay as they are: the element is written when the
-    gradient of that parameter has been accumulated.
+    Does not synchronize. Model and loop stay unchanged: a hook writes the element once the gradient
+    of the parameter has been accumulated.
 
     Example:
         >>> import torch, ampopt
@@ -40,25 +40,27 @@ def inject_overflow(
         False
 
     Args:
-        params: parameters, leaf tensors that require gradients.
-        where: the position among ``params`` of the one whose gradient overflows, or that and the
-            position of the element in it; the first one by default.
-        value: what is written: an infinity or NaN.
-        at: which backward passes of that parameter, the first being 0; ``None`` for all.
+        params: parameters, which must be leaf tensors that require gradients.
+        where: the index of a parameter among ``params``, or the pair of that index and the flat
+            index of an element of its gradient; by default the first element of the first
+            parameter.
+        value: the value to write, an infinity or NaN.
+        at: indices of the backward passes of that parameter that overflow, the first being 0;
+            ``None`` for all of them.
 
     Raises:
-        ValueError: there is no such element, or ``value`` is finite.
+        ValueError: ``where`` names no parameter or no element, or ``value`` is finite.
     """
     position, element = where if isinstance(where, tuple) else (where, 0)
     held = list(params)
     if math.isfinite(value):
         raise ValueError(f"value must be an infinity or NaN, got {value!r}")
     if not -len(held) <= position < len(held):
-        raise ValueError(f"where: there are {len(held)} parameters, and none at {position}")
+        raise ValueError(f"where: got parameter {position}, but there are {len(held)}")
     param = held[position]
     if not -param.numel() <= element < param.numel():
         raise ValueError(
-            f"where: parameter {position} has {param.numel()} elements, and none at {element}"
+            f"where: got element {element}, but parameter {position} has {param.numel()}"
         )
     passes = 0
 

@@ -1,4 +1,4 @@
-"""How far rounding errors can take an optimizer: the same step with every result a little off."""
+"""Rounding errors made larger on purpose, to measure how far they take an optimizer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,25 +12,25 @@ __all__ = ["Rounding"]
 
 
 class Rounding(TorchDispatchMode):
-    """Within this, every float64 result of a torch operation is off by up to so many ``eps``.
+    """A dispatch mode that gives float64 results of torch operations a random relative error.
 
-    Steps in float64 under several of these differ as steps in a dtype of that ``eps`` may: by
-    little where an optimizer is well-conditioned, and by much where it subtracts nearly equal
-    numbers, or divides by one that is nearly zero. That is Monte Carlo arithmetic (D. S. Parker,
-    "Monte Carlo Arithmetic", UCLA CSD-970002, 1997), and needs no analysis of the optimizer.
+    Float64 steps under several such modes differ as steps in a dtype of that ``eps`` may: little
+    where an optimizer is well-conditioned, and much where it subtracts nearly equal numbers or
+    divides by a number near zero. This is Monte Carlo arithmetic (D. S. Parker, "Monte Carlo
+    Arithmetic", UCLA CSD-970002, 1997); it needs no analysis of the optimizer.
 
-    What is not float64 stays as it is: counts and flags are exact in any dtype. So is what a kernel
-    computes past torch's dispatcher, for which :meth:`disturb` is applied to what goes in.
+    Tensors of other dtypes are left alone: counts and flags are exact in any dtype. Kernels that
+    bypass torch's dispatcher are not reached; call :meth:`disturb` on their inputs instead.
     """
 
     def __init__(self, eps: float, seed: int) -> None:
-        """Relative errors up to ``eps``, drawn by a generator of its own from ``seed``."""
+        """Draw relative errors of up to ``eps`` from a generator seeded with ``seed``."""
         super().__init__()
         self.eps = eps
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, and disturb what it has written."""
+        """Run ``func``, and disturb the tensors that it created or wrote to."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         for tensor in _written(func, args, kwargs, result):
@@ -38,7 +38,10 @@ class Rounding(TorchDispatchMode):
         return result
 
     def disturb(self, tensor: Any) -> None:
-        """Put a tensor's elements off, in place, if it is float64."""
+        """Multiply each element of a float64 tensor by a random factor near 1, in place.
+
+        Anything else is left alone.
+        """
         if not isinstance(tensor, Tensor) or tensor.dtype != torch.float64 or not tensor.numel():
             return
         if tensor.is_sparse:
@@ -48,7 +51,7 @@ class Rounding(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any, result: Any) -> Iterator[Any]:
-    """The tensors that an operation has made or written to; not views, of which nothing is new."""
+    """The tensors that an operation created or wrote to; views hold no new data."""
     for given in written_by(func, args, kwargs):
         yield from given if isinstance(given, (list, tuple)) else [given]
     results = result if isinstance(result, (list, tuple)) else [result]

@@ -1,4 +1,4 @@
-"""Checkpoints as the kit takes them."""
+"""Checkpoints in memory."""
 
 import io
 import warnings
@@ -10,14 +10,15 @@ __all__ = ["loaded", "written"]
 
 
 def written(value: Any) -> bytes:
-    """``value`` as ``torch.save`` writes it."""
+    """Return ``value`` as ``torch.save`` writes it."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def loaded(checkpoint: bytes) -> Any:
-    """What was saved. From 2.15 on, torch warns of the time that checking sparse tensors takes."""
+    """Return what ``torch.load`` reads from ``checkpoint``."""
     with warnings.catch_warnings():
+        # From 2.15 on, torch warns of the time that checking sparse tensors takes.
         warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
         return torch.load(io.BytesIO(checkpoint))

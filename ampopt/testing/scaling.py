@@ -1,4 +1,4 @@
-"""Invariants: a loss scale changes when a step overflows, and nothing else."""
+"""Invariants: a loss scale changes nothing about a step except whether it overflows."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ __all__ = ["Scaling"]
 
 
 def finite(cls: type[Claims], **changed: Any) -> st.SearchStrategy[History]:
-    """Histories without overflows, whose every step has a gradient."""
+    """Strategy of trainings without overflows, in which every step has a gradient."""
     return cls.histories(overflows=False, **changed).filter(
         lambda history: all(map(any, history.steps))
     )
@@ -35,17 +35,17 @@ def assert_scale_changes_nothing(make: Any, history: History, scale: Scale, way:
 
 
 class Scaling(Claims):
-    """What a scale is, and what it does to a step that does not overflow: nothing."""
+    """Loss scales, and steps under a scale that do not overflow."""
 
     @invariant(claim="plain_steps", history=finite, scale=scales, way=ways)
     def test_a_power_of_two_changes_no_bit(
         self, make: Any, history: History, scale: Scale, way: str
     ) -> None:
-        """Scaled by a power of two, finite steps are those of ``step()`` without a scale.
+        """Under a power of two as scale, finite steps equal ``step()`` on unscaled gradients.
 
-        Multiplying by a power of two is exact, so any difference is a mistake: an epsilon, a decay
-        or a threshold that met gradients while they were scaled. Such a run trains, with other
-        hyperparameters than it was given, which change whenever the scale does.
+        Multiplying by a power of two is exact, so any difference is a bug: an epsilon, a decay or a
+        threshold that was applied to scaled gradients. Such a run trains with other hyperparameters
+        than it was given, and they change whenever the scale does.
         """
         assert_scale_changes_nothing(make, history, scale, way)
 
@@ -58,11 +58,10 @@ class Scaling(Claims):
     def test_unscale_divides_gradients_by_the_scale(
         self, make: Any, history: History, scale: float, kind: Any
     ) -> None:
-        """After ``unscale``, ``p.grad`` is the gradient over the scale, to the last digit or two.
+        """After ``unscale``, ``p.grad`` is the gradient divided by the scale, within two ulps.
 
-        For any scale, from the smallest to the largest, of any kind. The reciprocal of a small
-        scale overflows float16, and that of a large one underflows; a clipping threshold then means
-        something else than was set.
+        This holds for any scale of any kind. The float16 reciprocal of a small scale overflows, and
+        that of a large one underflows; a clipping threshold then means something else than was set.
         """
         trained = start(make, history)
         set_gradients(trained.params, history.steps[0])
@@ -74,7 +73,7 @@ class Scaling(Claims):
                 continue
             assert p.grad is not None
             info, expected = torch.finfo(p.dtype), before.double() / scale
-            # Whether the largest number is passed may be a matter of rounding.
+            # Next to the largest finite number, rounding decides whether there is an overflow.
             assume(not ((expected.abs() / info.max - 1).abs() < 4 * info.eps).any())
             overflows.append((expected.abs() > info.max).any().item())
             found = values_of(p.grad).double()
@@ -91,10 +90,10 @@ class Scaling(Claims):
         exponent=lambda _: st.integers(-20, 20),
     )
     def test_split_is_joined(self, make: Any, history: History, exponent: int) -> None:
-        """``unscale`` and then ``step_after_unscale`` is ``unscale_and_step``, scales included.
+        """``unscale`` and then ``step_after_unscale`` equals ``unscale_and_step``, scales included.
 
-        Adding clipping to a loop, which needs the two calls, must not change anything else. An
-        optimizer that unscales twice trains on gradients 65536 times too small.
+        Adding clipping to a loop needs the two calls, and must change nothing else. An optimizer
+        that unscales twice trains on gradients 65536 times too small.
         """
         scale = Scale("dynamic", 2.0**exponent)
         one, other = (train(make, history, scale, way) for way in WAYS)
@@ -103,9 +102,10 @@ class Scaling(Claims):
 
     @invariant(claim="plain_steps", history=finite, way=ways)
     def test_no_scale_is_step(self, make: Any, history: History, way: str) -> None:
-        """With ``grads_scaled_by=None`` a control point is ``step()``, and returns no scale.
+        """With ``grads_scaled_by=None``, the call is ``step()`` and the returned scale is ``None``.
 
-        So one loop serves with and without scaling, and comparing the two compares nothing else.
+        So one loop serves with and without scaling, and a comparison of the two compares nothing
+        else.
         """
         trained = train(make, history, Scale("none"), way)
         assert trained.scales == [None] * len(history.steps)
@@ -117,10 +117,10 @@ class Scaling(Claims):
     def test_clipping_does_not_depend_on_the_scale(
         self, make: Any, history: History, exponent: int
     ) -> None:
-        """``max_norm`` bounds the norm of unscaled gradients, whatever they were scaled by.
+        """``max_norm`` bounds the norm of unscaled gradients, whatever the scale.
 
-        Clipping scaled gradients clips every one of them to almost nothing, for as long as the
-        scale is large: the run looks like one with a tiny learning rate.
+        Clipping scaled gradients shrinks all of them to almost nothing while the scale is large:
+        the run looks like one with a tiny learning rate.
         """
         runs = []
         for number in (1.0, 2.0**exponent):
@@ -142,9 +142,9 @@ class Scaling(Claims):
     def test_max_norm_is_clip_grad_norm(
         self, make: Any, history: History, norm: int, limit: int
     ) -> None:
-        """``max_norm=`` does what ``clip_grad_norm_`` does between the two calls.
+        """``max_norm=`` equals ``clip_grad_norm_`` between the two calls.
 
-        The gradient is one element here, a power of two, so that both are exact.
+        The gradient has one nonzero element, a power of two, so that both are exact.
         """
         (step,) = history.steps
         assume(any(g and g.numel for g in step))
@@ -181,10 +181,10 @@ class Scaling(Claims):
     def test_the_scale_follows_its_schedule_within_its_bounds(
         self, make: Any, history: History, floor: int, ceiling: int, interval: int, way: str
     ) -> None:
-        """Halved by an overflow, doubled after so many finite steps, never out of its bounds.
+        """A dynamic scale halves on overflow, doubles after finite steps, and keeps its bounds.
 
-        A successor that forgets its floor, its ceiling or its count does so at every step; a scale
-        that reaches 0 stays there, and so does the model.
+        The next scale must keep the bounds and the growth counter of the one before; a scale that
+        reaches 0 stays there, and every later step is skipped.
         """
         scale: Any = ampopt.DynamicLossScale(
             init_scale=1.0,
@@ -201,7 +201,7 @@ class Scaling(Claims):
             if overflows:
                 expected, counted = max(expected / 2, 2.0**floor), 0
             elif has_gradients and not any(g and g.numel for g in step):
-                return  # gradients without elements: counted or not, nothing depends on it
+                return  # whether gradients without elements count is unspecified
             elif has_gradients:
                 counted += 1
                 if counted == interval:
@@ -219,16 +219,16 @@ class Scaling(Claims):
     def test_a_bare_number_comes_back_as_it_is_or_halved(
         self, make: Any, history: History, way: str
     ) -> None:
-        """For a number, the scale to use next is a tensor of that number, or half of it.
+        """If the scale is a number, the next scale is a tensor with that number, or half of it.
 
-        So the simplest loop, which begins with a number and hands on what is returned, adapts.
+        So the simplest loop, which starts with a number and passes on the returned scale, adapts.
         """
         (overflows,) = history.overflows
         result = step_by(start(make, history), history.steps[0], 64.0, way)
         assert isinstance(result.scale, torch.Tensor) and result.scale.numel() == 1
         assert float(result.scale) == (32.0 if overflows else 64.0)
 
-    # --- what not every optimizer takes ----------------------------------------------------------
+    # --- claims that are off by default ----------------------------------------------------------
 
     @invariant(
         claim="half_precision",
@@ -236,9 +236,9 @@ class Scaling(Claims):
         exponent=lambda _: st.integers(-4, 10),
     )
     def test_half_precision_parameters(self, make: Any, history: History, exponent: int) -> None:
-        """bfloat16 and float16 parameters under a scale: skips leave no trace, powers of two none.
+        """bfloat16 and float16 parameters: skipped steps and powers of two change nothing.
 
-        Unscaled in float16, small gradients are flushed to zero, which is what scaling is for.
+        Small gradients that are unscaled in float16 underflow, which scaling is meant to prevent.
         """
         assert_goes_on(make, history, 1.0, "unscale_and_step")
         finite_ones = history.without_overflows()
@@ -253,9 +253,9 @@ class Scaling(Claims):
         way=ways,
     )
     def test_complex_parameters(self, make: Any, history: History, scale: Scale, way: str) -> None:
-        """Complex parameters under a scale: skips leave no trace, powers of two none.
+        """Complex parameters: skipped steps and powers of two change nothing.
 
-        Either part of a number may be the one that overflows.
+        The real or the imaginary part of a gradient may overflow.
         """
         assert_goes_on(make, history, scale.number, way)
         finite_ones = history.without_overflows()
@@ -273,9 +273,10 @@ class Scaling(Claims):
         way=ways,
     )
     def test_sparse_gradients(self, make: Any, history: History, scale: Scale, way: str) -> None:
-        """Sparse gradients under a scale, rows that come twice included.
+        """Sparse gradients, coalesced or not: skipped steps and powers of two change nothing.
 
-        An embedding's gradient has a row for each time a token occurs, and those are added up.
+        An embedding's gradient has a row for each occurrence of a token, and equal indices are
+        summed.
         """
         assert_goes_on(make, history, scale.number, way)
         finite_ones = history.without_overflows()
@@ -284,12 +285,12 @@ class Scaling(Claims):
 
 
 def values_of(grad: torch.Tensor) -> torch.Tensor:
-    """A copy of the elements that a gradient has."""
+    """Copy the elements of a dense or sparse gradient."""
     return (grad.coalesce().values() if grad.is_sparse else grad).detach().clone()
 
 
 def clip_grad_norm(params: Any, limit: float) -> None:
-    """As torch's, which does not take sparse gradients."""
+    """``torch.nn.utils.clip_grad_norm_``, extended to sparse gradients."""
     if not any(p.grad is not None and p.grad.is_sparse for p in params):
         torch.nn.utils.clip_grad_norm_(params, limit)
         return

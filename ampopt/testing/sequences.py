@@ -1,4 +1,4 @@
-"""Invariant: any sequence of calls ends where a training ends to which nothing of it happened."""
+"""Invariant: any sequence of calls ends where a plain training with the applied batches ends."""
 
 import functools
 from collections.abc import Sequence
@@ -21,36 +21,35 @@ from ampopt.testing.machine import MOST, Machine, call
 __all__ = ["Sequences"]
 
 LARGE = 2.0**20
-"""A norm that no gradient has: clipping to it changes no bit."""
+"""A norm above that of any drawn gradient: clipping to it changes no bit."""
 BEGIN = (1.0, -0.5, 2.0)
-"""Elements of a parameter, over and over."""
+"""Initial elements of every parameter, repeated as needed."""
 
 
 class Sequences(Claims):
-    """The stateful part of the contract."""
+    """Sequences of calls, drawn by a state machine."""
 
     def test_any_sequence_of_calls(self) -> None:
-        """Any calls in any order end where a plain training of the batches that counted ends.
+        """Any calls in any order end, bitwise, where plain steps on the applied batches end.
 
-        Gradients come and go, overflow, are accumulated, unscaled, edited, clipped, stepped with or
+        Gradients come and go, overflow, are accumulated, unscaled, edited, clipped, applied or
         dropped; scales, learning rates and groups change; the optimizer is saved, loaded, taken
-        back to what was saved, and copied. Beside it the same optimizer, in its own dtype and so to
-        the bit, takes ``step()`` with unscaled gradients where a step should have happened, and is
-        never saved or copied; scale and pending flag are Python numbers.
+        back to a checkpoint, and copied. In parallel, a second optimizer of the same dtype takes
+        ``step()`` on unscaled gradients wherever a step should be applied, and is never saved or
+        copied.
 
-        What two calls do, one by one, right, they may do wrong in a row, and a long run makes all
-        of them.
+        Two calls that are each right alone may be wrong in a row, and a long run makes every
+        sequence.
         """
         _run(self, False, "plain_steps")
 
     def test_any_sequence_of_calls_is_near_float64(self) -> None:
-        """Any calls in any order end near where a float64 ``reference`` ends with those batches.
+        """Any calls in any order end near a float64 ``reference`` that takes the applied steps.
 
-        The calls are those of :meth:`test_any_sequence_of_calls`, and the reference takes the steps
-        that should have happened. A bias correction in bfloat16, or a rate that is read once, is in
-        a plain step too, so only other mathematics shows it: return an optimizer that you trust
-        from ``reference``. How near: as rounding in the parameter's dtype may explain, see
-        :class:`ampopt.testing.float64.Float64`.
+        The calls are those of :meth:`test_any_sequence_of_calls`. A bias correction in bfloat16, or
+        a learning rate that is read only once, is also wrong in a plain step, so only another
+        implementation shows it: return one that you trust from ``reference``. The tolerance is what
+        rounding in the parameter's dtype explains; see :class:`ampopt.testing.float64.Float64`.
         """
         _run(self, True, "plain_steps", "continuous")
 
@@ -61,7 +60,7 @@ class Sequences(Claims):
 
     @classmethod
     def float64_machine(cls) -> Changes:
-        """That of :meth:`test_any_sequence_of_calls_is_near_float64`."""
+        """The state machine of :meth:`test_any_sequence_of_calls_is_near_float64`."""
         return _machine_of(cls, True)()
 
 
@@ -83,14 +82,14 @@ def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
 
 @functools.cache
 def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
-    """The state machine of the optimizer that ``contract`` makes."""
+    """Return the state machine class for the optimizer that ``contract`` makes."""
     options = st.just({}) if contract.options is None else contract.options
     shapes = contract.shapes.filter(lambda shape: 0 < torch.Size(shape).numel() <= 12)
     dtypes = contract.dtypes if of_float64 else (*contract.dtypes, *contract.half_precision)
 
     norms = [None]
-    if contract.dense_gradients:  # torch clips no sparse ones
-        # What a norm is, to the bit, depends on the order of its sum.
+    if contract.dense_gradients:  # torch does not clip sparse gradients
+        # The bits of a norm depend on the order of summation, so the bitwise test never clips.
         norms = [0.5, 2.0, None] if of_float64 else [None, LARGE]
 
     class OfContract(Changes):

@@ -1,4 +1,4 @@
-"""Invariants: which steps are skipped, and that a skipped step never was."""
+"""Invariants: which steps are skipped, and that a skipped step has no effect."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ def scales(_: Any) -> st.SearchStrategy[Scale]:
 
 @st.composite
 def ending_in_overflow(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> History:
-    """Any number of finite steps, and one that overflows."""
+    """Strategy of trainings with any number of finite steps, and a last step that overflows."""
     history = draw(cls.histories(overflows=False, max_steps=3, absent=False, **changed))
     assume(spoilable(history.steps[-1]))
     last = draw(spoiled(history.steps[-1]))
@@ -40,7 +40,7 @@ def ending_in_overflow(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> Hi
 
 @st.composite
 def ending_well(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> History:
-    """Steps that may overflow, and a finite one with a gradient for every parameter."""
+    """Strategy of trainings that may overflow, but end in a finite step with all gradients."""
     history = draw(cls.histories(**changed))
     sparse = changed.get("sparse", not cls.dense_gradients)
     layouts = changed.get("layouts", cls.any_layout)
@@ -51,7 +51,7 @@ def ending_well(draw: st.DrawFn, cls: type[Claims], **changed: Any) -> History:
 
 
 def assert_step_left_out(before: dict[str, Any], after: dict[str, Any], what: str) -> None:
-    """Nothing is changed but for state that was missing."""
+    """Check that a step changed nothing; it may have created state."""
     for part in ("parameters", "groups", "random"):
         assert_same(after[part], before[part], f"{what}: {part}")
     for name in ("state", "other state"):
@@ -61,8 +61,8 @@ def assert_step_left_out(before: dict[str, Any], after: dict[str, Any], what: st
 
 
 def assert_goes_on(make: Any, history: History, number: float, way: str) -> None:
-    """With or without its overflows, ``history`` ends with the same bits."""
-    scale = Scale("static", number)  # so that the scale of the one is that of the other
+    """Check that ``history`` ends with the same bits with and without its overflows."""
+    scale = Scale("static", number)  # a dynamic scale would differ between the two trainings
     assert_same_training(
         train(make, history, scale, way),
         train(make, history.without_overflows(), scale, way),
@@ -71,17 +71,17 @@ def assert_goes_on(make: Any, history: History, number: float, way: str) -> None
 
 
 class Skipping(Claims):
-    """A step whose gradients are not finite is left out, as if the batch had never been."""
+    """A step with a non-finite gradient is skipped, as if the batch did not exist."""
 
     @invariant(claim="plain_steps", history=ending_in_overflow, scale=scales, way=ways)
     def test_a_skipped_step_changes_nothing(
         self, make: Any, history: History, scale: Scale, way: str
     ) -> None:
-        """A non-finite element anywhere leaves everything as it was, bit for bit.
+        """One non-finite gradient element anywhere leaves everything bitwise unchanged.
 
-        Parameters, state, step counts, hyperparameters and random generators. An optimizer that
-        moves its averages, or counts the step, drifts a little at every overflow, and each run
-        overflows hundreds of times; one that applies the step turns the model to NaN.
+        That is: parameters, state, step counts, hyperparameters and random generators. An optimizer
+        that updates its averages, or counts the step, drifts at every overflow, and a run has
+        hundreds of them; one that applies the step turns the model to NaN.
         """
         *before_last, last = history.steps
         trained = train(make, replace(history, steps=tuple(before_last)), scale, way)
@@ -95,10 +95,11 @@ class Skipping(Claims):
     def test_training_goes_on_as_if_skipped_steps_had_never_been(
         self, make: Any, history: History, scale: Scale, way: str
     ) -> None:
-        """With or without the overflows among its steps, a training ends with the same bits.
+        """A training ends with the same bits with and without its overflowed steps.
 
-        On the very first step too, which makes state: what a skipped step makes has to be as if
-        fresh. torch's fused SGD leaves its momentum uninitialised there, and the next step uses it.
+        This includes the first step, which creates state: what a skipped step creates must equal
+        fresh state. torch's fused SGD leaves its momentum buffer uninitialized there, and the next
+        step uses it.
         """
         assume(any(history.overflows))
         assert_goes_on(make, history, scale.number, way)
@@ -109,10 +110,10 @@ class Skipping(Claims):
     def test_a_checkpoint_after_skips_alone_is_a_fresh_start(
         self, make: Any, history: History, data: Any
     ) -> None:
-        """Saved after nothing but overflows, and loaded, an optimizer is as good as new.
+        """A checkpoint saved after nothing but overflows loads as a new optimizer.
 
-        The first steps of a run are those that overflow, until the scale has come down; a job that
-        is preempted then must not go on with a step count or averages of steps never taken.
+        The first steps of a run overflow until the scale has come down. A job that is preempted
+        then must not resume with a step count or averages of steps that were never applied.
         """
         sparse = not type(self).dense_gradients
         good = data.draw(
@@ -129,10 +130,10 @@ class Skipping(Claims):
 
     @invariant(claim="plain_steps", history=ending_in_overflow, way=ways)
     def test_step_hooks_run_on_every_attempt(self, make: Any, history: History, way: str) -> None:
-        """Hooks before and after a step run once for each attempt, skipped or not.
+        """Step hooks run once for each attempt, skipped or not.
 
-        The host does not know whether a step is skipped, so schedulers, profilers and averages of
-        weights that hang on hooks must see the same calls on every rank and on every device.
+        The host does not know whether a step is skipped, so schedulers, profilers and weight
+        averaging that use hooks must get the same calls on every rank and every device.
         """
         calls: list[str] = []
 
@@ -159,10 +160,10 @@ class Skipping(Claims):
     def test_a_scale_on_the_device_that_is_no_scale_skips(
         self, make: Any, history: History, number: float, way: str
     ) -> None:
-        """A scale that has become 0, negative, infinite or NaN on the device skips the step.
+        """A scale tensor that is 0, negative, infinite or NaN skips the step.
 
-        g / inf is a finite 0, so looking at gradients alone applies a step of zeros: averages
-        decay and weights with them, for the rest of the run.
+        g / inf is a finite 0, so an optimizer that tests only gradients applies a step of zeros:
+        averages and weights decay for the rest of the run.
         """
         trained = start(make, history)
         for step in history.steps[:-1]:
@@ -170,7 +171,7 @@ class Skipping(Claims):
         before = everything(trained.optimizer)
         set_gradients(trained.params, history.steps[-1])
         result = WAYS[way](trained.optimizer, torch.tensor(number))
-        assert result.found_inf > 0, f"a scale of {number} was not found out"
+        assert result.found_inf > 0, f"a scale of {number} did not skip the step"
         assert_step_left_out(before, everything(trained.optimizer), f"a scale of {number} stepped")
 
     @invariant(
@@ -183,9 +184,9 @@ class Skipping(Claims):
     def test_gradients_are_judged_after_unscaling(
         self, make: Any, history: History, exponent: int, way: str, data: Any
     ) -> None:
-        """A gradient that overflows by being unscaled, by a scale below 1, skips the step.
+        """A gradient that overflows when divided by a scale below 1 skips the step.
 
-        ``torch.amp.GradScaler`` looks at scaled gradients only, and applies the infinity.
+        ``torch.amp.GradScaler`` tests scaled gradients only, and applies the infinity.
         """
         (step,) = history.steps
         assume(spoilable(step))
@@ -198,7 +199,7 @@ class Skipping(Claims):
         values.fill_(torch.finfo(values.dtype).max)
         before = everything(trained.optimizer)
         result = WAYS[way](trained.optimizer, 2.0**-exponent)
-        assert result.found_inf > 0, "a gradient that overflows unscaled was not found"
+        assert result.found_inf > 0, "a gradient that overflows when unscaled was not found"
         assert_step_left_out(before, everything(trained.optimizer), "an overflow was applied")
 
     @invariant(
@@ -209,14 +210,14 @@ class Skipping(Claims):
     def test_a_finite_gradient_is_never_skipped(
         self, make: Any, history: History, way: str
     ) -> None:
-        """However large, or however many: only what is not finite skips.
+        """Finite gradients are applied, however large and however many.
 
-        A detector that adds up elements, or squares them, overflows by itself. Training then skips
-        large gradients for ever, while the scale falls to its floor.
+        A detector that sums elements or squares may overflow by itself. Training then skips large
+        gradients for ever, while the scale falls to its minimum.
         """
         trained = start(make, history)
         result = step_by(trained, history.steps[0], 1.0, way)
-        assert not result.found_inf > 0, "a finite gradient was taken for an overflow"
+        assert not result.found_inf > 0, "found_inf is set, but all gradients are finite"
         assert not result.skipped
 
     @invariant(
@@ -225,10 +226,10 @@ class Skipping(Claims):
         flags=lambda _: st.sampled_from([1.0, 2.0, 3.0, 0.5]),
     )
     def test_a_sum_of_flags_skips(self, make: Any, history: History, flags: float) -> None:
-        """Any flag above 0 skips: those of several devices and ranks are added up.
+        """Any flag above 0 skips, because flags of several devices and ranks are summed.
 
-        torch's fused optimizers skip on a flag of exactly 1, so where two devices overflow at once
-        they step, with infinities.
+        torch's fused optimizers skip only if the flag is exactly 1, so when two devices overflow at
+        once they apply the infinities.
         """
         trained = start(make, history)
         *before_last, last = history.steps
@@ -236,7 +237,7 @@ class Skipping(Claims):
             step_by(trained, step, 1.0)
         before = everything(trained.optimizer)
         set_gradients(trained.params, last)
-        # As torch.amp.GradScaler hands its flag over.
+        # torch.amp.GradScaler passes its flag in this attribute.
         trained.optimizer.grad_scale = None
         trained.optimizer.found_inf = torch.tensor(flags)
         trained.optimizer.step()
@@ -251,10 +252,10 @@ class Skipping(Claims):
     def test_ranks_that_add_up_their_flags_agree(
         self, make: Any, history: History, first: bool
     ) -> None:
-        """The flag of ``unscale`` may be summed over ranks, in place: all of them skip, or none.
+        """The flag from ``unscale`` may be summed over ranks in place: all ranks skip, or none.
 
-        One rank has an overflow in its part of the gradients, the other has none. If one of them
-        steps, they hold different models from then on, and nothing says so.
+        One rank has an overflow in its shard of the gradients, the other has none. If one of them
+        steps, their models differ from then on, and nothing reports it.
         """
         finite = tuple(
             g and type(g)(g.shape, (1.0,) * min(g.numel, 1), g.dtype, g.layout)
@@ -269,16 +270,17 @@ class Skipping(Claims):
             results.append(trained.optimizer.unscale(grads_scaled_by=4.0))
         total = sum(float(result.found_inf) for result in results)
         for trained, result in zip(ranks, results, strict=True):
-            result.found_inf.fill_(total)  # as all_reduce would
+            result.found_inf.fill_(total)  # stands for an all-reduce
             assert trained.optimizer.step_after_unscale().skipped
             assert_step_left_out(before, everything(trained.optimizer), "a rank has stepped")
 
     @invariant(claim="plain_steps", history=lambda cls: cls.histories(max_steps=2), way=ways)
     def test_no_gradients_is_no_step(self, make: Any, history: History, way: str) -> None:
-        """A step for which no parameter has a gradient changes nothing, and counts for nothing.
+        """A step without any gradient changes nothing, and does not count towards growth.
 
-        Optimizers of a part of the model meet it whenever a batch does not touch that part. As an
-        error it ends the run; counted as a finite step it lets the scale grow on nothing.
+        It happens to the optimizer of a part of the model whenever a batch does not use that part.
+        As an error it would end the run; counted as a finite step it would let the scale grow for
+        no reason.
         """
         trained = train(make, history, Scale("static", 1.0), way)
         before = everything(trained.optimizer)

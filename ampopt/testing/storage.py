@@ -1,4 +1,4 @@
-"""Invariants: where a training is kept, and in what order, makes no difference to it."""
+"""Invariants: checkpoints, copies, and the order, grouping and layout of parameters."""
 
 import copy
 from dataclasses import replace
@@ -34,10 +34,11 @@ class Storage(Claims):
     def test_saving_and_loading_at_any_point_changes_nothing(
         self, make: Any, history: History, at: int
     ) -> None:
-        """A run that is saved and resumed, optimizer and scale, goes on to the same bits.
+        """A run that is saved and resumed, optimizer and scale, continues to the same bits.
 
-        State in an attribute, or under another key than the parameter, is not in ``state_dict``,
-        and a cast of it does not come back: the resumed run is another one, and nobody is told.
+        State in an attribute, or under a key that is no parameter, is missing in ``state_dict``,
+        and state that ``load_state_dict`` casts is changed: the resumed run differs, without an
+        error.
         """
         at %= len(history.steps)
         straight, resumed = start(make, history), start(make, history)
@@ -58,15 +59,15 @@ class Storage(Claims):
 
     @invariant(
         claim=("plain_steps", "deepcopies"),
-        # A copy of a strided tensor may be contiguous.
+        # deepcopy may return a contiguous tensor for a strided one.
         history=lambda cls: ending_well(cls, layouts=cls.any_layout and cls.layout_changes_no_bit),
         at=lambda _: st.integers(0, 4),
     )
     def test_a_deepcopy_goes_its_own_way(self, make: Any, history: History, at: int) -> None:
-        """A deep copy of parameters and optimizer trains as the original, and leaves it alone.
+        """A deep copy of parameters and optimizer trains like the original, and does not change it.
 
-        Copies are how one looks ahead, averages models, or tries a step; a buffer that both share
-        makes each of them train on the other's averages.
+        Copies are used to look ahead, to average models, or to try a step; with a shared buffer
+        each of the two would train on the other's averages.
         """
         at %= len(history.steps)
         original = start(make, history)
@@ -79,7 +80,7 @@ class Storage(Claims):
             step_by(twin, step, ampopt.StaticLossScale(2.0))
         after = bits(original.params), [original.state(i) for i in range(len(params))]
         assert_same(after, before, "training the copy changed the original")
-        assert_same_training(twin, train_on(make, history), "the copy trained otherwise")
+        assert_same_training(twin, train_on(make, history), "the copy trained differently")
 
     @invariant(
         claim=("plain_steps", "independent_parameters", "several_groups"),
@@ -90,10 +91,10 @@ class Storage(Claims):
     def test_order_and_groups_of_parameters_do_not_matter(
         self, make: Any, history: History, order: list[int], cuts: set[int]
     ) -> None:
-        """Parameters in another order, or in other groups of the same options, train alike.
+        """Parameters train identically in another order, or in other groups with the same options.
 
-        Regrouping, say for weight decay, or a module defined elsewhere, must not change a run; nor
-        may a step take what it left behind from one parameter for the next.
+        Regrouping for weight decay, or moving a module's definition, must not change a run; nor may
+        a step use a temporary of one parameter for the next.
         """
         n = len(history.params)
         order = [i for i in order if i < n]
@@ -113,10 +114,10 @@ class Storage(Claims):
         which=lambda _: st.integers(0, 2),
     )
     def test_a_parameter_trains_as_if_alone(self, make: Any, history: History, which: int) -> None:
-        """Beside others, some without gradients now and then, a parameter trains as by itself.
+        """A parameter trains among others, some of them without gradients, as it does alone.
 
-        A step count shared by all parameters is wrong for those whose gradients come and go, such
-        as experts and adapters; momentum that moves without a gradient moves them for ever.
+        One step count for all parameters is wrong for those whose gradients come and go, such as
+        experts and adapters; momentum applied without a gradient keeps moving them.
         """
         which %= len(history.params)
         alone = History(
@@ -130,9 +131,10 @@ class Storage(Claims):
 
     @invariant(claim="plain_steps", history=ending_well)
     def test_parameters_without_gradients_stay(self, make: Any, history: History) -> None:
-        """A parameter that has no gradient in a step is not touched, and neither is its state.
+        """A parameter without a gradient is not changed by a step, and neither is its state.
 
-        So frozen layers stay frozen. Decay or momentum that goes on for them undoes pretraining.
+        So frozen layers stay frozen. Decay or momentum that still applied to them would undo
+        pretraining.
         """
         trained = start(make, history)
         for step in history.steps:
@@ -141,16 +143,16 @@ class Storage(Claims):
             for i, grad in enumerate(step):
                 if grad is None:
                     after = bits(trained.params[i]), trained.state(i)
-                    assert_same(after, before[i], f"parameter {i} has no gradient, and changed")
+                    assert_same(after, before[i], f"parameter {i} changed without a gradient")
 
     @invariant(
         claim=("plain_steps", "any_layout", "layout_changes_no_bit", "dense_gradients"),
         history=lambda cls: ending_well(cls, expanded=True),
     )
     def test_layout_does_not_matter(self, make: Any, history: History) -> None:
-        """Transposed, strided, channels-last and expanded tensors train as contiguous ones.
+        """Transposed, strided, channels-last and expanded tensors train like contiguous ones.
 
-        A step that writes to ``p.reshape(-1)`` writes to a copy where ``p`` is not contiguous, and
+        A step that writes to ``p.reshape(-1)`` writes to a copy if ``p`` is not contiguous, and
         that layer never trains.
         """
 
@@ -178,5 +180,5 @@ class Storage(Claims):
 
 
 def train_on(make: Any, history: History) -> Trained:
-    """Train with a scale of 2 that stays."""
+    """Train with a static scale of 2."""
     return train(make, history, Scale("static", 2.0))

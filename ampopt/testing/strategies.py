@@ -1,8 +1,8 @@
-"""Hypothesis strategies for what optimizers are given: parameters, gradients, scales, histories.
+"""Hypothesis strategies of an optimizer's inputs: parameters, gradients, scales, trainings.
 
 They draw *blueprints* (:mod:`ampopt.testing.blueprints`), which build fresh tensors as often as an
-example needs them. Everything comes from Hypothesis, so that failures shrink, to few elements of
-few parameters in few steps, and replay.
+example needs them. Everything random comes from Hypothesis, so failures replay, and shrink to few
+elements, parameters and steps.
 
 Example:
     >>> from hypothesis import given
@@ -43,10 +43,10 @@ __all__ = [
 NON_FINITE = (math.inf, -math.inf, math.nan)
 Kind = Literal["ordinary", "edge"]
 _FEW = 12
-"""Elements up to which each is drawn by itself; more of them repeat a pattern."""
+"""Up to this size, each element of a tensor is drawn; larger tensors repeat as many."""
 
-# A strategy is looked through by Hypothesis when it is first drawn from. If each draw made its own,
-# that would take more than half of the time.
+# Hypothesis analyses a strategy when it first draws from it. Cached strategies save more than half
+# of the time.
 _integers: Callable[[int, int], st.SearchStrategy[int]] = functools.cache(st.integers)
 _sampled_from: Callable[[tuple[Any, ...]], st.SearchStrategy[Any]] = functools.cache(
     st.sampled_from
@@ -64,15 +64,15 @@ def shapes(
     min_side: int = 0,
     boundaries: Sequence[int] = (),
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes: 0-d, empty, odd, and with dimensions of one element.
+    """Strategy of shapes: 0-d, empty, odd sizes, and dimensions of size 1.
 
     Args:
-        max_elements: for shapes that are not about a boundary.
-        min_dims: number of dimensions at least.
-        max_dims: number of dimensions at most.
-        min_side: 1 for no empty shapes.
-        boundaries: also flat shapes of so many elements, one less and one more, for optimizers that
-            work in chunks.
+        max_elements: maximum number of elements, except for shapes from ``boundaries``.
+        min_dims: minimum number of dimensions.
+        max_dims: maximum number of dimensions.
+        min_side: minimum size of a dimension; 1 excludes empty tensors.
+        boundaries: sizes at which an optimizer's code changes, such as chunk sizes. Some 1-d shapes
+            have such a size, one less, or one more.
     """
     sides = st.lists(st.integers(min_side, 7), min_size=min_dims, max_size=min(max_dims, 3))
     found = sides.map(tuple).filter(lambda shape: math.prod(shape) <= max_elements)
@@ -80,7 +80,7 @@ def shapes(
         found |= st.just((1, 2, 2, 2))
     near = [n + d for n in boundaries for d in (0, -1, 1) if n + d > 0]
     if near and min_dims <= 1 <= max_dims:
-        rarely = st.integers(0, 9)  # such tensors take their time
+        rarely = st.integers(0, 9)  # large tensors are slow
         return rarely.flatmap(
             lambda n: st.sampled_from(near).map(lambda size: (size,)) if n == 9 else found
         )
@@ -88,13 +88,13 @@ def shapes(
 
 
 def values(dtype: torch.dtype, kind: Kind = "ordinary") -> st.SearchStrategy[Any]:
-    """Numbers that ``dtype`` can hold.
+    """Strategy of finite numbers that ``dtype`` can represent.
 
     Args:
-        dtype: real or complex.
-        kind: ``"ordinary"``: from -4 to 4, zeros of both signs among them, and never so small that
-            arithmetic on them leaves the normal range. ``"edge"``: any finite number; zeros of both
-            signs, subnormals and numbers next to overflow often.
+        dtype: a real or complex floating-point dtype.
+        kind: ``"ordinary"`` draws multiples of 1/256 from -4 to 4 and -0.0, on which arithmetic
+            stays in the normal range. ``"edge"`` draws any finite number, and often zeros of both
+            signs, subnormals and numbers near overflow.
     """
     if dtype.is_complex:
         part = values(dtype.to_real(), kind)
@@ -158,15 +158,15 @@ def parameters(
     of_shapes: st.SearchStrategy[tuple[int, ...]] | None = None,
     layouts: bool = True,
 ) -> list[Blueprint]:
-    """One to ``max_size`` parameters, each of any of ``dtypes``, in a layout of its own.
+    """Strategy of lists of one to ``max_size`` parameters.
 
     Args:
-        draw: given by Hypothesis.
-        dtypes: see above.
-        max_size: see above.
-        max_elements: of a parameter.
-        of_shapes: a strategy of shapes, in place of :func:`shapes` up to ``max_elements``.
-        layouts: whether they may be other than contiguous.
+        draw: passed by Hypothesis.
+        dtypes: the dtypes to choose from, for each parameter.
+        max_size: maximum number of parameters.
+        max_elements: maximum number of elements of a parameter; ignored with ``of_shapes``.
+        of_shapes: strategy of shapes; ``None`` for :func:`shapes` up to ``max_elements``.
+        layouts: whether parameters may be strided, transposed or channels-last.
     """
     count = draw(_integers(1, max_size))
     if of_shapes is None:
@@ -188,16 +188,16 @@ def gradients(
     expanded: bool = False,
     sparse: bool = False,
 ) -> tuple[Blueprint | None, ...]:
-    """A finite gradient for each parameter, in a layout of its own, or none for some of them.
+    """Strategy of one finite gradient, or ``None``, for each parameter.
 
     Args:
-        draw: of Hypothesis.
-        params: what the gradients are of.
-        kind: see :func:`values`.
-        absent: some parameters may have none.
-        layouts: gradients may be strided, transposed or channels-last.
-        expanded: some may be one element expanded, as the gradient of a sum is.
-        sparse: those of one dimension or more are sparse COO tensors.
+        draw: passed by Hypothesis.
+        params: blueprints of the parameters.
+        kind: kind of numbers; see :func:`values`.
+        absent: whether parameters may have no gradient.
+        layouts: whether gradients may be strided, transposed or channels-last.
+        expanded: whether gradients may be one element expanded, as the gradient of a sum is.
+        sparse: whether gradients of parameters with at least one dimension are sparse COO tensors.
     """
     return tuple(
         None
@@ -208,15 +208,17 @@ def gradients(
 
 
 def spoilable(step: Sequence[Blueprint | None]) -> bool:
-    """Whether one of the gradients has an element of its own to be spoiled."""
+    """Whether one of the gradients has an element that can be overwritten alone."""
     return any(grad and grad.numel and grad.layout != "expanded" for grad in step)
 
 
 @st.composite
 def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprint | None, ...]:
-    """The same gradients with an infinity or NaN at one place of one of them.
+    """Strategy of the gradients ``step`` with one element replaced by an infinity or NaN.
 
-    The gradients, ``step``, must have an element.
+    Args:
+        draw: passed by Hypothesis.
+        step: a gradient or ``None`` for each parameter; at least one has elements.
     """
     holders = tuple(i for i, grad in enumerate(step) if spoilable([grad]))
     i = draw(_sampled_from(holders))
@@ -239,19 +241,26 @@ def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprin
 
 
 def powers_of_two(least: int = -24, most: int = 24) -> st.SearchStrategy[float]:
-    """Scales by which multiplication is exact, from ``2**least`` to ``2**most``."""
+    """Strategy of scales that multiply exactly, from ``2**least`` to ``2**most``."""
     return st.integers(least, most).map(lambda n: 2.0**n)
 
 
 def any_scales() -> st.SearchStrategy[float]:
-    """Any float32 number that a loss scale can be, the extremes and 1.0 often."""
+    """Strategy of all float32 numbers that a loss scale can be; often the extremes and 1.0."""
     extremes = st.sampled_from([1.0, 2.0**-126, 2.0**127, 65536.0, 3.0])
     return extremes | st.floats(2.0**-126, 2.0**127, width=32)
 
 
 @st.composite
 def loss_scales(draw: st.DrawFn, *, off: bool = True, least: int = -24, most: int = 24) -> Scale:
-    """A scale of every kind, and with ``off`` none at all, from ``2**least`` to ``2**most``."""
+    """Strategy of loss scales of every kind, from ``2**least`` to ``2**most``.
+
+    Args:
+        draw: passed by Hypothesis.
+        off: whether the scale may be ``None``.
+        least: exponent of the smallest scale.
+        most: exponent of the largest scale.
+    """
     kinds = ("none",) * off + ("number", "tensor", "vector", "static", "dynamic")
     kind = draw(st.sampled_from(kinds))
     return Scale(kind, 1.0 if kind == "none" else draw(powers_of_two(least, most)))
@@ -270,18 +279,18 @@ def histories(
     layouts: bool = True,
     **of_gradients: Any,
 ) -> History:
-    """One to ``max_steps`` steps, any of which may overflow if ``overflows``.
+    """Strategy of trainings of one to ``max_steps`` steps.
 
     Args:
-        draw: of Hypothesis.
-        dtypes: of the parameters.
-        of_shapes: of the parameters.
-        max_params: how many there may be.
-        max_steps: likewise.
-        overflows: some gradients may have an infinity or NaN.
-        groups: parameters may be in several groups.
-        layouts: parameters and gradients may be strided, transposed or channels-last.
-        of_gradients: arguments of :func:`gradients`.
+        draw: passed by Hypothesis.
+        dtypes: dtypes of the parameters.
+        of_shapes: strategy of the parameters' shapes; ``None`` for :func:`shapes`.
+        max_params: maximum number of parameters.
+        max_steps: maximum number of steps.
+        overflows: whether any step may have an infinity or NaN in a gradient.
+        groups: whether parameters may be in several param groups.
+        layouts: whether parameters and gradients may be strided, transposed or channels-last.
+        of_gradients: further arguments of :func:`gradients`.
     """
     params = draw(
         parameters(dtypes=dtypes, of_shapes=of_shapes, max_size=max_params, layouts=layouts)
@@ -305,13 +314,13 @@ def non_finite_steps(
     of_shapes: st.SearchStrategy[tuple[int, ...]] | None = None,
     **of_gradients: Any,
 ) -> tuple[list[Blueprint], tuple[Blueprint | None, ...]]:
-    """Parameters and gradients with edge values, one of which is spoiled.
+    """Strategy of parameters, and of gradients with edge values of which one element is non-finite.
 
     Args:
-        draw: given by Hypothesis.
-        dtypes: that parameters may have.
-        of_shapes: a strategy of shapes that they may have; ``None`` for :func:`shapes`.
-        of_gradients: as for :func:`gradients`.
+        draw: passed by Hypothesis.
+        dtypes: dtypes of the parameters.
+        of_shapes: strategy of the parameters' shapes; ``None`` for :func:`shapes`.
+        of_gradients: further arguments of :func:`gradients`.
     """
     params = draw(
         parameters(dtypes=dtypes, of_shapes=of_shapes).filter(lambda ps: any(p.numel for p in ps))

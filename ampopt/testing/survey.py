@@ -1,7 +1,7 @@
-"""``python -m ampopt.testing.survey``: which invariants the optimizers of installed packages keep.
+"""``python -m ampopt.testing.survey``: which invariants optimizers of installed packages keep.
 
-Every optimizer is given control points by :func:`ampopt.extend`, as its package has written it, and
-the whole :class:`ampopt.testing.OptimizerContract` is run on it, with its default settings.
+Every optimizer gets its loss scaling methods from :func:`ampopt.extend`, and is then tested with
+the whole :class:`ampopt.testing.OptimizerContract` and its default claims.
 """
 
 import argparse
@@ -31,25 +31,25 @@ PACKAGES = (
     "schedulefree",
     "transformers.optimization",
 )
-"""Modules that are looked into unless others are named, where they are installed."""
+"""Modules searched by default, if installed."""
 
 INVARIANTS = tuple(name for name in dir(OptimizerContract) if name.startswith("test_"))
 
 _KEPT, _BROKEN, _NOT_ASKED = "✔", "✘", "-"
 _ARGUMENTS = {"lr": 1e-3, "learning_rate": 1e-3}
-"""For constructors that ask for them."""
+"""Values for arguments without a default that constructors require."""
 
 
 @dataclass
 class Finding:
-    """What was found of one optimizer.
+    """The result for one optimizer.
 
     Attributes:
-        name: its module's name and its own.
-        verdicts: of each invariant, without its ``test_``: ``"✔"``, ``"✘"``, or ``"-"`` where it
-            is about what the contract does not claim of every optimizer.
-        why: of each that is broken, the first line of the failure.
-        refused: why it could not be tried at all; ``None`` if it could.
+        name: name of package and class, such as ``"torch.Adam"``.
+        verdicts: by invariant, named without ``test_``: ``"✔"`` kept, ``"✘"`` broken, ``"-"`` not
+            tested because the default claims exclude it.
+        why: by broken invariant, the first line of the failure.
+        refused: why the optimizer could not be tested at all; ``None`` if it could.
     """
 
     name: str
@@ -59,10 +59,10 @@ class Finding:
 
 
 def found_in(module: str) -> list[type[torch.optim.Optimizer]]:
-    """The optimizers that a module shows; none if it is not installed.
+    """The public optimizer classes of a module; empty if the module cannot be imported.
 
     Args:
-        module: its name.
+        module: name of the module.
     """
     try:
         with warnings.catch_warnings():
@@ -85,15 +85,15 @@ def survey(
     examples: int = 5,
     invariants: Sequence[str] = INVARIANTS,
 ) -> Iterator[Finding]:
-    """Run the contract over optimizers, one after another.
+    """Run the contract on each class.
 
     Args:
-        classes: of optimizers that know nothing of scaling.
-        examples: how many are drawn for each invariant. The same each time.
+        classes: optimizer classes, which need not know about loss scaling.
+        examples: number of examples for each invariant; the same ones in every run.
         invariants: names of the contract's tests.
 
     Yields:
-        A finding for each class, as soon as it is there.
+        A finding for each class, once it has been tested.
     """
     health = hypothesis.HealthCheck
     settings = hypothesis.settings(
@@ -101,7 +101,7 @@ def survey(
         derandomize=True,
         database=None,
         stateful_step_count=10,
-        phases=[hypothesis.Phase.generate],  # that it is broken is enough; not by how little
+        phases=[hypothesis.Phase.generate],  # no shrinking: only kept or broken is reported
         suppress_health_check=[health.too_slow, health.filter_too_much, health.data_too_large],
     )
     for cls in classes:
@@ -109,7 +109,7 @@ def survey(
         try:
             make = _maker(cls)
             make([torch.nn.Parameter(torch.ones(2, 2))])
-        except Exception as error:  # whatever a constructor of others raises
+        except Exception as error:  # a third-party constructor may raise anything
             finding.refused = _first_line(error)
         else:
             contract = type(f"Of{cls.__name__}", (OptimizerContract,), _attributes(make, settings))
@@ -119,10 +119,10 @@ def survey(
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """A row in Markdown for each optimizer: how many invariants it keeps, and which it does not.
+    """Markdown table of how many invariants each optimizer keeps, and which it breaks.
 
     Args:
-        findings: of :func:`survey`.
+        findings: results of :func:`survey`.
     """
     lines = ["| Optimizer | Keeps | Breaks |", "|---|---|---|"]
     for finding in findings:
@@ -137,11 +137,11 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def plot(findings: Sequence[Finding], path: str) -> None:
-    """Draw the table: a square for each optimizer and invariant. Needs matplotlib.
+    """Draw a square for each optimizer and invariant, colored by verdict. Needs matplotlib.
 
     Args:
-        findings: of :func:`survey`.
-        path: of the picture.
+        findings: results of :func:`survey`.
+        path: path of the picture to write.
     """
     import matplotlib
 
@@ -166,10 +166,11 @@ def plot(findings: Sequence[Finding], path: str) -> None:
 
 
 def _maker(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
-    """Makes the optimizer, extended, with its defaults.
+    """Return a function that makes the extended optimizer with its defaults.
 
     Raises:
-        TypeError: its constructor asks for more than can be guessed, or ``extend`` refuses it.
+        TypeError: the constructor requires arguments other than a learning rate, or ``extend``
+            refuses the class.
     """
     required = [
         name
@@ -184,7 +185,7 @@ def _maker(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
 
     def make(params: Any) -> Any:
         optimizer: Any = extended(params, **{name: _ARGUMENTS[name] for name in required})
-        if callable(getattr(optimizer, "train", None)):  # as the schedule-free ask before a step
+        if callable(getattr(optimizer, "train", None)):  # schedule-free ones require it first
             optimizer.train()
         return optimizer
 
@@ -201,7 +202,7 @@ def _attributes(make: Callable[[Any], Any], settings: hypothesis.settings) -> di
 
 
 def _try(contract: Any, name: str, finding: Finding) -> None:
-    """Run one invariant, and note what came of it."""
+    """Run one invariant, and record the verdict."""
     short = name.removeprefix("test_")
     try:
         with warnings.catch_warnings():
@@ -225,7 +226,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Survey what the arguments name, and print or write the table."""
+    """Parse the command line, run the survey, and print or write the table."""
     parser = argparse.ArgumentParser(prog="python -m ampopt.testing.survey", description=__doc__)
     parser.add_argument(
         "--package",
@@ -240,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.examples < 1:
         parser.error("--examples: draw 1 or more")
     found = {
-        cls: None  # in their order, and each once
+        cls: None  # a dict, as an ordered set: packages export each other's classes
         for package in options.package or PACKAGES
         for cls in found_in(package)
         if not options.optimizer or cls.__name__ in options.optimizer

@@ -27,19 +27,19 @@ def _split(optimizer: Any, scale: Any) -> Any:
 
 
 WAYS: dict[str, Callable[[Any, Any], Any]] = {"unscale_and_step": _joined, "unscale, step": _split}
-"""How a step is taken with a scale."""
+"""The two ways to take a step under a scale: in one call, or in two."""
 
 
 @dataclass
 class Trained:
-    """What came of a training.
+    """The state of a training.
 
     Attributes:
-        params: in the order of the history.
-        optimizer: that trained them.
-        scale: what the last step returned.
-        scales: what each step returned, as numbers.
-        random: the state of random generators that it goes on from.
+        params: parameters, in the order of the history.
+        optimizer: the optimizer of ``params``.
+        scale: the scale that the last step returned.
+        scales: the scales that each step returned, as numbers.
+        random: random state of torch and Python to continue from.
     """
 
     params: list[Parameter]
@@ -50,7 +50,7 @@ class Trained:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Within this, random numbers are those of this training, which another may be beside."""
+        """Context in which random numbers are this training's own, if several run alternately."""
         if self.random is not None:
             torch.set_rng_state(self.random[0])
             random.setstate(self.random[1])
@@ -63,10 +63,10 @@ class Trained:
 
 
 def seed(number: int = 0) -> None:
-    """Begin torch's random numbers anew.
+    """Seed torch's generators, on the CPU and on CUDA if it is initialized.
 
-    ``torch.manual_seed`` also leaves, for each kind of device that is not in use, a note with the
-    whole stack in it, which takes longer than a small training.
+    ``torch.manual_seed`` also formats a stack trace for each kind of device that is not
+    initialized, which takes longer than a small training.
     """
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
@@ -74,7 +74,7 @@ def seed(number: int = 0) -> None:
 
 
 def start(make: Any, history: History) -> Trained:
-    """Fresh parameters and their optimizer, with random state of its own."""
+    """Make fresh parameters and their optimizer, with fixed random state."""
     seed()
     random.seed(0)
     params = history.build()
@@ -89,7 +89,10 @@ def step_by(
     scale: Any,
     way: str | None = "unscale_and_step",
 ) -> Any:
-    """One step with ``gradients`` scaled by ``scale``; its result. ``way=None`` is ``step()``."""
+    """Take one step on ``gradients`` multiplied by ``scale``, and return its result.
+
+    ``way`` is a key of :data:`WAYS`, or ``None`` for ``step()``.
+    """
     set_gradients(trained.params, gradients, 1.0 if scale is None else float(scale))
     with trained.at_work():
         return trained.optimizer.step() if way is None else WAYS[way](trained.optimizer, scale)
@@ -103,14 +106,14 @@ def train(
     *,
     after: Callable[[int, Trained], None] | None = None,
 ) -> Trained:
-    """Train on ``history``, handing the scale on from step to step.
+    """Train on ``history``; each step gets the scale that the last one returned.
 
     Args:
-        make: makes the optimizer.
+        make: function from parameters to the optimizer.
         history: parameters and gradients.
-        scale: to begin with.
-        way: of ``WAYS``, or ``None`` for ``step()`` without a scale.
-        after: called after each step, with its index.
+        scale: the first scale.
+        way: a key of ``WAYS``, or ``None`` for ``step()`` without a scale.
+        after: called after each step with its index and the training.
     """
     trained = start(make, history)
     trained.scale = scale.make()
@@ -127,16 +130,16 @@ def train(
 def assert_same_training(
     one: Trained, other: Trained, what: str, *, order: Sequence[int] | None = None
 ) -> None:
-    """Parameters and, where both have one, states are the same bits.
+    """Check that parameters, and states that both trainings have, are bitwise equal.
 
-    A skipped step may make a state that another way leaves to be made; that it is as if fresh
-    shows in what comes after.
+    A skipped step may create state that the other training creates later. That such state equals
+    fresh state shows in the steps that follow.
 
     Args:
         one: a training.
-        other: of the same history.
-        what: was to be the same.
-        order: only these parameters.
+        other: a training on the same history.
+        what: the first words of the error message.
+        order: indices of the parameters to compare; ``None`` for all.
     """
     for i in range(len(one.params)) if order is None else order:
         assert_same(bits(one.params[i]), bits(other.params[i]), f"{what}: parameter {i}")

@@ -1,4 +1,4 @@
-"""The state machine's windows: gradients that ``accumulate`` adds up for the step that follows."""
+"""The state machine's accumulation cycles: gradients that ``accumulate`` sums for the next step."""
 
 from typing import Any
 
@@ -12,23 +12,23 @@ __all__ = ["Windows"]
 
 
 class Windows(Machine):
-    """The machine with ``accumulate``.
+    """The state machine with ``accumulate``.
 
     Attributes:
-        sums: of the gradients of each parameter; ``None`` outside of a window.
-        spoilt: whether one of them was not finite.
+        sums: the sums of the gradients of each parameter; ``None`` outside of a cycle.
+        spoilt: whether a summed gradient was non-finite.
     """
 
     sums: list[Blueprint | None] | None = None
     spoilt = False
 
-    # In half precision gradients add up in float32, where a plain step would have them rounded.
+    # Not in half precision: accumulate sums in float32, the reference training in the dtype.
     @precondition(lambda self: self.claims.accumulates and self.claims.dense_gradients)
     @precondition(lambda self: self.may_step and self.dtype.itemsize > 2)
     @rule(numbers=some_gradients, bad=bad_gradients)
     @call
     def accumulate(self, numbers: tuple[Any, ...], bad: tuple[int, float] | None) -> None:
-        """A micro-batch, of which all but the last one of a window are added up so."""
+        """Set the gradients of a micro-batch and call ``accumulate``."""
         self.give_gradients(numbers, None if self.kind == "none" else bad)
         if not any(self.held):
             return
@@ -40,7 +40,7 @@ class Windows(Machine):
         self.sums, self.spoilt = sums, spoilt
 
     def with_sums(self) -> list[Blueprint | None]:
-        """The gradients that there are, with what was accumulated."""
+        """The present gradients plus the accumulated ones."""
         if self.sums is None:
             return self.held
         pairs = zip(self.sums, self.held, strict=True)
@@ -48,36 +48,36 @@ class Windows(Machine):
 
     @property
     def is_idle(self) -> bool:
-        """No step is due that would take what was unscaled, or accumulated."""
+        """Whether no unscaled or accumulated gradients wait for a step."""
         return self.pending is None and self.sums is None
 
     @property
     def has_gradients(self) -> bool:
-        """There are some that a step would take."""
+        """Whether there are gradients for a step, in ``p.grad`` or accumulated."""
         return self.sums is not None or super().has_gradients
 
     def unscale_gradients(self) -> None:
-        """Those of the window, too."""
+        """Call ``unscale``, which ends the cycle."""
         self.end_window()
         super().unscale_gradients()
 
     def take_a_step(self, max_norm: float | None) -> None:
-        """With the window."""
+        """Call ``unscale_and_step``, which ends the cycle."""
         self.end_window()
         super().take_a_step(max_norm)
 
     def end_window(self) -> None:
-        """What was accumulated is among the gradients from now on."""
+        """Record that the accumulated gradients are now part of the present ones."""
         self.held, self.overflows = self.with_sums(), self.overflows or self.spoilt
         self.sums, self.spoilt = None, False
 
     def forget(self) -> None:
-        """And no window."""
+        """Record that there are no gradients, and no cycle."""
         super().forget()
         self.sums, self.spoilt = None, False
 
     def check(self) -> None:
-        """A window is not saved."""
+        """Check also that no checkpoint can be saved within a cycle."""
         super().check()
         if self.sums is not None:
             with pytest.raises(RuntimeError, match="accumulate"):

@@ -126,7 +126,7 @@ def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
     assert lines[3] == "    if it is not meant to: checkpoints = False"
     assert list(explanations(("plain_steps", "checkpoints"), {"history": history})) == [
         "checkpoints = False",
-        "shapes = strategies.shapes(min_side=1), for it takes no empty parameter",
+        "shapes = strategies.shapes(min_side=1), if it takes no empty parameters",
         "any_layout = False",
         "several_groups = False",
         "dtypes = (torch.float32,)",
