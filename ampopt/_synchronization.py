@@ -1,7 +1,8 @@
-"""Where the host looks at the values of tensors, or launches kernels: for tests, bench and users.
+"""Detection of host-device synchronization and of kernel launches, for tests and benchmarks.
 
-Without a device, every way for Python to look at a tensor is watched, dispatched by torch or not.
-On a CUDA device, CUDA itself says where the host waits, and what it was given to run.
+Without a device, every way in which Python can read a tensor's values is watched, whether or not it
+goes through torch's dispatcher. On a CUDA device, torch and CUDA report synchronizations and
+launches.
 """
 
 import functools
@@ -20,7 +21,7 @@ from ampopt._step.torch_private import TorchDispatchMode
 __all__ = ["kernels", "sync_debug_mode", "synchronizations", "watching"]
 
 _METHODS = ("item", "tolist", "numpy", "cpu", "__array__")
-"""Those that give values to Python, of which not all pass torch's dispatcher."""
+"""Tensor methods that return values to Python; not all of them go through torch's dispatcher."""
 
 _OPERATORS = (
     "_local_scalar_dense",
@@ -35,10 +36,10 @@ _OPERATORS = (
     "unique_consecutive",
     "bincount",
 )
-"""Those whose result depends on values, in Python or in its shape."""
+"""Operators whose result, or its shape, depends on values."""
 
 _INDEXING = ("index", "index_put", "index_put_")
-"""Those that look at their indices if these are masks, to count what is in them."""
+"""Operators that read their indices if those are masks, to count the true elements."""
 
 
 class _Watching(TorchDispatchMode):
@@ -59,10 +60,10 @@ def _is_mask(index: Any) -> bool:
 
 @contextmanager
 def watching(saw: Callable[[str], None]) -> Iterator[None]:
-    """Call ``saw(name)`` before each look of Python's at the values of a tensor, on any device.
+    """Call ``saw(name)`` before Python reads the values of a tensor, on any device.
 
-    ``saw`` may raise, which keeps the look from happening. A method that looks several times is one
-    look. Copies that the host waits for without looking are not seen.
+    If ``saw`` raises, the read does not happen. A method that reads several times is reported once.
+    Copies that block without returning values to Python are not detected.
     """
     within = threading.local()
 
@@ -94,7 +95,7 @@ def watching(saw: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def sync_debug_mode(mode: str) -> Iterator[None]:
-    """Have torch ``"warn"`` of what makes the host wait for CUDA, or make it an ``"error"``."""
+    """Make torch warn (``"warn"``) of CUDA synchronizations, or raise (``"error"``)."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode(mode)
     try:
@@ -105,10 +106,10 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
 
 @contextmanager
 def synchronizations() -> Iterator[list[warnings.WarningMessage]]:
-    """Collect a warning for each time that the host waits for a CUDA device, as far as torch knows.
+    """Collect one warning for each CUDA synchronization that torch detects.
 
-    Each has the ``filename`` and ``lineno`` of the innermost Python that waited. Other warnings are
-    given again afterwards.
+    Each warning has the ``filename`` and ``lineno`` of the innermost Python frame. Other warnings
+    are issued again at the end.
     """
     found: list[warnings.WarningMessage] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -118,13 +119,13 @@ def synchronizations() -> Iterator[list[warnings.WarningMessage]]:
     for w in caught:
         if "called a synchronizing CUDA operation" in str(w.message):
             found.append(w)
-        elif "debug mode is a prototype" not in str(w.message):  # of set_sync_debug_mode itself
+        elif "debug mode is a prototype" not in str(w.message):  # from set_sync_debug_mode
             warnings.warn_explicit(w.message, w.category, w.filename, w.lineno, source=w.source)
 
 
 @contextmanager
 def kernels(device: torch.device) -> Iterator[list[str]]:
-    """Collect the names of the kernels that are launched on a CUDA device. Synchronizes at the end.
+    """Collect the names of the kernels launched on a CUDA device. Synchronizes at the end.
 
     Copies and fills by the driver are not kernels.
     """
@@ -139,6 +140,6 @@ def kernels(device: torch.device) -> Iterator[list[str]]:
         event.name
         for event in profiler.events() or []
         if event.device_type == DeviceType.CUDA
-        and not event.is_user_annotation  # torch's optimizers mark their steps so
+        and not event.is_user_annotation  # torch's optimizers annotate their steps
         and not event.name.startswith(("Memcpy", "Memset"))
     ]

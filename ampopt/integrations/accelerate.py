@@ -1,4 +1,4 @@
-"""For Accelerate: a scaler for an ``Accelerator``, and a gate for the schedulers it prepares."""
+"""For Accelerate: a scaler for an ``Accelerator``, and a gate for its learning rate schedulers."""
 
 # pyright: reportMissingImports=false
 
@@ -21,7 +21,7 @@ __all__ = ["lr_scheduler_gate", "unwrapped", "use_scaler"]
 
 
 def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
-    """Have ``accelerator`` scale, unscale and skip by ``scaler``, before it prepares optimizers.
+    """Make ``accelerator`` scale, unscale and skip with ``scaler``. Call it before ``prepare``.
 
     ::
 
@@ -29,17 +29,18 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
         scaler = use_scaler(accelerator)
         model, optimizer, gate, loader = accelerator.prepare(model, optimizer, gate, loader)
 
-    ``accelerator.clip_grad_norm_`` then unscales in every precision, where by itself it clips
-    gradients that are still scaled unless ``mixed_precision`` is ``"fp16"``. With
-    ``master_weights=True`` clip ``optimizer.master_params()``, of the optimizer as it was before
-    ``prepare``. ``save_state`` and ``load_state`` save and load the scaler.
+    ``accelerator.clip_grad_norm_`` then unscales gradients in every precision. Without this call it
+    unscales only if ``mixed_precision`` is ``"fp16"``. With ``master_weights=True``, clip
+    ``optimizer.master_params()`` of the optimizer from before ``prepare``. ``save_state`` and
+    ``load_state`` include the scaler.
 
-    Ask ``scaler.skipped`` whether a step was skipped: ``accelerator.optimizer_step_was_skipped`` is
-    about optimizers that the host skips, and says no of those that skip by themselves.
+    To find out whether a step was skipped, read ``scaler.skipped``.
+    ``accelerator.optimizer_step_was_skipped`` covers only optimizers whose step the host skips, and
+    is False for those that skip on the device.
 
     Args:
-        accelerator: an ``Accelerator`` that has prepared no optimizer yet.
-        scaler: :class:`ampopt.GradScaler`; ``None`` for one with its default schedule where
+        accelerator: an ``Accelerator`` that has not prepared an optimizer yet.
+        scaler: an :class:`ampopt.GradScaler`. ``None`` makes one: with the default schedule if
             ``mixed_precision`` is ``"fp16"``, else with ``StaticLossScale(1.0)``, which scales
             nothing and skips overflows.
 
@@ -47,7 +48,7 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
         The scaler.
 
     Raises:
-        RuntimeError: an optimizer was prepared already, without the scaler.
+        RuntimeError: an optimizer was already prepared, without this scaler.
     """
     if accelerator._optimizers:
         raise RuntimeError(
@@ -69,28 +70,30 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
 
 
 def lr_scheduler_gate(scheduler: LRScheduler, *, delay: int | None = None) -> LRSchedulerGate:
-    """:func:`ampopt.lr_scheduler_gate` for a scheduler that Accelerate is to prepare.
+    """Return :func:`ampopt.lr_scheduler_gate` for a scheduler that Accelerate will prepare.
 
-    With several processes Accelerate calls a scheduler's ``step`` once for each of them after each
-    step of the optimizer, unless it splits batches: the gate lets all of these calls through, or
-    none.
+    With several processes, Accelerate calls ``scheduler.step()`` once per process after each step
+    of the optimizer, unless it splits batches. This gate lets all of these calls through, or none.
 
     Args:
-        scheduler: any of torch's, or of your own.
+        scheduler: any torch scheduler, or your own.
         delay: see :func:`ampopt.lr_scheduler_gate`.
     """
     return _GateOfProcesses(scheduler, delay=delay)
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside what ``prepare`` returned."""
+    """Return the optimizer inside the wrapper that ``prepare`` returned."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 class _GateOfProcesses(LRSchedulerGate):
-    """Accelerate calls it only after an attempt, so that a call without one repeats the last."""
+    """A gate that repeats its last decision for calls without a new step attempt.
+
+    Accelerate calls the scheduler only after an attempt, so such calls belong to the last attempt.
+    """
 
     _last = False
 

@@ -26,20 +26,21 @@ __all__ = ["MixedPrecision", "StepMonitor"]
 
 
 class MixedPrecision(plugins.MixedPrecision):
-    """Lightning's plugin of that name, for optimizers that skip by themselves, as ampopt's do.
+    """Lightning's ``MixedPrecision`` plugin for optimizers that skip overflows themselves.
 
-    Lightning's trains with them too, but refuses to clip. This one unscales first, so that clipping
-    and ``on_before_optimizer_step`` see true gradients::
+    Lightning's own plugin also trains ampopt's optimizers, but refuses to clip their gradients.
+    This plugin unscales first, so that clipping and ``on_before_optimizer_step`` get unscaled
+    gradients::
 
         trainer = Trainer(plugins=[MixedPrecision("16-mixed", "cuda")], gradient_clip_val=1.0)
 
-    Differs from Lightning: bfloat16 has a scaler too, with a scale of 1.0, so that a step that
-    overflows is skipped; with ``master_weights=True`` the masters' gradients are clipped; and a
+    Differs from Lightning: bfloat16 has a scaler too, with a scale of 1.0, so that overflowed steps
+    are skipped; with ``master_weights=True`` the gradients of the master weights are clipped; and a
     batch that overflows can be run again.
 
     Attributes:
-        grad_norm: norm of the unscaled gradients before they were last clipped by norm, on the
-            device; ``None`` before.
+        grad_norm: norm of the unscaled gradients before the last clipping by norm, a 0-d tensor on
+            the device; ``None`` before the first.
     """
 
     def __init__(
@@ -55,13 +56,13 @@ class MixedPrecision(plugins.MixedPrecision):
         Args:
             precision: ``"16-mixed"`` or ``"bf16-mixed"``.
             device: type of the device to train on.
-            scaler: :class:`ampopt.GradScaler`, or torch's; ``None`` for one of ours with its
-                default schedule, or for bfloat16 with ``StaticLossScale(1.0)``.
-            replay: run a batch again, with a smaller scale, while its gradients overflow, so that
-                none is lost, and LBFGS, which Lightning refuses, trains. Needs a scaler of ours and
-                optimizers of ours. Clips by norm only, and hooks before the step are not called,
-                since its gradients are not unscaled by then. A loss that is not finite is an
-                :class:`ampopt.NonFiniteGradientError`.
+            scaler: an :class:`ampopt.GradScaler` or torch's. ``None`` makes one of ampopt's: with
+                the default schedule, or for bfloat16 with ``StaticLossScale(1.0)``.
+            replay: whether to run a batch again with a smaller scale while its gradients overflow,
+                so that no batch is lost. This also trains LBFGS, which Lightning refuses. Needs a
+                scaler and optimizers of ampopt. Clips by norm only. Hooks before the step are not
+                called, because the gradients are unscaled only within the step. A non-finite loss
+                raises :class:`ampopt.NonFiniteGradientError`.
         """
         if scaler is None:
             fixed = StaticLossScale(1.0) if precision == "bf16-mixed" else None
@@ -70,7 +71,7 @@ class MixedPrecision(plugins.MixedPrecision):
             raise MisconfigurationException(
                 f"replay=True needs an ampopt.GradScaler, got {type(scaler).__name__}"
             )
-        # Lightning's constructor takes none for bfloat16.
+        # Lightning's constructor refuses a scaler for bfloat16, so it is set afterwards.
         super().__init__(precision, device, None if precision == "bf16-mixed" else scaler)
         self.scaler: Any = scaler
         self.replay = replay
@@ -79,13 +80,13 @@ class MixedPrecision(plugins.MixedPrecision):
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, clip, and step or skip. Does not synchronize but to replay."""
+        """Run the closure, unscale, clip, and step or skip. Synchronizes only to replay."""
         if self.replay and model.automatic_optimization:
             result = self.scaler.step(optimizer, closure, **_clipping(model.trainer), **kwargs)
         else:
             loss = closure()
             if loss is None and model.automatic_optimization:
-                return None  # as training_step did: there is nothing to step with
+                return None  # training_step returned None: Lightning's way to skip a batch
             self.scaler.unscale_(optimizer)
             self._after_closure(model, optimizer)  # clips
             result = self.scaler.step(optimizer, **kwargs)
@@ -93,42 +94,43 @@ class MixedPrecision(plugins.MixedPrecision):
         return result
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Clip what has been unscaled, by value or by norm."""
+        """Clip the unscaled gradients, by value or by norm."""
         plugins.Precision.clip_gradients(self, *args, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """As Lightning's, and remember :attr:`grad_norm`."""
+        """Clip as Lightning does, and record the norm in :attr:`grad_norm`."""
         parameters = self.main_params(optimizer)
         self.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, clip_val)
 
     def main_params(self, optimizer: Any) -> Iterator[Any]:
-        """The tensors whose gradients are unscaled: masters where there are some."""
+        """The tensors whose gradients are unscaled: master weights where they exist."""
         if isinstance(optimizer, Optimizer):
             return optimizer.master_params()
         return super().main_params(optimizer)
 
 
 class StepMonitor(Callback):
-    """Logs the loss scale, skips, and the norm of gradients, by the ``log`` of the module.
+    """Callback that logs loss scale, skipped steps and gradient norm by the module's ``log_dict``.
 
-    Under ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips``, ``ampopt/steps`` and, where they
-    are clipped by norm, ``ampopt/norm``; see :meth:`ampopt.integrations.StepRecord.numbers`. With
-    several optimizers, under ``ampopt/0/scale`` and so on. They stay on the device until the logger
-    writes them. Of an optimizer with an :class:`ampopt.Watch`, made in ``configure_optimizers``,
-    what that would log.
+    The names are ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips``, ``ampopt/steps`` and, if
+    gradients are clipped by norm, ``ampopt/norm``; see
+    :meth:`ampopt.integrations.StepRecord.numbers`. With several optimizers they are
+    ``ampopt/0/scale`` and so on. The values stay on the device until the logger writes them. For an
+    optimizer with an :class:`ampopt.Watch` that ``configure_optimizers`` made, the watch's numbers
+    are logged.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start without records; ``on_fit_start`` makes one for each optimizer."""
         self._records: list[StepRecord] = []
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to count."""
+        """Start counting the steps of the trainer's optimizers."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._records = [StepRecord(optimizer, scaler) for optimizer in trainer.optimizers]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log what is known by now."""
+        """Log the current numbers."""
         several = len(self._records) > 1
         for i, record in enumerate(self._records):
             numbers = record.numbers()
@@ -146,7 +148,7 @@ class StepMonitor(Callback):
 
 
 def _clipping(trainer: Any) -> dict[str, float]:
-    """What the trainer was told of clipping, as a step that unscales by itself takes it."""
+    """The trainer's clipping settings as keyword arguments of ``scaler.step``."""
     if not trainer.gradient_clip_val:
         return {}
     if trainer.gradient_clip_algorithm not in (None, "norm"):

@@ -20,28 +20,28 @@ __all__ = ["StepMonitor", "prepare"]
 
 
 def prepare(trainer: Any, scaler: Any = None) -> Any:
-    """Have a ``Trainer`` scale by ``scaler``, count steps that happened, and log skips.
+    """Make a ``Trainer`` scale with ``scaler``, gate its scheduler, and log skipped steps.
 
-    Before ``train()``, for any subclass of ``Trainer``::
+    Call it before ``train()``, with any subclass of ``Trainer``::
 
         trainer = Trainer(model, args, optimizer_cls_and_kwargs=(ampopt.AdamW, {"lr": 1e-4}))
         scaler = prepare(trainer)
         trainer.train()
 
-    The scheduler, the trainer's own or one that it was given, advances only for steps that
-    happened; see :func:`ampopt.lr_scheduler_gate`. What :class:`StepMonitor` logs, every reporter
-    sees.
+    The scheduler, whether the trainer makes it or you passed it, advances only after steps that
+    were applied; see :func:`ampopt.lr_scheduler_gate`. Every reporter gets the numbers of
+    :class:`StepMonitor`.
 
     Args:
-        trainer: a ``Trainer`` that has not begun to train.
+        trainer: a ``Trainer`` that has not started to train.
         scaler: see :func:`ampopt.integrations.accelerate.use_scaler`; with ``bf16=True``, ``None``
-            is for a scale of 1.0, which skips overflows.
+            makes a scaler with a scale of 1.0, which skips overflows.
 
     Returns:
-        The scaler: ``scaler.skipped`` says whether a step was skipped.
+        The scaler. ``scaler.skipped`` says whether the last step was skipped.
 
     Raises:
-        RuntimeError: it has begun.
+        RuntimeError: the trainer has already prepared an optimizer.
     """
     scaler = use_scaler(trainer.accelerator, scaler)
     create_scheduler = trainer.create_scheduler
@@ -53,34 +53,34 @@ def prepare(trainer: Any, scaler: Any = None) -> Any:
         return scheduler
 
     trainer.create_scheduler = create_gated
-    # First, so that what it adds to a log is there for all others.
+    # First in the list, so that the callbacks after it get the numbers that it adds to a log.
     trainer.callback_handler.callbacks.insert(0, StepMonitor())
     return scaler
 
 
 class StepMonitor(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
-    """Adds the loss scale, skips, and the norm of gradients to what the ``Trainer`` logs.
+    """Callback that adds loss scale, skipped steps and gradient norm to what the ``Trainer`` logs.
 
-    Under ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips`` and ``ampopt/steps``, and what an
-    :class:`ampopt.Watch` over the optimizer would log besides; see
-    :meth:`ampopt.integrations.StepRecord.numbers`. ``grad_norm`` is logged by the ``Trainer``
-    itself. :func:`prepare` puts it before all other callbacks; among ``callbacks=`` of a
-    ``Trainer``, those that report to TensorBoard and the like come before it and see nothing of it.
-    Synchronizes at each log, as the ``Trainer`` does.
+    The names are ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips`` and ``ampopt/steps``, and
+    for an optimizer with an :class:`ampopt.Watch` also the watch's numbers; see
+    :meth:`ampopt.integrations.StepRecord.numbers`. The ``Trainer`` logs ``grad_norm`` itself.
+    :func:`prepare` puts this callback before all others; passed as one of the ``callbacks=`` of a
+    ``Trainer``, it would run after those that report to TensorBoard and the like, and they would
+    miss its numbers. Synchronizes at each log, as the ``Trainer`` does.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Start without a record; ``on_train_begin`` makes it."""
         self._record: StepRecord | None = None
 
     def on_train_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Begin to count."""
+        """Start counting the steps of the optimizer."""
         if optimizer is not None:
             scaler = getattr(optimizer, "scaler", None)
             self._record = StepRecord(unwrapped(optimizer), scaler)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add what is known by now to the log."""
+        """Add the current numbers to the log."""
         if self._record is None or logs is None:
             return
         numbers = {f"ampopt/{name}": number for name, number in self._record.read().items()}

@@ -1,1 +1,1 @@
-"""What works with what, found by running it in small: ``python -m ampopt.matrix``."""
+"""Which optimizer works in which setting, found by running both: ``python -m ampopt.matrix``."""

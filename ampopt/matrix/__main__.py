@@ -1,4 +1,4 @@
-"""``python -m ampopt.matrix [FILE]``: what works with what, by running it; see ``page``."""
+"""``python -m ampopt.matrix [FILE]``: run every optimizer in every setting, and write the table."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,7 @@ from ampopt.matrix.page import optimizers, page
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         prog="python -m ampopt.matrix",
-        description="Run every optimizer in every setting, in small, and write the table of it.",
+        description="Run every optimizer in every setting on a small model, and write a table.",
     )
     parser.add_argument("file", nargs="?", type=Path, help="write it there instead of printing it")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""The columns of the matrix: what each does with an optimizer, and what has to come of it.
+"""The columns of the matrix: each runs an optimizer in one setting, and checks the result.
 
-A cell returns if the optimizer does it, and lets through what it refuses with. That it does
-something else than it should is an ``AssertionError``.
+A cell function returns if the optimizer works. It lets the optimizer's exception through if the
+optimizer refuses, and raises ``AssertionError`` if the result is wrong.
 """
 
 import copy
@@ -23,11 +23,11 @@ __all__ = ["CELLS", "NotRunHere"]
 
 
 class NotRunHere(Exception):
-    """The cell has no meaning, or what it needs is not here; the message says which."""
+    """The cell makes no sense or needs something that is missing; the message says which."""
 
 
 def float16(cls: type[Any]) -> None:
-    """Parameters in float16, and state as the optimizer has it without masters."""
+    """Parameters in float16, and state in the optimizer's default dtype, without master weights."""
     _trains(Subject(cls, dtype=torch.float16))
 
 
@@ -37,7 +37,7 @@ def bfloat16(cls: type[Any]) -> None:
 
 
 def masters(cls: type[Any]) -> None:
-    """Parameters in float16, stepped by float32 masters."""
+    """Parameters in float16 with float32 master weights."""
     subject = Subject(cls, dtype=torch.float16, master_weights=True)
     _trains(subject)
     (master,) = subject.optimizer.master_params()
@@ -47,8 +47,8 @@ def masters(cls: type[Any]) -> None:
 
 
 def clipping(cls: type[Any]) -> None:
-    """``max_norm`` is ``clip_grad_norm_``."""
-    # Of LBFGS one evaluation: of the difference of two, clipping leaves rounding errors alone.
+    """``max_norm`` equals ``clip_grad_norm_``."""
+    # One evaluation for LBFGS: clipped gradients of two evaluations differ by rounding errors only.
     once: dict[str, Any] = {"max_iter": 1} if Subject(cls).needs_closure else {}
     subject, reference = Subject(cls, **once), Subject(cls, **once)
     norms: list[Tensor] = []
@@ -67,7 +67,7 @@ def clipping(cls: type[Any]) -> None:
 
 
 def closure(cls: type[Any]) -> None:
-    """A closure is run again until its gradients are finite, and no step is lost."""
+    """A closure is run again until its gradients are finite, so no step is skipped."""
     subject, reference = Subject(cls), Subject(cls)
     result = subject.overflow(closure=True)
     assert not result.skipped and result.scale.item() < 2.0**127
@@ -76,10 +76,10 @@ def closure(cls: type[Any]) -> None:
 
 
 def accumulate(cls: type[Any]) -> None:
-    """Two parts of a batch, each under a scale of its own, are one batch."""
+    """Two halves of a batch, each under its own scale, equal one batch."""
     subject, reference = Subject(cls), Subject(cls)
     if not hasattr(subject.optimizer, "accumulate"):
-        raise NotRunHere("there is no accumulate")
+        raise NotRunHere("the optimizer has no accumulate")
     for _ in range(2):
         subject.evaluate(8.0)
         subject.optimizer.accumulate(grads_scaled_by=8.0)
@@ -94,7 +94,7 @@ def accumulate(cls: type[Any]) -> None:
 
 
 def graph(cls: type[Any]) -> None:
-    """``TrainStep(cuda_graph=True)``, and what capturing asks: the host looks at nothing."""
+    """``TrainStep(cuda_graph=True)``, with a step that reads no tensor, as capture requires."""
     with backend.host_looking_away():
         subject = Subject(cls)
         step = TrainStep(
@@ -106,7 +106,7 @@ def graph(cls: type[Any]) -> None:
             cuda_graph=True,
         )
         batch = torch.zeros(())
-        step(batch)  # which makes the state
+        step(batch)  # creates the state
         with watching(_refuse_to_look):
             step(batch)
     reference = Subject(cls)
@@ -118,7 +118,7 @@ def graph(cls: type[Any]) -> None:
 def compiled(cls: type[Any]) -> None:
     """The training step as a function under ``torch.compile``."""
     subject, reference = Subject(cls), Subject(cls)
-    step = torch.compile(subject.step, backend="eager")  # graphs are found, and run as they are
+    step = torch.compile(subject.step, backend="eager")  # traces graphs, and does not compile them
     try:
         for _ in range(2):
             step()
@@ -129,17 +129,17 @@ def compiled(cls: type[Any]) -> None:
 
 
 def from_torch(cls: type[Any]) -> None:
-    """A checkpoint of torch's optimizer, in the middle of its training, is gone on from."""
+    """A checkpoint of torch's optimizer, taken mid-training, loads into ampopt's and continues."""
     _handed_on(_torchs(cls), cls)
 
 
 def to_torch(cls: type[Any]) -> None:
-    """And the other way round."""
+    """A checkpoint of ampopt's optimizer, taken mid-training, loads into torch's and continues."""
     _handed_on(cls, _torchs(cls))
 
 
 def _on_ranks(spread: Callable[..., Any]) -> Callable[[type[Any]], None]:
-    """The cell of one way to many ranks, which gives what a model by itself gives."""
+    """Return the cell of one kind of parallelism; the result must equal that of a plain model."""
 
     def cell(cls: type[Any]) -> None:
         if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
@@ -168,11 +168,11 @@ CELLS: dict[str, Callable[[type[Any]], None]] = {
     "from torch": from_torch,
     "to torch": to_torch,
 }
-"""By the name of the column, in the order of the table."""
+"""The cell functions by column name, in the order of the table."""
 
 
 def _trains(subject: Subject) -> None:
-    """It steps; an overflow is skipped, bit for bit, or replayed with a closure; it steps on."""
+    """Check a step, an overflow (skipped, or replayed with a closure), and a further step."""
     _steps(subject)
     before = subject.everything()
     assert subject.overflow().skipped is not subject.needs_closure
@@ -183,7 +183,7 @@ def _trains(subject: Subject) -> None:
 
 
 def _steps(subject: Subject) -> None:
-    """Something has changed: in half precision perhaps not the weight, which small steps leave."""
+    """Check that a step changes something: in half precision perhaps only the state."""
     before = subject.everything()
     assert not subject.step().skipped
     now = subject.everything()
@@ -192,12 +192,12 @@ def _steps(subject: Subject) -> None:
 
 
 def _handed_on(first: type[Any], second: type[Any]) -> None:
-    """Training begun by an optimizer of one class, saved, and gone on with by both."""
+    """Train with the class ``first``, save, load into ``second``, continue both, and compare."""
     subject, heir = Subject(first), Subject(second)
     for _ in range(2):
         subject.plain_step()
     heir.set_weight(subject.weight())
-    # A copy, as a file is: torch's optimizers go on with the very tensors that they are given.
+    # deepcopy, because torch's load_state_dict keeps the tensors it gets instead of copying them.
     heir.optimizer.load_state_dict(copy.deepcopy(subject.optimizer.state_dict()))
     for _ in range(2):
         subject.plain_step()
@@ -208,12 +208,12 @@ def _handed_on(first: type[Any], second: type[Any]) -> None:
 def _torchs(cls: type[Any]) -> type[Any]:
     found = getattr(torch.optim, cls.__name__, None)
     if found is None:
-        raise NotRunHere("torch has none of that name")
+        raise NotRunHere("torch has no optimizer of that name")
     return found
 
 
 def _refuse_to_look(look: str) -> None:
-    raise RuntimeError("the host looks at a tensor")
+    raise RuntimeError("the host reads a tensor")
 
 
 def _same(actual: Tensor, expected: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The table, and the page around it."""
+"""The table of the matrix, and the page around it."""
 
 import warnings
 from collections.abc import Iterable
@@ -16,39 +16,40 @@ _ABOUT = """\
 
 For those who ask whether an optimizer does what they need.
 
-`python -m ampopt.matrix examples/guides/matrix.md` has written this page, with torch {torch}, by
-running each cell: a model of one weight of four by four, on the CPU, with an overflow in between,
-compared with what should come of it. The tests run them again. ✔ means that it does it; a number
-leads to what it refuses with, or to what is missing.
+`python -m ampopt.matrix examples/guides/matrix.md` wrote this page with torch {torch}. Each cell
+was run: a model of one 4 by 4 weight trains on the CPU, with an overflow in between, and the result
+is checked. The tests run every cell again. ✔ means that it works; a number refers to the error
+message, or to what is missing, below the table.
 
 - **float16 parameters**, **bfloat16 parameters**: without master weights; **master weights**:
-  float16 with `master_weights=True`. An overflowed step leaves no trace, bit for bit.
-- **clipping**: `max_norm=`. **closure**: run again where it overflows. **accumulate**: two calls
-  with scales of their own.
-- **graph**: `TrainStep(cuda_graph=True)`, by a stand-in for the graph: a step in which the host
-  looks at nothing, as capturing asks. **compile**: the step under `torch.compile`.
-- **DDP**, **FSDP2**, **TP**: in a group of one rank; the tests of each have more.
-- **from torch**, **to torch**: a state dict of `torch.optim`'s optimizer of that name, in the
-  middle of training, is gone on from, and the other way round.
+  float16 with `master_weights=True`. An overflowed step changes nothing, bit for bit.
+- **clipping**: `max_norm=`. **closure**: run again with a lower scale when it overflows.
+  **accumulate**: two calls, each with its own scale.
+- **graph**: `TrainStep(cuda_graph=True)`, without a GPU: the step reads no tensor on the host, as
+  capture requires. **compile**: the step under `torch.compile`.
+- **DDP**, **FSDP2**, **TP**: in a process group of one rank; the tests in `tests/` use more.
+- **from torch**, **to torch**: a state dict saved in the middle of training loads into ampopt's
+  optimizer from torch's of that name, and into torch's from ampopt's, and training continues.
 
 """
 
 
 def optimizers() -> list[type[Any]]:
-    """All that ampopt has, in alphabetical order."""
+    """All optimizers of ampopt, in alphabetical order."""
     return [getattr(optim, name) for name in sorted(optim.__all__, key=str.lower)]
 
 
 def verdict(cls: type[Any], column: str) -> str:
-    """What the cell says: ``"✔"``, ``"refused: why"``, or ``"not run here: why"``.
+    """Run one cell; return ``"✔"``, ``"refused: why"`` or ``"not run here: why"``.
 
-    Without the name of the class, so that what many refuse alike reads alike.
+    The name of the class is cut out of the reason, so that optimizers with the same reason share a
+    note.
 
     Raises:
-        AssertionError: the optimizer does something else than it should.
+        AssertionError: the optimizer gives a wrong result.
     """
     try:
-        # Of torch and of ours, which say what to look out for, and not that it does not work.
+        # Warnings are ignored: they do not mean that a setting does not work.
         with torch.random.fork_rng(devices=()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             CELLS[column](cls)
@@ -62,10 +63,10 @@ def verdict(cls: type[Any], column: str) -> str:
 
 
 def page(classes: Iterable[type[Any]]) -> str:
-    """Run all cells of these optimizers, and write the page.
+    """Run all cells of the optimizers, and return the page as Markdown.
 
     Raises:
-        AssertionError: an optimizer does something else than it should; a note names the cell.
+        AssertionError: an optimizer gives a wrong result; the message names the cell.
     """
     reasons: dict[str, int] = {}
     lines = [["", *CELLS], ["---", *("---" for _ in CELLS)]]

@@ -1,4 +1,4 @@
-"""Ways to put a model on ranks: DDP, FSDP2 and tensor parallelism, in a group of one process."""
+"""Ways to distribute a model over ranks: DDP, FSDP2 and tensor parallelism, on a single rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,23 +12,23 @@ __all__ = ["ddp", "fsdp2", "tensor_parallel"]
 _Spread = Callable[[Module], Any]
 
 _held: list[Any] = []
-"""The group of one that was made last, which so outlives its models.
+"""The last process group of one rank, kept alive so that it outlives its models.
 
-Where ``DistributedDataParallel`` is the last to let go of a group, its reducer ends the group's
-threads and waits for them with Python's lock held, which one of them may be waiting for.
+If ``DistributedDataParallel`` held the last reference to a group, its reducer would join the
+group's threads while it holds the GIL, which one of them may be waiting for: a deadlock.
 """
 
 
 @contextmanager
 def ddp() -> Iterator[_Spread]:
-    """``DistributedDataParallel``."""
+    """Yield ``DistributedDataParallel``, in a process group of one rank."""
     with _group_of_one():
         yield torch.nn.parallel.DistributedDataParallel
 
 
 @contextmanager
 def fsdp2() -> Iterator[_Spread]:
-    """``fully_shard``."""
+    """Yield a function that applies ``fully_shard``, on a mesh of one rank."""
     from torch.distributed.fsdp import fully_shard
 
     with _group_of_one() as mesh:
@@ -37,7 +37,7 @@ def fsdp2() -> Iterator[_Spread]:
 
 @contextmanager
 def tensor_parallel() -> Iterator[_Spread]:
-    """``parallelize_module``, by columns."""
+    """Yield a function that applies ``parallelize_module`` (columnwise), on one rank."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     with _group_of_one() as mesh:
@@ -46,7 +46,7 @@ def tensor_parallel() -> Iterator[_Spread]:
 
 @contextmanager
 def _group_of_one() -> Iterator[Any]:
-    """This process is all ranks there are; a mesh of it."""
+    """Make a process group of this process alone, and yield its device mesh."""
     from torch.distributed.device_mesh import init_device_mesh
 
     dist: Any = torch.distributed

@@ -1,4 +1,4 @@
-"""A model of one weight and its optimizer: what every cell of the matrix trains."""
+"""The model of one weight, with its optimizer, that every cell of the matrix trains."""
 
 import functools
 from collections.abc import Callable
@@ -17,18 +17,18 @@ __all__ = ["LR", "OVERFLOWS", "Subject", "whole"]
 LR = 0.125
 
 OVERFLOWS = {torch.float16: 2.0**30}
-"""Scales, by dtype, with which gradients overflow; ``2**127`` in all others."""
+"""By dtype, a scale that makes gradients overflow; ``2**127`` for all other dtypes."""
 
 
 class Subject:
-    """A linear layer, or an embedding for an optimizer of sparse gradients, in training.
+    """A linear layer, or an embedding if the optimizer takes only sparse gradients, in training.
 
-    Two of one class begin alike, and under scales that are powers of two they stay alike but for
-    what is done to them.
+    Two subjects of one class start with equal weights, and stay equal under any power of two as the
+    scale, unless a cell treats them differently.
 
     Attributes:
-        optimizer: of the one weight, 4 by 4.
-        needs_closure: whether every step evaluates the loss itself.
+        optimizer: the optimizer of the weight, which has shape ``[4, 4]``.
+        needs_closure: whether the optimizer cannot step without a closure.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Subject:
         """Make the model, then its optimizer.
 
         Args:
-            cls: the optimizer's class, torch's or ours.
-            dtype: of the weight.
-            spread: puts the model on ranks, and returns what to call in its place.
-            options: for the constructor, besides the learning rate.
+            cls: the optimizer's class, torch's or ampopt's.
+            dtype: dtype of the weight.
+            spread: function that distributes the model over ranks, and returns the module to call.
+            options: arguments of the optimizer, besides the learning rate.
         """
         sparse = _takes_sparse_alone(cls)
         model: Module = (
@@ -65,29 +65,29 @@ class Subject:
         self._overflows = OVERFLOWS.get(dtype, 2.0**127)
 
     def loss(self) -> Tensor:
-        """Some tens, and so are gradients."""
+        """Compute the loss. Loss and gradients are in the tens."""
         return (self._model(self._inputs) - 2.0).square().mean() * 8
 
     def evaluate(self, scale: Any = None) -> Tensor:
-        """The closure: zero the gradients, run the model forward and backward."""
+        """Zero the gradients, run forward and backward, and return the loss: the closure."""
         self.optimizer.zero_grad()
         loss = self.loss()
         scale_outputs(loss, scale).backward()
         return loss.detach()
 
     def step(self, scale: Any = 8.0, *, closure: bool = False, **options: Any) -> StepResult:
-        """A step under ``scale``, with a closure if asked for or needed."""
+        """Take a step under ``scale``, with a closure if requested or needed."""
         if closure or self.needs_closure:
             return self.optimizer.unscale_and_step(self.evaluate, scale, **options)
         self.evaluate(scale)
         return self.optimizer.unscale_and_step(grads_scaled_by=scale, **options)
 
     def overflow(self, *, closure: bool = False) -> StepResult:
-        """A step whose gradients overflow, at first if it has a closure."""
+        """Take a step whose gradients overflow; with a closure, only at its first call."""
         return self.step(DynamicLossScale(init_scale=self._overflows), closure=closure)
 
     def plain_step(self, change: Callable[[], None] = lambda: None) -> None:
-        """An ordinary ``step()``, of torch's optimizers too, after ``change`` of the gradients."""
+        """Take a plain ``step()``, of torch's optimizers too, after ``change`` of the gradients."""
 
         def evaluate() -> Tensor:
             loss = self.evaluate()
@@ -101,7 +101,7 @@ class Subject:
             self.optimizer.step()
 
     def gradients(self) -> list[Tensor]:
-        """Those of the weight, of which sparse ones have no index twice."""
+        """The gradient of the weight, or its coalesced values if sparse; empty if there is none."""
         (weight,) = self._model.parameters()
         if weight.grad is None:
             return []
@@ -111,23 +111,23 @@ class Subject:
         return [weight.grad]
 
     def weight(self) -> Tensor:
-        """What has been learned, a copy."""
+        """A copy of the weight."""
         (weight,) = self._model.parameters()
         return whole(weight)
 
     @torch.no_grad()
     def set_weight(self, numbers: Tensor) -> None:
-        """Go on from there."""
+        """Overwrite the weight."""
         next(self._model.parameters()).copy_(numbers)
 
     def everything(self) -> list[Tensor]:
-        """A copy of the weight, and of the tensors that the optimizer remembers of it."""
+        """Copies of the weight and of the optimizer's state tensors."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [self.weight(), *(whole(value) for value in states if isinstance(value, Tensor))]
 
 
 def whole(tensor: Any) -> Tensor:
-    """A copy of ``tensor``, gathered if ranks have parts of it."""
+    """Return a copy of ``tensor``, gathered if it is a DTensor."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
@@ -139,7 +139,7 @@ def _takes_sparse_alone(cls: type[Any]) -> bool:
     weight.grad = torch.ones(2, 2)
     try:
         cls([weight]).step()
-    except TypeError:  # it wants a closure
+    except TypeError:  # the class requires a closure
         return False
     except RuntimeError:
         return True

@@ -71,7 +71,7 @@ def test_what_is_refused_is_said_in_its_words():
 
     assert verdict(Refusing, "DDP") == "refused: not today: it is Sunday"
     assert verdict(type("Unheard", (ampopt.SGD,), {}), "to torch") == (
-        "not run here: torch has none of that name"
+        "not run here: torch has no optimizer of that name"
     )
     with pytest.raises(AssertionError, match="^SGD, float16 parameters: "):
         page([deaf(ampopt.SGD)])
