@@ -1,1 +1,1 @@
-"""Measure ampopt against torch on the machine at hand: ``python -m ampopt.bench --help``."""
+"""Benchmarks of ampopt against torch on this machine: ``python -m ampopt.bench --help``."""

@@ -1,8 +1,9 @@
-"""``python -m ampopt.bench``: ampopt beside torch's for-loop, foreach and fused optimizers.
+"""``python -m ampopt.bench``: ampopt against torch's for-loop, foreach and fused optimizers.
 
-Every contender steps under a loss scale, torch's under ``torch.amp.GradScaler`` (step and update)
-and ampopt's by ``unscale_and_step`` with a ``DynamicLossScale``, without clipping and with. Of
-optimizers that torch lacks, such as LAMB, for-loop and foreach are pytorch_optimizer's.
+Every contender steps under a loss scale, without clipping and with: torch's optimizers under
+``torch.amp.GradScaler`` (``step`` and ``update``), ampopt's by ``unscale_and_step`` with a
+``DynamicLossScale``. For optimizers that torch lacks, such as LAMB, for-loop and foreach are
+pytorch_optimizer's.
 """
 
 import argparse
@@ -42,7 +43,7 @@ _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the arguments ask for and print it."""
+    """Run the benchmark that the arguments select, and print it."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.plot:
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     if device.type not in ("cpu", "cuda"):
-        parser.error(f"--device: {device} has no clock here; choose cpu or cuda")
+        parser.error(f"--device: {device} cannot be timed; choose cpu or cuda")
     if options.launches and (backend := options.backend or "auto") != "triton":
         if device.type == "cpu" or backend != "auto":
             parser.error(f"--launches: the {backend} backend launches no kernels on {device}")
@@ -63,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.first_steps and (device.type != "cpu" or cpp_compiler() is None):
         parser.error("--first-steps: rules are compiled on a CPU, with a C++ compiler")
     if options.ranks and (device.type != "cpu" or options.clock != "wall"):
-        parser.error("--ranks: they are processes of this machine's CPU, by the wall clock")
+        parser.error("--ranks runs CPU processes by the wall clock: omit --device and --clock")
     if options.ranks and (options.profile or options.launches or options.first_steps):
-        parser.error("--ranks: times steps, and shows nothing else of them")
+        parser.error("--ranks only times steps: omit --profile, --launches and --first-steps")
     if options.ranks and not torch.distributed.is_available():
         parser.error("--ranks: this build of torch has no torch.distributed")
     if options.part and not options.first_hour:
@@ -113,7 +114,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
     if options.autocast:
         given = {"rounds": options.repeats, "seconds": options.seconds, "clock": options.clock}
-        print("\nmicroseconds of the host for each call of an operator, by what is around it:")
+        print("\nmicroseconds of host time for each call of an operator, by the context around it:")
         print(autocast.table(autocast.measure(device, **given)))
         return
     speed = bandwidth(device, options.clock)
@@ -133,7 +134,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
             for workload, optimizer in itertools.product(sizes, chosen)
         ]
         print(f"\nmilliseconds for the first {first_steps.STEPS} steps in all, by auto:")
-        print("cold, with nothing compiled before, and warm; best: of for-loop and foreach")
+        print("cold: nothing compiled before; warm: all compiled; best: the faster of torch's two")
         print(first_steps.table(found))
         return
     with contextlib.ExitStack() as stack:
@@ -163,7 +164,7 @@ def _measured(
     device: torch.device,
     left: float,
 ) -> list[rows.Row]:
-    """The rows of every optimizer on every workload, in ``left`` seconds if that is enough."""
+    """The rows of every optimizer on every workload, within ``left`` seconds if that is enough."""
     dtype, measured = getattr(torch, options.dtype), []
     jobs = [(optimizer, workload) for workload in sizes for optimizer in chosen]
     for done, (optimizer, workload) in enumerate(jobs):
@@ -180,7 +181,7 @@ def _measured(
                 rounds=options.repeats,
                 seconds=max(0.0, left) / (len(jobs) - done),
             )
-        except Exception as error:  # the rows that there are, are not lost
+        except Exception as error:  # keep the rows measured so far
             new = rows.unmeasured(optimizer, workload, device, error)
         left = max(0.0, left - (time.perf_counter() - start))
         measured += new
@@ -194,7 +195,7 @@ def _print_launches(
     device: torch.device,
     speed: float | None,
 ) -> None:
-    """Each launch, with masters where parameters may have some, without clipping and with."""
+    """Measure each launch, with and without clipping, and with master weights in half precision."""
     masters = (False,) if dtype in (torch.float32, torch.float64) else (False, True)
     for workload, optimizer, master_weights, clip in itertools.product(
         sizes, chosen, masters, (None, 1.0)
@@ -217,11 +218,11 @@ def _print_launches(
 
 
 def _print(measured: list[rows.Row], device: torch.device) -> None:
-    whose = "" if device.type == "cpu" else " of the device, the host's apart below"
+    whose = "" if device.type == "cpu" else " of device time; host time is in the table below"
     print(f"\nmilliseconds a step{whose}:")
-    print("median, and half the range of the middle half of the rounds;")
-    print("ampopt to torch's best: medians, and fastest rounds; ampopt to the floor: medians,")
-    print("the floor being the fastest stream through memory in the same rounds")
+    print("each cell: median, and half of the interquartile range, of all rounds;")
+    print("/best: ampopt's median over that of torch's fastest; fastest: the same of the minima;")
+    print("/floor: ampopt's median over the time to move its bytes at the measured bandwidth")
     print(report.table(measured))
     if device.type == "cuda":
         print("\nbesides time, for one step")
@@ -232,23 +233,23 @@ def _print(measured: list[rows.Row], device: torch.device) -> None:
         for name, reason in (*row.missing.items(), *row.unknown.items())
     }
     if missing:
-        print("\nleft out:", *sorted(missing), sep="\n  ")
+        print("\nnot measured:", *sorted(missing), sep="\n  ")
 
 
 def _room(device: torch.device, dtype: torch.dtype) -> int | None:
-    """Elements for which parameters, gradients and everyone's states fit a GPU; else ``None``."""
+    """How many elements fit a GPU with the states of all contenders; ``None`` on the CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    # Parameters, two sets of gradients, two states of each contender, and foreach's copies; and
-    # what caches are flushed with and memory is measured by.
+    # Parameters, two sets of gradients, two states of each contender, and copies made by foreach.
+    # The 1 GiB is for the buffers that flush the cache and measure bandwidth.
     copies = 3 + 2 * len(contenders.names(device)) + 4
     return max(0, int(0.9 * free) - (1 << 30)) // (copies * dtype.itemsize)
 
 
 def _note(text: str) -> None:
-    """Say on a terminal what is going on, over what was said before."""
+    """Show the progress on a terminal, in place of the last note."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -274,45 +275,51 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backend",
         choices=("auto", "triton", "compiled", "eager"),
-        help="of ampopt; default: compiled on a CPU with a C++ compiler, else auto",
+        help="ampopt's backend; default: compiled on a CPU with a C++ compiler, else auto",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the parameters")
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="float32", help="dtype of the parameters"
+    )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda; default here: %(default)s")
-    parser.add_argument("--repeats", type=_positive(int), default=200, help="rounds at most")
+    parser.add_argument(
+        "--repeats", type=_positive(int), default=200, help="maximum number of rounds"
+    )
     parser.add_argument(
         "--seconds",
         type=_positive(float),
         default=240.0,
-        help="to spend on all rows, however little remains for each (with --ranks, those for "
-        "which nothing remains are left out); default: %(default)s",
+        help="time for all rows; with --ranks, rows for which no time is left are not measured; "
+        "default: %(default)s",
     )
-    parser.add_argument("--threads", type=_positive(int), help="for torch on the CPU")
+    parser.add_argument("--threads", type=_positive(int), help="number of torch's CPU threads")
     parser.add_argument(
         "--clock",
         choices=list(CLOCKS),
         default="wall",
-        help="cpu: the processor's time, for a machine that is busy otherwise; default: wall",
+        help="cpu: CPU time of the thread, for a busy machine; default: wall",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures there")
-    parser.add_argument("--plot", metavar="FILE", help="draw the ratios; needs matplotlib")
+    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument(
-        "--profile", action="store_true", help="show where the host's time goes, nothing else"
+        "--plot", metavar="FILE", help="draw the ratios to this file; needs matplotlib"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="only show which functions take the host's time"
     )
     parser.add_argument(
         "--launches",
         action="store_true",
-        help="show what each launch takes of the host and of the device, nothing else",
+        help="only show the host time and device time of each kernel launch",
     )
     parser.add_argument(
         "--autocast",
         action="store_true",
-        help="measure what ampopt.autocast costs the host for an operator, nothing else",
+        help="only measure the host time that ampopt.autocast adds to an operator",
     )
     parser.add_argument(
         "--first-steps",
         action="store_true",
-        help="measure the first steps of auto, some of them not compiled yet, nothing else",
+        help="only measure the first steps of auto, which include compilation",
     )
     parser.add_argument(
         "--first-hour",
@@ -331,15 +338,15 @@ def _parser() -> argparse.ArgumentParser:
         "--ranks",
         type=_positive(int),
         metavar="N",
-        help="shard the tensors over N processes, which decide together; without --workload or "
-        "--elements, 50 matrices, small ones and large ones",
+        help="shard the tensors over N processes with one overflow flag; without --workload or "
+        "--elements, 50 small matrices and 50 large ones",
     )
     parser.add_argument(
         "--elements",
         action="append",
         type=_positive(int),
         metavar="N",
-        help="repeatable; 16 tensors of N elements in all, in place of the workloads",
+        help="repeatable; 16 tensors with N elements in total, instead of the workloads",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""What ``ampopt.autocast`` costs the host for an operator, beside ``torch.autocast``."""
+"""Host time of ``ampopt.autocast`` per operator call, compared with ``torch.autocast``."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from ampopt.bench.measure import interleaved
 __all__ = ["measure", "table"]
 
 _CALLS = 200
-"""In a row, under one context."""
+"""Calls in a row under one context."""
 _OPERATORS: dict[str, Callable[[Tensor], object]] = {
     "not listed": lambda x: x.add(1),
     "in Python": F.softsign,
@@ -25,10 +25,10 @@ _OPERATORS: dict[str, Callable[[Tensor], object]] = {
 def measure(
     device: torch.device, *, rounds: int, seconds: float, clock: str
 ) -> dict[str, dict[str, float]]:
-    """Median seconds of the host for a call, by what is called and by the context around it.
+    """Median host seconds of a call, by operator and by context. Synchronizes.
 
-    What is listed computes in float32 under all of them, of a float32 tensor, so that none casts.
-    Synchronizes.
+    Inputs are float32, and a listed operator computes in float32 in every context, so nothing is
+    cast.
     """
     x = torch.ones(16, device=device)
     found = {}
@@ -46,7 +46,7 @@ def measure(
 
 
 def table(found: Mapping[str, Mapping[str, float]]) -> str:
-    """All of it as lines to print, in microseconds."""
+    """Format the results as lines, in microseconds."""
     lines = [f"{'an operator':12}" + "".join(f"{name:>17}" for name in next(iter(found.values())))]
     for what, times in found.items():
         lines.append(f"{what:12}" + "".join(f"{1e6 * seconds:17.2f}" for seconds in times.values()))

@@ -1,4 +1,4 @@
-"""Who steps: torch's implementations under its own loss scaler, ampopt, and others installed."""
+"""The contenders: torch's implementations under its own scaler, ampopt's, and installed others."""
 
 import importlib
 import importlib.util
@@ -22,12 +22,12 @@ TORCH = ("for-loop", "foreach", "fused")
 _OTHERS = ("apex", "optimi")
 
 _ASKED_FOR = ("Adafactor", "Muon")
-"""Of torch's, what does not step element by element."""
+"""Optimizers of torch that do not work element by element; measured only if named."""
 _MAX_NORM = 1.0
 _NEVER = 1 << 30
-"""Growth interval: a scale that grew in one run and not in another would not be the same work."""
+"""Growth interval that no run reaches: a scale that grew in one run only would change its work."""
 _SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
-"""Arguments besides the defaults: without momentum, SGD is a copy with a factor."""
+"""Arguments that differ from the defaults: without momentum, SGD is little more than a copy."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Contender:
     """One implementation, ready to step.
 
     Attributes:
-        name: the column.
-        optimizer: what steps, over the parameters it was entered with.
-        step: unscale, look for overflow, step, and find the next scale.
-        clipped: the same, clipping by global norm on the way.
+        name: name of the column.
+        optimizer: the optimizer, over the parameters passed to :func:`enter`.
+        step: function that unscales, checks for overflow, steps, and updates the scale.
+        clipped: the same, with clipping by global norm.
     """
 
     name: str
@@ -48,7 +48,10 @@ class Contender:
 
 
 def optimizers() -> list[str]:
-    """The names of those that are a rule here and exist in torch, but for :func:`others`."""
+    """Names of the optimizers with an elementwise rule here and a counterpart in torch.
+
+    Those of :func:`others` are not among them.
+    """
     return [
         name
         for name in ampopt.__all__
@@ -61,24 +64,25 @@ def optimizers() -> list[str]:
 
 
 def others() -> list[str]:
-    """Those that are measured where they are asked for: of which torch has no fused one, or none.
+    """Names of the optimizers that are measured only if named.
 
-    The columns of torch's implementations are pytorch_optimizer's of those that torch lacks.
+    torch has no fused version of them, or none at all; then pytorch_optimizer's take torch's
+    columns.
     """
     return [*LACKING, *(name for name in _ASKED_FOR if hasattr(torch.optim, name))]
 
 
 def names(device: torch.device) -> tuple[str, ...]:
-    """The columns: torch's, ampopt, and on a GPU what else can be imported."""
+    """Names of the columns: torch's, ampopt, and on a GPU further installed packages."""
     others = _OTHERS if device.type == "cuda" else ()
     return (*TORCH, AMPOPT, *(name for name in others if importlib.util.find_spec(name)))
 
 
 def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> Contender:
-    """The contender ``name`` with ``optimizer`` over ``params``.
+    """Make the contender ``name`` with ``optimizer`` over ``params``.
 
     Raises:
-        NotImplementedError: it has no such optimizer, or not for such parameters.
+        NotImplementedError: the contender has no such optimizer, or it refuses the parameters.
     """
     settings = _SETTINGS.get(optimizer, {})
     if optimizer in LACKING:
@@ -96,7 +100,7 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> Contender:
     if not flag.keys() <= inspect.signature(kind).parameters.keys():
         if name != "for-loop":
             raise NotImplementedError(f"torch has no {name} {optimizer}")
-        flag = {}  # there is nothing else, and so nothing to choose by
+        flag = {}  # the class has one implementation, and no flags
     try:
         made = kind(params, **settings, **flag)
     except (RuntimeError, ValueError) as error:
@@ -121,7 +125,7 @@ def _under_scaler(
     scaler = torch.amp.GradScaler(  # pyright: ignore[reportPrivateImportUsage]
         params[0].device.type, init_scale=SCALE, growth_interval=_NEVER
     )
-    # A loop scales its loss, which is where the scaler makes its tensors.
+    # torch's scaler creates its tensors when it first scales a loss.
     scaler.scale(torch.zeros((), device=params[0].device))
 
     def step() -> None:

@@ -1,4 +1,4 @@
-"""The bytes that a step of a rule has to move, which is what its time is held against."""
+"""The bytes that a step of an update rule has to move, which set the floor of its time."""
 
 import functools
 from collections.abc import Iterable
@@ -14,22 +14,22 @@ __all__ = ["bytes_by_kernel", "bytes_moved"]
 
 
 def bytes_moved(optimizer: ampopt.ElementwiseOptimizer) -> int:
-    """Bytes read and written by one ``unscale_and_step``; see :func:`bytes_by_kernel`."""
+    """Bytes that one ``unscale_and_step`` reads and writes; see :func:`bytes_by_kernel`."""
     return sum(bytes_by_kernel(optimizer).values())
 
 
 def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
-    """Bytes read and written by each kernel of one ``unscale_and_step``, as the rule says.
+    """Bytes that each kernel of one ``unscale_and_step`` reads and writes, by kernel name.
 
-    Detect reads the gradients. Reduce, of a rule that has it, reads what its terms are made of; so
-    do sums over rows and columns, for each of them.
-    Update reads the gradients again, reads parameters and states, and writes parameters and states;
-    of parameters that have masters it writes those and the copies. The scalars, some bytes for each
-    tensor, sums, some for each chunk, and states of rows and columns are left out.
+    Detect reads the gradients. Reduce, if the rule has it, reads the tensors that its terms use; so
+    do sums over rows and columns, once for each sum. Update reads the gradients again, reads and
+    writes states and parameters, and with master weights reads and writes those, and writes the
+    low-precision copies. Not counted are scalars (some bytes per tensor), sums (some bytes per
+    chunk), and row and column statistics.
 
     Args:
-        optimizer: after its first step, so that its states exist; all of its parameters with
-            gradients are counted.
+        optimizer: an optimizer after its first step, so that its states exist. Parameters without
+            gradients are not counted.
     """
     detect = lines = reduce = update = 0
     for group in optimizer.param_groups:
@@ -59,9 +59,13 @@ def bytes_by_kernel(optimizer: ampopt.ElementwiseOptimizer) -> dict[str, int]:
     return moved
 
 
-@functools.lru_cache(maxsize=64)  # hundreds of parameters have the same
+@functools.lru_cache(maxsize=64)  # hundreds of parameters share the same arguments
 def _read(rule: Rule, flags: tuple[bool, ...], n_hyper: int, role: str) -> list[set[int]]:
-    """Which of gradient, parameter and states each term of ``reduce``, or ``averages``, reads."""
+    """For each term of ``reduce`` or ``averages``, the indices of the tensors that it reads.
+
+    The tensors are gradient, parameter and states, in this order. Autograd finds those that are
+    used.
+    """
     if not (rule.reduces if role == "reduce" else rule.marginals_for(flags)):
         return []
     function = rule.torch_reduce_in if role == "reduce" else rule.torch_averages_in

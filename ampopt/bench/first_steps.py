@@ -1,7 +1,7 @@
-"""The first steps of ``auto``, some of them before rules are compiled, beside those of torch.
+"""Time of the first steps of ``auto``, before and after rules are compiled, against torch's.
 
-Each measurement is a process of its own, where nothing is loaded yet, with a folder for compiled
-rules of its own, which is empty (cold) or has all that the steps need (warm).
+Each measurement is a new process with nothing loaded. Its cache of compiled rules is a folder of
+its own, either empty (cold) or with all rules that the steps need (warm).
 """
 
 import json
@@ -27,14 +27,14 @@ _TORCHS = ("for-loop", "foreach")
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """Seconds that :data:`STEPS` steps took in all.
+    """Seconds that :data:`STEPS` steps took in total.
 
     Attributes:
-        optimizer: whose steps.
-        workload: its name.
-        torchs: of torch's contenders, by name; the faster of two runs.
-        cold: of ours, with nothing compiled at an earlier time.
-        warm: of ours, with all of it.
+        optimizer: name of the optimizer.
+        workload: name of the workload.
+        torchs: by torch contender, the faster of two runs.
+        cold: ampopt's time with an empty cache.
+        warm: ampopt's time with a full cache.
     """
 
     optimizer: str
@@ -45,12 +45,12 @@ class FirstSteps:
 
     @property
     def best(self) -> float:
-        """Of torch's."""
+        """The fastest of torch's."""
         return min(self.torchs.values())
 
 
 def measure(optimizer: str, workload: workloads.Workload, *, dtype: str) -> FirstSteps:
-    """On the CPU, in three processes, with as many threads as this one."""
+    """Measure on the CPU, in three processes with as many threads as this one has."""
     asked = {
         "optimizer": optimizer,
         "shapes": workload.shapes,
@@ -67,7 +67,7 @@ def measure(optimizer: str, workload: workloads.Workload, *, dtype: str) -> Firs
 
 
 def table(found: Sequence[FirstSteps]) -> str:
-    """All of them as lines to print."""
+    """Format the results as lines, in milliseconds."""
     columns = (*_TORCHS, "cold", "warm", "cold/best", "warm/best")
     lines = [f"{'optimizer':12} {'workload':16}" + "".join(f"{name:>11}" for name in columns)]
     for row in found:
@@ -87,7 +87,7 @@ def times(
     backend: str,
     steps: int = STEPS,
 ) -> dict[str, float]:
-    """Seconds that the first steps take here, torch's first, by contender."""
+    """Seconds that the first steps take in this process, by contender; torch's run first."""
     torch.set_num_threads(threads)
     ampopt.set_backend(backend)
     workload = workloads.Workload("", tuple(map(tuple, shapes)))
@@ -106,7 +106,7 @@ def times(
 
 
 def _in_a_process(asked: Mapping[str, Any], cache: str) -> dict[str, float]:
-    """What :func:`times` finds in a new process that keeps what it compiles in ``cache``."""
+    """Return what :func:`times` returns in a new process with ``cache`` as cache folder."""
     done = subprocess.run(
         [sys.executable, "-m", "ampopt.bench.first_steps", json.dumps(asked)],
         env={**os.environ, "XDG_CACHE_HOME": cache},

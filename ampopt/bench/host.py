@@ -1,8 +1,8 @@
-"""``TRITON_INTERPRET=1 python -m ampopt.bench.host``: the host's part of a step, without a GPU.
+"""``TRITON_INTERPRET=1 python -m ampopt.bench.host``: host time of a GPU step, without a GPU.
 
-Steps as on one, of tensors that are on the CPU, with all launches left out: kernels of ours, and of
-torch's fused step and scaler. What is left is what the host does before the device has work, but
-for what a launch itself takes, of which torch has about as many.
+CPU tensors are stepped by the Triton backend with all kernel launches replaced by nothing, ampopt's
+own and those of torch's fused step and scaler. What remains is the host's work before the device
+can start, except the launches themselves, of which torch makes about as many.
 """
 
 import itertools
@@ -32,11 +32,11 @@ _NOT_LAUNCHED = (
 )
 _TENSORS = (20, 300, 2000)
 _STEPS = 200
-"""Of each; a tenth of them to warm up."""
+"""Steps to time for each contender; the first tenth is warm-up."""
 
 
 def main() -> None:
-    """Measure AdamW on tensors of 64 elements and print it."""
+    """Measure AdamW on tensors of 64 elements, and print the result."""
     before, threads = ampopt.get_backend(), torch.get_num_threads()
     ampopt.set_backend("triton")
     torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def _of_steps(name: str, tensors: int, moves: bool) -> tuple[float, float]:
-    """Of a step, and of a clipped one, whose gradients are elsewhere each time if they move."""
+    """Microseconds of a step and of a clipped one; ``moves`` alternates gradient addresses."""
     workload = workloads.Workload(name, ((64,),) * tensors)
     params = workload.parameters(torch.float32, torch.device("cpu"))
     turns = itertools.cycle([workloads.Gradients(params) for _ in range(1 + moves)])
@@ -77,7 +77,7 @@ def _of_steps(name: str, tensors: int, moves: bool) -> tuple[float, float]:
 
 @contextmanager
 def _no_launches(tensors: int) -> Iterator[None]:
-    """Within this, neither ampopt nor torch's fused AdamW under its scaler launches a kernel."""
+    """Replace the kernel launches of ampopt and of torch's fused AdamW and scaler by nothing."""
     silent = Triton(lambda device, kernel, programs, arguments: None)
     norms = list(torch.zeros(tensors).unbind())
     with (
@@ -94,11 +94,11 @@ def _have_object_loops() -> None:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of a launch."""
+    """Stand in for a launch."""
 
 
 def _microseconds(step: Callable[[], Any], restore: Callable[[], None]) -> float:
-    """The median of the thread's own time, once all is warm, without what ``restore`` takes."""
+    """Median of the thread's CPU time of a step after the warm-up; ``restore`` is not timed."""
     times = []
     for _ in range(_STEPS):
         restore()

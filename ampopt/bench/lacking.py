@@ -1,4 +1,4 @@
-"""Optimizers that torch lacks, as pytorch_optimizer has them: whom else to run beside ours."""
+"""Counterparts, from pytorch_optimizer, of ampopt's optimizers that torch lacks."""
 
 import importlib
 import math
@@ -12,12 +12,12 @@ __all__ = ["LACKING", "enter"]
 
 
 class _Peer(NamedTuple):
-    """The same work there.
+    """A class of pytorch_optimizer, and the arguments that make both do the same work.
 
     Attributes:
-        name: of the class.
-        ours: arguments of ours besides the defaults.
-        theirs: of theirs.
+        name: name of the class.
+        ours: arguments of ampopt's class, besides the defaults.
+        theirs: arguments of pytorch_optimizer's class, besides the defaults.
     """
 
     name: str
@@ -40,10 +40,10 @@ LACKING: dict[str, _Peer] = {
 
 
 def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """The contender ``name``, ``"for-loop"`` or ``"foreach"``, with ``optimizer``.
+    """Make the contender ``name``, ``"for-loop"`` or ``"foreach"``, with ``optimizer``.
 
     Raises:
-        NotImplementedError: there is none.
+        NotImplementedError: ``name`` is ``"fused"``; pytorch_optimizer has no fused optimizers.
         ImportError: pytorch_optimizer is not installed.
     """
     if name == "fused":
@@ -52,5 +52,5 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Op
     module: Any = importlib.import_module("pytorch_optimizer")
     made = getattr(module, peer.name)(list(params), foreach=name == "foreach", **peer.theirs)
     if optimizer == "LAMB":
-        made.clamp = math.inf  # no norm is held below 10
+        made.clamp = math.inf  # by default it clamps weight norms to 10, ampopt's does not
     return made

@@ -1,4 +1,4 @@
-"""What each launch of one of our steps takes, of the host and of the device."""
+"""Host time and device time of each kernel launch in a step."""
 
 import functools
 import statistics
@@ -23,13 +23,14 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch, or the whole step.
+    """Times of one launch, or of the whole step.
 
     Attributes:
-        name: of the kernel, or ``"step"``.
-        host: median seconds of the host.
-        device: median seconds of the device, behind a kernel that spins.
-        bytes: that it reads and writes.
+        name: name of the kernel, or ``"step"``.
+        host: median seconds of host time.
+        device: median seconds of device time, measured after a kernel that spins; see
+            :func:`ampopt.bench.measure.device_seconds`.
+        bytes: bytes that the launch reads and writes.
     """
 
     name: str
@@ -47,13 +48,13 @@ def measure(
     master_weights: bool,
     max_norm: float | None,
 ) -> list[Launch]:
-    """The step and its launches, in their order.
+    """Measure a step, and its launches in order.
 
-    Launches are repeated by themselves, on the tables and tensors of one step, and so find in the
-    caches what they can hold.
+    Each launch is repeated alone, on the tables and tensors of one step, so its data may be in
+    caches.
 
     Raises:
-        RuntimeError: another backend than Triton's steps there, which launches nothing.
+        RuntimeError: another backend than ``triton`` steps on ``device``; it launches no kernels.
     """
     backend: Any = backend_for(device)
     if backend.name != "triton":
@@ -88,7 +89,7 @@ def measure(
         programs[kernel.fn.__name__] += n
     for given in recorded:
         name, n = given[1].fn.__name__, given[2]
-        # Parameters of another kind have a launch of their own.
+        # Each kind of parameter has its own launch, so split the bytes by number of programs.
         share = moved[name] * n // programs[name]
         rows.append(_timed(name, functools.partial(launch, *given), device, share))
     return rows
@@ -111,7 +112,7 @@ def _timed(
 
 
 def table(rows: list[Launch], bandwidth: float | None) -> str:
-    """Lines to print: microseconds, and the share of the bandwidth that a copy reaches."""
+    """Format the results: microseconds, and the share of the bandwidth that a copy reaches."""
     lines = [f"{'host us':>9} {'device us':>10} {'GB/s':>8} {'of copy':>8}  launch"]
     for row in rows:
         speed = row.bytes / row.device

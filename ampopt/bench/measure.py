@@ -1,4 +1,4 @@
-"""How times are taken: interleaved, warm, each step on fresh gradients, nothing else running."""
+"""How steps are timed: interleaved, warm, each on fresh gradients, with garbage collection off."""
 
 import gc
 import statistics
@@ -24,30 +24,34 @@ __all__ = [
 ]
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
-"""What the host reads. On a busy machine, the processor's time of the one thread that steps is
-less disturbed than the time that passes; of several threads it says nothing."""
+"""Host clocks.
+
+On a busy machine, the CPU time of the thread is disturbed less than wall time. It says nothing
+about steps that use several threads.
+"""
 
 _WARM_STEPS = 3
 _L2 = 1 << 28
-"""Bytes that are written before a step on a GPU, so that no one finds tensors in its cache."""
+"""Bytes written before a step on a GPU, so that no contender finds its tensors in the L2 cache."""
 _CYCLES = 3e9
-"""More than a GPU's clock ticks in a second: so many cycles last a second at least."""
+"""More cycles than a GPU's clock makes in a second: spinning for as many takes a second or more."""
 
 
 @dataclass(frozen=True)
 class Times:
     """The times of one contender in one row, in seconds.
 
-    On a GPU they are the device's, which the host does not delay, and ``host`` is the host's, which
-    does not wait for the device, unless the step makes it: a loop takes the longer of the two.
+    On a GPU these are device times, which the host does not delay. ``host`` is the host time, which
+    does not include waiting for the device unless the step synchronizes. A training loop takes the
+    longer of the two.
 
     Attributes:
-        median: of all rounds.
-        low: the first quartile.
-        high: the third quartile.
-        least: the fastest round.
-        rounds: how many there were.
-        host: median time after which the host could go on; the same as ``median`` on the CPU.
+        median: median of all rounds.
+        low: first quartile.
+        high: third quartile.
+        least: fastest round.
+        rounds: number of rounds.
+        host: median host time; the same as ``median`` on the CPU.
     """
 
     median: float
@@ -59,17 +63,17 @@ class Times:
 
     @staticmethod
     def of(times: list[float], hosts: list[float]) -> "Times":
-        """The summary of what every round took."""
+        """Summarize the times of all rounds."""
         low, median, high = _quartiles(times)
         return Times(median, low, high, min(times), len(times), statistics.median(hosts))
 
     @property
     def spread(self) -> float:
-        """Half of the range that the middle half of the rounds lies in."""
+        """Half of the interquartile range."""
         return (self.high - self.low) / 2
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """The times as a dict, for JSON."""
         return asdict(self)
 
 
@@ -81,7 +85,7 @@ def _quartiles(times: list[float]) -> tuple[float, float, float]:
 
 
 def warmed(step: Callable[[], object], restore: Callable[[], None]) -> None:
-    """Step until states exist and what is compiled has been compiled."""
+    """Step until all states exist and everything is compiled."""
     for _ in range(_WARM_STEPS):
         restore()
         step()
@@ -100,19 +104,23 @@ def interleaved(
 ) -> dict[str, Times]:
     """Time ``steps`` in turn, so that what slows the machine down slows all of them.
 
-    Each round times each step once, beginning with another one; before each, outside of the time,
-    gradients are restored. So whatever a step finds in a cache, the others have found as well.
+    Each round times each step once, and each round starts with another step. Before each step,
+    outside of its time, gradients are restored, so all steps find the same caches.
 
     Args:
-        steps: what to time, warm.
-        restore: puts the gradients back.
-        device: where they run.
-        rounds: how many at most.
-        seconds: after which no round begins; there are three in any case, if ``rounds`` allows.
-        clock: one of :data:`CLOCKS`, on the CPU.
-        failed: gets the name of each step that raises, and why; the others go on without it.
-            Without, the error is the caller's.
-        goes_on: asked after each round whether there is another one, in place of ``seconds``.
+        steps: warm steps, by name.
+        restore: function that restores the gradients.
+        device: device of the tensors.
+        rounds: maximum number of rounds.
+        seconds: time after which no round starts, except that the first three always run, if
+            ``rounds`` allows. Ignored with ``goes_on``.
+        clock: a key of :data:`CLOCKS`, used on the CPU.
+        failed: dict that gets the reason for each step that raises; the other steps continue.
+            ``None`` lets the exception through.
+        goes_on: function called after each round; it returns whether another round starts.
+
+    Returns:
+        The times of each step that did not raise.
     """
     order = list(steps)
     times: dict[str, list[float]] = {name: [] for name in order}
@@ -142,7 +150,7 @@ def interleaved(
 
 
 def reason(error: Exception) -> str:
-    """What a table says of ``error``: one line."""
+    """Summarize ``error`` in one line, for a table."""
     lines = str(error).strip().splitlines()
     if isinstance(error, NotImplementedError) and lines:
         return lines[0]
@@ -162,7 +170,7 @@ def _on_cpu(clock: Callable[[], float]) -> Callable[[Callable[[], object]], tupl
 def _on_cuda(
     device: torch.device, restore: Callable[[], None]
 ) -> Callable[[Callable[[], object]], tuple[float, float]]:
-    """A clock of two steps: of the first it takes the host's time, of the second the device's."""
+    """Return a timer that runs a step twice: once for host time, once for device time."""
     flush = torch.empty(_L2, dtype=torch.int8, device=device)
 
     def timed(step: Callable[[], object]) -> tuple[float, float]:
@@ -175,7 +183,7 @@ def _on_cuda(
 
 
 def host_seconds(step: Callable[[], object], device: torch.device) -> float:
-    """What the host takes for ``step``, with nothing queued on a GPU. Synchronizes, before."""
+    """Host time of ``step``, with nothing queued on the GPU. Synchronizes before the step."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
@@ -184,16 +192,16 @@ def host_seconds(step: Callable[[], object], device: torch.device) -> float:
 
 
 def device_seconds(step: Callable[[], object], device: torch.device, host: float) -> float:
-    """What a GPU takes for what ``step`` queues, and a CPU for ``step``. Synchronizes.
+    """Device time of the work that ``step`` queues; on the CPU the time of ``step``. Synchronizes.
 
-    The clock starts behind a kernel that spins until the host has queued all of it, so that no
-    launch is waited for. A step that waits for the device waits for that, too, and the device then
-    for the host: as it would in a loop.
+    The GPU clock starts after a kernel that spins until the host has queued everything, so that no
+    launch is waited for. A step that synchronizes waits for this kernel too, and the device then
+    waits for the host, as it would in a training loop.
 
     Args:
-        step: what to time.
-        device: where.
-        host: how long the host takes for it, in seconds.
+        step: the step to time.
+        device: device of the tensors.
+        host: host time of the step in seconds.
     """
     if device.type == "cpu":
         return host_seconds(step, device)
@@ -223,9 +231,9 @@ class DeviceCost:
     """What one step costs a GPU besides time.
 
     Attributes:
-        launches: kernels launched.
-        synchronizations: times the host waited for the device.
-        extra_bytes: memory allocated at the peak, beyond what was there before.
+        launches: number of kernel launches.
+        synchronizations: number of times the host waited for the device.
+        extra_bytes: peak of allocated memory during the step, minus the memory allocated before.
     """
 
     launches: int
@@ -236,7 +244,10 @@ class DeviceCost:
 def device_cost(
     step: Callable[[], object], restore: Callable[[], None], device: torch.device
 ) -> DeviceCost:
-    """Count what a warm ``step`` does on a GPU; three steps are taken for it. Synchronizes."""
+    """Count launches, synchronizations and memory of a warm ``step``. Synchronizes.
+
+    Runs the step three times.
+    """
     restore()
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""How fast memory is, as far as a step could reach it."""
+"""Memory bandwidth, as a step could reach it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,20 +10,21 @@ from ampopt.bench.measure import Times, interleaved
 __all__ = ["Streams", "bandwidth"]
 
 _BEYOND_CACHES = 1 << 26
-"""Float32 elements, 256 MiB, of an array that no cache holds."""
+"""Number of float32 elements, 256 MiB, of an array that no cache holds."""
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Plain passes over memory, to time beside the steps of a row.
+    """Plain passes over memory, timed in the same rounds as the steps of a row.
 
-    What a shared machine's memory gives changes by half within minutes, so a floor that was
-    measured at another time says nothing of a row.
+    The bandwidth of a shared machine may change by half within minutes, so a floor measured at
+    another time would be useless.
 
     Attributes:
-        steps: on a GPU a copy from device to device. On the CPU also passes that write what they
-            have read, as a step does: a copy into other memory has to fetch it first.
-        bytes: that each of them reads and writes.
+        steps: the passes by name. On a GPU this is a device-to-device copy. On the CPU there are
+            also passes that write in place what they read, as a step does: a copy to another array
+            reads the destination's cache lines first.
+        bytes: bytes that each pass reads and writes.
     """
 
     steps: Mapping[str, Callable[[], object]]
@@ -31,7 +32,7 @@ class Streams:
 
     @staticmethod
     def on(device: torch.device) -> "Streams":
-        """Of arrays that no cache holds."""
+        """Make the passes, on arrays that no cache holds."""
         a, b = (torch.ones(_BEYOND_CACHES, device=device) for _ in range(2))
         steps: dict[str, Callable[[], object]] = {"stream: copy": lambda: b.copy_(a)}
         moved = {"stream: copy": 2 * a.nbytes}
@@ -41,16 +42,13 @@ class Streams:
         return Streams(steps, moved)
 
     def bandwidth(self, times: Mapping[str, Times]) -> float | None:
-        """Bytes per second of the fastest, by medians as those of the steps beside it.
-
-        ``None`` if none of them could run.
-        """
+        """Bytes per second of the fastest pass, by median; ``None`` if no pass could run."""
         speeds = (self.bytes[k] / times[k].median for k in self.steps if k in times)
         return max(speeds, default=None)
 
 
 def bandwidth(device: torch.device, clock: str = "wall") -> float | None:
-    """Bytes per second that memory is read and written at now, with nothing beside it."""
+    """Measure the memory bandwidth now, in bytes per second, with nothing else running."""
     streams = Streams.on(device)
     timed = interleaved(streams.steps, lambda: None, device, rounds=20, seconds=5.0, clock=clock)
     return streams.bandwidth(timed)

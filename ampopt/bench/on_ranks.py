@@ -1,8 +1,8 @@
-"""DTensors on ranks of this machine: a part of each tensor on each, and one decision for all.
+"""Benchmark of DTensors sharded over processes of this machine, with one overflow decision.
 
-Ranks are processes that meet by gloo. All take the same steps in the same order, as a step of
-anybody's is a collective, and all begin each at one moment, for which they wait awake: the time
-that the system takes to wake up the last of them is nobody's.
+The ranks use gloo. All take the same steps in the same order, because a step is a collective for
+every contender. All start each step at the same moment, for which they spin: otherwise the time
+that the system takes to wake the last rank would count as time of the step.
 """
 
 import contextlib
@@ -28,32 +28,32 @@ from ampopt.bench.rows import Row
 __all__ = ["NAMES", "Processes", "measure"]
 
 NAMES = ("foreach", "fused", contenders.AMPOPT)
-"""Of the contenders; torch's for-loop goes through each DTensor several times in Python."""
+"""The contenders measured; torch's for-loop is omitted, it handles DTensors slowly in Python."""
 
 _PATIENCE = timedelta(seconds=60)
-"""After which a rank that waits for another has lost it."""
+"""Timeout of collectives."""
 
 _UNTIL_ALL_KNOW = 2e-3
-"""Seconds from when the last rank is ready until all begin."""
+"""Seconds between the moment when the last rank is ready and the common start of a step."""
 
 _ENOUGH_ROUNDS = 5
-"""Of which a median is judged."""
+"""Minimum number of rounds for a median to be compared with a target."""
 
 _CALM = 0.1
-"""The share of time for which a rank may wait for a core, if its times are to be judged."""
+"""Maximum share of time that a rank may wait for a core for its times to be compared."""
 
-_OUT_OF_TIME = "no time was left for it: give more --seconds, or ask for less"
+_OUT_OF_TIME = "no time was left for it: raise --seconds, or select less"
 
 
 class Processes:
-    """The ranks: processes that take every measurement, and are started anew after one fails."""
+    """The processes of the ranks. They run every measurement, and are restarted after one fails."""
 
     def __init__(self, ranks: int, seconds: float) -> None:
-        """Start none yet.
+        """Store the settings; the processes start on entering the context.
 
         Args:
-            ranks: how many there are to be.
-            seconds: after which they begin nothing any more.
+            ranks: number of processes.
+            seconds: time after which no measurement starts.
         """
         self.ranks = ranks
         self._until = time.perf_counter() + seconds
@@ -61,13 +61,13 @@ class Processes:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> "Processes":
-        """Start the processes, and wait for them."""
-        with contextlib.suppress(RuntimeError):  # which the first measurement raises again
+        """Start the processes, and wait until they are ready."""
+        with contextlib.suppress(RuntimeError):  # the first measurement raises it again
             self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the processes."""
+        """Kill the processes."""
         for process in self._running:
             process.kill()
             process.communicate()
@@ -78,26 +78,26 @@ class Processes:
 
     @property
     def left(self) -> float:
-        """Seconds until they begin nothing any more."""
+        """Seconds left for measurements."""
         return self._until - time.perf_counter()
 
     def times(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What :func:`_times` of ``asked`` finds on the first rank.
+        """Run :func:`_times` with ``asked`` on all ranks, and return the first rank's result.
 
         Raises:
-            RuntimeError: a rank has ended with an error, which is shown.
+            RuntimeError: a rank ended with an error; the message has the last line of it.
         """
         if not self._running:
             self._start()
         for process in self._running:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which is seen below
+            with contextlib.suppress(BrokenPipeError):  # the rank has ended; _answer raises
                 process.stdin.write(json.dumps(asked) + "\n")
                 process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> Any:
-        """What the first rank says next."""
+        """Read the next line of the first rank."""
         first = self._running[0].stdout
         assert first is not None
         if answer := first.readline():
@@ -123,9 +123,9 @@ class Processes:
         return Path(self._folder.name, f"errors-{rank}")
 
     def _why_ended(self) -> str:
-        """Which rank has ended first, and its last words; all are ended."""
+        """Kill all ranks, and say which of them ended with which error."""
         for process in self._running:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for who has ended
+            with contextlib.suppress(subprocess.TimeoutExpired):  # others wait for the failed one
                 process.wait(5)
         codes = [process.poll() for process in self._running]
         rank = next((rank for rank, code in enumerate(codes) if code), 0)
@@ -145,20 +145,20 @@ def measure(
 ) -> list[Row]:
     """The rows of ``optimizer`` on ``workload``, sharded: without clipping, and with.
 
-    Times are those of the first rank. They are not judged if there are few, or if the machine had
-    other work to do meanwhile. What there is no time for is missing.
+    Times are the first rank's. They are not compared with targets if there are few rounds, or if
+    the machine was busy. Contenders for which no time is left are listed as missing.
 
     Args:
-        processes: that take the steps.
-        optimizer: its name.
+        processes: the processes of the ranks.
+        optimizer: name of the optimizer.
         workload: the tensors, each of which is sharded.
-        dtype: of the parameters.
-        rounds: how many at most.
-        seconds: to spend on rounds; there is one in any case, if the processes have time.
+        dtype: dtype of the parameters.
+        rounds: maximum number of rounds.
+        seconds: time for rounds. One round runs in any case, if the processes have time left.
 
     Raises:
         TimeoutError: no time is left.
-        RuntimeError: a rank has ended with an error, which is shown.
+        RuntimeError: a rank ended with an error; the message has the last line of it.
     """
     if processes.left <= 0:
         raise TimeoutError(_OUT_OF_TIME)
@@ -217,7 +217,12 @@ def _times(
     backend: str,
     threads: int,
 ) -> list[dict[str, Any]]:
-    """On one rank, without clipping and with: times, what is missing, and the share of waiting."""
+    """Measure on one rank, without clipping and with.
+
+    Returns:
+        For each of the two, the times, the contenders that are missing, and the share of time that
+        the slowest rank waited for a core.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -270,7 +275,7 @@ def _times(
             )
             waited = _seconds_without_a_core() - before
             waited = -_least(-waited / (time.perf_counter() - start))
-        except TimeoutError as error:  # on all ranks at once
+        except TimeoutError as error:  # raised on all ranks, because they compare the minimum
             missing = {**dict.fromkeys(steps, str(error)), **missing}
         found.append(
             {
@@ -283,7 +288,7 @@ def _times(
 
 
 def _begin_together() -> None:
-    """Come back on all ranks at the same time, by the clock of the machine that they share."""
+    """Return at the same moment on all ranks, by the clock of the machine that they share."""
     begin = torch.tensor(time.perf_counter() + _UNTIL_ALL_KNOW, dtype=torch.float64)
     torch.distributed.all_reduce(begin, torch.distributed.ReduceOp.MAX)
     moment = begin.item()
@@ -292,14 +297,14 @@ def _begin_together() -> None:
 
 
 def _least(number: float) -> float:
-    """Of all ranks, which have to decide alike."""
+    """All-reduce the minimum of ``number``, so that all ranks take the same decision."""
     said = torch.tensor(number, dtype=torch.float64)
     torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN)
     return said.item()
 
 
 def _seconds_without_a_core() -> float:
-    """For how long this thread could have run and did not, so far; 0 where nobody knows."""
+    """Seconds so far in which this thread could run and did not; 0 if the system cannot tell."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -307,7 +312,7 @@ def _seconds_without_a_core() -> float:
 
 
 def _main(ranks: str, rank: str, folder: str) -> None:
-    """Take part, as ``rank``, in every measurement that is asked for in a line."""
+    """Join the process group as ``rank``, and run a measurement for each line of standard input."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/meet"
     torch.distributed.init_process_group(

@@ -1,4 +1,4 @@
-"""Where the host's time goes in one of our steps."""
+"""Which functions take the host's time in a step."""
 
 import cProfile
 import pstats
@@ -21,10 +21,10 @@ def overhead(
     steps: int = 200,
     entries: int = 20,
 ) -> str:
-    """The functions that take most of a step, as lines to print.
+    """Profile a step, and list the functions that take most of its time, as lines to print.
 
-    The profiler slows Python functions down more than others: shares are a guide, and the time
-    without it, which is given as well, is the one to lower.
+    The profiler slows Python functions down more than C functions, so the shares are only a guide.
+    The step's time without the profiler is printed too.
     """
     params = workload.parameters(dtype, device)
     gradients = workloads.Gradients(params)

@@ -1,4 +1,4 @@
-"""The table as a picture. matplotlib is needed for this alone."""
+"""The table as a picture; the only module here that needs matplotlib."""
 
 from collections.abc import Sequence
 
@@ -8,22 +8,22 @@ __all__ = ["plot", "require_matplotlib"]
 
 
 def require_matplotlib() -> None:
-    """Find out before measuring, rather than after, that the picture cannot be drawn.
+    """Check that matplotlib can be imported, before minutes of measurement.
 
     Raises:
-        ImportError: it cannot; the message names the fix.
+        ImportError: it cannot be imported; the message names the fix.
     """
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "--plot needs matplotlib, which cannot be imported: install it, or leave --plot out "
-            "and use --json"
+            "--plot needs matplotlib, which cannot be imported: install it, or omit --plot and "
+            "use --json"
         ) from error
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    """Draw one panel for each workload: every contender's time as a multiple of torch's best."""
+    """Draw a panel for each workload, with each contender's time relative to torch's best."""
     import matplotlib
 
     matplotlib.use("agg")

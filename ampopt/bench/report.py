@@ -1,4 +1,4 @@
-"""The tables a person reads, and the same for programs."""
+"""The results as tables for people, and as JSON."""
 
 import datetime
 import os
@@ -17,7 +17,7 @@ __all__ = ["as_json", "costs", "environment", "table"]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+    """What the figures depend on besides the code: hardware, versions, load and settings."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_model(),
@@ -38,7 +38,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
-    """Everything that was measured, times in seconds and bandwidths in bytes per second."""
+    """All results; times in seconds, bandwidths in bytes per second."""
     return {
         "environment": about,
         "bandwidth": bandwidth,
@@ -49,10 +49,10 @@ def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float | None)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Milliseconds a step: median, and half the range of the middle half of all rounds.
+    """Table of milliseconds per step: median, and half of the interquartile range.
 
-    Then our time to that of torch's best, by medians and by fastest rounds, which a busy machine
-    disturbs less, and to the floor.
+    The columns after the contenders are ratios: ampopt's time to torch's best, by medians and by
+    fastest rounds, which a busy machine disturbs less, and to the floor.
     """
     columns = list(dict.fromkeys(name for row in rows for name in (*row.times, *row.missing)))
     lines = [["optimizer", "workload", "clip", *columns, "/best", "fastest", "/floor", "targets"]]
@@ -70,13 +70,13 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def costs(rows: Sequence[Row]) -> str:
-    """What each step costs besides time; counted on a GPU only."""
+    """Table of what each step costs besides time; the counts exist only on a GPU."""
     head = ["optimizer", "workload", "clip", "contender", "GB/s", "of copy", "host us"]
     lines = [[*head, "launches", "syncs", "extra MB"]]
     for row in rows:
         for name, times in row.times.items():
             cost = row.costs.get(name)
-            ours = name == "ampopt"  # the bytes are counted from our rule, and no one else's
+            ours = name == "ampopt"  # the bytes are counted from ampopt's rule
             lines.append(
                 [
                     row.optimizer,

@@ -1,4 +1,4 @@
-"""One row of the table: an optimizer on a workload, everyone beside everyone."""
+"""One row of the table: an optimizer on a workload, with all contenders."""
 
 import gc
 from dataclasses import dataclass, field
@@ -15,29 +15,30 @@ from ampopt.bench.memory import Streams
 __all__ = ["Row", "measure", "unmeasured"]
 
 _CACHES = 1 << 26
-"""Bytes that caches may hold."""
+"""Size in bytes up to which caches may hold everything."""
 
 
 @dataclass
 class Row:
-    """What was measured.
+    """The result for an optimizer on a workload.
 
     Attributes:
-        optimizer: its name.
-        workload: its name.
+        optimizer: name of the optimizer.
+        workload: name of the workload.
         clip: whether gradients were clipped by global norm.
         device: ``"cpu"`` or ``"cuda"``.
-        tensors: how many.
-        elements: in all of them.
-        bytes: what ampopt has to read and write; see :func:`ampopt.bench.count.bytes_moved`. 0 if
-            it could not begin, or is no rule.
-        bandwidth: bytes per second that memory gave in the same rounds; ``None`` where caches could
-            hold everything, so that memory sets no floor, and where there was no room to measure.
-        times: of each contender that could run.
-        missing: why each of the others could not.
-        costs: on a GPU, of each contender that could run.
-        unknown: what else could not be measured, and why.
-        doubt: why its times are not to be judged; ``None`` where they may be.
+        tensors: number of tensors.
+        elements: number of elements of all tensors.
+        bytes: bytes that ampopt's step reads and writes; see
+            :func:`ampopt.bench.count.bytes_moved`. 0 if ampopt failed or has no rule for the
+            optimizer.
+        bandwidth: bytes per second of memory in the same rounds; ``None`` if the data may fit the
+            caches, so that memory sets no floor, or if it could not be measured.
+        times: times of each contender that ran.
+        missing: for each contender that did not run, the reason.
+        costs: on a GPU, the costs of each contender that ran.
+        unknown: other quantities that could not be measured, and the reason.
+        doubt: why the times must not be compared with targets; ``None`` if they may be.
     """
 
     optimizer: str
@@ -56,46 +57,46 @@ class Row:
 
     @property
     def ampopt(self) -> Times | None:
-        """Ours; ``None`` if it failed, which ``missing`` explains."""
+        """Times of ampopt; ``None`` if it failed, with the reason in ``missing``."""
         return self.times.get(contenders.AMPOPT)
 
     @property
     def best(self) -> str | None:
-        """The fastest of torch's, by median."""
+        """Name of torch's fastest contender, by median."""
         there = [name for name in contenders.TORCH if name in self.times]
         return min(there, key=lambda name: self.times[name].median, default=None)
 
     @property
     def ratio(self) -> float | None:
-        """Our time to that of torch's best: medians."""
+        """Median time of ampopt divided by that of torch's best."""
         return self.ratio_to(self.best)
 
     def ratio_to(self, name: str | None) -> float | None:
-        """Our time to that of ``name``: medians. ``None`` if it could not run."""
+        """Median time of ampopt divided by that of ``name``; ``None`` if either did not run."""
         if self.ampopt is None or name not in self.times:
             return None
         return self.ampopt.median / self.times[name].median
 
     @property
     def ratio_of_least(self) -> float | None:
-        """As :attr:`ratio`, of the fastest rounds: what a busy machine disturbs least."""
+        """Fastest round of ampopt divided by torch's fastest; less disturbed by a busy machine."""
         there = [self.times[name].least for name in contenders.TORCH if name in self.times]
         return self.ampopt.least / min(there) if there and self.ampopt is not None else None
 
     @property
     def floor(self) -> float | None:
-        """Seconds that moving the bytes takes at the measured bandwidth."""
+        """Seconds that it takes to move the bytes at the measured bandwidth."""
         return None if self.bandwidth is None else self.bytes / self.bandwidth
 
     @property
     def to_floor(self) -> float | None:
-        """Our time to the floor."""
+        """Median time of ampopt divided by the floor."""
         if self.floor is None or self.ampopt is None:
             return None
         return self.ampopt.median / self.floor
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; times in seconds."""
+        """The row for JSON; times in seconds."""
         return {
             "optimizer": self.optimizer,
             "workload": self.workload,
@@ -136,10 +137,10 @@ def measure(
 ) -> list[Row]:
     """The rows of ``optimizer`` on ``workload``: without clipping, and with.
 
-    Contenders share parameters and gradients, so that all fit and none finds its own warmer.
-    Whoever fails, at the start or later, is left out, and the row says why.
+    All contenders share parameters and gradients, so that all of them fit in memory, and none has
+    warmer caches. A contender that raises is dropped, and the row has the reason.
     """
-    _let_go(device)  # of the row before, of which optimizers may be in cycles of references
+    _let_go(device)  # optimizers of the row before may be kept alive by reference cycles
     params = workload.parameters(dtype, device)
     gradients = workloads.Gradients(params)
     entered: list[contenders.Contender] = []
@@ -150,7 +151,7 @@ def measure(
             contender = contenders.enter(name, optimizer, params)
             warmed(contender.step, gradients.restore)
             warmed(contender.clipped, gradients.restore)
-        except Exception as error:  # what others have installed may fail in any way
+        except Exception as error:  # a third-party optimizer may raise anything
             failed[name] = reason(error)
             continue
         entered.append(contender)
@@ -203,7 +204,7 @@ def measure(
 def unmeasured(
     optimizer: str, workload: workloads.Workload, device: torch.device, error: Exception
 ) -> list[Row]:
-    """The rows where ``error`` came of everyone, as where not even the parameters fit."""
+    """The rows if no contender ran because of ``error``, say because parameters do not fit."""
     size = len(workload.shapes), workload.elements, 0
     why = dict.fromkeys(contenders.names(device), reason(error))
     return [
@@ -229,5 +230,5 @@ def _let_go(device: torch.device) -> None:
 
 
 def _moved(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that a step moves, if it is a rule, which says so."""
+    """Bytes that a step moves; 0 for an optimizer without a rule."""
     return bytes_moved(optimizer) if isinstance(optimizer, ampopt.ElementwiseOptimizer) else 0

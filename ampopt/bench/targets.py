@@ -1,4 +1,4 @@
-"""The speeds ampopt sets itself, and whether a row reaches them."""
+"""The speeds that ampopt aims at, and whether a row reaches them."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,12 @@ __all__ = ["Verdict", "judge"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """One target and what was measured.
+    """One target, and the measured value.
 
     Attributes:
-        target: what was aimed at, in words and numbers.
-        value: what was measured, likewise.
-        met: whether it was reached.
+        target: the target, as text.
+        value: the measured value, as text.
+        met: whether the target was reached.
     """
 
     target: str
@@ -23,21 +23,22 @@ class Verdict:
     met: bool
 
     def __str__(self) -> str:
-        """As the table shows it."""
+        """The text in the table."""
         return f"target {self.target}: {self.value} {'met' if self.met else 'MISSED'}"
 
 
 def judge(row: Row) -> list[Verdict]:
-    """What is aimed at for ``row``; nothing where nothing is, or where its times are in doubt.
+    """Compare ``row`` with its targets; empty if there are none, or if its times are in doubt.
 
-    On the CPU, to the best of torch's implementations: never more than 1.05 where one of them is
-    fused; where none is, at large tensors 0.5, or else 1.3 times what memory allows; at small
-    ones 0.5 in any case; sharded over ranks, 1.0 at large tensors and 0.6 at small ones. Of those
-    that are measured where they are asked for, 0.6 at large tensors, if there is a foreach. On a
-    GPU:
-    0.9 of the bandwidth of a copy at large tensors, where torch's fused AdamW is to be beaten by
-    1.2, and by 1.4 when clipping; never a synchronization; at small tensors no more time of the
-    host than torch's fused step.
+    On the CPU the targets are ratios to torch's best implementation. At most 1.05 if torch has a
+    fused one. If it has none: at large tensors 0.5, or else 1.3 times the memory floor. At small
+    tensors always 0.5. Sharded over ranks: 1.0 at large tensors and 0.6 at small ones. For
+    optimizers that are measured only if named: 0.6 at large tensors, if there is a foreach
+    implementation.
+
+    On a GPU: at large tensors 0.9 of a copy's bandwidth, and AdamW 1.2 times as fast as torch's
+    fused one, or 1.4 times with clipping; no synchronization; at small tensors no more host time
+    than torch's fused step.
     """
     if row.ampopt is None or row.doubt is not None:
         return []

@@ -1,4 +1,4 @@
-"""What is stepped: the sizes of the tensors, and their gradients."""
+"""The workloads: sizes of the tensors, and their gradients."""
 
 import math
 from collections.abc import Sequence
@@ -20,25 +20,25 @@ __all__ = [
 ]
 
 SCALE = 2.0**16
-"""What the gradients carry, which is where torch's scaler and ours start."""
+"""The loss scale in the gradients: the initial value of torch's scaler and of ampopt's."""
 _TYPICAL = 1e-3
 """Standard deviation of the unscaled gradients: far from overflow, underflow and subnormals."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Tensors by their shapes."""
+    """A list of tensors, given by their shapes."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
 
     @property
     def elements(self) -> int:
-        """How many numbers are optimized."""
+        """Number of elements of all tensors."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def parameters(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """New parameters, random so that nothing is special about them."""
+        """Make the parameters, with random values."""
         generator = torch.Generator(device).manual_seed(0)
         return [
             torch.nn.Parameter(
@@ -49,28 +49,29 @@ class Workload:
 
 
 def make(name: str, device: torch.device, room: int | None = None) -> Workload:
-    """One of :data:`WORKLOADS` or :data:`ASKED_FOR`, of the size that suits ``device``.
+    """Return a workload of :data:`WORKLOADS` or :data:`ASKED_FOR`, in a size for ``device``.
 
     Args:
-        name: which.
-        device: the CPU gets what a few milliseconds can do, an accelerator what fills it.
-        room: elements that fit the device, if that limits ``large`` and ``mix``.
+        name: key of the workload.
+        device: the CPU gets a size that takes milliseconds per step, an accelerator one that fills
+            it.
+        room: maximum number of elements of ``large`` and ``mix``; ``None`` for no limit.
     """
     return Workload(name, {**WORKLOADS, **ASKED_FOR}[name](device.type == "cpu", room))
 
 
 def of(elements: int) -> Workload:
-    """16 tensors of one size, of ``elements`` in all."""
+    """16 tensors of equal size, with ``elements`` elements in total."""
     return Workload(f"{elements} elements", ((max(1, elements // 16),),) * 16)
 
 
 def squares(width: int) -> Workload:
-    """50 square matrices, of a model that is sharded."""
+    """50 square matrices, as in a sharded model."""
     return Workload(f"50 x {width}^2", ((width, width),) * 50)
 
 
 def _large(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
-    """A few tensors whose states no cache can hold: 16 Mi elements in 8; 1e9 in 16 on a GPU."""
+    """A few tensors whose states no cache can hold: 16 Mi elements in 8; on a GPU 1e9 in 16."""
     elements, tensors = (16 << 20, 8) if on_cpu else (10**9, 16)
     if room is not None:
         elements = min(elements, room)
@@ -79,12 +80,12 @@ def _large(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
 
 
 def _small(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
-    """What a small network looks like, and what the host pays per call: 300 tensors of 64."""
+    """The 300 tensors, of 64 elements, of a small network: the host's cost per call dominates."""
     return ((64,),) * 300
 
 
 def _mix(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
-    """A transformer's few hundred float32 tensors: 1 KB to 4 MB on the CPU, to 100 MB on a GPU."""
+    """The few hundred float32 tensors of a transformer: 1 KB to 4 MB; on a GPU up to 100 MB."""
     width, vocabulary, blocks = (256, 4096, 20) if on_cpu else (1024, 25_600, 24)
     block = (
         *((width,), (width,)),  # normalization
@@ -101,24 +102,24 @@ def _mix(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
 
 
 def _matrices(on_cpu: bool, room: int | None) -> tuple[tuple[int, ...], ...]:
-    """A small transformer's matrices, of two shapes, for what steps by whole matrices."""
+    """The matrices of a small transformer, of two shapes, for optimizers that need matrices."""
     return ((256, 256),) * 24 + ((1024, 256),) * 12
 
 
 SHARDED = (squares(64), squares(512))
-"""What ranks step by parts, unless asked for another."""
+"""Default workloads of ``--ranks``."""
 
 WORKLOADS = {"large": _large, "small": _small, "mix": _mix}
 ASKED_FOR = {"matrices": _matrices}
-"""Those that are measured where they are asked for."""
+"""Workloads that are measured only if named."""
 
 
 class Gradients:
-    """Scaled gradients, given anew before every step.
+    """Scaled gradients, restored before every step.
 
-    Steps spoil gradients: ``GradScaler`` unscales them in place, so that a few steps later they
-    would be subnormal, which is slow. What a step gets is what a backward pass leaves: new tensor
-    objects, in memory that was just written.
+    Steps change gradients: ``GradScaler`` unscales them in place, and after a few steps they would
+    be subnormal, which is slow. Each step gets what a backward pass leaves: new tensor objects in
+    memory that was just written.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
@@ -132,7 +133,7 @@ class Gradients:
         self._given = [torch.empty_like(value) for value in self._values]
 
     def restore(self) -> None:
-        """Give every parameter its gradient again."""
+        """Set every parameter's gradient anew."""
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         copy(self._given, self._values)
         for param, given in zip(self._params, self._given, strict=True):

@@ -241,8 +241,8 @@ def test_the_processors_time_is_less_than_what_passes():
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--launches"], "the eager backend launches no kernels on cpu"),
         (["--ranks", "0"], "more than 0"),
-        (["--ranks", "2", "--profile"], "--ranks: times steps"),
-        (["--ranks", "2", "--threads", "1", "--clock", "cpu"], "--ranks: they are processes"),
+        (["--ranks", "2", "--profile"], "--ranks only times steps"),
+        (["--ranks", "2", "--threads", "1", "--clock", "cpu"], "--ranks runs CPU processes"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(threads, arguments, message, capsys):
