@@ -19,7 +19,7 @@ from ampopt.bench.first_hour.record import Record, read
 from ampopt_kernels.language import HAS_TRITON
 
 CPU = torch.device("cpu")
-RESULTS = Path(__file__).parents[2] / "kernels/RESULTS.md"
+PREDICTIONS = Path(__file__).parents[2] / "kernels/PREDICTIONS.md"
 
 
 def stub(name: str, body: str, seconds: float = 60.0, ends: bool = False) -> Part:
@@ -183,9 +183,9 @@ def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
 
 
 def test_predictions_are_those_that_are_written():
-    """The last numbers of each cell of the table in ``kernels/RESULTS.md``."""
+    """The last numbers of each cell of the table in ``kernels/PREDICTIONS.md``."""
     power, found = None, {}
-    for line in RESULTS.read_text().splitlines():
+    for line in PREDICTIONS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if re.fullmatch(r"(2\^\d+)?", cells[0]) and cells[1:2] and cells[1] in AT_HAND:
             power = int(cells[0][2:]) if cells[0] else power

@@ -1,4 +1,4 @@
-"""What ``kernels/RESULTS.md`` predicts for a GPU: shares of the bandwidth of a copy."""
+"""What ``kernels/PREDICTIONS.md`` predicts for a GPU: shares of the bandwidth of a copy."""
 
 import torch
 

@@ -26,7 +26,7 @@ class Record:
         self._write({"kind": "skipped", "what": what, "detail": why})
 
     def figure(self, what: str, value: float, unit: str, predicted: float | None = None) -> None:
-        """Report a measurement, beside what ``kernels/RESULTS.md`` predicts of it."""
+        """Report a measurement, beside what ``kernels/PREDICTIONS.md`` predicts of it."""
         line = {"kind": "figure", "what": what, "value": value, "unit": unit}
         self._write(line if predicted is None else {**line, "predicted": predicted})
 
