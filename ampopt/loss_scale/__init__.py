@@ -1,4 +1,4 @@
-"""Loss scales: values on the device that a step never changes, but returns a successor of."""
+"""Loss scales: numbers on the device. A step does not change its scale, but returns the next."""
 
 import torch
 
@@ -10,5 +10,5 @@ from ampopt.loss_scale.static import StaticLossScale
 
 __all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "next_scale", "scale_outputs"]
 
-# Scales that torch.save has written whole, as parts of a checkpoint, hold numbers and tensors.
+# Lets torch.load(weights_only=True) read checkpoints in which a scale object was saved whole.
 torch.serialization.add_safe_globals([DynamicLossScale, StaticLossScale])

@@ -1,4 +1,4 @@
-"""What callers pass as a loss scale, a number or a flag: checked, and in one form."""
+"""Check what callers pass as a loss scale, a number or a flag, and bring it to one form."""
 
 import math
 import numbers
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 SMALLEST_SCALE = 2.0**-126
-"""float32's smallest normal number; the reciprocal of a smaller scale may overflow float32."""
+"""float32's smallest normal number. The reciprocal of a smaller scale may overflow float32."""
 
 LARGEST_SCALE = (2.0 - 2.0**-23) * 2.0**127
 """float32's largest number."""
@@ -44,14 +44,14 @@ _LARGEST_COUNT = 2**31 - 1
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """``value``, if it is a bool. To Python, ``"no"`` is true, too.
+    """``value``, if it is a bool: the truth of other types misleads, as that of ``"no"``.
 
     Args:
-        name: what messages call the value.
-        value: given for a bool.
+        name: the name of the argument, for the message.
+        value: the value to check.
 
     Raises:
-        TypeError: it is none.
+        TypeError: ``value`` is not ``True`` or ``False``.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
@@ -62,12 +62,12 @@ def check_number(name: str, value: Any) -> float:
     """``value`` as a float.
 
     Args:
-        name: what messages call the value.
-        value: a real number of any type but bool. It may be infinite.
+        name: the name of the argument, for the message.
+        value: a real number of any type except bool. It may be infinite.
 
     Raises:
-        TypeError: it is not a real number.
-        ValueError: it is NaN.
+        TypeError: ``value`` is not a real number.
+        ValueError: ``value`` is NaN.
     """
     number = _as_float(name, value)
     if math.isnan(number):
@@ -76,7 +76,7 @@ def check_number(name: str, value: Any) -> float:
 
 
 def _as_float(name: str, value: Any) -> float:
-    # bool is an int to Python, but True as a scale or factor is a misplaced argument.
+    # Python counts bool as an int, but a scale or factor of True is a misplaced argument.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     try:
@@ -86,16 +86,16 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def check_count(name: str, value: Any, least: int | None = 1) -> int:
-    """``value`` as an int that fits int32, which is what devices count in.
+    """``value`` as an int that fits int32, the type of counters on devices.
 
     Args:
-        name: what messages call the value.
-        value: an integer of any type but bool.
-        least: the smallest allowed; ``None`` for any.
+        name: the name of the argument, for the message.
+        value: an integer of any type except bool.
+        least: the smallest value allowed; ``None`` for no limit but that of int32.
 
     Raises:
-        TypeError: it is not an integer.
-        ValueError: it is out of range.
+        TypeError: ``value`` is not an integer.
+        ValueError: ``value`` is out of range.
     """
     try:
         if isinstance(value, bool):
@@ -112,21 +112,21 @@ def check_count(name: str, value: Any, least: int | None = 1) -> int:
 
 
 def check_scale_number(value: Any, name: str = "the loss scale") -> float:
-    """A Python number that is to be used as a loss scale, rounded to float32.
+    """``value`` as a loss scale: a Python number, rounded to float32.
 
-    Scales live on the device as float32. The number is rounded here, so that whoever multiplies
-    by it and whoever divides by it later, in float32 or float64, use the same one.
+    Scales on the device are float32. The number is rounded here, so that the loss is multiplied and
+    the gradients are divided by the same number, whether that happens in float32 or float64.
 
     Args:
         value: a number in float32's normal range, from ``2**-126`` to ``3.4028234663852886e38``.
-        name: what messages call it.
+        name: the name of the argument, for the message.
 
     Returns:
         The nearest float32 number.
 
     Raises:
         TypeError: ``value`` is not a number.
-        ValueError: it is NaN or out of range.
+        ValueError: ``value`` is NaN or out of range.
     """
     number = _as_float(name, value)
     if not SMALLEST_SCALE <= number <= LARGEST_SCALE:
@@ -158,11 +158,11 @@ def check_flag(found_inf: Any) -> float | Tensor:
 
 
 def no_scale(name: str, given: Any) -> TypeError:
-    """The error for what is of no type that a scale has.
+    """The error for an argument whose type no scale has.
 
     Args:
-        name: what the message calls it.
-        given: neither ``None`` nor a number, a tensor or a ``LossScale``.
+        name: the name of the argument, for the message.
+        given: an argument that is not ``None``, a number, a tensor or a ``LossScale``.
     """
     return TypeError(
         f"{name} must be None, a positive number, a one-element tensor or a LossScale, got "
@@ -174,7 +174,8 @@ def check_scale_tensor(name: str, given: Tensor) -> None:
     """Refuse a tensor that cannot be a scale. Does not synchronize.
 
     Raises:
-        ValueError: it has not one floating-point element, or is a ``found_inf`` of ours.
+        ValueError: ``given`` is not one floating-point element, or is a ``found_inf`` that ampopt
+            returned.
     """
     if given.numel() != 1 or not given.is_floating_point():
         raise ValueError(
@@ -183,21 +184,20 @@ def check_scale_tensor(name: str, given: Tensor) -> None:
         )
     if is_flag(given):
         raise ValueError(
-            f"{name}: this is the found_inf that an earlier call returned, not its scale, which "
+            f"{name}: this is the found_inf that an earlier call returned, not the scale, which "
             "comes last: unpack `_, found_inf, scale = optimizer.unscale_and_step(...)`, or "
             "`found_inf, scale = optimizer.unscale(...)`"
         )
 
 
 def instead_of(given: Any) -> str:
-    """How to come by a scale from ``given``, to end a message with; empty if nobody knows."""
+    """The end of a message: how to get a scale from ``given``; empty if ``given`` has none."""
     if isinstance(given, (StepResult, Unscaled)):
-        return ", which has one: give its .scale"
+        return ", which has one: pass its .scale"
     if isinstance(given, torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUsage]
         return (
-            ": either the scaler steps, by scaler.step(optimizer), or the optimizer does, with a "
-            "scale that goes on from the scaler's: scale = ampopt.DynamicLossScale(), "
-            "scale.load_state_dict(scaler.state_dict())"
+            ": either call scaler.step(optimizer), or continue with a scale that has the scaler's "
+            "state: scale = ampopt.DynamicLossScale(), scale.load_state_dict(scaler.state_dict())"
         )
     if isinstance(given, Mapping):
         return (
@@ -219,20 +219,21 @@ _HALVED_IN_CLOSURES = PolicyConstants(
     max_scale=float("inf"),
 )
 _HALVED = _HALVED_IN_CLOSURES._replace(kept_scale=1.0)
-"""Outside of closures 1, which scales nothing, stays 1: a number never grows, so that a loop which
-goes on with what a step returns would end at the smallest scale and stay there."""
+"""The policy without a closure: 1.0, which means no scaling, stays 1.0. A bare number never grows
+again, so a loop that reuses the scale each step returns would otherwise end at the smallest one."""
 
 
 class BareScale(AnyScale):
-    """A number or a tensor given as a scale. It has no history: its successor is a tensor."""
+    """A number or tensor passed as a scale. It has no history: the next scale is a tensor."""
 
     def __init__(self, value: Tensor, held: Uploads, *, in_closure: bool = False) -> None:
-        """Wrap a floating tensor of one element.
+        """Wrap a floating-point tensor of one element.
 
         Args:
-            value: that tensor.
-            held: what its device holds of earlier calls.
-            in_closure: whether a closure is run again under its successor after an overflow.
+            value: the scale: a floating-point tensor of one element, on the device of the step.
+            held: the constants that were sent to that device in earlier calls.
+            in_closure: whether a closure is evaluated again, under half the scale, after an
+                overflow.
         """
         self._value = value
         self._policy = _HALVED_IN_CLOSURES if in_closure else _HALVED
@@ -268,15 +269,16 @@ def as_loss_scale(
     """The scale that ``given`` stands for, on ``device``.
 
     Args:
-        given: by the caller.
-        device: where decisions are made.
-        uploads: what devices hold of earlier calls, a number that was given again among it.
+        given: the scale as the caller passed it.
+        device: the device on which overflows are detected.
+        uploads: for each device, the constants that were sent there in earlier calls. A number that
+            is passed again is not sent again.
         in_closure: see :class:`BareScale`.
 
     Raises:
-        TypeError: ``given`` is not a scale.
-        ValueError: it is a number that cannot be one, a tensor that has not one floating element,
-            or lives on another device.
+        TypeError: ``given`` is not ``None``, a number, a tensor or a ``LossScale``.
+        ValueError: ``given`` is a number out of range, a tensor that is not one floating-point
+            element, or lives on another device.
     """
     if given is None:
         return None
@@ -289,7 +291,7 @@ def as_loss_scale(
         if given.is_meta and device.type != "meta":
             raise ValueError(
                 f"grads_scaled_by: the scale is on meta, where it has no number; make it on "
-                f"{str(device)!r}, where the parameters are"
+                f"{str(device)!r}, the device of the parameters"
             )
         if given.device != device:
             raise ValueError(
@@ -307,7 +309,7 @@ def as_loss_scale(
 
 
 def request_for(scale: AnyScale | None, **asked: Any) -> Request:
-    """What to ask of a step whose gradients carry ``scale``; ``asked`` are further fields."""
+    """The request for a step under ``scale``; ``asked`` are further fields of the request."""
     if scale is None:
         return Request(check=False, **asked)
     return Request(
@@ -320,14 +322,14 @@ def request_for(scale: AnyScale | None, **asked: Any) -> Request:
 
 
 def successor_of(scale: AnyScale | None, decision: Decision | None) -> Any:
-    """The scale to use next, as the caller gets it; ``decision`` is ``None`` without gradients."""
+    """The next scale, as the caller gets it; ``decision`` is ``None`` without gradients."""
     if scale is None:
         return None
     if decision is None:
         return scale._unstepped()
-    decided: Any = decision  # it has a successor where the scale has a policy
+    decided: Any = decision  # has the next scale and counters if the scale has a policy
     successor = scale._successor(decided.scale, decided.counters)
-    seen = decision.factors  # by the host, for which the scale is at hand too
+    seen = decision.factors  # not a tensor if the host has read it: then the scale is read, too
     if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(successor, LossScale):
         successor._warn_if_collapsed()
     return successor

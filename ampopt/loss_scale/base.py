@@ -1,4 +1,4 @@
-"""What every loss scale is: a value on a device, an identity, and what optimizers ask of it."""
+"""The base class of loss scales, and what an optimizer reads from one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,23 +23,27 @@ Device = torch.device | str | int
 
 
 class _Generation:
-    """The identity of one value of a scale; held weakly by the optimizers that stepped with it."""
+    """Identifies one value of a scale. Optimizers hold it weakly, to refuse its second use."""
 
     __slots__ = ("__weakref__",)
 
 
 class AnyScale(ABC):
-    """What optimizers ask of the scale of their gradients, whatever the caller gave.
+    """What an optimizer needs from a scale: a :class:`LossScale`, or a wrapped number or tensor.
+
+    A subclass provides:
 
     * :attr:`value` and :attr:`drop_overflow_update`;
-    * ``_policy``: the schedule's ``PolicyConstants``, for the device to compute the successor; or
-      ``None`` where nothing is to be computed;
-    * ``_counters``, with ``_policy``: int32 of shape (2,): finite steps counted towards the next
-      growth, and overflows left before the scale is lowered;
-    * ``_successor(value, counters)``: what the caller goes on with, from what the device computed;
-    * ``_unstepped()``: what the caller goes on with where there were no gradients to learn from;
-    * ``_generation``: an opaque, weakly referenceable object that stands for this value, with which
-      an optimizer may step once; ``None`` if it may again.
+    * ``_policy``: the schedule as ``PolicyConstants``, from which the device computes the next
+      scale; ``None`` for a scale that never changes;
+    * ``_counters``, if there is a ``_policy``: an int32 tensor of shape (2,) with the finite steps
+      counted towards the next growth, and the overflows left before the scale is lowered;
+    * ``_successor(value, counters)``: the next scale, as the caller gets it, from the value and the
+      counters that the device computed;
+    * ``_unstepped()``: the next scale, as the caller gets it, if no parameter had a gradient;
+    * ``_generation``: a weakly referenceable object that identifies this value of the scale. An
+      optimizer steps with it once and refuses it the second time. ``None`` allows any number of
+      steps.
     """
 
     _policy: PolicyConstants | None = None
@@ -51,12 +55,12 @@ class AnyScale(ABC):
 
     @property
     def value(self) -> Tensor:
-        """The scale: of one element and floating point."""
+        """The scale: a floating-point tensor of one element."""
         return self._value
 
     @property
     def drop_overflow_update(self) -> bool:
-        """Whether an update whose gradients overflowed is left out."""
+        """Whether an update is skipped if its gradients overflowed."""
         return self._drop
 
     @abstractmethod
@@ -67,9 +71,9 @@ class AnyScale(ABC):
 
 
 class LossScale(AnyScale):
-    """What gradients are multiplied by: a float32 number on the device.
+    """The number that losses, and so gradients, are multiplied by: float32, on the device.
 
-    Stepping never changes a scale. It is passed in, and its successor is returned::
+    A step does not change the scale that it is passed. It returns the next one::
 
         scale = DynamicLossScale()
         for batch in batches:
@@ -79,14 +83,15 @@ class LossScale(AnyScale):
 
     For a loss that is one tensor, ``(loss_of(batch) * scale).backward()`` does the same.
 
-    Only being placed on its device, once, and :meth:`load_state_dict` change a scale.
-
-    The final classes are :class:`StaticLossScale` and :class:`DynamicLossScale`. A subclass must
-    provide what is abstract here, set ``_value``, and be what :class:`AnyScale` says; where
-    ``_policy`` is ``None``, a scale is its own successor, to step with again. Successors, copies
-    and unpickled scales have a ``_generation`` of their own, and loading makes a new one.
-    ``_warn_if_collapsed()`` is called where the host has the number anyway.
+    There are two classes of scales: :class:`DynamicLossScale` and :class:`StaticLossScale`. A scale
+    object is immutable, with two exceptions: it moves to a device when it is first used, and
+    :meth:`load_state_dict` replaces its contents.
     """
+
+    # For authors of subclasses: provide the abstract methods, and `_value`, `_policy` and the
+    # others that `AnyScale` lists. Without a `_policy`, a scale is its own next scale and has no
+    # `_generation`. With one, each next scale, copy and unpickled scale has its own, and loading
+    # makes a new one. `_warn_if_collapsed()` is called only where the host has the number anyway.
 
     _placed: bool = False
 
@@ -96,53 +101,54 @@ class LossScale(AnyScale):
 
     @property
     def value(self) -> Tensor:
-        """The scale: float32, 0-d, on its device, or on the CPU while it has none.
+        """The scale: a float32 0-d tensor on its device, or on the CPU before it has one.
 
-        Does not synchronize. Not to be written to: a loss scaled by it may still need it for its
-        backward pass.
+        Does not synchronize. Do not write to it: the backward pass of a loss may still need it.
         """
         return self._value
 
     @property
     def device(self) -> torch.device | None:
-        """Where the scale lives; ``None`` while nothing has decided that."""
+        """The device of the scale; ``None`` until the first use, or ``device=``, sets it."""
         return self._value.device if self._placed else None
 
     @abstractmethod
     def next(self, found_inf: Any) -> "LossScale":
-        """The scale that follows this one. Does not synchronize.
+        """The scale after one more step. Does not synchronize.
 
-        For authors who write their own hooks; optimizers compute the same in their own launches.
+        For authors of their own step hooks or loops. Optimizers compute the same in the kernels of
+        the step.
 
         Args:
-            found_inf: whether the step overflowed: a bool, a number, or a tensor of one element;
-                more than 0 means that it did, so sums of flags will do. A tensor that is NaN or
-                negative, which the host cannot see, is not more than 0. A scale without a device
-                goes to that of the tensor.
+            found_inf: whether the step overflowed: a bool, a number, or a tensor of one element.
+                Values above 0 mean an overflow, so a sum of flags works. A tensor that holds NaN or
+                a negative number counts as no overflow, because reading it would synchronize. A
+                scale without a device moves to that of the tensor.
 
         Returns:
-            A new scale, or this one if it is static.
+            A new scale; a static scale returns itself.
 
         Raises:
             TypeError: ``found_inf`` is not a real number or tensor.
-            ValueError: it has not one element, is a number that is NaN or negative, or is on a
-                device while the scale is on the CPU, which would have to wait for it.
+            ValueError: ``found_inf`` has more or fewer than one element; or is a number that is NaN
+                or negative; or is on a device while the scale is on the CPU, which would have to
+                wait for it.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All there is to save, as plain Python numbers and strings. Synchronizes."""
+        """All that has to be saved, as plain Python numbers and strings. Synchronizes."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Become the scale that was saved, settings included, on this scale's device.
+        """Replace value, counters and settings by those saved; the scale stays on its device.
 
-        A state of ``torch.amp.GradScaler`` will do for a dynamic scale, which then goes on where
-        the scaler stopped; what that does not say, such as a floor, stays as it is. So will one of
-        ``ampopt.GradScaler``.
+        The state may also come from a ``GradScaler``, of torch or of ampopt. A dynamic scale then
+        continues where the scaler stopped. Settings that torch's scaler lacks, such as
+        ``min_scale``, keep their present values.
 
-        The one thing that changes a scale in place. Its successors and the tensors it has handed
-        out stay as they are.
+        This is the one method that changes a scale in place. Scales that were computed from this
+        one, and tensors that :attr:`value` returned, do not change.
 
         Args:
             state_dict: what :meth:`state_dict` of a scale or a scaler returned.
@@ -150,22 +156,22 @@ class LossScale(AnyScale):
         Raises:
             TypeError: an entry is of the wrong type.
             ValueError: an entry is missing, unknown or out of range, or the state is that of
-                another kind of scale. Nothing has changed then.
+                another class of scale. The scale is unchanged then.
         """
 
     def item(self) -> float:
         """The scale as a Python number. Synchronizes: the host waits for the device."""
         return self._value.item()
 
-    def _warn_if_collapsed(self) -> None:  # most cannot
-        """Warn, once, of a scale that has fallen to where it is of no use. Synchronizes."""
+    def _warn_if_collapsed(self) -> None:  # only a dynamic scale can fall
+        """Warn once if the scale has fallen so low that it is of no use. Synchronizes."""
 
     def __float__(self) -> float:
-        """As :meth:`item`; synchronizes."""
+        """The same as :meth:`item`. Synchronizes."""
         return self.item()
 
     def __mul__(self, output: Tensor) -> Tensor:
-        """``scale * loss`` and ``loss * scale``, as :func:`ampopt.scale_outputs` of one tensor.
+        """``scale * loss`` and ``loss * scale``: :func:`ampopt.scale_outputs` for one tensor.
 
         Does not synchronize.
 
@@ -173,12 +179,12 @@ class LossScale(AnyScale):
             output: a floating-point tensor of any shape.
 
         Returns:
-            The product: float64 for float64, else float32, so that a float16 loss does not
-            overflow.
+            The product: float64 for a float64 ``output``, else float32, so that a float16 loss does
+            not overflow.
 
         Raises:
-            TypeError: ``output`` is something else, such as a list of tensors, which
-                ``scale_outputs`` takes.
+            TypeError: ``output`` is not a floating-point tensor. ``scale_outputs`` also takes lists
+                and other structures of tensors.
         """
         return product(output, self.value, "a LossScale is multiplied by")
 
@@ -188,15 +194,15 @@ class LossScale(AnyScale):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Multiply where a tensor comes first, so that ``torch.compile`` can compile it, too."""
+        """Implement ``tensor * scale``, in a form that ``torch.compile`` can trace."""
         multiplies = func in (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__)
         if not multiplies or len(args) != 2 or kwargs:
             raise TypeError(
-                f"{getattr(func, '__name__', func)}() of a {cls.__name__}: a loss scale multiplies "
-                "tensors, as in loss * scale, and no more; as a tensor it is scale.value"
+                f"{getattr(func, '__name__', func)}() of a {cls.__name__}: a loss scale can only "
+                "multiply tensors, as in loss * scale; use the tensor scale.value for anything else"
             )
         output, scale = args if isinstance(args[1], LossScale) else args[::-1]
-        return scale.__mul__(output)  # `*` would have the compiler come here again
+        return scale.__mul__(output)  # `*` would call this method again, without end
 
     def _place(self, device: Device) -> None:
         device = _resolved(device)
@@ -208,13 +214,13 @@ class LossScale(AnyScale):
         elif self._value.is_meta and device.type != "meta":
             raise ValueError(
                 f"this loss scale lives on meta, where it has no number, but is used on {device}: "
-                "make it without device=, and it goes where it is first used"
+                "make it without device=, and it moves to the device where it is first used"
             )
         elif self._value.device != device:
             raise ValueError(
                 f"this loss scale lives on {self._value.device}, but is used on {device}. Make one "
-                "for each device, or pass device= when you make it; without, it goes to the device "
-                "where it is first used."
+                "scale for each device, or pass device= when you make it; without device=, it "
+                "moves to the device where it is first used."
             )
 
     @abstractmethod
@@ -225,17 +231,14 @@ class LossScale(AnyScale):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """The arguments that make a scale like this, but for the device."""
+        """The constructor arguments that make an equal scale, without ``device``."""
 
     def _rules(self) -> dict[str, Any]:
-        """Its settings, but for the number that it began with."""
+        """The settings without the initial number: what two scales must share to be combined."""
         return {k: v for k, v in self._settings().items() if k not in ("init_scale", "value")}
 
     def __repr__(self) -> str:
-        """The number, if it is not on a device that it would have to be waited for, and settings.
-
-        Does not synchronize; ``item()`` waits.
-        """
+        """The settings, and the number if reading it does not synchronize."""
         known = self._known
         value = f"<on {self._value.device}>" if known is None else repr(known)
         settings = {**self._rules(), "device": None if self.device is None else str(self.device)}
@@ -243,9 +246,9 @@ class LossScale(AnyScale):
         return f"{type(self).__name__}(value={value}, {others})"
 
     def __format__(self, spec: str) -> str:
-        """The number, as in ``f"{scale:g}"``, or where it is, as for ``repr``.
+        """The number, as in ``f"{scale:g}"``; on an accelerator, the device instead of the number.
 
-        Does not synchronize; ``f"{scale.item():g}"`` waits.
+        Does not synchronize; ``f"{scale.item():g}"`` does, and always has the number.
         """
         if not spec:
             return str(self)
@@ -254,11 +257,11 @@ class LossScale(AnyScale):
 
     @property
     def _known(self) -> float | None:
-        """The number, where having it does not synchronize."""
+        """The number, or ``None`` if reading it would synchronize."""
         return self._value.item() if host_may_read(self._value) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle and copy: everything but the identity."""
+        """For pickle and copy: everything except the identity."""
         return {
             "settings": self._settings(),
             "value": self._value,
@@ -267,21 +270,21 @@ class LossScale(AnyScale):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For pickle and copy: the same scale with an identity of its own."""
+        """For pickle and copy: an equal scale with its own identity."""
         self.__init__(**state["settings"])
         self._set(state["value"], state["counters"], state["placed"])
 
 
 def drops(given: Any) -> bool:
-    """Whether an overflowed update is left out under what a caller gave as a scale."""
+    """Whether an overflowed update is skipped under ``given``, a scale as a caller passed it."""
     return not isinstance(given, LossScale) or given.drop_overflow_update
 
 
 def host_may_read(*values: Any) -> bool:
-    """Whether every tensor is a plain one on the CPU, whose number can be had without waiting."""
+    """Whether all tensors in ``values`` are ordinary CPU tensors, so that reading does not wait."""
     if torch.compiler.is_compiling():
         return False
-    # Subclasses (fake tensors, distributed ones) may have no number to read.
+    # Subclasses of Tensor, such as fake or distributed tensors, may have no number to read.
     return all(
         not isinstance(v, Tensor) or (type(v) in (Tensor, torch.nn.Parameter) and v.is_cpu)
         for v in values
@@ -289,7 +292,7 @@ def host_may_read(*values: Any) -> bool:
 
 
 def _resolved(device: Device) -> torch.device:
-    """``device`` with its index, as tensors have it."""
+    """``device`` with its index, as ``tensor.device`` has it."""
     device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta"):
         device = torch.empty((), device=device).device

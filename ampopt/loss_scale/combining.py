@@ -1,4 +1,4 @@
-"""One scale from those that several optimizers returned."""
+"""Combine the scales that several optimizers returned into one."""
 
 from typing import Any, cast
 
@@ -14,24 +14,25 @@ __all__ = ["next_scale"]
 def next_scale(a: Any, *more: Any) -> Any:
     """The smallest of the scales that several optimizers returned in one iteration.
 
-    For optimizers that share a loss and so a scale. It is as if one optimizer had stepped whose
-    flag is on if any of theirs is: ``next_scale(S.next(f), S.next(g))`` is ``S.next(max(f, g))``,
-    counters included. Scales that began at different numbers do, too. Does not synchronize.
+    For optimizers that share a loss, and so a scale. The result is the same as if one optimizer had
+    stepped, whose ``found_inf`` is set if that of any optimizer is: ``next_scale(S.next(f),
+    S.next(g))`` equals ``S.next(max(f, g))``, counters included. The scales may have started from
+    different numbers. Does not synchronize.
 
     Args:
         a: a scale as an optimizer returns it: a :class:`LossScale`, a tensor of one element, or
-            ``None`` where scaling is off.
-        more: others of the same kind, if there are any, with the same settings but for the number
-            that they began with.
+            ``None`` if scaling is off.
+        more: further scales of the same kind, with the same settings except for the number that
+            they started from.
 
     Returns:
-        The smallest one's value and counters as a new scale, on the device of the first that is
-        on one; of equal values, the smaller counters. ``None`` for ``None``; of static scales, the
-        smallest itself.
+        A new scale with the smallest value and its counters, on the device of the first scale that
+        is on one. If values are equal, it has the smaller counters. ``None`` if all are ``None``.
+        Of static scales, the smallest object itself.
 
     Raises:
-        TypeError: the kinds differ, or one is not a scale.
-        ValueError: the settings differ, or a tensor has not one floating-point element.
+        TypeError: the scales are of different kinds, or an argument is not a scale.
+        ValueError: the settings differ, or a tensor is not one floating-point element.
     """
     scales = (a, *more)
     if all(scale is None for scale in scales):
@@ -43,7 +44,7 @@ def next_scale(a: Any, *more: Any) -> Any:
                     "a scale tensor has one floating-point element, got shape "
                     f"{tuple(scale.shape)} of {scale.dtype}"
                 )
-        # Numbers go to a device without waiting; to the CPU they would be waited for.
+        # A CPU tensor is copied to a device without waiting; the other way, the host would wait.
         smallest, *others = sorted(scales, key=lambda scale: scale.is_cpu)
         for other in others:
             other = carried(other, smallest.device, smallest.dtype)
@@ -58,7 +59,7 @@ def next_scale(a: Any, *more: Any) -> Any:
     for other in others:
         if smallest._rules() != other._rules():
             raise ValueError(
-                "next_scale takes scales that grow and fall alike, but the settings differ: "
+                "next_scale takes scales with the same settings, but these differ: "
                 f"{smallest!r} and {other!r}. Start the optimizers from the same scale."
             )
     for other in others:
@@ -68,15 +69,15 @@ def next_scale(a: Any, *more: Any) -> Any:
 
 def _smaller(a: LossScale, b: LossScale) -> LossScale:
     if a._counters is None or b._counters is None:
-        return min(a, b, key=float)  # static, whose number the host has
+        return min(a, b, key=float)  # both are static, and the host has their numbers
     if a.device is None or (a.value.is_cpu and not b.value.is_cpu):
         a, b = b, a
     device = a.value.device
     value_a, value_b = a.value, carried(b.value, device)
     counters_a, counters_b = cast(Tensor, a._counters), cast(Tensor, b._counters)
     counters_b = carried(counters_b, device)
-    # An overflow at the floor, or growth at the ceiling, leaves equal values. The overflow then
-    # shows in the counters: it has set the first to 0, and the second no higher than the other's.
+    # An overflow at min_scale, or growth at max_scale, leaves both values equal. The scale that
+    # overflowed then has the smaller counters: 0 finite steps, and no more budget than the other.
     counters = torch.where(
         value_a < value_b,
         counters_a,

@@ -1,4 +1,4 @@
-"""The loss scale that is lowered after overflows, and raised after a run of finite steps."""
+"""The loss scale that falls after overflows and grows after a run of finite steps."""
 
 import warnings
 from collections.abc import Mapping
@@ -23,38 +23,38 @@ _advance = torch_language.bind(_policy_next_scale)
 
 
 _SMALLEST = 2.0**-24
-"""float16's smallest number: what is 1 before it is scaled by less ends as 0 there."""
+"""float16's smallest positive number: under a smaller scale, even a gradient of 1 becomes 0."""
 
 
 class Collapse:
-    """What a scale and all its successors know of its end: whether it was said."""
+    """Warns once that a scale has fallen too low. A scale shares it with all scales after it."""
 
     def __init__(self) -> None:
-        """Begin unsaid."""
+        """Nothing has been warned of yet."""
         self._said = False
 
     def say_once(self, value: float, start: float, floor: float) -> None:
-        """Warn if ``value`` is at the floor, or of no use to float16, and was once above."""
+        """Warn if ``value`` is at ``floor``, or too small for float16, and less than ``start``."""
         at_floor = value <= floor
         if self._said or value >= start or not (at_floor or value < _SMALLEST):
             return
         self._said = True
         where = f", its floor (min_scale={floor:g})" if at_floor else ""
         warnings.warn(
-            f"the loss scale has fallen from {start:g} to {value:g}{where}: steps overflow again "
-            "and again, as a rule from NaN in the data or the parameters, which no scale mends. "
-            "float16 gradients may all be 0 under such a scale, and a step that is taken with them "
-            "only decays the weights. Run a batch under ampopt.first_nonfinite(model) to see where "
-            "it begins; mend that, and go on from a checkpoint, scale included",
+            f"the loss scale has fallen from {start:g} to {value:g}{where}: one step after another "
+            "overflowed. The usual cause is inf or NaN in the data or the parameters, which no "
+            "scale prevents. float16 gradients may all be 0 under such a scale. Run a batch under "
+            "ampopt.first_nonfinite(model) to find the first module that returns inf or NaN, fix "
+            "it, and restart from a checkpoint before the fall, its loss scale included",
             stacklevel=4,
         )
 
 
 class DynamicLossScale(LossScale):
-    """A scale that is lowered after overflows and raised after a run of finite steps.
+    """A scale that falls after overflows and grows after a run of finite steps.
 
-    With the defaults it is the schedule of ``torch.amp.GradScaler``. Counting in float64 and
-    storing float32, one step does this::
+    With the defaults it follows the schedule of ``torch.amp.GradScaler``. One step does this,
+    computed in float64 and stored as float32::
 
         if found_inf > 0:
             growth, budget = 0, budget - 1
@@ -68,18 +68,25 @@ class DynamicLossScale(LossScale):
                 value = min(value * growth_factor, max_scale), unless float32 cannot hold it
                 growth, budget = 0, hysteresis
 
-    Differs from torch: the scale has a floor, by default ``2**-126``, below which its reciprocal
-    would overflow float32. GradScaler goes on to 0, and stays there.
+    ``value`` is the scale. ``growth`` counts the finite steps since the last change or overflow
+    (torch's ``_growth_tracker``), and ``budget`` the overflows left before the scale falls (the
+    hysteresis counter of Megatron and DeepSpeed). ``growth`` and ``budget`` are also keys of
+    :meth:`state_dict`. ``growth_offsets`` changes the number that ``growth`` is compared with.
 
-    A floor does not make such a scale useful: a run that overflows again and again trains nothing,
-    and once the overflows end, float16 gradients are 0 for a long time, for a scale that was halved
-    45 times takes 45 times ``growth_interval`` steps to come back. So a scale that has fallen to
-    its floor, or below ``2**-24``, warns, once with all its successors, when the host has the
-    number anyway: on the CPU at the step, elsewhere at :meth:`item`, :meth:`state_dict`, or
-    :attr:`ampopt.StepResult.skipped`. Nothing waits to find out.
+    Differs from torch: the scale never falls below ``min_scale``, by default ``2**-126``, because
+    the reciprocal of a smaller number overflows float32. torch's scaler falls to 0, and stays
+    there.
 
-    Who leaves ``torch.amp.GradScaler`` in the middle of a run goes on where it stopped with
-    ``scale.load_state_dict(scaler.state_dict())``.
+    **Warning.** A scale that has fallen to ``min_scale``, or below ``2**-24``, warns once: a run
+    that overflows in every step does not train, and under such a scale float16 gradients are 0. The
+    scale recovers slowly, by ``growth_factor`` every ``growth_interval`` steps. On the CPU the step
+    itself warns. On an accelerator the warning comes from the next call that synchronizes anyway:
+    :meth:`item`, :meth:`state_dict` or :attr:`ampopt.StepResult.skipped`.
+
+    To continue a run that used ``torch.amp.GradScaler``, call
+    ``scale.load_state_dict(scaler.state_dict())``. ``scaler.scale(loss)`` becomes
+    :func:`ampopt.scale_outputs`, and ``scaler.step`` with ``scaler.update`` becomes
+    ``optimizer.unscale_and_step``.
 
     Example:
         >>> scale = DynamicLossScale(init_scale=8.0, growth_interval=2)
@@ -106,12 +113,12 @@ class DynamicLossScale(LossScale):
         growth_offsets: tuple[int, int] = (0, 0),
         device: Device | None = None,
     ) -> None:
-        """Make a scale. Scales and bounds are rounded to float32.
+        """Check the settings. Scales and bounds are rounded to float32.
 
         Args:
-            init_scale: what it starts from; in float32's normal range.
-            growth_factor: what it is multiplied by on growth; more than 1.
-            backoff_factor: what it is multiplied by after overflows; between 0 and 1.
+            init_scale: the first scale; in float32's normal range.
+            growth_factor: the factor by which the scale grows; more than 1.
+            backoff_factor: the factor by which it falls after overflows; between 0 and 1.
             growth_interval: finite steps without an overflow among them before it grows.
             hysteresis: overflows it takes to lower the scale.
             hysteresis_mode: when the count of overflows starts again. ``"consecutive"``: at any
@@ -123,7 +130,7 @@ class DynamicLossScale(LossScale):
             growth_offsets: ``(first, period)``, for systems that count otherwise: the first growth
                 is at finite step ``growth_interval + first`` counted from the start or the last
                 overflow, later ones every ``growth_interval + period`` steps. ``first >= period``.
-            device: where it lives; ``None`` for where it is first used.
+            device: the device of the scale; ``None`` for the device where it is first used.
 
         Raises:
             TypeError: an argument is of the wrong type.
@@ -149,7 +156,7 @@ class DynamicLossScale(LossScale):
 
     @classmethod
     def like(cls, name: str, **overrides: Any) -> "DynamicLossScale":
-        """A scale with the constants and the counting of another system.
+        """A scale with the settings and the counting of another system.
 
         First growth and period are those of the system, at its defaults and with overrides::
 
@@ -166,16 +173,17 @@ class DynamicLossScale(LossScale):
             jmp           2**15  2000  N, N           1                 1       -
             flax          2**16  2000  N + 1, N + 1   1                 2**-126 float32's largest
 
-        All double and halve, but paddle-fleet backs off by 0.8. Where there is no floor, ours is
-        ``2**-126``. What a system does besides on the host, such as raising at its floor, is left
-        out: ``ampopt.loss_scale.presets`` says so for each, and which file it was read from.
+        All of them double and halve the scale, except that paddle-fleet multiplies it by 0.8 after
+        an overflow. Systems without a floor have ``2**-126`` here. What else a system does on the
+        host, such as raising an error at its floor, is omitted: ``ampopt.loss_scale.presets`` lists
+        the omissions, and the file that each schedule was read from.
 
         Args:
-            name: one of the names above; "paddle" is its eager ``GradScaler``.
+            name: a name from the table; "paddle" is Paddle's eager ``GradScaler``.
             overrides: arguments of :class:`DynamicLossScale`; ``growth_interval`` is N.
 
         Raises:
-            ValueError: there is no such name.
+            ValueError: ``name`` is not in the table.
         """
         preset = PRESETS.get(name) if isinstance(name, str) else None
         if preset is None:
@@ -183,7 +191,7 @@ class DynamicLossScale(LossScale):
         return cls(**{**preset.settings, **overrides})
 
     def next(self, found_inf: Any) -> "DynamicLossScale":
-        """The scale that follows this one; see :meth:`LossScale.next`."""
+        """The scale after one more step; see :meth:`LossScale.next`."""
         flag = check_flag(found_inf)
         if isinstance(flag, Tensor):
             if not self._placed:
@@ -195,8 +203,8 @@ class DynamicLossScale(LossScale):
                 )
         assert self._counters is not None
         if host_may_read(self._value, flag):
-            # Nothing waits for a CPU tensor, and the same body on numbers takes an eighth of the
-            # time (18 against 137 microseconds).
+            # Reading a CPU tensor costs nothing, and Python numbers are several times faster here
+            # than 0-d tensors.
             found = flag.item() if isinstance(flag, Tensor) else flag
             new = _advance(
                 self._value.item(), *self._counters.tolist(), found, self._schedule.policy
@@ -222,11 +230,11 @@ class DynamicLossScale(LossScale):
         return value
 
     def _warn_if_collapsed(self) -> None:
-        """Warn, once, of a scale that has fallen to its floor or below ``2**-24``. Synchronizes."""
+        """Warn once if the scale is at ``min_scale`` or below ``2**-24``. Synchronizes."""
         self.item()
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to save, as plain Python objects. Synchronizes."""
+        """All that has to be saved, as plain Python objects. Synchronizes."""
         assert self._counters is not None
         growth, budget = self._counters.tolist()
         return {
@@ -238,7 +246,7 @@ class DynamicLossScale(LossScale):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Become the scale that was saved; see :meth:`LossScale.load_state_dict`."""
+        """Replace value, counters and settings; see :meth:`LossScale.load_state_dict`."""
         own = ("scale", "growth", "budget")
         entries = check_entries(self, state_dict, (*own, *self._settings()))
         schedule = Schedule(**{k: v for k, v in entries.items() if k not in own})
@@ -251,15 +259,16 @@ class DynamicLossScale(LossScale):
         growth = check_count("growth", entries["growth"], least=0)
         if growth >= schedule.first_growth:
             raise ValueError(
-                f"growth must be less than {schedule.first_growth}, the finite step at which the "
-                f"scale grows, got {growth}"
+                f"growth, the finite steps counted so far, must be less than "
+                f"{schedule.first_growth}, the number at which the scale grows, got {growth}"
             )
-        # "per_backoff" never leaves the budget empty.
+        # With "per_backoff" the budget is refilled in the step that uses it up, so it is never 0.
         least = 1 if schedule.hysteresis_mode == "per_backoff" else 0
         budget = check_count("budget", entries["budget"], least)
         if budget > schedule.hysteresis:
             raise ValueError(
-                f"budget must be at most hysteresis={schedule.hysteresis}, got {budget}"
+                "budget, the overflows left before the scale falls, must be at most "
+                f"hysteresis={schedule.hysteresis}, got {budget}"
             )
 
         tensors = self._tensors(scale, growth, budget)
@@ -279,7 +288,7 @@ class DynamicLossScale(LossScale):
 
     @staticmethod
     def _tensors(value: float, growth: float, budget: float) -> tuple[Tensor, Tensor]:
-        # A default device set by the caller is not the scale's.
+        # Say device="cpu", because torch.set_default_device must not place the scale.
         return (
             torch.tensor(value, dtype=torch.float32, device="cpu"),
             torch.tensor((growth, budget), dtype=torch.int32, device="cpu"),

@@ -1,4 +1,4 @@
-"""Scaling what gradients are taken of."""
+"""Multiply a loss by the loss scale, before the backward pass."""
 
 from typing import Any, TypeVar
 
@@ -17,12 +17,13 @@ _Outputs = TypeVar("_Outputs")
 def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scales go by
     """Multiply a loss, or every tensor of a nested structure, by the loss scale.
 
-    The product is taken in float32 at least, so that the loss of a float16 model does not
-    overflow by being scaled. Its gradient does if ``S`` is above float16's largest number, 65504:
-    what reaches a float16 tensor is float16. Compute losses in float32, as autocast does.
+    The product is float32 or wider, so scaling does not overflow the loss of a float16 model. The
+    gradient of the unscaled loss is ``S``: if the loss is a float16 tensor and ``S`` is above
+    65504, float16's largest number, that gradient is inf. Compute losses in float32, as autocast
+    does.
 
-    Does not synchronize. Gradients flow to ``outputs``, none to ``S``. A scale on another device
-    is brought to each output's.
+    Does not synchronize. Gradients flow to ``outputs``, none to ``S``. A scale on another device is
+    copied to that of each output.
 
     Example:
         >>> loss = torch.tensor([1.5], dtype=torch.float16)
@@ -31,27 +32,28 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
 
     ``loss * scale`` is the same for one tensor and a :class:`~ampopt.LossScale`.
 
-    Gradients of the result carry ``S``, which they do not show: hand the same ``S`` to the control
-    point of each optimizer that steps with them. A plain ``step()`` takes them as they are.
+    The gradients are ``S`` times those of the loss. Pass the same ``S`` as ``grads_scaled_by`` to
+    every optimizer that steps with them: nothing in a gradient shows its scale, and a plain
+    ``step()`` applies it as it is.
 
-    Differs from ``torch.amp.GradScaler.scale``, where a float16 loss of shape ``(1,)`` stays
-    float16 and overflows.
+    Differs from ``torch.amp.GradScaler.scale``, which keeps a float16 loss of shape ``(1,)`` in
+    float16, where it overflows.
 
     Args:
-        outputs: a floating-point tensor, or lists, tuples, named tuples, dicts and other classes
-            registered as pytrees of such tensors, nested at will.
-        S: ``None`` for no scaling, a positive number, a floating-point tensor of one element, or a
-            :class:`~ampopt.LossScale`.
+        outputs: a floating-point tensor, or nested lists, tuples, named tuples, dicts and other
+            classes registered as pytrees of such tensors.
+        S: the loss scale: ``None`` for no scaling, a positive number, a floating-point tensor of
+            one element, or a :class:`~ampopt.LossScale`.
 
     Returns:
         The same structure of products: float64 for float64, else float32. For ``S=None``,
         ``outputs`` itself.
 
     Raises:
-        TypeError: ``outputs`` holds something other than floating-point tensors, or ``S`` is
-            nothing that can be a scale.
-        ValueError: ``S`` is a tensor that has not one floating-point element, or is on meta and
-            an output is not, or is a ``found_inf``; or a number that is not positive and in
+        TypeError: ``outputs`` holds something other than floating-point tensors, or ``S`` is not
+            ``None``, a number, a tensor or a ``LossScale``.
+        ValueError: ``S`` is a tensor that is not one floating-point element, that is on meta while
+            an output is not, or that is a ``found_inf``; or a number that is not positive and in
             float32's normal range.
     """
     if S is None:

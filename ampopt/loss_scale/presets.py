@@ -1,8 +1,8 @@
 """The loss-scale schedules of other systems, as data for ``DynamicLossScale.like``.
 
-Each was read from the file named. Only the schedule is kept: what a system does besides, on the
-host, is left out and said in ``left_out``. Scales are float32 here, so a system without a floor
-gets float32's smallest normal number, and growth past float32's largest is not taken.
+Each schedule was read from the file in ``source``. What a system does in addition, on the host, is
+omitted, and described in ``left_out``. Scales are float32 here: a system without a floor gets
+float32's smallest normal number, and a scale does not grow past float32's largest.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,11 @@ __all__ = ["PRESETS", "Preset"]
 
 
 class Preset(NamedTuple):
-    """One system's schedule.
+    """The schedule of one system.
 
     Attributes:
-        source: the file it was read from.
-        left_out: where the system does more or otherwise; empty where there is nothing to say.
+        source: the file that the schedule was read from.
+        left_out: how the system differs in other respects; empty if it does not.
         settings: the arguments of ``DynamicLossScale`` that differ from its defaults.
     """
 

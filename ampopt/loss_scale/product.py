@@ -1,4 +1,4 @@
-"""The product of a tensor and a loss scale, which backward passes begin with."""
+"""The product of a tensor and a loss scale."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ __all__ = ["product"]
 
 
 def product(output: Any, scale: float | Tensor, what: str = "outputs holds") -> Tensor:
-    """``output`` times ``scale``, in float64 for float64 outputs, else in float32.
+    """``output`` times ``scale``: float64 for a float64 output, else float32.
 
     Args:
         output: a floating-point tensor.
         scale: a number, or a 0-d tensor on any device.
-        what: the subject and verb of error messages.
+        what: the subject and verb of the error messages.
 
     Raises:
-        TypeError: ``output`` is something else.
+        TypeError: ``output`` is not a floating-point tensor.
         ValueError: ``scale`` is on meta, and ``output`` is not.
     """
     if not isinstance(output, Tensor):

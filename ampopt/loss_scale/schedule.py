@@ -1,4 +1,4 @@
-"""The settings of a dynamic loss scale, checked, and in the form that steps take."""
+"""The settings of a dynamic loss scale: checked, and as the constants that kernels take."""
 
 import math
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_gro
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What a :class:`~ampopt.DynamicLossScale` was made with; see there for the meanings.
+    """The arguments of a :class:`~ampopt.DynamicLossScale`, checked; see there for their meanings.
 
-    Scales and their bounds are rounded to float32, so that bounds hold exactly.
+    Scales and their bounds are rounded to float32, so that the bounds hold exactly.
 
     Raises:
         TypeError: an argument is of the wrong type.
@@ -45,7 +45,7 @@ class Schedule:
     growth_offsets: tuple[int, int]
 
     def __post_init__(self) -> None:
-        """Check every argument and bring it to its plain Python type."""
+        """Check every argument and convert it to a plain Python type."""
         growth = check_number("growth_factor", self.growth_factor)
         if not 1 < growth < math.inf:
             raise ValueError(
@@ -101,12 +101,12 @@ class Schedule:
             object.__setattr__(self, name, value)
 
     def settings(self) -> dict[str, Any]:
-        """The arguments that make this schedule, as plain Python objects."""
+        """The arguments that make an equal schedule, as plain Python objects."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def policy(self) -> PolicyConstants:
-        """The constants in the form that :func:`ampopt_kernels.policy.next_scale` takes."""
+        """The settings as the constants that :func:`ampopt_kernels.policy.next_scale` takes."""
         on_finite, on_backoff = HYSTERESIS_MODES[self.hysteresis_mode]
         first, period = (self.growth_interval + offset for offset in self.growth_offsets)
         return PolicyConstants(
@@ -136,8 +136,8 @@ def _check_offsets(offsets: Any, interval: int) -> tuple[int, int]:
     if len(offsets) != 2:
         raise ValueError(f"growth_offsets must be a pair of ints, got {offsets!r}")
     first, period = (check_count("growth_offsets", offset, least=None) for offset in offsets)
-    # The first growth may not come sooner than the later ones: the counter then never goes below
-    # 0, which is what lets next_scale tell from two successors which of them saw an overflow.
+    # The first growth may not come sooner than the later ones, so that the counter never goes
+    # below 0: ampopt.next_scale recognizes by a counter of 0 which of two scales overflowed.
     if first < period or interval + period < 1 or interval + first > 2**31 - 1:
         raise ValueError(
             "growth_offsets must be (first, period) with first >= period, "
@@ -148,7 +148,17 @@ def _check_offsets(offsets: Any, interval: int) -> tuple[int, int]:
 
 
 def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) -> dict[str, Any]:
-    """The entries of ``state_dict`` without its type, which is that of ``scale``."""
+    """The entries of ``state_dict`` without ``"type"``.
+
+    Args:
+        scale: the scale that loads the state.
+        state_dict: what ``state_dict()`` of a scale or of a ``GradScaler`` returned.
+        expected: the keys that the state of such a scale has, without ``"type"``.
+
+    Raises:
+        TypeError: ``state_dict`` is not a mapping.
+        ValueError: the state is that of another class of scale; a key is missing or unknown.
+    """
     kind = type(scale).__name__
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
@@ -158,8 +168,8 @@ def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) 
     saved = entries.pop("type", None)
     if saved != kind:
         raise ValueError(
-            f"this is not the state of a {kind} but of {saved!r}. Load what state_dict() of the "
-            "same class returned, or of a GradScaler."
+            f"this is not the state of a {kind}: its entry 'type' is {saved!r}. Load what "
+            f"state_dict() of a {kind} or of a GradScaler returned."
         )
     missing = [key for key in expected if key not in entries]
     unknown = [key for key in entries if key not in expected]
@@ -174,18 +184,22 @@ def check_entries(scale: LossScale, state_dict: Any, expected: tuple[str, ...]) 
 def entries_of_scaler(
     state_dict: Mapping[str, Any], kind: str, settings: dict[str, Any]
 ) -> Mapping[str, Any]:
-    """What :meth:`LossScale.state_dict` would have in place of what a scaler saved.
+    """The state of a ``GradScaler``, of torch or of ampopt, as the state of a loss scale.
 
     Args:
-        state_dict: of a ``GradScaler``.
-        kind: the class of the scale that is to go on from there.
-        settings: of that scale. What torch's entries do not say, such as a floor, is as here.
+        state_dict: what ``state_dict()`` of the scaler returned.
+        kind: the name of the class of the scale that loads the state.
+        settings: the settings of that scale. Settings that torch's scaler lacks, such as
+            ``min_scale``, are taken from here.
+
+    Returns:
+        The entries that :meth:`LossScale.state_dict` of a scale of class ``kind`` returns.
 
     Raises:
-        ValueError: an entry is missing, or a setting is out of range, or that scale is static.
+        ValueError: an entry is missing, a setting is out of range, or the scale is static.
         TypeError: a setting is of the wrong type.
     """
-    if "loss_scale" in state_dict:  # of ours, whose schedule torch's entries cannot say
+    if "loss_scale" in state_dict:  # ampopt.GradScaler saves its scale whole
         return state_dict["loss_scale"]
     missing = [name for name in _ENTRIES if name not in state_dict]
     if missing:
@@ -194,14 +208,14 @@ def entries_of_scaler(
         )
     if "growth_factor" not in settings:
         raise ValueError(
-            f"this is the state of a scaler with a dynamic scale, and this is a {kind}. Load it "
-            "into a DynamicLossScale, or a GradScaler made without loss_scale, or do not load it"
+            f"a {kind} cannot load the state of a GradScaler with a dynamic scale. Load it into a "
+            "DynamicLossScale, or into a GradScaler made without loss_scale"
         )
     settings = {**settings, **{name: state_dict[name] for name in _ENTRIES[1:4]}}
     return {
         "type": kind,
         "scale": state_dict["scale"],
-        # Torch's counter passes an interval that was shortened; then its scale never grows.
+        # torch compares with ==, so a counter beyond a shortened interval never grows the scale.
         "growth": min(state_dict["_growth_tracker"], Schedule(**settings).first_growth - 1),
         "budget": settings["hysteresis"],
         **settings,

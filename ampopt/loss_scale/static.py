@@ -1,4 +1,4 @@
-"""The loss scale that stays what it is."""
+"""The loss scale that never changes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["StaticLossScale"]
 
 
 class StaticLossScale(LossScale):
-    """A scale that stays what it is, and so is its own successor.
+    """A scale that never changes: the next scale is the same object.
 
     Example:
         >>> scale = StaticLossScale(2.0**10)
@@ -25,12 +25,12 @@ class StaticLossScale(LossScale):
     def __init__(
         self, value: float, drop_overflow_update: bool = True, *, device: Device | None = None
     ) -> None:
-        """Make a scale.
+        """Check the number, and round it to float32.
 
         Args:
-            value: a number in float32's normal range, see :func:`check_scale_number`.
+            value: the scale: a number in float32's normal range, see :func:`check_scale_number`.
             drop_overflow_update: ``False`` applies an update even if its gradients are not finite.
-            device: where it lives; ``None`` for where it is first used.
+            device: the device of the scale; ``None`` for the device where it is first used.
 
         Raises:
             TypeError: an argument is of the wrong type.
@@ -47,12 +47,12 @@ class StaticLossScale(LossScale):
         self._set(value, None, placed)
 
     def next(self, found_inf: Any) -> "StaticLossScale":
-        """This scale, whatever ``found_inf`` says; see :meth:`LossScale.next`."""
+        """This scale, whatever ``found_inf`` is; see :meth:`LossScale.next`."""
         check_flag(found_inf)
         return self
 
     def item(self) -> float:
-        """The scale as a Python number. Does not synchronize: it never was anything else."""
+        """The scale as a Python number. Does not synchronize: the host has kept the number."""
         return self._number
 
     @property
@@ -60,11 +60,11 @@ class StaticLossScale(LossScale):
         return self._number
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to save, as plain Python objects. Does not synchronize."""
+        """All that has to be saved, as plain Python objects. Does not synchronize."""
         return {"type": type(self).__name__, **self._settings()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Become the scale that was saved; see :meth:`LossScale.load_state_dict`."""
+        """Replace number and settings; see :meth:`LossScale.load_state_dict`."""
         entries = check_entries(self, state_dict, tuple(self._settings()))
         number, drop = _check_static(entries["value"], entries["drop_overflow_update"])
         self._take(number, drop, self._placed)

@@ -112,17 +112,17 @@ MISPLACED = {
     "StepResult": (
         lambda opt: opt.unscale_and_step(grads_scaled_by=2.0),
         TypeError,
-        "got StepResult, which has one: give its .scale",
+        "got StepResult, which has one: pass its .scale",
     ),
     "Unscaled": (
         lambda _: ampopt.SGD([Parameter(torch.ones(1))]).unscale(2.0),
         TypeError,
-        "got Unscaled, which has one: give its .scale",
+        "got Unscaled, which has one: pass its .scale",
     ),
     "torch's scaler": (
         lambda _: scaler_of_torch(),
         TypeError,
-        rf"got GradScaler: either the scaler steps, .*{LOADED}scaler.state_dict\(\)",
+        rf"got GradScaler: either call scaler.step.*{LOADED}scaler.state_dict\(\)",
     ),
     "ampopt's scaler": (lambda _: ampopt.GradScaler("cpu"), TypeError, "got GradScaler: either"),
     "a scaler's state": (
@@ -168,7 +168,7 @@ def test_what_is_given_in_place_of_a_scale(call, cls, thing):
 
 def test_a_train_step_says_too_what_to_give():
     optimizer = ampopt.SGD([Parameter(torch.ones(1))])
-    with pytest.raises(TypeError, match="got GradScaler: either the scaler steps"):
+    with pytest.raises(TypeError, match="got GradScaler: either call scaler.step"):
         ampopt.TrainStep(torch.nn.Linear(1, 1), torch.nn.MSELoss(), optimizer, scaler_of_torch())
 
 
