@@ -1,4 +1,4 @@
-"""The base optimizer: loss scaling's control points, by inheritance."""
+"""``Optimizer``: the base class that gives every optimizer its control points."""
 
 import functools
 import inspect
@@ -26,111 +26,163 @@ __all__ = ["Optimizer", "check_max_norm", "unscale_and_step"]
 Pair = tuple[Tensor, Tensor]
 
 _HANDS_ON = (["self"], "args", "kwargs")
+"""The arguments of a constructor that forwards everything."""
 
+# A default that is no scale, since None is one; help() shows it by this repr.
 _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
 
 
 class Optimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` with mixed-precision control points.
+    """A ``torch.optim.Optimizer`` with control points: methods that step under loss scaling.
 
-    Subclass it like torch's and write an ordinary ``step()``: it need not know of scaling. Where
-    the step is elementwise, :class:`ampopt.ElementwiseOptimizer` asks for less and gives more.
+    A *control point* divides the gradients by the loss scale and checks them for inf and NaN
+    (overflow)::
 
-    A step goes through these states::
+        unscale_and_step(grads_scaled_by=S)   unscale, then step; skip the step after an overflow
+        unscale(S)                            unscale and check only, to inspect or clip gradients
+        step_after_unscale()                  the step, or skip, that follows unscale
+        accumulate(S)                         unscale, check, and add to sums for the next step
 
-        unscale(S)             idle -> pending       p.grad holds unscaled gradients
-        step_after_unscale()   pending -> idle       steps, or skips if unscale found an overflow
-        step()                 pending -> idle       steps whatever unscale found
-        accumulate(S)          idle -> idle          p.grad is cleared, and in sums for the step
-        zero_grad()            pending -> idle       forgets it
-        unscale_and_step(S)    idle -> idle          both at once; p.grad unspecified afterwards
+    A training step is::
 
-    Anything else is a ``RuntimeError`` that names the call to make first.
+        optimizer.zero_grad()
+        ampopt.scale_outputs(loss_fn(model(x), y), scale).backward()
+        _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
-    **A skipped step** leaves parameters, optimizer state and random-number generators bitwise as
-    they were. Step hooks run on every attempt. What the forward pass has written stays: after a
-    batch with an infinity, BatchNorm's running statistics are NaN, although the step is skipped.
+    **Results.** A control point that steps returns three values, ``StepResult(loss, found_inf,
+    scale)``, in which ``loss`` is ``None`` without a closure. ``unscale`` and ``accumulate`` return
+    two, ``Unscaled(found_inf, scale)``. Pass the returned scale to the next step. Pass the scale to
+    ``unscale_and_step`` by name: its first positional argument is the closure.
 
-    **Threads.** An optimizer is not thread-safe, and neither are torch's: calls of several threads
-    on one optimizer lose steps or raise. Put a lock around them.
+    **Your own optimizer.** Subclass this class like torch's, and write an ordinary ``step()``,
+    which need not know about scaling. If the update is elementwise, write it as a rule: see
+    :class:`ampopt.ElementwiseOptimizer`, which then steps faster and never synchronizes.
 
-    ``torch.amp.GradScaler`` works with it: ``scaler.step(optimizer)`` leaves its flag to the
-    optimizer, which unscales, judges unscaled gradients too, and skips where either overflowed; in
-    either case ``p.grad`` holds unscaled gradients afterwards, as after a step of torch's. After
-    ``scaler.unscale_(optimizer)`` nothing is judged again, as in torch: a gradient made NaN since
-    then is applied, and so is one that overflowed by being unscaled there, under a scale below 1; a
-    parameter of two optimizers is unscaled there for each. :class:`ampopt.GradScaler` catches both.
-    It leaves it on the very object that it is given. As with torch's fused optimizers, give it the
-    optimizer inside a wrapper that hands on what attributes it has not itself, or use
-    :class:`ampopt.GradScaler`.
+    **States.** An optimizer is *pending* between ``unscale`` and the step that follows, else
+    *idle*::
 
-    **Synchronization.** With an ordinary ``step()`` the host waits for the overflow flag where
-    :attr:`skip_by` says so; rule-based optimizers never wait. A closure makes the host look at the
-    flag after each evaluation.
+        call                   before    after     effect
+        unscale(S)             idle      pending   p.grad is divided by S
+        step_after_unscale()   pending   idle      steps, or skips if unscale found an overflow
+        step()                 pending   idle      steps even if unscale found an overflow
+        step()                 idle      idle      torch's step: nothing is unscaled or checked
+        unscale_and_step(S)    idle      idle      steps or skips; p.grad is unspecified afterwards
+        accumulate(S)          idle      idle      p.grad / S is added to sums, and p.grad cleared
+        zero_grad()            any       idle      discards the sums and the result of unscale
 
-    **The scale** is ``None`` (scaling off: nothing is checked), a number or one-element tensor,
-    or a :class:`ampopt.LossScale`. A number stands for the float32 nearest to it, which is what
-    :func:`ampopt.scale_outputs` multiplies by and closures are handed: use these, or a number that
-    float32 has, where gradients are float64. Every control point returns the scale to use next:
-    ``None`` for ``None``, the successor of a ``LossScale``, and for a bare number or tensor, which
-    has no history, a one-element tensor with the number, or half of it, and no less than
-    ``2**-126``, after an overflow; but 1.0, which scales nothing, stays 1.0, except while a closure
-    is replayed.
-    A bare number never grows again. A gradient is judged after unscaling, in float32 (float64 for
-    float64 gradients).
+    Other calls raise a ``RuntimeError`` that names the call to make first: while pending
+    ``unscale``, ``unscale_and_step`` and ``accumulate``, while idle ``step_after_unscale()``, and
+    while pending or after ``accumulate`` also ``state_dict``, ``load_state_dict``, copying and
+    pickling.
 
-    **What cannot be seen** without waiting for the device, and is done as asked: gradients do not
-    show what scale they carry, so a plain ``step()``, ``grads_scaled_by=None`` or the scale of
-    another loss steps with gradients that are too large or too small; and a second step without a
-    backward pass between steps again with the same gradients, which were divided by the scale
-    already where the first call unscaled them in place. Give each control point the very scale that
-    its loss was multiplied by, one call for each backward pass.
+    **A skipped step** leaves parameters, optimizer state and random-number generators bitwise
+    unchanged. Step hooks run nevertheless. What the forward pass wrote is not restored: after a
+    batch with an infinity, the running statistics of BatchNorm are NaN although the step was
+    skipped.
+
+    **The scale** is ``None`` (no scaling and no check: right for bfloat16), a number, a one-element
+    tensor, or a :class:`ampopt.LossScale`. A number stands for the nearest float32 number, which is
+    what :func:`ampopt.scale_outputs` multiplies by, and what a closure is passed: use these, or a
+    number that float32 represents exactly, if gradients are float64. The returned scale is
+
+    - ``None`` for ``None``;
+    - the next scale of a ``LossScale``, according to its schedule;
+    - a one-element tensor for a number or tensor: the same value, or after an overflow half of it,
+      but at least ``2**-126``. It never grows again. 1.0, which means no scaling, stays 1.0, except
+      in the replays of a closure.
+
+    Gradients are checked after unscaling, in float32 (float64 for float64 gradients).
+
+    **Synchronization.** When the host waits for the device::
+
+                                  on a CPU   on an accelerator,   on an accelerator,
+                                             by a rule            by an ordinary step()
+        unscale, accumulate       never      never                never
+        unscale_and_step          never      never                as skip_by says
+        step_after_unscale        never      never                as skip_by says
+        either with a closure     never      each evaluation      each evaluation
+        step                      never      never                where its code does
+
+    An optimizer steps by a rule if it is an ``ElementwiseOptimizer`` whose subclass does not
+    override ``step()``, and its gradients are dense. ``found_inf`` and ``scale`` stay on the
+    device; ``found_inf.item()``, ``result.skipped`` and ``scale.item()`` wait for it.
+
+    **Mistakes that are not detected**, because a gradient does not show its scale:
+
+    - stepping with another scale than the loss was multiplied by, as with a plain ``step()`` or
+      with ``grads_scaled_by=None`` after ``scale_outputs``: the update is too large or too small;
+    - stepping twice after one backward pass: the same gradients are applied again, and where the
+      first call unscaled them in place, they are divided by the scale twice.
+
+    **torch.amp.GradScaler** works with this class. ``scaler.step(optimizer)`` passes the result of
+    its own check to the optimizer, which unscales the gradients, checks them again, and skips if
+    either check found inf or NaN. ``p.grad`` then holds unscaled gradients, as after a step of
+    torch's optimizers. After ``scaler.unscale_(optimizer)`` there is no second check, as in torch.
+    Two cases go wrong without an error, and :class:`ampopt.GradScaler` catches them: gradients that
+    overflow when they are divided by a scale below 1, and a parameter of two optimizers, which is
+    unscaled twice. A NaN that is written to a gradient after ``unscale_`` is applied under either
+    scaler. torch's scaler sets attributes on the object that is passed to ``scaler.step``. If that
+    is a wrapper that only forwards reading of attributes, pass the optimizer inside it, as for
+    torch's fused optimizers, or use :class:`ampopt.GradScaler`.
+
+    **Threads.** Like torch's optimizers, this class is not thread-safe: concurrent calls on one
+    optimizer lose steps or raise errors. Protect them by a lock.
 
     Attributes:
-        grad_norm: global 2-norm of the unscaled gradients of the last ``unscale_and_step`` that
-            was given ``max_norm``, before clipping; a 0-d tensor on the parameters' device, 0 if
-            there were no gradients. ``None`` before the first such call.
-        skip_by: how an ordinary ``step()`` is skipped; set it on the class or, before its first
-            step, on the instance.
+        grad_norm: the global 2-norm of the unscaled gradients, before clipping, in the last
+            ``unscale_and_step`` with ``max_norm``: a 0-d tensor on the parameters' device, 0
+            without gradients. ``None`` before the first such call.
+        skip_by: how an ordinary ``step()`` is skipped on an accelerator. Set it on the class, or on
+            an instance before its first step.
 
-            ``"auto"``: the host looks at the overflow flag first, where that costs nothing, as on
-            the CPU; else transactions, once a step has been seen to allow them.
+            ``"auto"``: by ``"transaction"`` if the step allows it, else by ``"host"``. To find out,
+            the host reads the overflow flag before the first steps, and compares what they changed.
+            On a CPU, where reading the flag costs nothing, always by ``"host"``.
 
-            ``"host"``: the host looks first, always.
+            ``"host"``: the host reads the flag before each step, which synchronizes.
 
-            ``"transaction"``: the step is taken, and undone on the device if it overflowed, at the
-            cost of a copy of what it writes; the host looks only where a step changed more than the
-            contents of tensors. Not for a step that writes past torch's dispatcher, as custom
-            kernels may, nor for one that a non-finite gradient makes read out of bounds.
+            ``"transaction"``: the step runs, and is rolled back on the device if a gradient
+            overflowed. This costs a copy of all tensors that the step writes. Where a step changes
+            anything besides the contents of tensors on the device, such as Python attributes,
+            entries of the state, or tensors on the CPU, the host reads the flag after the step. Do
+            not use it for a step that writes tensors without torch's dispatcher, as custom kernels
+            may, or that reads out of bounds if a gradient is not finite.
 
-            ``"step"``: the step skips by itself: a control point hands it the flag as
-            :attr:`found_inf`. For a step that is a kernel of your own.
-        process_group: the ranks that decide together, a ``torch.distributed.ProcessGroup``: one
-            flag and one norm for all of them, by an all-reduce in each control point that judges or
-            clips, which every one of them has to call, with gradients or without. For a model whose
-            parts are ordinary tensors, as stages of a pipeline, experts and shards are: each rank's
-            count towards the norm, unless ``replicated=True`` in a param group says that all ranks
-            hold its parameters alike. ``None`` needs nothing more for DDP without closures, for
-            ``DTensor`` parameters (the ranks of their meshes) and for FSDP1 (the default group).
-            Stages of a pipeline without it decide each for itself, and part at the first overflow;
-            ordinary tensors look the same under DDP, so nothing else says so. Set it, or give it to
-            the constructor. Copies have it too; pickling is refused.
+            ``"step"``: the step skips itself: it reads the flag from :attr:`found_inf`. For a step
+            that is your own kernel.
+        process_group: a ``torch.distributed.ProcessGroup`` of the ranks that hold parts of the
+            model. The overflow flag and the gradient norm are all-reduced over it, so that its
+            ranks skip together and clip by one norm. Set the attribute, or pass it to the
+            constructor.
+
+            All ranks of the group must make the same calls of control points, even if they have no
+            gradients; otherwise the all-reduce hangs.
+
+            Needed if the parameters of ranks differ and are ordinary tensors: stages of a pipeline,
+            experts, shards made by hand. Without it, each rank decides for itself, and ranks
+            diverge at the first overflow, without an error. Not needed for DDP (except with
+            closures), for ``DTensor`` parameters as of FSDP2 (the ranks of their meshes are used),
+            and for FSDP1 (the default group is used).
+
+            The gradients of each rank count towards the norm. ``replicated=True`` in a param group
+            says that all ranks hold copies of its parameters, which then count once.
+
+            Copies of the optimizer have the same group; pickling an optimizer with a group is an
+            error.
     """
 
     skip_by: str = "auto"
     process_group: Any = None
     _ampopt = Attached(Ordinary)
     _step_supports_amp_scaling = torch_scaler.LeftToStep()
-    """Read by ``torch.amp.GradScaler``, which then leaves its flag to ``step``."""
+    """Makes ``torch.amp.GradScaler`` pass its overflow flag to ``step``, and not skip by itself."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make an ordinary ``step`` heed what ``torch.amp.GradScaler`` leaves on the optimizer.
-
-        An author whose step reads ``self.grad_scale`` and ``self.found_inf`` itself says so by
-        ``_step_supports_amp_scaling = True`` in the class. A constructor that hands all on to a
-        class of torch's shows the arguments that it takes, and so does one that takes the shared
-        options; see :mod:`ampopt.options`.
-        """
+        """Prepare ``step`` of a subclass for loss scaling, and the signature for ``help``."""
+        # `step` is wrapped to use the scale and flag that torch.amp.GradScaler sets on the
+        # optimizer, unless the class says by `_step_supports_amp_scaling = True` that its step
+        # reads them itself. A constructor that forwards everything to a class of torch's, or that
+        # takes the shared options, shows the arguments behind it; see `ampopt.options`.
         super().__init_subclass__(**kwargs)
         theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
         if theirs is not None and inspect.getfullargspec(cls.__init__)[:3] == _HANDS_ON:
@@ -143,16 +195,18 @@ class Optimizer(torch.optim.Optimizer):
         cls._ampopt.step = step
 
     def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
-        """Make the optimizer.
+        """Create the optimizer. Subclasses pass ``params`` and ``defaults``, as to torch's class.
 
         Args:
-            *args: what the base classes take: ``params`` and ``defaults``, or as torch's optimizer.
-            process_group: the ranks that decide together; see the class.
-            **kwargs: what the base classes take.
+            *args: the positional arguments of the base classes.
+            process_group: the ranks over which the overflow flag and the norm are all-reduced; see
+                the class.
+            **kwargs: the keyword arguments of the base classes.
 
         Raises:
-            TypeError: ``process_group`` is something else.
-            ValueError: it does not contain this rank.
+            TypeError: ``process_group`` is neither ``None`` nor a
+                ``torch.distributed.ProcessGroup``.
+            ValueError: ``process_group`` does not contain this rank.
         """
         ranks.check_process_group(process_group)
         super().__init__(*args, **kwargs)
@@ -160,10 +214,11 @@ class Optimizer(torch.optim.Optimizer):
             self.process_group = process_group
 
     def _patch_step_function(self) -> None:
-        """Put hooks around the step of the class, as torch does.
+        """Wrap the step of the class in step hooks, as torch does.
 
-        A class that has no step is left without one, where torch would put a wrapper around its
-        own, which raises: in a class derived from this and another, it would hide the other's.
+        torch also gives a wrapper to a class without a step of its own, which raises
+        ``NotImplementedError``. In a class that derives from this one and from another optimizer,
+        it would hide the other's step, so it is removed.
         """
         super()._patch_step_function()
         cls = type(self)
@@ -174,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @readable
     def pending(self) -> Unscaled | None:
-        """What the last :meth:`unscale` returned, if no step has followed it yet."""
+        """What the last :meth:`unscale` returned; ``None`` once a step has followed."""
         pending = self._ampopt.pending
         return None if pending is None else Unscaled(pending.found_inf, pending.successor)
 
@@ -187,15 +242,20 @@ class Optimizer(torch.optim.Optimizer):
     def found_inf(self) -> Tensor | None:
         """The overflow flag on the device, for kernels and step hooks; more than 0 means to skip.
 
-        In a ``step()`` with ``skip_by = "step"``, the flag of the control point that takes the
-        step, float32 and 0-d; ``None`` in a plain ``step()``. In a class that overrides
-        :meth:`step_after_unscale`, also that of a pending unscale. While ``torch.amp.GradScaler``
-        steps an optimizer that it leaves the skipping to, what it has put here.
+        Its value depends on where it is read::
 
-        In a step post-hook, which runs after skipped steps too, more than 0 if the step before was
-        skipped; 0 or ``None`` if it was not, as after a plain ``step()``. Whoever takes the step.
-        Also :attr:`grad_norm` is that of this step there. What it is elsewhere is not defined: the
-        control points return theirs. Reading it does not synchronize. Example:
+            in step(), with skip_by = "step"       the flag of the control point, float32 and 0-d;
+                                                   None in a plain step()
+            in a step post-hook                    more than 0 if the step was skipped; 0 or None
+                                                   if it was not
+            in an overridden step_after_unscale    the flag that unscale returned
+            while torch.amp.GradScaler steps an    the flag that the scaler has set
+            optimizer that skips by itself
+            anywhere else                          undefined; use what the control point returned
+
+        Step post-hooks run after skipped steps too, also after plain steps and steps of a scaler.
+        In such a hook, :attr:`grad_norm` is the norm of the step before it. Reading the flag does
+        not synchronize. Example:
             >>> skipped = torch.zeros(())
             >>> def count(optimizer, args, kwargs):
             ...     if optimizer.found_inf is not None:
@@ -211,22 +271,22 @@ class Optimizer(torch.optim.Optimizer):
 
     @readable
     def grads_scaled_by(self) -> Tensor | None:
-        """In a step post-hook, the scale that the gradients of the step before carried.
+        """In a step post-hook, the scale of the gradients of the step before it.
 
-        One element, on the device; ``None`` if they carried none, or nobody knows, as in a plain
-        ``step()`` and after ``scaler.unscale_`` of torch's scaler. What it is elsewhere is not
-        defined. Reading it does not synchronize.
+        A tensor of one element, on the device; ``None`` if the gradients had no scale or it is not
+        known, as in a plain ``step()`` and after ``scaler.unscale_`` of torch's scaler. Undefined
+        outside of step post-hooks. Reading it does not synchronize.
         """
         decision = self._ampopt.decided
         return None if decision is None else (decision.judged or decision).scaled_by
 
-    # --- what torch's methods do to a pending unscale: they end it or refuse it -------------------
+    # --- torch's methods, which end a pending unscale or refuse it --------------------------------
 
-    # They take what the class of an author takes, whose defaults may be others.
+    # They forward all arguments, because a base class may have others than torch's, or defaults.
 
     @uncompiled
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Reset the gradients, as torch does, and forget an unscale and what was accumulated."""
+        """Reset the gradients, as torch does; discard a pending unscale and accumulated sums."""
         ours = self._ampopt
         ours.pending = None
         ours.sums.discard()
@@ -236,25 +296,25 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch does; a ``replicated`` that is no bool is a ``TypeError``."""
+        """Add a param group, as torch does; ``replicated`` in ``param_group`` must be a bool."""
         if isinstance(param_group, dict):  # torch refuses anything else
             ranks.check_replicated(param_group)
         super().add_param_group(param_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state, as torch's. A pending unscale is a ``RuntimeError``: it cannot be saved."""
+        """The state, as torch's. An error between ``unscale`` or ``accumulate`` and the step."""
         self._ampopt.refuse_unfinished("state_dict")
         state_dict = super().state_dict(*args, **kwargs)
         if ranks.REPLICATED not in self.defaults:
-            for group in state_dict.get("param_groups", ()):  # a wrapper may have others
-                group.pop(ranks.REPLICATED, None)  # which those who load it know
+            for group in state_dict.get("param_groups", ()):  # a wrapper's state may have none
+                group.pop(ranks.REPLICATED, None)  # the loading optimizer sets it for itself
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load a state, as torch does, but bitwise. A pending unscale is a ``RuntimeError``.
+        """Load a state, as torch does. An error between ``unscale`` or ``accumulate`` and the step.
 
-        Differs from torch: a state tensor keeps the dtype it was saved with, where torch casts it
-        to that of its parameter, so that saving and loading changes no later step.
+        Differs from torch: each state tensor keeps the dtype that it was saved with, where torch
+        casts it to the dtype of its parameter. So saving and loading changes no later step.
         """
         self._ampopt.refuse_unfinished("load_state_dict")
         known = [group.get(ranks.REPLICATED) for group in self.param_groups]
@@ -265,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
                 group.setdefault(ranks.REPLICATED, replicated)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to copy or pickle. A pending unscale is a ``RuntimeError``."""
+        """The state to copy or pickle. An error between ``unscale`` and the step."""
         self._ampopt.refuse_unfinished("copying or pickling")
         copied = super().__getstate__()
         if (named := self._ampopt.process_group) is not None:
@@ -281,7 +341,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled
     def _optimizer_step_code(self) -> None:
-        # torch calls this after every step(), whichever class defines it.
+        # torch calls this after every step(), whichever class defines the step.
         super()._optimizer_step_code()
         self._ampopt.step_is_over()
 
@@ -290,47 +350,53 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled
     @torch.no_grad()
     def accumulate(self, grads_scaled_by: Any = None, *, drop: str = "window") -> Unscaled:
-        """Add the gradients, unscaled, to sums in float32, and clear them.
+        """Divide the gradients by the scale, add them to float32 sums, and clear them.
 
-        A window of such calls ends with the next control point, or plain :meth:`step`, which steps
-        with the sums and with what is in ``p.grad`` by then, unscaled by the scale that it is
-        given. For losses with scales of their own, for micro-batches that half-precision gradients
-        would be too coarse to add up, and to leave a bad one out. Does not synchronize.
+        Call it after each micro-batch but the last. The *accumulation cycle* ends with the next
+        control point that steps, or with a plain :meth:`step`: that call adds the gradients in
+        ``p.grad``, unscaled by the scale that it is passed, and steps with the sums. Does not
+        synchronize.
 
-        The sums are float64 where gradients or parameters are, and kept from window to window. In
-        a CUDA graph, capture whole windows, and leave the last micro-batch to the control point.
+        Use it for losses with different scales, for micro-batches whose half-precision sum would be
+        too inexact, and to drop a micro-batch that overflowed. Otherwise let ``backward()`` add up
+        gradients under one scale.
 
-        Under ``DistributedDataParallel``, leave ``no_sync()`` out: gradients of a backward pass
-        within it are those of one rank, and what is added up of them is never averaged. An
-        optimizer knows nothing of the model, so nothing else says so.
+        The sums are float64 if gradients or parameters are; their memory is reused in the next
+        cycle. In a CUDA graph, capture whole cycles, and do not call ``accumulate`` for the last
+        micro-batch.
 
-        Among ranks, the flag and scale that are returned are those of this one, and the control
-        point agrees on the window; with ``drop="micro_batch"`` each call agrees, so leave nothing
-        to the control point that only some of them have.
+        On several ranks, ``found_inf`` and ``scale`` as returned are those of this rank, and the
+        step all-reduces the overflow flag once. With ``drop="micro_batch"`` each call all-reduces
+        its flag: then all ranks need the same number of calls, and at the step either all of them
+        or none have gradients in ``p.grad``. Under ``DistributedDataParallel``, do not use
+        ``no_sync()``: gradients of a backward pass within it are those of one rank, and their sums
+        are never averaged. An optimizer cannot detect this.
 
-        Example, of two losses, of which the larger scale for one is not held back by the other:
+        Example, two losses, so that an overflow of one does not lower the scale of the other:
             >>> scale_outputs(loss_a, scale_a).backward()
             >>> _, scale_a = optimizer.accumulate(grads_scaled_by=scale_a)
             >>> scale_outputs(loss_b, scale_b).backward()
             >>> _, _, scale_b = optimizer.unscale_and_step(grads_scaled_by=scale_b)
 
         Args:
-            grads_scaled_by: the scale of the loss that the gradients come from, which is not used
-                up: micro-batches under one scale all give the same. ``None`` says of no overflow
-                here, though the step is skipped for it if what ends the window has a scale.
-            drop: what an overflow costs: the ``"window"``, whose step is skipped; or the
-                ``"micro_batch"``, which is left out, and the sum of the others taken for the sum of
-                all. Then the scale hears of the overflow all the same, and the step is skipped if
-                nothing is left, or if the sum overflows.
+            grads_scaled_by: the scale of the loss that the gradients come from. One ``LossScale``
+                may be passed to all calls of a cycle. With ``None`` the returned ``found_inf`` is
+                0; inf and NaN are still found at the step, if that has a scale.
+            drop: what an overflow discards. ``"window"``: the whole cycle, whose step is skipped.
+                ``"micro_batch"``: the gradients of this call; the sum of the others is multiplied
+                by the number of calls, and divided by the number kept. The scale is lowered
+                nevertheless. The step is skipped if no micro-batch is left, or if the sum
+                overflows.
 
         Returns:
-            ``Unscaled(found_inf, scale)``: whether these gradients overflowed, and the successor of
-            the scale if that is rebound here, and not where the window ends.
+            ``Unscaled(found_inf, scale)``: the flag of these gradients, and the next scale. Use
+            this scale if each micro-batch or loss updates a scale of its own, as in the example. If
+            one scale serves the whole cycle, ignore it, and use the scale that the step returns.
 
         Raises:
-            RuntimeError: an unscale is pending; the scale was stepped with before; gradients that
-                the step cannot take.
-            ValueError: as for :meth:`unscale`; or ``drop`` is something else, or not that of the
+            RuntimeError: an unscale is pending; an earlier step has used the scale; the step cannot
+                use these gradients.
+            ValueError: as for :meth:`unscale`; or ``drop`` is unknown, or differs from that of the
                 calls before.
             TypeError: as for :meth:`unscale`; a gradient is sparse; the optimizer needs a closure.
         """
@@ -352,26 +418,32 @@ class Optimizer(torch.optim.Optimizer):
     @uncompiled
     @torch.no_grad()
     def unscale(self, grads_scaled_by: Any = None) -> Unscaled:
-        """Divide the gradients by the scale in place, and look for overflow.
+        """Divide the gradients by the scale in place, and check them for inf and NaN.
 
-        Use it to clip or inspect gradients before :meth:`step_after_unscale`. Does not
-        synchronize. With ``master_weights=True`` the step takes the unscaled gradients of
-        :meth:`master_params`, which are float32, so clip and edit those. ``p.grad`` holds the same
-        numbers in its own dtype, for those who look there (small ones of float16 may be 0); the
-        step refuses gradients that were edited there.
+        Use it to inspect or clip gradients before :meth:`step_after_unscale`::
+
+            optimizer.unscale(scale)
+            torch.nn.utils.clip_grad_norm_(optimizer.master_params(), 1.0)
+            _, found_inf, scale = optimizer.step_after_unscale()
+
+        Does not synchronize. With ``master_weights=True`` the step uses the gradients of
+        :meth:`master_params`, which are float32: clip and edit those. ``p.grad`` then holds the
+        same numbers in its own dtype, for code that reads them there (small ones may be 0 in
+        float16), and a step after ``p.grad`` was edited is an error.
 
         Args:
             grads_scaled_by: the scale of the loss that the gradients come from.
 
         Returns:
-            ``Unscaled(found_inf, scale)``: a float32 0-d flag on the parameters' device, more
-            than 0 for overflow, and the scale to use next.
+            ``Unscaled(found_inf, scale)``: the flag, float32 and 0-d on the parameters' device,
+            more than 0 after an overflow; and the next scale.
 
         Raises:
-            RuntimeError: an unscale is pending; the scale was stepped with before; gradients are
-                float16 or complex32, where unscaled values would underflow to zero.
-            ValueError: a number that cannot be a scale, or a tensor of wrong shape or device.
-            TypeError: not a scale.
+            RuntimeError: an unscale is pending; an earlier step has used the scale; gradients are
+                float16 or complex32, in which unscaled values would underflow to zero.
+            ValueError: ``grads_scaled_by`` is a number out of range, or a tensor of the wrong shape
+                or device.
+            TypeError: ``grads_scaled_by`` is not ``None``, a number, a tensor or a ``LossScale``.
         """
         ours = self._ampopt
         ours.refuse_pending("unscale")
@@ -404,38 +476,41 @@ class Optimizer(torch.optim.Optimizer):
         preserve_rng: bool = False,
         loss: Any = None,
     ) -> StepResult:
-        """Unscale the gradients and step, or skip the step if one of them is not finite.
+        """Unscale the gradients and step, or skip the step if a gradient is not finite.
 
-        After ``unscale_`` of a scaler, call its ``step`` instead, which knows that there is nothing
-        left to unscale. After that of :class:`ampopt.GradScaler` this is an error; of what torch's
-        has done to the gradients an optimizer is told nothing, and they would be unscaled twice.
+        After ``unscale_`` of a scaler call ``scaler.step(optimizer)`` instead, which does not
+        unscale again. After that of :class:`ampopt.GradScaler` this method is an error. After that
+        of torch's scaler it divides the gradients a second time, because an optimizer cannot detect
+        that they are unscaled.
 
         Args:
             closure: ``closure(scale) -> loss``: zeroes the gradients, runs the model, calls
                 ``scale_outputs(loss, scale).backward()`` and returns the unscaled loss. If the
-                gradients overflow it is run again with the next scale until they are finite, each
-                time the optimizer asks for an evaluation; so nothing is skipped.
-            grads_scaled_by: the scale of the loss; with a closure, the one to begin with. ``None``
-                checks nothing and behaves as ``step()``.
-            max_norm: clip the unscaled gradients to this global 2-norm, as
+                gradients overflow, it is called again with the next, smaller scale, up to
+                ``max_replays`` times for each evaluation that the optimizer requests. An overflow
+                is retried, and no step skipped.
+            grads_scaled_by: the scale of the loss; with a closure, the first one to try. ``None``
+                checks nothing: the call does what ``step()`` does. Pass it by name.
+            max_norm: the global 2-norm to clip the unscaled gradients to, as
                 ``torch.nn.utils.clip_grad_norm_`` does; ``inf`` only measures. See
                 :attr:`grad_norm`.
-            max_replays: how often an evaluation may be run again.
-            preserve_rng: give replays the random state of the first attempt (torch's generators of
-                the CPU and of the parameters' CUDA devices), and put it back if they do not help.
-            loss: without a closure, the unscaled loss, for :class:`ampopt.skip_when`, which judges
-                the mean of those that ranks give.
+            max_replays: how many times an evaluation is repeated before the call fails.
+            preserve_rng: whether each replay starts from the random state of the first attempt
+                (that of torch's generators of the CPU and of the parameters' CUDA devices). If all
+                replays overflow, the state from before the call is restored.
+            loss: without a closure, the unscaled loss, a number or a tensor of one element, which
+                :class:`ampopt.skip_when` compares with earlier ones. Ranks should pass their mean.
 
         Returns:
             ``StepResult(loss, found_inf, scale)``.
 
         Raises:
-            NonFiniteGradientError: a closure's loss is not finite, or replays did not help;
-                parameters and state are as before the call.
-            RuntimeError: an unscale is pending; the scale was stepped with before; ranks that
-                decide together are asked for different things (another scale, ``max_norm``,
-                ``skip_when``, parameters or call), which every one of them is told: at once where
-                the host sees the tensors, else up to 20 steps later, without waiting.
+            NonFiniteGradientError: the loss of a closure is not finite, or all replays overflowed.
+                Parameters and state are as before the call.
+            RuntimeError: an unscale is pending; an earlier step has used the scale; ranks of one
+                process group make different calls (another method, scale, ``max_norm``,
+                ``skip_when`` or set of parameters). All of these ranks raise it: at once if tensors
+                are on the CPU, else up to 20 steps later, without waiting.
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """
@@ -460,14 +535,16 @@ class Optimizer(torch.optim.Optimizer):
     ) -> StepResult:
         """Step with the gradients that :meth:`unscale` left, or skip if it found an overflow.
 
-        What was done to the gradients since is applied as it is; it is not judged again.
+        Gradients that were edited in between, for instance clipped, are used as they are. They are
+        not checked again: a NaN that the edit made is applied.
 
         Args:
-            closure: ``closure(scale) -> (loss, found_inf, scale)``: as for
-                :meth:`unscale_and_step`, and also calls ``unscale(grads_scaled_by=scale)`` and
-                returns what that returned behind the loss. Nothing may be pending then.
-            current_grad_scale: the scale to begin with; required with a closure (``None`` for
-                no scaling), not allowed without.
+            closure: ``closure(scale) -> (loss, found_inf, scale)``: does what the closure of
+                :meth:`unscale_and_step` does, then unscales, and ends with ``return (loss,
+                *optimizer.unscale(scale))``. No unscale may be pending before the call.
+            current_grad_scale: the first scale to pass to the closure, the same kind of value as
+                ``grads_scaled_by``. Required with a closure (``None`` for no scaling), and an error
+                without.
             max_replays: see :meth:`unscale_and_step`.
             preserve_rng: see :meth:`unscale_and_step`.
 
@@ -476,9 +553,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             NonFiniteGradientError: see :meth:`unscale_and_step`.
-            RuntimeError: no unscale is pending, or one is and there is a closure.
-            TypeError: arguments that do not go together; a closure that does not take the scale
-                or returns something else.
+            RuntimeError: there is no closure and no unscale is pending, or there is a closure and
+                one is.
+            TypeError: the arguments do not go together; the closure does not take the scale, or
+                returns something else than three values.
         """
         if closure is None:
             return _step_pending(self, current_grad_scale)
@@ -498,30 +576,31 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def master_params(self) -> Iterator[Tensor]:
-        """The tensors that steps update in full precision: for clipping between the two calls.
+        """The tensors that a step updates in full precision, for clipping after :meth:`unscale`.
 
-        Float32 master weights where there are some, else the parameters themselves. After
-        :meth:`unscale`, the ``grad`` of each holds its unscaled gradient. Before, master weights
-        have none: a step whose gradients were there when masters were read so warns, once, that
-        nothing was clipped.
+        These are the float32 master weights where an optimizer keeps them, else the parameters.
+        After :meth:`unscale`, the ``grad`` of each is its unscaled gradient. Before, master weights
+        have no gradient: if they are read between the backward pass and the step, the step warns
+        once that clipping them had no effect.
         """
         self._ampopt.masters.note_reading()
         for _, full in self.params_and_masters():
             yield full
 
     def params_and_masters(self, group: dict[str, Any] | None = None) -> Iterator[Pair]:
-        """Each parameter, beside the tensor that steps update: its master, or the parameter itself.
+        """Pairs of each parameter and the tensor that a step updates: its master, or itself.
 
-        For what changes parameters between steps: write to the second, and copy it to the first
-        where it is another tensor, or the next step undoes it.
+        For code that changes parameters between steps: write to the second tensor of a pair, and if
+        it is a master, copy it to the first. A change of the parameter alone is overwritten by the
+        next step.
 
         Args:
-            group: a param group, for its parameters alone.
+            group: a param group, to get only its parameters.
         """
         yield from self._ampopt.masters.pairs(self.param_groups if group is None else [group])
 
 
-# --- their parts ----------------------------------------------------------------------------------
+# --- how control points work ----------------------------------------------------------------------
 
 
 def _unscale_and_step(
@@ -535,7 +614,7 @@ def _unscale_and_step(
     write: bool = False,
     loss: Any = None,
 ) -> StepResult:
-    """As the method of ``optimizer``; ``write`` leaves unscaled gradients in ``p.grad``."""
+    """The method of ``optimizer``; with ``write``, ``p.grad`` is unscaled afterwards."""
     ours = optimizer._ampopt
     ours.refuse_pending("unscale_and_step")
     scale = ours.scale(grads_scaled_by)
@@ -595,14 +674,14 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     attempt = ours.attempt(
         Request(check=False, found_inf=pending.found_inf, drop=drop, judged=pending.decision)
     )
-    # Stepping or not, unless a step hook has raised. Not every wrapper's step has hooks that
-    # would have done it.
+    # Also after a skip. Usually the hook after the step has done it, but the step of a wrapper may
+    # have no hooks.
     ours.end_pending()
     return StepResult(attempt.returned, pending.found_inf, pending.successor)
 
 
 def _showing(cls: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:
-    """The constructor of ``cls`` with the signature that it has with ``theirs`` behind it."""
+    """The constructor of ``cls``, with the signature of ``theirs`` and ampopt's own options."""
     init: Any = cls.__init__
 
     @functools.wraps(init)
@@ -619,10 +698,10 @@ def _showing(cls: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:
 
 
 def check_max_norm(max_norm: Any) -> None:
-    """Refuse what is no norm to clip to.
+    """Refuse a value that cannot be a norm to clip to.
 
     Raises:
-        ValueError: it is neither ``None`` nor a number that is 0 or more.
+        ValueError: ``max_norm`` is neither ``None`` nor a number that is 0 or more.
     """
     if max_norm is None:
         return

@@ -184,7 +184,7 @@ def check_scale_tensor(name: str, given: Tensor) -> None:
         )
     if is_flag(given):
         raise ValueError(
-            f"{name}: this is the found_inf that an earlier call returned, not the scale, which "
+            f"{name}: this is the found_inf that an earlier call returned, not its scale, which "
             "comes last: unpack `_, found_inf, scale = optimizer.unscale_and_step(...)`, or "
             "`found_inf, scale = optimizer.unscale(...)`"
         )
@@ -291,7 +291,7 @@ def as_loss_scale(
         if given.is_meta and device.type != "meta":
             raise ValueError(
                 f"grads_scaled_by: the scale is on meta, where it has no number; make it on "
-                f"{str(device)!r}, the device of the parameters"
+                f"{str(device)!r}, where the parameters are"
             )
         if given.device != device:
             raise ValueError(
