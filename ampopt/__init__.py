@@ -1,8 +1,7 @@
-"""PyTorch optimizers with loss scaling, overflow skipping and replay built in.
+"""Drop-in ``torch.optim`` optimizers with loss scaling and overflow skipping built in.
 
-Begin by changing ``from torch.optim import AdamW`` to ``from ampopt import AdamW``: nothing else
-has to change, and every optimizer of ``torch.optim`` is here, with some that torch lacks. Then let
-it scale the loss::
+Start by replacing ``from torch.optim import AdamW`` by ``from ampopt import AdamW``. Every
+optimizer of torch is here, and some more. Then let it scale the loss::
 
     scale = ampopt.DynamicLossScale()
     for inputs, labels in batches:
@@ -12,24 +11,29 @@ it scale the loss::
         ampopt.scale_outputs(loss, scale).backward()
         _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
-An overflowed step is skipped where the gradients are, and the host waits for nothing.
+``unscale_and_step`` is a *control point*: a method that divides the gradients by the loss scale,
+checks them for inf and NaN (overflow), and steps or skips the step. The skip is decided on the GPU,
+without synchronization. With bfloat16, pass ``grads_scaled_by=None``: it needs no scale.
 
-- To step: ``help(ampopt.Optimizer)`` has the control points that every optimizer has, and
-  ``TrainStep`` is the loop above as one object. ``unscale_and_step`` of this module is for several
-  optimizers; ``averaged`` averages a model over the steps that happened.
-- To scale: ``DynamicLossScale``, ``StaticLossScale``, ``next_scale``; ``GradScaler`` for a loop
-  that has a scaler.
-- To choose dtypes: ``Precision``, ``autocast`` with operators of your choice, ``cast`` with
-  ``NORMS`` kept in float32, and ``run_in``.
-- Your own: ``ElementwiseOptimizer`` from a rule, ``Optimizer`` from a ``step()``, and ``extend``
-  and ``patch_optimizer`` for the optimizers of others. ``ampopt.testing`` tests them.
-- In loops of others: ``ampopt.integrations`` for Lightning, Accelerate and transformers.
-- On many ranks: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``, which is
-  loaded when it is asked for, and so not listed here: the module behind it takes seconds.
-- To skip for more than overflow: ``skip_when`` a gradient norm or a loss is out of the ordinary.
-- To look: ``Watch`` notes what overflows and when, ``first_nonfinite`` names the module that does,
-  ``profile`` says where the host waits, ``set_backend`` chooses what runs, ``python -m ampopt``
-  says what is here, and ``python -m ampopt.bench`` how fast.
+Read next ``help(ampopt.Optimizer)``, for all control points. By purpose:
+
+- **Step**: ``TrainStep``, the loop above as one object; ``unscale_and_step``, for several
+  optimizers; ``averaged``, an average of the model over the steps that were not skipped;
+  ``lr_scheduler_gate``, a learning-rate schedule over those steps.
+- **Scale**: ``DynamicLossScale``, ``StaticLossScale``, ``next_scale`` of several optimizers, and
+  ``GradScaler`` in place of torch's.
+- **Dtypes**: ``Precision``, a policy such as "O2"; ``cast``, a model in half precision with its
+  norms (``NORMS``) in float32; ``run_in``, one module in its own dtype; ``autocast``, with more
+  operators.
+- **Your optimizer**: ``ElementwiseOptimizer``, from a *rule* (an elementwise update, written once
+  for all backends, see ``ampopt_kernels.Rule``); ``Optimizer``, from a ``step()``; ``extend`` and
+  ``patch_optimizer``, from the class or instance of someone else. ``ampopt.testing`` tests them.
+- **Frameworks**: ``ampopt.integrations``, for Lightning, Accelerate and transformers.
+- **Many ranks**: ``process_group`` of ``Optimizer``, and ``ZeroRedundancyOptimizer``.
+- **Outliers**: ``skip_when``, to skip also where a gradient norm or loss is unusually large.
+- **Diagnosis**: ``Watch`` records overflows, ``first_nonfinite`` finds the module that causes one,
+  ``profile`` shows where the host waits, ``set_backend`` chooses the backend, ``python -m ampopt``
+  prints what is installed, and ``python -m ampopt.bench`` measures speed.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -104,7 +108,7 @@ __all__ += optim.__all__
 
 
 def __getattr__(name: str) -> Any:
-    """``ZeroRedundancyOptimizer``, once somebody asks for it."""
+    """Import ``ZeroRedundancyOptimizer`` at its first use: its torch module takes seconds."""
     if name == "ZeroRedundancyOptimizer":
         from ampopt.optim.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -113,5 +117,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is public: without it, every file of the package would be shown too."""
+    """The public names, without the modules of the package."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,4 +1,4 @@
-"""Optimizers that are a rule: one step is a few launches, and no host waits for any of them."""
+"""Optimizers whose update is a rule: a step is a few kernel launches, and never synchronizes."""
 
 from typing import Any, ClassVar
 
@@ -30,16 +30,16 @@ _OPTIONS = {
     "master_weights": ("master_weights=True", has_masters),
     PARAM_ROUNDING: ("param_rounding='stochastic'", is_stochastic),
 }
-"""The options of param groups that torch's lack: how each is used, and whether a group does."""
+"""Options of param groups that torch lacks: how users set each, and whether a group has it."""
 
 
 def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> Stepping:
-    """How an optimizer steps that has a rule: by it, unless its class has a step around it.
+    """The ``_ampopt`` of an optimizer with a rule: it runs the rule, or a step around the rule.
 
     Args:
-        optimizer: to step.
-        own_step: whether the step of its class is another than that of ``ElementwiseOptimizer``.
-            Only that one can be told to skip; any other is skipped around.
+        optimizer: the optimizer to step.
+        own_step: whether its class overrides ``ElementwiseOptimizer.step``. Only the inherited step
+            passes the overflow flag to the rule; any other is skipped like an ordinary step.
         facts: see :class:`RuleSteps`.
     """
     rule = RuleSteps(optimizer, _torchs_step, **facts)
@@ -49,74 +49,91 @@ def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> Steppi
 
 
 def _torchs_step(optimizer: Any) -> Any:
-    """The ``step`` of the class of torch's that ``optimizer`` is of, too."""
+    """The ``step`` that ``optimizer`` inherits from a torch optimizer."""
     behind: Any = super(ElementwiseOptimizer, optimizer)
     return behind.step
 
 
 class ElementwiseOptimizer(Optimizer):
-    """An optimizer whose step is a :class:`ampopt_kernels.Rule`.
+    """An optimizer whose update is an :class:`ampopt_kernels.Rule`, run by every backend.
 
-    A subclass names its rule and has a constructor that puts the rule's hyperparameters and flags
-    into ``defaults``; stepping, scaling, skipping, replay, clipping and state are inherited. With
-    a torch optimizer as a second base, the constructor is torch's.
+    A subclass names its rule, and puts the values that the rule reads into ``defaults``::
 
-    No control point waits for the device, except with a closure. On a skip, ``p.grad`` and all
-    else are untouched; ``unscale_and_step`` leaves ``p.grad`` as the backward pass left it, and
-    applies unscaling and clipping on the fly. A step of a ``GradScaler``, torch's or ampopt's,
-    leaves unscaled gradients there, at the price of writing them: rounded to their own dtype,
-    while the step itself works with what they were. So those of float16 parameters without masters,
-    which torch's scaler refuses but for fused steps, may become 0 there, and nowhere else.
+        @ampopt_kernels.jit
+        def update(p, g, state, h, flags):
+            (lr, momentum), (buf,) = h, state
+            buf = momentum * buf + g
+            return p - lr * buf, (buf,)
 
-    Parameters may be float32, float64, float16, bfloat16, and complex64 or complex128 as pairs of
-    reals; arithmetic is float32, or float64 for float64. State has the dtype of its parameter and
-    torch's names; step counts and other scalars are float32 on the parameter's device, or float64
-    where that is torch's default dtype. State in float16 loses small values, as torch's does, which
-    is warned of once: keep masters instead.
+        class Momentum(ampopt.ElementwiseOptimizer):
+            rule = Rule(update=update, hyper=("lr", "momentum"), state=(State("momentum_buffer"),))
 
-    **Master weights.** With ``master_weights=True``, a float16 or bfloat16 parameter has a float32
-    master in its state (``master_param``), which steps update, the parameter being its rounded
-    copy; its other states are float32 too. ``unscale`` then leaves ``p.grad`` alone and puts
-    float32 unscaled gradients on the masters, where :meth:`master_params` finds them, until the
-    next step or ``zero_grad``: clip or edit them there, for a step after ``p.grad`` was changed is
-    a ``RuntimeError``. Made from the parameter at the first use, saved in ``state_dict``.
-    Whatever else writes to the parameter from then on is lost to the next step, unless it writes
-    to the master or drops it (``del optimizer.state[p]["master_param"]``).
+            def __init__(self, params, lr=0.1, momentum=0.9, **options):
+                super().__init__(params, {"lr": lr, "momentum": momentum}, **options)
+
+    ``defaults`` also holds the *flags* of the rule: boolean options, such as ``nesterov``, for
+    which the kernel is compiled separately. Stepping, scaling, skipping, replay, clipping and state
+    are inherited. With a torch optimizer as a second base class, its constructor is used.
+
+    No control point synchronizes, except with a closure.
+
+    **Gradients.** ``unscale_and_step`` unscales and clips on the fly: it leaves ``p.grad`` scaled,
+    as the backward pass left it. A skipped step changes nothing. Under a ``GradScaler``, torch's or
+    ampopt's, ``p.grad`` is overwritten with unscaled gradients in its own dtype, which costs a
+    write. In float16, small values may become 0 in ``p.grad``; the update has used the float32
+    values.
+
+    **Dtypes.** Parameters may be float32, float64, float16, bfloat16, complex64 or complex128 (as
+    pairs of real numbers). Arithmetic is float32, or float64 for float64 parameters. A state tensor
+    has the dtype of its parameter and torch's name; step counts and other scalars are 0-d tensors
+    on the parameter's device, float32, or float64 if that is torch's default dtype. Float16 states
+    lose small values, as in torch, which is warned of once: use master weights instead.
+
+    **Master weights.** With ``master_weights=True``, each float16 or bfloat16 parameter has a
+    float32 copy, its master, in ``state[p]["master_param"]``. Steps update the master, and round it
+    to the parameter; the other states are float32 too. ``unscale`` then leaves ``p.grad`` alone,
+    and puts float32 unscaled gradients on the masters until the next step or ``zero_grad``. Clip or
+    edit them through :meth:`master_params`: a step after ``p.grad`` was edited is a
+    ``RuntimeError``. A master is made from its parameter at the first step, and saved in
+    ``state_dict``. From then on the next step overwrites whatever else changes the parameter, such
+    as ``model.load_state_dict()``, weight clipping, or swapping in averaged weights. Write to the
+    master as well, or delete it: ``del optimizer.state[p]["master_param"]``.
 
     **Stochastic rounding.** With ``param_rounding="stochastic"``, a bfloat16 parameter without a
-    master is rounded up or down by chance after each step, so that on average it moves by what the
-    step says, where steps below half of its last place would be lost. States are rounded to the
-    nearest, and so are parameters of other dtypes. The chances follow from the place of the
-    parameter in the optimizer, that of the element in it, and how many steps were taken, which the
-    state has as ``rounding_key``: a skipped step takes none, a run repeats itself bit for bit, on
-    every backend, and on any number of ranks that have shards of the first dimension.
+    master is rounded up or down at random after each step, with probabilities that make the
+    rounding unbiased. Updates smaller than half an ulp then count on average, where rounding to
+    nearest would lose them. States and parameters of other dtypes are rounded to nearest. The
+    random numbers depend on the position of the parameter in the optimizer, the index of the
+    element, and a step counter in the state (``rounding_key``), which a skipped step does not
+    advance. So runs are reproducible bit for bit, on all backends, and for any number of ranks with
+    shards of the first dimension.
 
-    **Layouts.** Parameters, gradients and states may be laid out in memory each in its own way;
-    where they differ, a step makes copies. Parameters may share storage, one beside another or
-    interleaved. Which of two updates an element of both of them gets is not defined.
+    **Layouts.** Parameters, gradients and states may have different memory layouts; where they
+    differ, a step makes copies. Parameters may share storage. If two of them overlap, it is
+    undefined which update the shared elements get.
 
-    **Ranks.** Of a ``DTensor``, each rank steps its part, to the same bits as one process would the
-    whole. Overflow and norm are those of all ranks of the meshes: an all-reduce in each control
-    point that judges or clips, which every rank has to call, with gradients or without. What ranks
-    hold alike, ordinary parameters beside DTensors too, counts once in the norm.
+    **Ranks.** Of a ``DTensor``, each rank steps its shard, to the same bits as one process would
+    step the whole. Overflow and norm are all-reduced over all ranks of the meshes, in each control
+    point that checks or clips: every rank has to make the call, with gradients or without. What is
+    replicated, also ordinary parameters beside DTensors, counts once in the norm.
 
-    **Modes, and a step of one's own.** What a step has to be refused for, such as a mode that it
-    does not belong to, :meth:`check_step` says. A ``step`` that a subclass defines around this one
-    may do anything, so it is taken and skipped as an ordinary one, as :attr:`skip_by` says, and
-    ``unscale_and_step`` unscales gradients in place before it; where what it does besides need not
-    be skipped, say ``skip_by = "step"``, and the rule alone is, on the device.
+    **Overriding ``step``.** To refuse a step, for example in evaluation mode, override
+    :meth:`check_step` and raise. A ``step`` of a subclass that calls this one may do anything else,
+    so it is skipped as :attr:`skip_by` says: rolled back, or after a synchronization; and
+    ``unscale_and_step`` unscales the gradients in place before it. With ``skip_by = "step"`` it
+    always runs, and only the rule within it is skipped, on the device.
 
     Attributes:
-        rule: the mathematics; see :class:`ampopt_kernels.Rule`. Another one, put on the class or an
-            instance, is what the next step runs.
+        rule: the update; see :class:`ampopt_kernels.Rule`. Assigning another rule, to the class or
+            an instance, takes effect at the next step.
     """
 
     rule: ClassVar[Rule]
     sparse_gradients: ClassVar[bool] = False
-    """Whether the torch base class takes sparse gradients, in whose case its step is used."""
+    """Whether sparse gradients are stepped by the step of the torch base class, or refused."""
 
     _ampopt = Attached(_stepping)
-    _step_supports_amp_scaling = torch_scaler.LeftToStep()  # the step below heeds what is left
+    _step_supports_amp_scaling = torch_scaler.LeftToStep()  # the step below uses a scaler's flag
 
     def __init__(
         self,
@@ -125,19 +142,19 @@ class ElementwiseOptimizer(Optimizer):
         param_rounding: str = "nearest",
         **kwargs: Any,
     ) -> None:
-        """Make the optimizer.
+        """Create the optimizer. Subclasses pass ``params`` and ``defaults``.
 
         Args:
-            *args: what the base classes take: ``params`` and ``defaults``, or as torch's optimizer.
-            master_weights: keep a float32 master of each float16 and bfloat16 parameter; see the
-                class. Also an option of a param group.
+            *args: the positional arguments of the base classes.
+            master_weights: whether to keep a float32 master of each float16 and bfloat16 parameter;
+                see the class. Also an option of a param group.
             param_rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without
                 masters; see the class. Also an option of a param group.
-            **kwargs: what the base classes take.
+            **kwargs: the keyword arguments of the base classes, ``process_group`` for instance.
 
         Raises:
-            TypeError: the class has no ``rule``; ``master_weights`` is no bool.
-            ValueError: ``param_rounding`` is another, or does not go with ``differentiable``.
+            TypeError: the class has no ``rule``; ``master_weights`` is not a bool.
+            ValueError: ``param_rounding`` is unknown, or set together with ``differentiable``.
         """
         check_rule(getattr(self, "rule", None), type(self).__name__)
         check_options({"master_weights": master_weights, PARAM_ROUNDING: param_rounding})
@@ -146,7 +163,7 @@ class ElementwiseOptimizer(Optimizer):
         if param_rounding != "nearest":
             options[PARAM_ROUNDING] = param_rounding
         if options:
-            # Of groups that are added later, too.
+            # In the defaults they also apply to groups that are added later.
             self.defaults = {**self.defaults, **options}
             for group in self.param_groups:
                 group.update({**options, **group})
@@ -163,10 +180,10 @@ class ElementwiseOptimizer(Optimizer):
         """Perform one step, as torch's ``step`` does. Does not synchronize.
 
         Args:
-            closure: reevaluates the model and returns the loss.
+            closure: a function that reevaluates the model and returns the loss.
 
         Returns:
-            What the closure returned, or ``None``.
+            The loss that the closure returned; ``None`` without a closure.
         """
         ours = self._ampopt
         left = torch_scaler.take(self, (closure,), {})
@@ -176,7 +193,7 @@ class ElementwiseOptimizer(Optimizer):
             judged = None if ours.pending is None else ours.pending.decision
             request = ours.asked or Request(check=False, judged=judged)
         finally:
-            ours.asked = None  # whatever the closure does, it is for this step alone
+            ours.asked = None  # the request is for this step alone, even if the closure raised
         if left is not None:
             request = left.request
         decision = ours.rule.step(ours.asking(request))
@@ -186,34 +203,35 @@ class ElementwiseOptimizer(Optimizer):
         return loss
 
     def check_step(self) -> None:
-        """Raise if there is to be no step now; for subclasses, here nothing is refused.
+        """Raise an error if no step is allowed now. For subclasses to override; does nothing here.
 
-        Called before anything changes: by ``step``, whoever calls it, by :meth:`unscale`, and by
-        the control points that step.
+        Called before anything changes: by ``step``, by :meth:`unscale`, and by the control points
+        that step.
         """
 
     @uncompiled
     @torch.no_grad()
     def run_rule(self, rule: Rule, grads_scaled_by: Any = None) -> Unscaled:
-        """Run another rule with the gradients that there are, beside those that ``step`` runs.
+        """Run another rule on the present gradients, in addition to the rule of ``step``.
 
-        For a second call that an optimizer has, such as ``update_hessian`` of
-        :class:`ampopt.Sophia`: gradients are unscaled and judged, and nothing changes where one is
-        not finite, as in a step; step hooks do not run. States are told by their names: what both
-        rules declare under one name is one state. Does not synchronize.
+        For a second method of an optimizer, such as ``update_hessian`` of :class:`ampopt.Sophia`.
+        Gradients are unscaled and checked, and an overflow changes nothing, as in a step. Step
+        hooks do not run. The two rules share a state if both declare one of the same name. Does not
+        synchronize.
 
         Args:
-            rule: to run.
+            rule: the rule to run.
             grads_scaled_by: the scale of the loss that the gradients come from.
 
         Returns:
-            ``Unscaled(found_inf, scale)``: as :meth:`unscale`. ``p.grad`` is left as it is.
+            ``Unscaled(found_inf, scale)``, as :meth:`unscale`. ``p.grad`` is not changed.
 
         Raises:
-            RuntimeError: an unscale is pending; the scale was stepped with before; gradients are
+            RuntimeError: an unscale is pending; an earlier step has used the scale; gradients are
                 sparse, or the optimizer is ``differentiable``.
-            TypeError: not a rule, or not a scale.
-            ValueError: a number that cannot be a scale, or a tensor of wrong shape or device.
+            TypeError: ``rule`` is not a rule, or ``grads_scaled_by`` not a scale.
+            ValueError: ``grads_scaled_by`` is a number out of range, or a tensor of the wrong shape
+                or device.
         """
         if not isinstance(rule, Rule):
             raise TypeError(f"run_rule takes an ampopt_kernels.Rule, got {rule!r}")
@@ -231,32 +249,34 @@ class ElementwiseOptimizer(Optimizer):
         return Unscaled(ours.flag(decision), successor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch does; ``master_weights`` may be one of its options.
+        """Add a param group, as torch does, maybe with options of its own.
 
-        So may be ``param_rounding``.
+        Args:
+            param_group: a dict as torch takes it, in which ``master_weights`` and
+                ``param_rounding`` may be set for this group alone.
 
         Raises:
-            TypeError: ``master_weights`` is no bool.
-            ValueError: ``param_rounding`` is no way to round.
+            TypeError: ``master_weights`` is not a bool.
+            ValueError: ``param_rounding`` is neither ``"nearest"`` nor ``"stochastic"``.
         """
         check_options(param_group)
         super().add_param_group(param_group)
         self._ampopt.rule.checks.remember_dtypes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as torch does, of this or torch's optimizer. No digit is lost.
+        """Load a state of this or of torch's optimizer, without loss of digits.
 
-        What a step would convert, such as a count that is a Python number, is converted here, so
-        that a skipped step changes no dtype either. What no step can take, such as a state of
-        another shape than its parameter, is refused by the step that meets it.
+        States that a step would convert, such as a count that is a Python number, are converted
+        now, so that a skipped step changes no dtype. A state that no step can use, such as one of a
+        shape that does not fit its parameter, is refused at the next step.
+
+        Whether there are master weights, and how parameters are rounded, is decided by this
+        optimizer, not by the checkpoint.
 
         Raises:
             TypeError: a state is neither a tensor nor a number. Nothing has changed then.
-            ValueError: a hyperparameter other than ``lr``, which schedules change, is one that the
-                constructor refuses. Likewise.
-
-        Whether there are master weights, and how parameters are rounded, is decided here, not by
-        the checkpoint.
+            ValueError: a hyperparameter other than ``lr`` (which schedules change) is one that the
+                constructor refuses. Nothing has changed then.
         """
         self._ampopt.refuse_unfinished("load_state_dict")
         check_loaded(self, state_dict)
@@ -264,7 +284,7 @@ class ElementwiseOptimizer(Optimizer):
         before = self.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
-        except BaseException:  # torch may have taken half of it
+        except BaseException:  # torch may have loaded half of it
             self.state, self.param_groups = before
             raise
         for group, options in zip(self.param_groups, kept, strict=True):
@@ -279,9 +299,9 @@ class ElementwiseOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. A parameter that never had a gradient has none.
 
-        Where a parameter has a master and no other state yet, though its rule keeps some, the
-        others are saved as they are before the first step, for torch takes a state that is there
-        for complete; or none, if the master is what the parameter is, which synchronizes.
+        If a parameter has a master, but not yet the states of its rule, these are saved with their
+        initial values, because torch takes a parameter with any state to be complete. If the master
+        equals the parameter, nothing is saved for it; that comparison synchronizes.
         """
         state_dict = super().state_dict()
         states = state_dict["state"]
@@ -302,16 +322,15 @@ class ElementwiseOptimizer(Optimizer):
         copied = super().__getstate__()
         copied["state"] = copied["state"].copy()
         for param, state in copied["state"].items():
-            # Pickle would write the whole of the buffer that states of small parameters share
-            # for each of them.
-            if isinstance(state, dict):  # not what users keep there under other keys
+            # States of small parameters share a buffer, which pickle would write for each of them.
+            if isinstance(state, dict):  # users may keep other values under their own keys
                 copied["state"][param] = {k: _on_its_own(v) for k, v in state.items()}
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""
         states = state["state"]
-        # A master alone torch would take for a state that is all there.
+        # torch's optimizers take a state with any entry, here the master alone, to be complete.
         alone = {p: s for p, s in states.items() if isinstance(s, dict) and s.keys() == {MASTER}}
         for param in alone:
             del states[param]
@@ -320,9 +339,9 @@ class ElementwiseOptimizer(Optimizer):
 
 
 def _is_as_made(master: Tensor, param: Tensor) -> bool:
-    """Whether ``master`` holds nothing that making it of ``param`` again would lose.
+    """Whether ``master`` is what would be made from ``param`` now, so that it need not be saved.
 
-    Of a ``DTensor`` that is left open, for ranks have to save alike.
+    ``False`` for a ``DTensor``, without a comparison, because all ranks have to save alike.
     """
     if is_spread(param):
         return False
@@ -330,5 +349,5 @@ def _is_as_made(master: Tensor, param: Tensor) -> bool:
 
 
 def _on_its_own(value: Any) -> Any:
-    """``value``; if a tensor that is part of a larger buffer, a copy."""
+    """``value``; a copy, if it is a tensor that is a view of a larger buffer."""
     return value.detach().clone() if isinstance(value, Tensor) and shares_storage(value) else value

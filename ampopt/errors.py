@@ -1,4 +1,4 @@
-"""The error that ends a replay."""
+"""The error of a closure whose gradients stay non-finite under every scale."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,17 +7,17 @@ __all__ = ["NonFiniteGradientError"]
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """No scale made the gradients of a closure finite.
+    """The gradients, or the loss, of a closure were not finite under any scale that was tried.
 
     Parameters and optimizer state are bitwise what they were before the call.
 
     Attributes:
         reason: ``"loss"`` if the loss itself is not finite, so that no scale can help;
-            ``"replays"`` if the gradients still overflowed when the replays ended.
-        parameters: those whose gradients are not finite, by the names of ``named_parameters()``
-            if the optimizer was given them, else by group and position.
-        module: the name of the first module that made something not finite, of those that
-            :func:`ampopt.first_nonfinite` watches around the call; ``None`` if none was seen.
+            ``"replays"`` if the gradients still overflowed in the last replay.
+        parameters: the names of the parameters whose gradients are not finite, as
+            ``named_parameters()`` gave them to the optimizer, else group and position.
+        module: the name of the first module that returned inf or NaN, if the call ran within
+            :func:`ampopt.first_nonfinite`; else ``None``.
     """
 
     def __init__(
@@ -28,14 +28,14 @@ class NonFiniteGradientError(FloatingPointError):
         parameters: Sequence[str],
         module: str | None = None,
     ) -> None:
-        """Make the error; see the class for its arguments."""
+        """Store the attributes; see the class."""
         super().__init__(message)
         self.reason = reason
         self.parameters = list(parameters)
         self.module = module
 
-    def __reduce__(self):  # an exception with keyword arguments has to say how it is pickled
-        """Support pickling, which process pools do to errors."""
+    def __reduce__(self):  # the default passes positional arguments only
+        """Support pickling, with which process pools pass errors on."""
         return _rebuild, (str(self), self.reason, self.parameters, self.module)
 
 

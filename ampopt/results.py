@@ -1,4 +1,4 @@
-"""What the control points return."""
+"""What control points return, and the names of the parameters that overflowed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,12 +12,12 @@ __all__ = ["StepResult", "Unscaled", "as_flag", "found_behind", "is_flag", "over
 
 
 class Unscaled(NamedTuple):
-    """What :meth:`ampopt.Optimizer.unscale` found.
+    """What :meth:`ampopt.Optimizer.unscale` and ``accumulate`` return: two values.
 
     Attributes:
-        found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not
-            finite after unscaling.
-        scale: what to scale the next loss by; see :meth:`ampopt.Optimizer.unscale`.
+        found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not finite
+            after unscaling.
+        scale: the loss scale to use next; see :meth:`ampopt.Optimizer.unscale`.
     """
 
     found_inf: Tensor
@@ -25,14 +25,14 @@ class Unscaled(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step did.
+    """What a step returns: three values, one more than :class:`Unscaled`.
 
     Attributes:
-        loss: what the closure returned; without one, what an ordinary ``step()`` returned, which
-            is ``None`` as a rule.
-        found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not
-            finite after unscaling.
-        scale: what to scale the next loss by.
+        loss: what the closure returned. Without a closure, what an ordinary ``step()`` returned,
+            usually ``None``.
+        found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not finite
+            after unscaling, or if :class:`ampopt.skip_when` skipped the step.
+        scale: the loss scale to use next.
     """
 
     loss: Any
@@ -41,44 +41,46 @@ class StepResult(NamedTuple):
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was left out. Synchronizes: the host waits for the device."""
-        # A static scale may have been told to apply an overflowed update all the same.
+        """Whether the update was skipped. Synchronizes: the host waits for the device."""
+        # StaticLossScale(drop_overflow_update=False) applies an overflowed update.
         skipped = drops(self.scale) and bool(self.found_inf > 0)
         if skipped and isinstance(self.scale, LossScale):
-            self.scale._warn_if_collapsed()  # the host has waited anyway
+            self.scale._warn_if_collapsed()  # reads the scale, for which nothing waits any more
         return skipped
 
     @property
     def overflowed(self) -> list[str]:
-        """The parameters whose gradients overflowed in this step, by name. Synchronizes.
+        """The names of the parameters whose gradients overflowed in this step. Synchronizes.
 
-        However late it is asked, and whatever was stepped since: the step has noted it on the
-        device. By the names that ``named_parameters()`` gave the optimizer, else by group and
-        position; and also those of a micro-batch that ``accumulate`` has left out, though the step
-        was taken. Empty if nothing overflowed, where the flag alone is known, as in a step after
-        ``scaler.unscale_`` of torch's scaler, and in a result that was copied or loaded.
+        It may be read at any time after the step, which has recorded the names on the device. They
+        are those that ``named_parameters()`` gave to the optimizer, else group and position.
+        Parameters that overflowed in a micro-batch that ``accumulate`` dropped are included, even
+        though the step was applied. The list is empty if nothing overflowed, if only the flag is
+        known, as in a step after ``scaler.unscale_`` of torch's scaler, and in a result that was
+        copied or loaded.
 
-        Where several ranks decide together, the names are those of parameters whose part on this
-        rank overflowed, and one entry behind them has the numbers of the other ranks that found an
-        overflow, as ``"rank 3"`` or ``"ranks 0-2, 5"``. No other rank need ask.
+        If ranks skip together, the names are those of parameters whose shard on this rank
+        overflowed. A last entry names the other ranks that found an overflow, as ``"rank 3"`` or
+        ``"ranks 0-2, 5"``. Reading it is not a collective call.
         """
         return overflowed(self.found_inf)
 
 
 class _Culprits(tuple[Found | FoundByRanks, ...]):
-    """What is behind a flag, which it holds on to."""
+    """What a flag was computed from: the overflows found per device and rank."""
 
     def __reduce__(self) -> Any:
-        # A copy or a file has the mark alone, as something that torch loads with weights_only=True.
+        # A copy or a file keeps only the mark that this is a flag, as an empty set, which
+        # torch.load(weights_only=True) accepts.
         return set, ()
 
 
 def as_flag(found_inf: Tensor, found: Sequence[Found | FoundByRanks] = ()) -> Tensor:
-    """``found_inf``, marked, for it is easily unpacked where the scale is meant to be.
+    """``found_inf``, marked as a flag, so that it is refused where a scale is expected.
 
     Args:
-        found_inf: to mark.
-        found: what it was made of.
+        found_inf: the flag, more than 0 for an overflow. It is marked in place.
+        found: what the flag was computed from, which has the names of parameters.
     """
     found_inf._culprits = _Culprits(found)  # type: ignore[attr-defined]
     return found_inf
@@ -90,19 +92,19 @@ def is_flag(tensor: Tensor) -> bool:
 
 
 def found_behind(found_inf: Any) -> tuple[Found | FoundByRanks, ...]:
-    """What a flag was made of; nothing of what is none, or a copy."""
+    """What a flag was computed from; empty for a tensor that is not a flag, or is a copy of one."""
     culprits = getattr(found_inf, "_culprits", ())
     return culprits if isinstance(culprits, _Culprits) else ()
 
 
 def overflowed(found_inf: Tensor) -> list[str]:
-    """The names of the parameters whose gradients made it; see :attr:`StepResult.overflowed`."""
-    # Not asked whether the step overflowed: a micro-batch that was left out may have.
+    """The names of the parameters whose gradients overflowed; see :attr:`StepResult.overflowed`."""
+    # Whatever the flag of the step is: a micro-batch that was dropped may have overflowed.
     names, ranks = [], set()
     for part in found_behind(found_inf):
         if isinstance(part, FoundByRanks):
             ranks.update(part.others())
         else:
             names += part.overflowed()
-    names = list(dict.fromkeys(names))  # several micro-batches may have found one
+    names = list(dict.fromkeys(names))  # one may have overflowed in several micro-batches
     return [*names, named_ranks(sorted(ranks))] if ranks else names

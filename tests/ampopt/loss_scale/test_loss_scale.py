@@ -525,7 +525,7 @@ class TestState:
             (
                 {"type": "StaticLossScale"},
                 ValueError,
-                "not the state of a DynamicLossScale: its entry 'type' is 'StaticLossScale'",
+                "its entry 'type' is 'Static",
             ),
             ({"type": None}, ValueError, "its entry 'type' is None"),
             ({"colour": 1}, ValueError, r"unknown: \['colour'\]"),
