@@ -115,7 +115,7 @@ class ElementwiseOptimizer(Optimizer):
     **Ranks.** Of a ``DTensor``, each rank steps its shard, to the same bits as one process would
     step the whole. Overflow and norm are all-reduced over all ranks of the meshes, in each control
     point that checks or clips: every rank has to make the call, with gradients or without. What is
-    replicated, also ordinary parameters beside DTensors, counts once in the norm.
+    replicated counts once in the norm, which includes ordinary parameters in a model of DTensors.
 
     **Overriding ``step``.** To refuse a step, for example in evaluation mode, override
     :meth:`check_step` and raise. A ``step`` of a subclass that calls this one may do anything else,

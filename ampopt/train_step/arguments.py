@@ -1,4 +1,4 @@
-"""The arguments of :class:`ampopt.TrainStep`: what they stand for, and what is refused."""
+"""Check the arguments of :class:`ampopt.TrainStep`, and divide batches into micro-batches."""
 
 import numbers
 from collections.abc import Callable, Iterator, Mapping
@@ -27,11 +27,12 @@ __all__ = [
 ]
 
 
-NOT_GIVEN: Any = object()
+NOT_GIVEN: Any = type("not_given", (), {"__repr__": lambda self: "<not given>"})()
+"""The default of arguments of which ``None`` is a value; ``help`` shows it by this repr."""
 
 
 def of_autocast(dtype: Any) -> Precision:
-    """The level that ``autocast=`` alone stands for."""
+    """The precision policy that the argument ``autocast`` alone stands for."""
     if dtype not in (torch.float16, torch.bfloat16, None, NOT_GIVEN):
         raise ValueError(f"autocast must be torch.float16, torch.bfloat16 or None, got {dtype!r}")
     dtype = torch.float16 if dtype is NOT_GIVEN else dtype
@@ -39,7 +40,18 @@ def of_autocast(dtype: Any) -> Precision:
 
 
 def check_overflow(then: Any, max_replays: Any, preserve_rng: bool, cuda_graph: bool) -> None:
-    """Refuse what does not go together of the arguments that say what an overflow does."""
+    """Refuse arguments about overflow that do not go together.
+
+    Args:
+        then: the argument ``on_overflow``.
+        max_replays: the argument of this name.
+        preserve_rng: the argument of this name.
+        cuda_graph: the argument of this name.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: ``then`` is unknown, or two arguments do not go together.
+    """
     if then not in ("skip", "replay", "next_batch"):
         raise ValueError(f"on_overflow must be 'skip', 'replay' or 'next_batch', got {then!r}")
     if max_replays is not None:
@@ -49,31 +61,33 @@ def check_overflow(then: Any, max_replays: Any, preserve_rng: bool, cuda_graph: 
                 "max_replays does not go with on_overflow='skip': leave one of them out"
             )
     if check_bool("preserve_rng", preserve_rng) and then != "replay":
-        raise ValueError("preserve_rng is for replays: give on_overflow='replay' too")
+        raise ValueError("preserve_rng is for replays: pass on_overflow='replay' too")
     if check_bool("cuda_graph", cuda_graph) and then != "skip":
         raise ValueError(
-            f"on_overflow={then!r} does not go with cuda_graph=True: the host has to look at each "
-            "step; leave one of them out"
+            f"on_overflow={then!r} does not go with cuda_graph=True: the host has to read the "
+            "overflow flag of each step; leave one of them out"
         )
 
 
 def check_masters(precision: Any, optimizer: Optimizer) -> None:
-    """Refuse an optimizer made without the masters that ``precision`` asks for."""
+    """Refuse an optimizer without the master weights that ``precision`` requires."""
     if not isinstance(precision, Precision):
         raise TypeError(f"precision must be an ampopt.Precision, got {type(precision).__name__}")
     if precision.master_weights and not all(
         group.get("master_weights") for group in optimizer.param_groups
     ):
         raise ValueError(
-            f"precision asks for master weights, and {type(optimizer).__name__} was made without: "
-            "give it **precision.optimizer_options"
+            f"precision requires master weights, and {type(optimizer).__name__} was made without: "
+            f"create it with {type(optimizer).__name__}(params, **precision.optimizer_options)"
         )
 
 
 def as_scale(scale: Any) -> LossScale | None:
-    """The scale that a caller gave."""
+    """The loss scale that the argument ``scale`` stands for."""
     if scale is NOT_GIVEN:
-        raise TypeError("TrainStep needs a loss scale, None for none of it, or precision=")
+        raise TypeError(
+            "TrainStep needs scale=, a loss scale or None to disable scaling, or precision="
+        )
     if scale is None or isinstance(scale, LossScale):
         return scale
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
@@ -85,14 +99,17 @@ def as_scale(scale: Any) -> LossScale | None:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what is no loss."""
+    """Refuse a loss that is not a tensor of one element."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(f"loss_fn must return a tensor of one element, got {got}")
 
 
 def parts(batch: Any, n: int) -> Iterator[Any]:
-    """The batch in ``n`` parts: its tensors along their first dimension, the rest in each."""
+    """Divide ``batch`` into ``n`` micro-batches: tensors by their first dimension.
+
+    0-d tensors and other objects are part of each.
+    """
     if n == 1:
         yield batch
         return
@@ -103,10 +120,10 @@ def parts(batch: Any, n: int) -> Iterator[Any]:
 
 
 def check_divisible(batch: Any, n: int) -> None:
-    """Refuse a batch that has no ``n`` parts of equal size.
+    """Refuse a batch that cannot be divided into ``n`` micro-batches of equal size.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the first dimension of a tensor is 0, or not a multiple of ``n``.
     """
     for leaf in pytree.tree_leaves(batch) if n > 1 else ():
         if _has_rows(leaf) and (len(leaf) % n or not len(leaf)):
@@ -117,7 +134,7 @@ def check_divisible(batch: Any, n: int) -> None:
 
 
 def outputs(model: Callable[..., Any], inputs: Any) -> Any:
-    """What the model makes of a tensor, or of a tuple or mapping of arguments."""
+    """Call the model with ``inputs``: a tensor, a tuple of arguments, or a mapping of them."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)

@@ -1,14 +1,13 @@
 """A training step as one CUDA graph: warmed up, captured, and replayed on other batches.
 
-A graph reads and writes fixed addresses, so all that goes from one step to the next is kept where
-the graph finds it::
+A graph reads and writes fixed addresses, so everything that steps pass on is kept in place::
 
     inputs                copied into buffers before each replay
     gradients             zeroed, not freed
-    scale, counters       the successor is written over them by the graph itself
-    hyperparameters       sent before a replay where they changed, or tensors on the device
-    parameters, state     must stay the tensors that they were; if not, all begins again
-    tables of addresses   kept by the optimizer, whatever it needs for other steps; see ``Uploads``
+    scale, counters       overwritten with the next ones by the graph itself
+    hyperparameters       sent before a replay if they changed, or tensors on the device
+    parameters, state     must stay the same tensors; if not, capturing starts over
+    tables of addresses   kept by the optimizer, even if other steps need others; see ``Uploads``
 
 Has not been run on a GPU yet.
 """
@@ -37,18 +36,18 @@ Body = Callable[[Any, Any, Callable[[], None]], StepResult]
 """``body(batch, scale, clear) -> result``: clears gradients, evaluates, and steps."""
 
 _WARM_STEPS = 3
-"""Uncaptured steps of one shape, after which libraries are set up and kernels compiled."""
+"""Steps without a graph for each shape, in which libraries initialize and kernels compile."""
 
 
 class Graphs(Protocol):
-    """How graphs are made on a device."""
+    """How graphs are made on a device. Tests have a stand-in for CUDA's."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Run on the stream where captures are made, between what was queued and what will be."""
+        """Run the block on the capture stream, ordered after earlier and before later work."""
         ...
 
     def capture(self) -> AbstractContextManager[Callable[[], None]]:
-        """Capture what is queued within, unexecuted; gives a function that replays it."""
+        """Capture the work queued in the block, without running it; yields the replay function."""
         ...
 
 
@@ -56,7 +55,7 @@ class CudaGraphs:
     """Graphs of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the stream for warming up and capturing."""
+        """Create the stream for warm-up and capture."""
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
@@ -75,26 +74,27 @@ class CudaGraphs:
         """See :class:`Graphs`. Synchronizes, as torch does before a capture."""
         with torch.cuda.device(self._device):
             graph = torch.cuda.CUDAGraph()
-            # The stream of the warm-up, where autograd expects the gradients to be added up. Calls
-            # that would break the capture are refused to this thread alone: others, as one that
-            # pins memory for a DataLoader, make them all the time.
+            # Use the stream of the warm-up, because autograd accumulates gradients on the stream
+            # where they were first made. "thread_local": calls that would break the capture raise
+            # in this thread only, as others, such as one that pins memory for a DataLoader, make
+            # such calls all the time.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 yield graph.replay
 
 
 @dataclass(frozen=True)
 class _Capture:
-    """A captured step, and all that must not be freed while it may be replayed.
+    """A captured step, and all tensors that must not be freed while it may be replayed.
 
     Attributes:
-        replay: runs it.
-        inputs: the tensors of the batch that it reads.
-        scale: that it reads, and writes the successor of.
-        result: that it writes.
-        norm: that it writes, if it clips.
-        decision: that it writes.
-        plan: what the optimizer worked on.
-        tensors: hyperparameters that it reads from the device.
+        replay: the function that runs the graph.
+        inputs: the tensors of the batch that the graph reads.
+        scale: the loss scale that the graph reads, and overwrites with the next one.
+        result: the result that the graph writes.
+        norm: the gradient norm that the graph writes; ``None`` if it does not clip.
+        decision: the overflow decision that the graph writes.
+        plan: the optimizer's plan, with the parameters and states of the step.
+        tensors: the hyperparameters that the graph reads from the device.
     """
 
     replay: Callable[[], None]
@@ -108,15 +108,15 @@ class _Capture:
 
 
 class Captured:
-    """Takes steps as ``body`` does, by a graph as soon as it can."""
+    """Runs steps like ``body``, by a CUDA graph as soon as there is one."""
 
     def __init__(self, optimizer: ElementwiseOptimizer, body: Body, graphs: Graphs) -> None:
-        """Begin without a graph.
+        """Start without a graph.
 
         Args:
-            optimizer: that ``body`` steps; see :func:`check_capturable`.
-            body: the step.
-            graphs: of the device.
+            optimizer: the optimizer that ``body`` steps; see :func:`check_capturable`.
+            body: the training step to capture.
+            graphs: how graphs are made on the device.
         """
         self._optimizer, self._body, self._graphs = optimizer, body, graphs
         self._gradients: list[tuple[Tensor, Tensor]] = []
@@ -126,16 +126,18 @@ class Captured:
         self._latest: Any = None  # the scale that is in the buffers of the capture
 
     def forget(self) -> None:
-        """Begin again."""
+        """Discard the graph, and start over with the warm-up."""
         self._gradients, self._capture, self._kind, self._warm = [], None, None, 0
 
     def step(self, batch: Any, scale: Any, mode: Any = None) -> StepResult:
-        """Take a step. Does not synchronize, but for the one that captures.
+        """Run one step. Synchronizes only when it captures.
 
         Args:
-            batch: tensors on the device, nested at will, and what is the same for all steps.
+            batch: a nested structure of tensors on the device, and of values that are equal in all
+                steps.
             scale: a loss scale or ``None``.
-            mode: what else a graph is captured for, besides shapes.
+            mode: a value for which a graph is captured separately, besides shapes; the training
+                mode.
 
         Raises:
             RuntimeError: the step cannot be captured.
@@ -203,7 +205,7 @@ class Captured:
         self._send_hyper(capture.plan)
         capture.replay()
         capture.plan.finish()
-        # The next replay writes over what this one has written.
+        # Return copies, because the next replay overwrites the tensors of this one.
         loss, found_inf, _ = capture.result
         self._latest = _copied(capture.scale)
         if capture.norm is not None:
@@ -234,10 +236,10 @@ class Captured:
             param.grad = grad
 
     def _holds(self) -> bool:
-        """Whether the optimizer still works on what it did in the last step."""
+        """Whether the optimizer still works on the tensors of the graph, or of the last step."""
         steps, capture = self._optimizer._ampopt.rule, self._capture
         plan = steps.plan
-        if plan is None or not plan.lasts:  # to be refused when it is captured
+        if plan is None or not plan.lasts:  # an error when it is captured; see _check
             return capture is None
         if capture is not None:
             tensors = self._hyper_tensors()
@@ -245,7 +247,7 @@ class Captured:
                 return False
             if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
                 return False
-        with torch.no_grad():  # as in a step: layouts are compared together with torch's modes
+        with torch.no_grad():  # as in a step, because a plan also depends on the grad mode
             return plan.renew(steps)
 
     def _hyper_tensors(self) -> list[Tensor]:
@@ -256,18 +258,18 @@ class Captured:
     def _check(self, plan: Plan | None) -> None:
         if plan is None or not plan.lasts:
             raise RuntimeError(
-                "cuda_graph=True: this step works on copies, or is torch's own, as that of sparse "
-                "gradients is, and no graph can replay it. Keep parameters real, and gradients "
-                "dense and laid out as their parameters are, or leave cuda_graph out"
+                "cuda_graph=True: this step works on copies, or is torch's own, as with sparse "
+                "gradients, so no graph can replay it. Use real parameters, and dense gradients "
+                "with the strides of their parameters, or leave cuda_graph out"
             )
         if not plan.works:
             raise RuntimeError(
-                "cuda_graph=True: no parameter of the optimizer has a gradient; give the optimizer "
-                "the parameters of the model"
+                "cuda_graph=True: no parameter of the optimizer has a gradient; create the "
+                "optimizer with the parameters of the model"
             )
         if len(plan.works) > 1:
             raise RuntimeError(
-                "cuda_graph=True: the parameters are on several devices, and a graph is of one; "
+                "cuda_graph=True: the parameters are on several devices, but a graph runs on one; "
                 "leave cuda_graph out"
             )
         if getattr(self._optimizer, PRE_HOOKS):
@@ -278,17 +280,17 @@ class Captured:
 
 
 def check_capturable(model: Any, optimizer: Any) -> None:
-    """Refuse what no graph can capture.
+    """Refuse a model or optimizer whose step cannot be captured.
 
     Raises:
-        TypeError: the optimizer's step is not a rule; the model is one of many ranks, under
-            ``DistributedDataParallel``, or has such a module in it.
+        TypeError: the optimizer does not step by a rule; the model is, or contains, a
+            ``DistributedDataParallel``.
     """
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         raise TypeError(
-            "cuda_graph=True: the model is under DistributedDataParallel, which arranges its "
-            "communication anew during its first eleven backward passes, and must be made and "
+            "cuda_graph=True: the model is under DistributedDataParallel, which rearranges its "
+            "communication during its first eleven backward passes, and must be created and "
             "warmed up on the stream where it is captured; leave cuda_graph out"
         )
     if (
@@ -298,16 +300,16 @@ def check_capturable(model: Any, optimizer: Any) -> None:
     ):
         raise TypeError(
             "cuda_graph=True needs an optimizer whose step is a rule, an ElementwiseOptimizer "
-            f"without a step of its own, got {type(optimizer).__name__}, whose step may look at "
+            f"without a step of its own, got {type(optimizer).__name__}, whose step may depend on "
             "the host's memory; leave cuda_graph out"
         )
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
-    """How graphs are made on ``device``; ``None`` where there are none.
+    """How graphs are made on ``device``; ``None`` if the device has no graphs.
 
     Raises:
-        RuntimeError: there are, but another backend than Triton's steps there.
+        RuntimeError: the device has graphs, but does not run the triton backend.
     """
     if device.type != "cuda":
         return None
@@ -320,13 +322,13 @@ def _backend(device: torch.device) -> Any:
     if backend.name != "triton":
         raise RuntimeError(
             f"cuda_graph=True needs the triton backend on {device}, got {backend.name}, which "
-            "would capture hyperparameters as they are; install Triton and set_backend('auto')"
+            "would capture the present hyperparameters; install Triton and set_backend('auto')"
         )
     return backend
 
 
 def _copied(scale: Any) -> Any:
-    """A dynamic scale with tensors of its own; any other, which no step changes, itself."""
+    """A dynamic scale with tensors of its own; any other scale, which no step changes, itself."""
     if scale is None or scale._counters is None:
         return scale
     return scale._successor(scale._value.clone(), scale._counters.clone())
@@ -338,7 +340,7 @@ def _kind(leaf: Any) -> Any:
 
 @contextmanager
 def _without_step_hooks(optimizer: ElementwiseOptimizer) -> Iterator[None]:
-    """A capture is no step; replays are, and run the hooks."""
+    """Disable step hooks: a capture runs no step. They run after each replay."""
     hooks = getattr(optimizer, POST_HOOKS)
     setattr(optimizer, POST_HOOKS, OrderedDict())
     try:

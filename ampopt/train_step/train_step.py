@@ -1,4 +1,4 @@
-"""A whole training step as one call: forward, backward, accumulation, clipping and the step."""
+"""A training step as one call: forward, backward, accumulation, clipping and optimizer step."""
 
 import copy
 import functools
@@ -35,9 +35,9 @@ __all__ = ["TrainStep"]
 
 
 class TrainStep:
-    """One object that takes training steps: call it with a batch.
+    """A whole training step in one object: call it with a batch.
 
-    A call ``step(inputs, *targets)`` does what this loop does, and gives bitwise what it gives::
+    A call ``step(inputs, *targets)`` does what this loop does, with bitwise the same results::
 
         optimizer.zero_grad()
         for inputs, *targets in micro-batches of the batch:
@@ -47,42 +47,50 @@ class TrainStep:
         result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
         scale = result.scale
 
-    Inputs that are a tuple are passed as ``model(*inputs)``, a mapping as ``model(**inputs)``. What
-    is in a batch may be nested. Its tensors are brought to the device of the optimizer's
-    parameters, which does not wait on CUDA and XPU, and is cheaper from pinned memory; and divided
-    along their first dimension into micro-batches of equal size. What is no tensor, or has no
-    dimension, goes into every micro-batch. So ``loss_fn`` averages over a micro-batch.
+    Inputs that are a tuple are passed as ``model(*inputs)``, a mapping as ``model(**inputs)``. A
+    batch may be a nested structure. Its tensors are copied to the device of the optimizer's
+    parameters, on CUDA and XPU without synchronization, and faster from pinned memory.
 
-    **On overflow** the step is skipped; or, with ``on_overflow="replay"``, the same batch is run
-    again under the next smaller scale, until its gradients are finite; or, with ``"next_batch"``,
-    the next batch is. Then the step is called with an iterator of batches, each a tuple or list
-    ``(inputs, *targets)``, of which it takes one, or as many more as overflow.
+    With ``micro_batches=n``, the tensors are divided along their first dimension into ``n`` parts
+    of equal size. 0-d tensors and other objects are passed to every micro-batch. ``loss_fn`` must
+    return the *mean* over its micro-batch, because the losses are divided by ``n`` and added.
 
-    **Parts of one's own.** ``on_gradients`` sees the unscaled gradients before each step. A
-    subclass may override :meth:`forward`, :meth:`backward` and :meth:`update`, which the loop calls
-    in this order. This one adds micro-batches up in float32, whatever the model's dtype; it is not
-    captured as a graph::
+    **On overflow** the step is skipped. With ``on_overflow="replay"`` the same batch is run again,
+    each time under a smaller scale, until its gradients are finite. With
+    ``on_overflow="next_batch"``, call ``step(iterator)`` with an iterator of batches, such as
+    ``iter(loader)``, each a tuple or list ``(inputs, *targets)``. The call takes batches from it
+    until one does not overflow, at most ``max_replays + 1``.
+
+    **Customization.** ``on_gradients`` is called before each step, with unscaled gradients. A
+    subclass may override :meth:`forward`, :meth:`backward` and :meth:`update`, which are called in
+    this order. For example, this subclass adds up micro-batches in float32, whatever the dtype of
+    the model. It runs without a CUDA graph, even with ``cuda_graph=True``::
 
         class Accumulating(ampopt.TrainStep):
             def backward(self, loss, scale):
                 super().backward(loss, scale)
                 self.optimizer.accumulate(grads_scaled_by=scale)
 
-    **CUDA graphs.** ``cuda_graph=True`` captures all of it as one graph, with skips, scale, step
-    counts, clipping and dropout. The first three calls with a shape of batch warm up; the fourth
-    captures, which waits for the device once, and from then on calls replay. All of them are
-    steps. Learning rates and other numbers in the param groups may change at any time; a tensor on
-    the device may be written to. A batch of another shape is a step without the graph. If
-    parameters, state or flags become others, as by ``load_state_dict``, or the model goes from
-    training to evaluation or back, capturing begins again. Other threads, as those of a
-    ``DataLoader`` that pins memory, may go on meanwhile. What model and loss function do in
-    Python is done while warming up and capturing only, and must not look at a tensor. Step
-    post-hooks run after each replay, pre-hooks are refused. Gradients stay where they are, in
-    ``p.grad``. On the CPU, and on other devices without graphs, nothing is captured, with the same
-    results. Capturing is tested with a stand-in on the CPU; it has not been run on a GPU yet.
+    **CUDA graphs.** ``cuda_graph=True`` captures the whole step as one graph, including skips, the
+    scale, step counts, clipping and dropout. It is tested with a stand-in on the CPU, and has not
+    been run on a GPU yet. Every call trains:
 
-    **Synchronization.** None, but for the capture, replays and next batches, and what
-    :attr:`ampopt.Optimizer.skip_by` says of optimizers that are not rules.
+    - The first three calls with batches of one shape warm up. The fourth captures, which
+      synchronizes once. Later calls replay the graph.
+    - A batch of another shape is stepped without the graph. Capturing starts over if parameters,
+      state or flags become other tensors or values, as by ``load_state_dict``, or if the model
+      changes between training and evaluation.
+    - Learning rates and other numbers in the param groups may change at any time. If they are
+      tensors on the device, write to them.
+    - Python code of the model and of ``loss_fn`` runs only during warm-up and capture, and must not
+      read a tensor. Step post-hooks run after each replay; pre-hooks are an error. ``p.grad`` keeps
+      the gradients.
+    - Other threads, such as one that pins memory for a ``DataLoader``, may run during the capture.
+    - On the CPU and other devices without graphs the argument has no effect.
+
+    **Synchronization.** A call synchronizes if it captures a graph, with ``on_overflow="replay"``
+    or ``"next_batch"``, and if the optimizer's ``unscale_and_step`` does: see
+    :class:`ampopt.Optimizer`. A replay of the graph does not.
 
     Example:
         >>> model = torch.nn.Linear(4, 1)
@@ -91,8 +99,8 @@ class TrainStep:
         >>> loss, found_inf, scale = step(torch.ones(8, 4), torch.ones(8, 1))
 
     Attributes:
-        model: that is trained.
-        optimizer: that steps.
+        model: the model that is trained.
+        optimizer: the optimizer that steps.
     """
 
     def __init__(
@@ -112,33 +120,37 @@ class TrainStep:
         preserve_rng: bool = False,
         cuda_graph: bool = False,
     ) -> None:
-        """Prepare the step. Nothing is run yet.
+        """Check the arguments. Nothing is run yet.
 
         Args:
-            model: called with the inputs.
-            loss_fn: ``loss_fn(outputs, *targets)``, a mean over the batch: a tensor of one element.
-            optimizer: an :class:`ampopt.Optimizer`, of the model's parameters.
-            scale: a loss scale to begin with, ``None`` for no scaling and no check, or a number,
-                which stands for :class:`ampopt.StaticLossScale`. Left out, it is
-                ``precision.loss_scale()``.
-            precision: a level; ``precision.prepare(model)`` is for the caller to call, and the
-                optimizer is made with ``**precision.optimizer_options``.
-            autocast: without ``precision``, the dtype of ``torch.autocast``, ``torch.float16``,
-                if left out, or ``torch.bfloat16``; ``None`` for none of it.
-            micro_batches: how many parts a batch is run in, one after another.
+            model: a module or function that is called with the inputs.
+            loss_fn: ``loss_fn(outputs, *targets)``: returns the mean loss over a micro-batch, a
+                tensor of one element.
+            optimizer: an :class:`ampopt.Optimizer` of the model's parameters.
+            scale: the first loss scale: a :class:`ampopt.LossScale`; a number, which stands for
+                :class:`ampopt.StaticLossScale`; or ``None`` for no scaling and no check. Required,
+                unless ``precision`` is given; then its default is ``precision.loss_scale()``.
+            precision: a precision policy. Call ``precision.prepare(model)`` before, and create the
+                optimizer with ``**precision.optimizer_options``.
+            autocast: without ``precision``, the dtype for ``torch.autocast``: ``torch.float16``
+                (the default, also on the CPU) or ``torch.bfloat16``; ``None`` for no autocast.
+            micro_batches: the number of parts that a batch is divided into and run in, one by one.
             max_norm: see :meth:`ampopt.Optimizer.unscale_and_step`.
-            on_gradients: called with the optimizer before each step, skipped ones too; gradients of
-                ``optimizer.master_params()`` are unscaled then, to be changed in place.
-            on_overflow: see the class; ``"skip"``, or ``"replay"`` if ``max_replays`` is given.
-            max_replays: how often a step tries again at most, 100 times if left out. See
+            on_gradients: a function that is called with the optimizer before each step, also one
+                that will be skipped. The gradients of ``optimizer.master_params()`` are unscaled
+                then, and may be changed in place.
+            on_overflow: ``"skip"``, ``"replay"`` or ``"next_batch"``; see the class. The default is
+                ``"skip"``, or ``"replay"`` if ``max_replays`` is given.
+            max_replays: how many times a step is tried again at most; by default 100. See
                 :meth:`ampopt.Optimizer.unscale_and_step`.
-            preserve_rng: replay with the same random state.
-            cuda_graph: capture the step, where there are graphs. Needs an optimizer that is a rule,
-                and a model that is not under ``DistributedDataParallel``.
+            preserve_rng: whether replays start from the same random state.
+            cuda_graph: whether to capture the step as a CUDA graph; not yet run on a GPU, see the
+                class. The optimizer must be rule-based, and the model not under
+                ``DistributedDataParallel``.
 
         Raises:
-            TypeError: an argument is of the wrong type, or model or optimizer cannot be captured,
-                or the optimizer needs ``on_overflow="replay"``.
+            TypeError: an argument is of the wrong type; the model or the optimizer cannot be
+                captured; the optimizer needs ``on_overflow="replay"``.
             ValueError: an argument is out of range, or two of them do not go together.
         """
         called = {"model": model, "loss_fn": loss_fn}
@@ -156,7 +168,7 @@ class TrainStep:
         if precision is None:
             precision = of_autocast(autocast)
         elif autocast is not NOT_GIVEN:
-            raise ValueError("precision says what autocast does: leave autocast= out")
+            raise ValueError("precision has the dtype of autocast: leave autocast= out")
         else:
             check_masters(precision, optimizer)
             scale = precision.loss_scale() if scale is NOT_GIVEN else scale
@@ -172,8 +184,8 @@ class TrainStep:
         check_overflow(on_overflow, max_replays, preserve_rng, cuda_graph)
         if optimizer._ampopt.needs_closure and on_overflow != "replay":
             raise TypeError(
-                f"{type(optimizer).__name__} evaluates the loss itself: give "
-                'on_overflow="replay", which hands it the evaluation as a closure'
+                f"{type(optimizer).__name__} evaluates the loss itself: pass "
+                'on_overflow="replay", which passes it the evaluation as a closure'
             )
         if cuda_graph:
             cuda_graphs.check_capturable(model, optimizer)
@@ -192,22 +204,23 @@ class TrainStep:
         return self._scale
 
     def __call__(self, inputs: Any, *targets: Any) -> StepResult:
-        """Take one step. Does not synchronize, but for what the class says.
+        """Run one training step. For synchronization, see the class.
 
         Args:
-            inputs: what the model takes; with ``on_overflow="next_batch"``, an iterator of batches,
-                and nothing else. What ``next`` raises at its end goes through.
-            targets: what the loss function takes besides the outputs.
+            inputs: the inputs of the model; with ``on_overflow="next_batch"``, an iterator of
+                batches, and nothing else. ``StopIteration`` at its end is not caught.
+            targets: the arguments of the loss function after the outputs.
 
         Returns:
-            ``StepResult(loss, found_inf, scale)``: the mean loss, detached; the flag, float32 and
-            0-d, more than 0 for overflow; and the scale of the next step. With ``max_norm``, the
-            norm before clipping is ``optimizer.grad_norm``. All are on the device and new tensors.
+            ``StepResult(loss, found_inf, scale)``: the mean loss, detached; the overflow flag,
+            float32 and 0-d, more than 0 after an overflow; and the scale of the next step. They are
+            new tensors on the device. With ``max_norm``, the norm before clipping is
+            ``optimizer.grad_norm``.
 
         Raises:
-            NonFiniteGradientError: replays, or further batches, did not help; see
+            NonFiniteGradientError: the gradients still overflowed in the last replay or batch; see
                 :meth:`ampopt.Optimizer.unscale_and_step`.
-            RuntimeError: the step cannot be captured; the scale was stepped with before.
+            RuntimeError: the step cannot be captured; an earlier step has used the scale.
             TypeError: ``loss_fn`` did not return a tensor of one element.
             ValueError: the batch cannot be divided into micro-batches of equal size.
         """
@@ -216,20 +229,23 @@ class TrainStep:
         return self._step((inputs, *targets))
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and the scale's; the model's is the model's. Synchronizes."""
+        """The states of the optimizer and of the scale, without the model. Synchronizes."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "scale": None if self._scale is None else self._scale.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what was saved. Load the model's parameters, too.
+        """Load the states of the optimizer and of the scale. Load the model separately.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
 
         Raises:
-            TypeError: ``state_dict`` is no dict.
-            ValueError: it is not of such a step, or one has a scale and the other has not, or it
-                does not fit the optimizer. Nothing has changed then, nor where the optimizer's
-                ``load_state_dict`` raises something else.
+            TypeError: ``state_dict`` is not a mapping.
+            ValueError: ``state_dict`` is not of a ``TrainStep``; only one of it and this step has a
+                scale; or it does not fit the optimizer. Nothing has changed then, nor after another
+                error of the optimizer's ``load_state_dict``.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
@@ -250,24 +266,30 @@ class TrainStep:
         if self._captured is not None:
             self._captured.forget()
 
-    # --- the parts, to be overridden ---------------------------------------------------------
+    # --- methods that a subclass may override -------------------------------------------------
 
     def forward(self, inputs: Any, *targets: Any) -> Tensor:
-        """The loss of the micro-batch ``(inputs, *targets)``, of one element; under autocast."""
+        """The loss of the micro-batch ``(inputs, *targets)``, one element. Runs under autocast."""
         return self._loss_fn(outputs(self.model, inputs), *targets)
 
     def backward(self, loss: Tensor, scale: LossScale | None) -> None:
-        """Add the gradients of ``loss``, a micro-batch's part of the batch's, times ``scale``."""
+        """Backpropagate ``loss * scale``.
+
+        Args:
+            loss: the loss of a micro-batch, divided by the number of micro-batches.
+            scale: the loss scale, or ``None``.
+        """
         scale_outputs(loss, scale).backward()
 
     def update(
         self, scale: LossScale | None, closure: Callable[[Any], Any] | None = None
     ) -> StepResult:
-        """Unscale the gradients that are there, call ``on_gradients``, and step or skip.
+        """Unscale the gradients, call ``on_gradients``, and step or skip.
 
         Args:
-            scale: that the gradients carry.
-            closure: with ``on_overflow="replay"``, what makes the gradients, from a scale.
+            scale: the scale of the gradients in ``p.grad``.
+            closure: with ``on_overflow="replay"``, a function ``closure(scale) -> loss`` that
+                computes the gradients under the scale that it is passed.
         """
         optimizer = self.optimizer
         replays: dict[str, Any] = {}
@@ -286,7 +308,7 @@ class TrainStep:
 
         return optimizer.step_after_unscale(evaluate, current_grad_scale=scale, **replays)
 
-    # --- what calls them -----------------------------------------------------------------------
+    # --- the loop ------------------------------------------------------------------------------
 
     def _step(self, batch: Any) -> StepResult:
         device = self.optimizer._ampopt.home
@@ -301,7 +323,7 @@ class TrainStep:
         return result
 
     def _first_finite(self, batches: Any, rest: Any) -> StepResult:
-        """A step of the first of ``batches`` that does not overflow."""
+        """Step with the first of ``batches`` that does not overflow."""
         if rest or not isinstance(batches, Iterator):
             raise TypeError(
                 'on_overflow="next_batch" takes an iterator of batches, such as iter(loader), and '
@@ -330,7 +352,7 @@ class TrainStep:
         return StepResult(loss, result.found_inf, result.scale)
 
     def _evaluate(self, batch: Any, clear: Callable[[], None], scale: Any) -> Tensor:
-        """Leave the batch's gradients, scaled, and return its loss."""
+        """Compute the scaled gradients of the whole batch, and return its loss."""
         clear()
         losses, n = [], self._micro_batches
         for inputs, *targets in parts(batch, n):
@@ -350,7 +372,7 @@ class TrainStep:
         return unscaled
 
     def _capturing_on(self, device: torch.device) -> cuda_graphs.Captured | None:
-        if not self._cuda_graph or is_looking():  # a replayed graph calls no module
+        if not self._cuda_graph or is_looking():  # first_nonfinite hooks modules; replays call none
             return None
         if self._captured is None:
             graphs = cuda_graphs.graphs_on(device)
@@ -361,6 +383,6 @@ class TrainStep:
         if torch.is_autocast_enabled(device.type):
             raise RuntimeError(
                 "cuda_graph=True: called under torch.autocast, whose cache of cast weights a graph "
-                "would share; call the step outside of it, it has its own (autocast=)"
+                "would share; call the step outside of it, and use its argument autocast="
             )
         return self._captured

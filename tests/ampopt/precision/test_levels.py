@@ -124,14 +124,18 @@ def test_what_does_not_go_together_in_a_step():
     p = Precision.like("O2")
     model = p.prepare(network())
     without = ampopt.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"SGD was made without: give it \*\*precision\.optim"):
+    with pytest.raises(
+        ValueError, match=r"SGD was made without: create it with SGD\(params, \*\*precision\.optim"
+    ):
         ampopt.TrainStep(model, loss_fn, without, precision=p)
     optimizer = ampopt.SGD(model.parameters(), lr=0.1, master_weights=True)
     with pytest.raises(ValueError, match="leave autocast= out"):
         ampopt.TrainStep(model, loss_fn, optimizer, precision=p, autocast=F16)
     with pytest.raises(TypeError, match="precision must be an ampopt.Precision, got str"):
         ampopt.TrainStep(model, loss_fn, optimizer, precision="O2")  # pyright: ignore
-    with pytest.raises(TypeError, match="needs a loss scale, None for none of it, or precision="):
+    with pytest.raises(
+        TypeError, match="needs scale=, a loss scale or None to disable scaling, or precision="
+    ):
         ampopt.TrainStep(model, loss_fn, optimizer)
 
 
