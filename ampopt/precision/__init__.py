@@ -1,1 +1,1 @@
-"""What runs in which dtype: what torch lacks of it, as three small pieces."""
+"""Which modules and operators run in which dtype, in addition to ``torch.autocast``."""

@@ -1,4 +1,4 @@
-"""``torch.autocast``, with operators added by name to what runs in low precision or in float32."""
+"""``torch.autocast``, with operators added by name to its half-precision and float32 lists."""
 
 import contextlib
 import difflib
@@ -21,31 +21,32 @@ _CAST = (torch.float16, torch.bfloat16, torch.float32)
 class autocast:
     """``torch.autocast``, with operators added to its lists by name.
 
-    A name means the function wherever it lives: ``"softmax"`` is ``torch.softmax``,
-    ``torch.nn.functional.softmax`` and ``Tensor.softmax``; ``"matmul"`` is ``@`` too. One inside of
-    another adds its lists to those around it, and its own say wins. ``enabled=False``, of this or
-    of a ``torch.autocast`` inside, turns the lists off. It is a decorator, too, and may be entered
-    again. Tensors in float64, integers, and tensors on other devices stay as they are, and so do
-    calls with ``out=`` or ``inplace=True``, as under ``torch.autocast``.
+    A name stands for all functions of that name: ``"softmax"`` for ``torch.softmax``,
+    ``torch.nn.functional.softmax`` and ``Tensor.softmax``; ``"matmul"`` also for ``@``. Contexts
+    nest: the lists of an outer one stay on inside, and for an operator that both list, the inner
+    list takes precedence. ``enabled=False``, of this or of a ``torch.autocast`` inside, turns all
+    lists off. The object can be used as a decorator, and be entered several times. As under
+    ``torch.autocast``, tensors in float64, integers, tensors on other devices, and calls with
+    ``out=`` or ``inplace=True`` are not cast.
 
-    Under ``torch.compile`` the lists are part of the graph: enter it around the compiled function,
-    or make it inside. To run a part again in the backward pass, tell checkpointing::
+    **torch.compile.** The lists become part of the graph. Enter the context around the compiled
+    function, or create it inside.
+
+    **Checkpointing** runs a part of the model again in the backward pass. Pass the lists to it::
 
         checkpoint(block, x, use_reentrant=False, context_fn=ampopt.autocast.context_fn)
 
-    Without that, torch runs the part without the lists, and raises as its results have another
-    dtype; with ``use_reentrant=True``, which takes no ``context_fn``, it does not even raise. A
-    part that enters it by itself needs nothing, nor do compiled functions.
+    Without ``context_fn``, torch recomputes the part without the lists, and raises an error because
+    its results have another dtype. ``use_reentrant=True`` takes no ``context_fn``: it silently
+    recomputes in other dtypes, so that gradients differ. A part that enters the context itself
+    needs no ``context_fn``, nor do compiled functions.
 
-    **Where names do not reach.** What an operator does in C++ is not seen: for the product inside
-    of ``torch.einsum``, name ``"einsum"``. Functions of ``torch.nn.functional`` that are written in
-    Python are seen into, so that ``"linear"`` is found in ``torch.nn.MultiheadAttention``.
+    **Limits of names.** Operators that run inside others in C++ are not found: for the product in
+    ``torch.einsum``, list ``"einsum"``. Functions of ``torch.nn.functional`` that are written in
+    Python are searched, so that ``"linear"`` is found in ``torch.nn.MultiheadAttention``.
 
-    **Cost**, of the host, besides the casts, measured against ``torch.autocast`` (torch 2.13.0,
-    Python 3.11, an x86-64 server): where lists are on, 1.7 µs more for an operator that is not
-    listed, 9.0 for a function of ``torch.nn.functional`` in Python, 9.0 for one that is listed.
-    Without lists, and in compiled code, nothing. ``python -m ampopt.bench --autocast`` measures it
-    where you are.
+    **Cost.** While lists are on, the host does more for each operator; ``python -m ampopt.bench
+    --autocast`` measures how much. Without lists, and in compiled code, there is no such cost.
 
     Does not synchronize.
 
@@ -68,17 +69,19 @@ class autocast:
         """Check the lists. Nothing is entered yet.
 
         Args:
-            device_type: as ``torch.autocast``'s, ``"cuda"`` or ``"cpu"`` for instance.
-            dtype: as ``torch.autocast``'s, ``torch.float16`` or ``torch.bfloat16``.
+            device_type: the device type, as for ``torch.autocast``: ``"cuda"`` or ``"cpu"``, for
+                instance.
+            dtype: the low dtype, as for ``torch.autocast``: ``torch.float16`` or
+                ``torch.bfloat16``.
             allow: names of operators to run in ``dtype``.
             deny: names of operators to run in float32.
-            enabled: ``False`` turns autocast off inside, and all lists with it.
-            cache_enabled: as ``torch.autocast``'s.
+            enabled: whether autocast is on inside; ``False`` turns all lists off, too.
+            cache_enabled: whether casts of weights are cached, as for ``torch.autocast``.
 
         Raises:
             TypeError: a list is not a collection of names.
-            ValueError: a name is in both lists, or no operator has it, or it writes to what it is
-                given.
+            ValueError: a name is in both lists, is not that of an operator, or is that of an
+                operator that writes to its arguments.
         """
         allow, deny = as_tuple("allow", allow), as_tuple("deny", deny)
         _check_names(allow, deny)
@@ -88,23 +91,23 @@ class autocast:
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> "autocast":
-        """Turn it on."""
+        """Turn autocast and the lists on."""
         self._entered.append(self._context())
         self._entered[-1].__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """Turn back to what was on before."""
+        """Restore what was on before."""
         self._entered.pop().__exit__(*exc)
 
     @staticmethod
     def context_fn() -> tuple[Any, Any]:
-        """For ``torch.utils.checkpoint``, to recompute under the lists that are on now."""
-        # torch's checkpointing, which restores torch.autocast itself, reads the stack so, too.
+        """The contexts for ``torch.utils.checkpoint``, to recompute under the present lists."""
+        # Checkpointing restores torch.autocast itself; only the lists are missing.
         return contextlib.nullcontext(), _Again(m for m in function_modes() if type(m) is _Lists)
 
     def __call__(self, function: Any) -> Any:
-        """``function``, with this around each of its calls, which may overlap."""
+        """``function``, with this context around each of its calls, which may overlap."""
         return self._context()(function)
 
     @contextlib.contextmanager
@@ -114,9 +117,9 @@ class autocast:
 
 
 class _Lists(TorchFunctionMode):
-    """While autocast is on, runs the listed operators in a dtype of their own.
+    """While autocast is on, runs the listed operators in the dtype of their list.
 
-    They run with autocast off, so that neither torch's lists nor those around have a say.
+    They run with autocast off, so that neither torch's lists nor those of outer contexts apply.
     """
 
     def __init__(self, device_type: str, low: Mapping[str, bool]) -> None:
@@ -145,7 +148,7 @@ class _Lists(TorchFunctionMode):
 
 
 class _Again(list[_Lists]):
-    """Puts lists on again; more than once, as a graph may be gone through more than once."""
+    """Enters lists again, any number of times: a graph may be traversed more than once."""
 
     def __enter__(self) -> None:
         for one in self:
@@ -156,7 +159,7 @@ class _Again(list[_Lists]):
             one.__exit__(*exc)
 
 
-# Dynamo cannot trace the super() in the method of Tensor.
+# Tensor.unflatten calls super(), which Dynamo cannot trace, so torch.unflatten replaces it.
 _BODIES = {**functional_bodies(), Tensor.unflatten: torch.unflatten}
 
 
@@ -174,11 +177,11 @@ def _check_names(allow: tuple[str, ...], deny: tuple[str, ...]) -> None:
     for name in (*allow, *deny):
         if name in allow and name in deny:
             raise ValueError(f"{name!r} is in both allow and deny: leave it in one of them")
-        # Norms keep running statistics in tensors that they are given, which cannot be copies.
+        # Norms update running statistics in their arguments; a cast copy would lose the update.
         if name in ("batch_norm", "instance_norm") or name.endswith("_"):
             raise ValueError(
-                f"{name!r} writes to tensors that it is given, so they cannot be cast: choose the "
-                "dtype of the module with ampopt.cast(keep=...) or ampopt.run_in"
+                f"{name!r} writes to its arguments, so they cannot be cast: choose the dtype of "
+                "the module with ampopt.cast(keep=...) or ampopt.run_in"
             )
         if name not in _known():
             near = difflib.get_close_matches(name, sorted(_known()), n=5)

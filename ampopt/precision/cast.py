@@ -1,4 +1,4 @@
-"""Modules in a dtype: a model with its norms kept in float32, and one that computes in its own."""
+"""Convert modules to a dtype: a model with its norms in float32, or one module inside a model."""
 
 import fnmatch
 from collections.abc import Collection, Iterator
@@ -15,7 +15,7 @@ __all__ = ["NORMS", "Model", "as_tuple", "cast", "check_dtypes", "run_in"]
 
 # NormBase stands for BatchNorm*, SyncBatchNorm and InstanceNorm*.
 NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
-"""The normalizations of torch, by type: what ``cast`` keeps in float32 unless told otherwise."""
+"""The normalization modules of torch: the default of ``keep``, which stay in float32."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Model = TypeVar("Model", bound=nn.Module)
@@ -27,35 +27,34 @@ def cast(
     keep: Collection[Any] = NORMS,
     outputs: torch.dtype | None = None,
 ) -> Model:
-    """Have a model's parameters, buffers and inputs in ``dtype``, and some modules in float32.
+    """Convert a model to ``dtype``, in place, and keep some of its modules in float32.
 
-    The model is changed in place: parameters stay the same objects, state-dict keys and tied
-    weights what they are, and copies, pickles and compiled versions behave as it does. Casting
-    again, to the same or to another dtype, replaces what was said before.
+    Parameters and buffers are converted, and forward hooks are installed that cast the inputs.
+    Parameters stay the same objects, with the same state-dict keys and ties; copies, pickles and
+    compiled versions of the model behave like it. A second call, with any dtype, replaces the
+    first; one with float32 removes the hooks. Does not synchronize.
 
-    Forward hooks cast what modules are given and what they return, so a kept module has to be
-    called: one whose parent uses its weights directly, as the ``out_proj`` of
-    ``nn.MultiheadAttention``, cannot be kept alone. ``fully_shard`` wants one dtype in a group:
-    apply it to the kept modules first.
+    The hooks cast what modules receive and return, so a kept module must be called as a module: one
+    whose weights are used by its parent, such as the ``out_proj`` of ``nn.MultiheadAttention``,
+    cannot be kept alone. ``fully_shard`` requires one dtype in a group: apply it to the kept
+    modules first.
 
     Args:
         model: any module.
-        dtype: ``torch.float16`` or ``torch.bfloat16``; ``torch.float32`` undoes.
-        keep: types of modules, names with wildcards as in ``model.named_modules()``, or modules.
-            They stay in float32 with all that is in them, and are fed float32; what they return
-            goes back to ``dtype``.
-        outputs: the dtype of what the model returns; ``None`` for what comes out.
+        dtype: ``torch.float16`` or ``torch.bfloat16``, or ``torch.float32`` to convert back.
+        keep: the modules that stay in float32, with all modules in them: types, names as in
+            ``model.named_modules()`` (with wildcards), or modules. Their inputs are cast to
+            float32, their results to ``dtype``.
+        outputs: the dtype to cast the results of the model to; ``None`` for no cast.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: ``model`` is no module, or ``keep`` no list of those.
-        ValueError: a kept name or module is not in the model, a dtype is none, or a tensor cannot
-            be cast: it is quantized, sparse or not initialized, or tied to one that stays in
-            float32. Nothing has changed then.
-
-    Does not synchronize.
+        TypeError: ``model`` is not a module, or ``keep`` not a list of types, names and modules.
+        ValueError: a kept name or module is not in the model; ``dtype`` or ``outputs`` is not a
+            floating-point dtype; or a tensor cannot be cast, because it is quantized, sparse or not
+            initialized, or tied to one that stays in float32. Nothing has changed then.
     """
     check_dtypes(dtype=dtype, outputs=dtype if outputs is None else outputs)
     kept, wanted = _plan(model, dtype, keep)
@@ -73,29 +72,27 @@ def cast(
 
 
 def run_in(module: Model, dtype: torch.dtype) -> Model:
-    """Have one module compute in a dtype of its own, whatever is around it.
+    """Make one module compute in ``dtype``, whatever the dtype of the model around it.
 
-    Its inputs are cast, and its parameters where they are used; they stay what they are. Autocast
-    is off inside, and the result has that dtype. What :func:`cast` keeps in float32 in there is
-    stored so, but computes as the rest; a module inside may have a dtype of its own. MindSpore
-    calls this ``to_float``, Paddle a black variable name, apex ``float_function``. Saying it again
-    replaces what was said before.
+    Inputs are cast to ``dtype``, and so are parameters for each forward pass; stored parameters do
+    not change. Autocast is off inside, and the result has ``dtype``. For modules inside that
+    :func:`cast` keeps in float32, ``keep`` then affects storage only; but a module inside may have
+    its own ``run_in``. A second call replaces the first. Does not synchronize.
 
-    What a hook makes of parameters before the module runs is not cast: use
+    Parameters that a forward pre-hook computes are not cast: use
     ``torch.nn.utils.parametrizations.spectral_norm``, not ``torch.nn.utils.spectral_norm``.
 
     Args:
-        module: any module; it is changed in place.
+        module: the module, which is changed in place.
         dtype: a floating-point dtype.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: ``module`` is no module.
-        ValueError: a tensor of it cannot be cast: it is quantized, sparse or not initialized.
-
-    Does not synchronize.
+        TypeError: ``module`` is not a module.
+        ValueError: ``dtype`` is not a floating-point dtype; or a tensor of the module cannot be
+            cast, because it is quantized, sparse or not initialized.
     """
     check_dtypes(dtype=dtype)
     _plan(module, dtype, ())
@@ -115,19 +112,20 @@ def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any
         result = type(module).forward(module, *args, **kwargs)
     for name, tensor in own.items():
         if tensor.dtype != dtype and not isinstance(tensor, nn.Parameter):
-            # What was written to a buffer, as to running statistics, is kept.
+            # Copy back what the module wrote to a buffer, such as running statistics, and keep the
+            # full precision of elements that it did not write.
             same = copies[name] == tensor.to(dtype)
             tensor.copy_(torch.where(same, tensor, copies[name]))
     return _to(result, dtype)
 
 
 def _runs_in_own(module: nn.Module) -> bool:
-    """Whether it computes in a dtype of its own."""
+    """Whether ``run_in`` was applied to ``module``."""
     return getattr(vars(module).get("forward"), "func", None) is _forward_in
 
 
 def _tensors(model: nn.Module, but: Any = None) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Parameters and buffers, under every name, with their modules, but for those in ``but``."""
+    """Parameters and buffers, under every name, with their modules; without those in ``but``."""
     for prefix, module in model.named_modules(but, remove_duplicate=False):
         for named in (module.named_parameters, module.named_buffers):
             for path, tensor in named(prefix, recurse=False, remove_duplicate=False):
@@ -138,7 +136,7 @@ def _to(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in _FLOATS else t, tree)
 
 
-# Partials of functions of the module, as hooks have to be pickled and copied with the model.
+# The hooks are partials of module-level functions, so that a model can be pickled and copied.
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -163,7 +161,11 @@ def _take_off_hooks(model: nn.Module) -> None:
 
 
 def as_tuple(name: str, values: Any) -> tuple[Any, ...]:
-    """The argument ``keep``, ``allow`` or ``deny``, of which a caller may give any collection."""
+    """The argument ``name``, which is ``keep``, ``allow`` or ``deny``, as a tuple.
+
+    Raises:
+        TypeError: ``values`` is not a collection, or an element is of the wrong type.
+    """
     kinds = (str, type, nn.Module) if name == "keep" else (str,)
     listed = isinstance(values, Collection) and not isinstance(values, (str, type, nn.Module))
     if not (listed and all(isinstance(one, kinds) for one in values)):
@@ -173,14 +175,18 @@ def as_tuple(name: str, values: Any) -> tuple[Any, ...]:
 
 
 def check_dtypes(**dtypes: Any) -> None:
-    """Refuse arguments that are no floating-point dtypes."""
+    """Refuse arguments that are not floating-point dtypes.
+
+    Raises:
+        ValueError: an argument is not one of float16, bfloat16, float32 and float64.
+    """
     for name, dtype in dtypes.items():
         if dtype not in _FLOATS:
             raise ValueError(f"{name} must be one of {_FLOATS}, got {dtype!r}")
 
 
 def _plan(model: nn.Module, dtype: torch.dtype, keep: Any) -> tuple[set[Any], dict[Tensor, Any]]:
-    """The modules to keep, and each tensor that can be cast, with the dtype that it gets."""
+    """The modules to keep, and a dtype for each tensor that can be cast."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -195,12 +201,14 @@ def _plan(model: nn.Module, dtype: torch.dtype, keep: Any) -> tuple[set[Any], di
             raise ValueError(f"{path} cannot be cast: it is {what}")
         its = torch.float32 if module in inside else dtype
         if tensor.is_floating_point() and wanted.setdefault(tensor, its) != its:
-            raise ValueError(f"{path} is tied to a tensor that keep treats otherwise")
+            raise ValueError(
+                f"{path} is tied to a tensor that gets another dtype: keep both, or neither"
+            )
     return kept, wanted
 
 
 def _matching(model: nn.Module, keep: Collection[Any]) -> set[nn.Module]:
-    """The modules that match, without those inside of others."""
+    """The modules that match ``keep``, without modules inside of others that match."""
     named = dict(model.named_modules(remove_duplicate=False))
     kept: set[nn.Module] = set()
     for one in as_tuple("keep", keep):

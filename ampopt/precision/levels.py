@@ -1,4 +1,4 @@
-"""Precision: one value for what other systems spread over levels, lists and updaters."""
+"""``Precision``: the dtypes and the loss scaling of a training run as one value."""
 
 import contextlib
 from collections.abc import Callable
@@ -20,7 +20,7 @@ __all__ = ["Precision"]
 
 @dataclass(frozen=True)
 class Precision:
-    """What parameters, computations and results are in, and how losses are scaled.
+    """A precision policy, like an "opt level" of apex or a policy of Keras and jmp.
 
     Four lines use all of it::
 
@@ -29,26 +29,27 @@ class Precision:
         optimizer = ampopt.AdamW(model.parameters(), lr=1e-3, **p.optimizer_options)
         step = ampopt.TrainStep(model, loss_fn, optimizer, precision=p)
 
-    and a loop of one's own has ``with p.autocast("cuda")`` around model and loss, and begins with
-    ``scale = p.loss_scale()``.
+    In your own loop, use ``with p.autocast("cuda")`` around model and loss, and start with ``scale
+    = p.loss_scale()``. Nothing here synchronizes.
 
     Attributes:
-        param_dtype: of parameters and inputs, as :func:`ampopt.cast` has it.
-        compute_dtype: of autocast. Autocast is off where it is ``param_dtype`` and no operators are
-            listed.
-        output_dtype: of what the model returns; ``None`` for what comes out.
-        keep: what stays in float32, as :func:`ampopt.cast` has it.
-        allow: operators that autocast runs in ``compute_dtype`` besides torch's.
-        deny: operators that autocast runs in float32 besides torch's.
-        master_weights: whether the optimizer keeps float32 masters.
-        scaling: of the loss: ``None``, a number, a name of
-            :meth:`ampopt.DynamicLossScale.like`, or a function that makes a scale.
+        param_dtype: the dtype of parameters and inputs, which :func:`ampopt.cast` converts to.
+            Default float32.
+        compute_dtype: the dtype of autocast. Default float32. Autocast is off if it equals
+            ``param_dtype`` and ``allow`` and ``deny`` are empty.
+        output_dtype: the dtype to cast the model's results to; ``None``, the default, for no cast.
+        keep: the modules that stay in float32: types, names or modules, as for :func:`ampopt.cast`.
+            By default all norms (``ampopt.NORMS``).
+        allow: names of operators that autocast runs in ``compute_dtype``, in addition to torch's.
+        deny: names of operators that autocast runs in float32, in addition to torch's.
+        master_weights: whether the optimizer keeps float32 master weights. Default ``False``.
+        scaling: how the loss is scaled: ``None``, the default, for no scaling; a number for a
+            static scale; a name of :meth:`ampopt.DynamicLossScale.like`; or a function that returns
+            a new scale.
 
     Raises:
         TypeError: a value is of the wrong type.
         ValueError: a value is not allowed, or two of them do not go together.
-
-    Nothing here synchronizes.
     """
 
     param_dtype: torch.dtype = torch.float32
@@ -61,13 +62,13 @@ class Precision:
     scaling: float | str | Callable[[], LossScale] | None = None
 
     def __post_init__(self) -> None:
-        """Check the values, and make tuples of lists."""
+        """Check the values, and convert collections to tuples."""
         for name in ("keep", "allow", "deny"):
             object.__setattr__(self, name, as_tuple(name, getattr(self, name)))
         check_dtypes(param_dtype=self.param_dtype, compute_dtype=self.compute_dtype)
         if self.output_dtype is not None:
             check_dtypes(output_dtype=self.output_dtype)
-        wide = self.compute_dtype.itemsize > 2  # so it is none of autocast's
+        wide = self.compute_dtype.itemsize > 2  # autocast takes dtypes of 2 bytes only
         if wide and (self.allow or self.deny or self.compute_dtype != self.param_dtype):
             raise ValueError(
                 "compute_dtype must be torch.float16 or torch.bfloat16, or param_dtype with "
@@ -75,39 +76,39 @@ class Precision:
             )
         masters = check_bool("master_weights", self.master_weights)
         if masters and self.param_dtype.itemsize > 2:
-            raise ValueError(f"{self.param_dtype} parameters need no master_weights: leave it out")
+            raise ValueError(f"{self.param_dtype} parameters need no master_weights: omit it")
         autocast("cpu", torch.bfloat16, self.allow, self.deny, enabled=False)  # checks the names
         if not callable(self.scaling):
             self.loss_scale()
 
     @classmethod
     def like(cls, name: str, /, **overrides: Any) -> "Precision":
-        """The level that another system calls so.
+        """The policy that another system has under this name.
 
         Args:
-            name: ``"O0"`` to ``"O3"`` as apex has them, ``"torch"``, ``"paddle-O1"``,
-                ``"paddle-O2"``, ``"fleet"``, ``"mindspore-O0"``, ``"mindspore-O2"``,
-                ``"mindspore-O3"`` or ``"nnabla-half"``. ``ampopt.precision.presets`` says where
-                each was read, and what is left out.
-            overrides: fields that are to be others, such as ``compute_dtype=torch.bfloat16``.
+            name: ``"O0"`` to ``"O3"`` as in apex, ``"torch"``, ``"paddle-O1"``, ``"paddle-O2"``,
+                ``"fleet"``, ``"mindspore-O0"``, ``"mindspore-O2"``, ``"mindspore-O3"`` or
+                ``"nnabla-half"``. ``ampopt.precision.presets`` lists the source of each, and what
+                it omits.
+            overrides: fields to replace, such as ``compute_dtype=torch.bfloat16``.
 
         Raises:
             TypeError: an override is not a field.
-            ValueError: no system calls a level so; or as the class raises.
+            ValueError: ``name`` is unknown; or as for the class.
         """
         if name not in LEVELS:
             raise ValueError(f"no level is called {name!r}: choose one of {sorted(LEVELS)}")
         return cls(**{**LEVELS[name], **overrides})
 
     def prepare(self, model: Model) -> Model:
-        """Cast ``model`` in place, as :func:`ampopt.cast` does, and return it."""
+        """Cast ``model`` in place, by :func:`ampopt.cast`, and return it."""
         return cast(model, self.param_dtype, self.keep, self.output_dtype)
 
     def autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         """The context in which to call the model and the loss function.
 
         Args:
-            device_type: where the model is, as ``"cuda"``.
+            device_type: the device type of the model, such as ``"cuda"``.
         """
         if self.compute_dtype == self.param_dtype and not (self.allow or self.deny):
             return contextlib.nullcontext()
@@ -119,12 +120,12 @@ class Precision:
         return {"master_weights": True} if self.master_weights else {}
 
     def loss_scale(self) -> LossScale | None:
-        """A new scale to begin with; ``None`` for no scaling."""
+        """A new loss scale to start with; ``None`` for no scaling."""
         if isinstance(self.scaling, str):
             return DynamicLossScale.like(self.scaling)
         if not callable(self.scaling):
             return None if self.scaling is None else StaticLossScale(self.scaling)
         scale = self.scaling()
         if not isinstance(scale, LossScale):
-            raise TypeError(f"scaling returned no LossScale, but {type(scale).__name__}")
+            raise TypeError(f"scaling must return a LossScale, got {type(scale).__name__}")
         return scale

@@ -1,10 +1,10 @@
-"""The precisions of other systems, as data for ``Precision.like``.
+"""The precision policies of other systems, as data for ``Precision.like``.
 
-Operators go by torch's names; what torch's autocast runs in float32 on a GPU is listed all the
-same, as its list for CPUs is shorter. Where each was read, and what it leaves out:
+Operators have torch's names. Operators that torch's autocast runs in float32 on a GPU are listed,
+too, because its list for CPUs is shorter. The source of each policy, and what it omits:
 
 - ``O0``, ``O2``, ``O3``: apex ``apex/amp/frontend.py`` (removed from apex in 2025). With the scale
-  of 1 that O0 and O3 have, apex applies an overflow, and this skips it.
+  of 1 that O0 and O3 have, apex applies an overflowed update; here it is skipped.
 - ``O1``: besides, the lists in ``apex/amp/lists``. It bans ``binary_cross_entropy``, as torch's
   autocast does on a GPU, and promotes operands of different dtypes where torch's operators do.
 - ``torch``: pytorch ``torch/amp/autocast_mode.py`` and ``torch/amp/grad_scaler.py``.

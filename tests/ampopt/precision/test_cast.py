@@ -341,7 +341,7 @@ BAD = [
     (Net, {"dtype": torch.int8}, ValueError, "dtype must be one of .* got torch.int8"),
     (Net, {"outputs": "half"}, ValueError, "outputs must be one of .* got 'half'"),
     (Net, {"outputs": False}, ValueError, "outputs must be one of .* got False"),
-    (tied, {"keep": ["a"]}, ValueError, "b.weight is tied to a tensor that keep treats otherwise"),
+    (tied, {"keep": ["a"]}, ValueError, "b.weight is tied to .* keep both, or neither"),
     (sparse, {}, ValueError, "mask cannot be cast: it is torch.sparse_coo"),
     (quantized, {}, ValueError, "codes cannot be cast: .*torch.qint8"),
     (lambda: nn.LazyLinear(2), {}, ValueError, "weight cannot be cast: it is not initialized"),

@@ -186,5 +186,5 @@ def test_bad_names_and_bad_makers_of_scales():
         Precision.like("O4")
     with pytest.raises(TypeError, match="opt_level"):
         Precision.like("O1", opt_level="O2")
-    with pytest.raises(TypeError, match="scaling returned no LossScale, but float"):
+    with pytest.raises(TypeError, match="scaling must return a LossScale, got float"):
         Precision(scaling=lambda: 2.0).loss_scale()  # pyright: ignore
