@@ -1,4 +1,4 @@
-"""Which module is the first to make something that is not finite, forward or backward."""
+"""Find the first module whose output, or gradient, is inf or NaN."""
 
 import contextvars
 import functools
@@ -27,31 +27,32 @@ __all__ = [
 
 
 _ADVICE = {
-    ("forward", True): "What it was given was finite. No loss scale mends that: have it compute in "
-    "float32, or make what it is given smaller.",
-    ("forward", False): "What it was given was not finite already: look at the batch, and at what "
-    "is done between modules.",
-    ("backward", True): "What it was given was finite: a smaller loss scale may mend that.",
-    ("backward", False): "What it was given was not finite already: look at the loss, which may be "
-    "scaled by too much, and at tensors used several times, whose gradients are added up.",
+    ("forward", True): "Its inputs were finite. A loss scale does not help: run the module in "
+    "float32, or scale down its inputs.",
+    ("forward", False): "Its inputs were not finite already: check the batch, and operations "
+    "between modules.",
+    ("backward", True): "Its incoming gradient was finite: a smaller loss scale may help.",
+    ("backward", False): "Its incoming gradient was not finite already: check the loss, whose "
+    "scale may be too large, and tensors used several times, whose gradients are added up.",
 }
-"""Where to look next, by direction and by whether what the module was given was finite."""
+"""Where to search next, by direction and by whether the inputs of the module were finite."""
 
 
 @dataclass(frozen=True)
 class NonFiniteOutput:
-    """What a module made that is not finite: its output, or backward, a gradient.
+    """A tensor that is not finite, and the module that made it, forward or backward.
 
     Attributes:
-        name: of the module, as ``model.named_modules()`` has it; ``""`` for the model itself.
-        kind: the name of its class.
-        direction: ``"forward"`` or ``"backward"``.
-        dtype: of the tensor that is not finite.
-        shape: likewise.
-        largest: its largest finite magnitude; ``None`` if no element of it is finite.
-        given_finite: whether what the module was given was finite, so that it is the module's own
-            doing.
-        operation: backward, the node of torch's graph that made it, as ``"AddmmBackward0"``.
+        name: the name of the module, as in ``model.named_modules()``; ``""`` for the model itself.
+        kind: the name of the module's class.
+        direction: ``"forward"`` for an output, ``"backward"`` for a gradient.
+        dtype: the dtype of the tensor that is not finite.
+        shape: the shape of that tensor.
+        largest: the largest finite magnitude in that tensor; ``None`` if no element is finite.
+        given_finite: whether the module's inputs (backward, its incoming gradients) were finite, so
+            that the module itself is the cause.
+        operation: backward, the node of the autograd graph that made the gradient, such as
+            ``"AddmmBackward0"``; forward, ``None``.
     """
 
     name: str
@@ -65,14 +66,14 @@ class NonFiniteOutput:
 
     @property
     def subject(self) -> str:
-        """What is not finite, in words."""
+        """The tensor that is not finite, in words."""
         module = f"{self.name!r} ({self.kind})" if self.name else f"the model itself ({self.kind})"
         if self.direction == "forward":
             return f"the output of {module}"
         return f"the gradient that {module} made backward, in {self.operation},"
 
     def __str__(self) -> str:
-        """What was found, and where to look next."""
+        """What was found, and where to search next."""
         limit = torch.finfo(self.dtype).max
         values = (
             "without a finite element"
@@ -86,15 +87,15 @@ class NonFiniteOutput:
 
 
 class FirstNonFinite:
-    """What :func:`first_nonfinite` has found; ``print`` it, or read :attr:`first`.
+    """The result of :func:`first_nonfinite`: print it, or read :attr:`first`.
 
     Attributes:
-        first: what was found; ``None`` as long as everything was finite.
-        calls: how many calls of modules were looked at.
+        first: what was found; ``None`` while everything was finite.
+        calls: the number of module calls that were checked.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Nothing has been found yet."""
         self.first: NonFiniteOutput | None = None
         self.calls = 0
 
@@ -120,19 +121,20 @@ class FirstNonFinite:
 def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
     """Find the first module whose output, or backward whose gradient, is not finite.
 
-    Run the step that went wrong once more within it: a forward pass will do, and the backward pass
-    too where gradients overflow. The gradients of parameters and of inputs are looked at alike. Of
-    nested modules the innermost is named; what is done in the ``forward`` of one between calls of
-    others is its own.
+    Run the failing step again within this context: the forward pass alone, or if gradients
+    overflow, the backward pass too. Gradients of parameters and of inputs are checked. Of nested
+    modules the innermost is named. Operations in the ``forward`` of a module, between calls of its
+    submodules, are attributed to that module.
 
-    Under ``TrainStep(max_replays=...)``, and wherever else a closure is run again, each evaluation
-    begins anew, so that it is that of the last one that overflowed; a
-    :class:`ampopt.NonFiniteGradientError` that is raised within names it, too.
+    If a closure is evaluated again after an overflow, as under ``TrainStep(max_replays=...)``, the
+    search restarts with each evaluation, and its result is that of the last one that failed. A
+    :class:`ampopt.NonFiniteGradientError` raised within the context names the module, too.
 
-    For looking, not for training: **synchronizes** at each call of a module and each operation of
-    the backward pass. Results are bitwise what they are without it, but for what ``torch.compile``
-    has compiled, which runs uncompiled meanwhile; ``TrainStep(cuda_graph=True)`` steps without its
-    graph. A module that returns infinities on purpose, as for a mask, is found as well.
+    For debugging, not for training: **synchronizes** at each call of a module and each operation of
+    the backward pass. Results are bitwise the same as without it. Code compiled by
+    ``torch.compile`` runs uncompiled meanwhile, so its results may differ in rounding, and
+    ``TrainStep(cuda_graph=True)`` steps without its graph. Modules that return infinities on
+    purpose, for example for a mask, are reported as well.
 
     Example:
         >>> class Explodes(torch.nn.Module):
@@ -145,17 +147,17 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
         ('1', 'Explodes', 'forward')
 
     Args:
-        model: whose modules are watched; those that it has when this begins.
+        model: the module to search; the submodules that it has on entry are watched.
 
     Yields:
-        A :class:`FirstNonFinite`, filled in as the model runs, which can be read afterwards too.
+        A :class:`FirstNonFinite`, filled in as the model runs. It can be read after the block, too.
 
     Raises:
         TypeError: ``model`` is not a module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}: give the model that is "
+            f"model must be a torch.nn.Module, got {type(model).__name__}: pass the model that is "
             "trained, for instance step.model of a TrainStep"
         )
     search = _Search()
@@ -172,24 +174,24 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
             )
             for hook in hooks:
                 stack.callback(hook.remove)
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and to import it takes long
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and the import is slow
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield search.found
 
 
 def is_looking() -> bool:
-    """Whether a search is going on around this call."""
+    """Whether this call runs within a :func:`first_nonfinite` context."""
     return bool(_searches.get())
 
 
 def look_anew() -> None:
-    """The same batch is about to be run again: what is found then counts."""
+    """Restart the searches around this call, because the same batch is about to run again."""
     for search in _searches.get():
         search.anew = True
 
 
 def found_now() -> NonFiniteOutput | None:
-    """What a search around this call has found since :func:`look_anew`."""
+    """What a search around this call has found since :func:`look_anew`; ``None`` if nothing."""
     return next((s.found.first for s in _searches.get() if s.found and not s.anew), None)
 
 
@@ -205,9 +207,10 @@ class _Call:
 class _Search:
     """The hooks of one :func:`first_nonfinite`.
 
-    Backward, it is the nodes of autograd's graph that are watched, each for the module that made
-    it. Hooks on modules or on their outputs would not see gradients of parameters, which overflow
-    first as a rule, nor tell the uses of a tensor apart, and change the graph.
+    For the backward pass it hooks the nodes of the autograd graph, and remembers which module made
+    each node. Hooks on modules, or on their outputs, would miss the gradients of parameters, which
+    usually overflow first, could not distinguish several uses of a tensor, and would change the
+    graph.
     """
 
     def __init__(self) -> None:
@@ -217,25 +220,25 @@ class _Search:
         self._running = threading.local()
 
     def end(self) -> None:
-        """Be silent where a graph that was watched is run backward later."""
+        """Stop checking: a watched graph may run backward after the context has ended."""
         self._over = True
 
     @property
     def _calls(self) -> list[_Call]:
-        """Of modules that are running in this thread, the innermost last."""
+        """The module calls that are running in this thread, the innermost last."""
         if not hasattr(self._running, "calls"):
             self._running.calls = []
         return self._running.calls
 
     def before(self, whose: tuple[str, str], module: Any, args: Any, kwargs: Any) -> None:
-        """A hook: ``module`` is about to run."""
+        """A forward pre-hook: ``module`` is about to run."""
         given = (args, kwargs)
         self._watch_nodes(given, self._calls[-1] if self._calls else None)
-        # Now, since a module that works in place overwrites it.
+        # Check the inputs now, because a module that works in place overwrites them.
         self._calls.append(_Call(*whose, given_finite=self._first_bad(given) is None))
 
     def after(self, module: Any, args: Any, output: Any) -> None:
-        """A hook: ``module`` has run, or raised an error."""
+        """A forward hook: ``module`` has run, or raised an error."""
         call = self._calls.pop()
         self.found.calls += 1
         self._watch_nodes(output, call)
@@ -244,11 +247,17 @@ class _Search:
             self._note(call, bad, "forward", call.given_finite)
 
     def _watch_nodes(self, structure: Any, call: _Call | None) -> None:
-        """Watch the nodes behind these tensors that are new, which ``call`` made, if any did."""
+        """Hook the nodes behind these tensors that are not hooked yet.
+
+        Args:
+            structure: a nested structure with the tensors.
+            call: the module call that made the nodes; ``None`` if they were made outside of
+                modules.
+        """
         nodes: list[Any] = [tensor.grad_fn for tensor in _tensors(structure)]
         while nodes:
             node = nodes.pop()
-            # A leaf's only adds up what others have made, and outlives the graph.
+            # Omit nodes of leaves: they only add up what others have made, and outlive the graph.
             if node is None or not node.next_functions or self in node.metadata:
                 continue
             node.metadata[self] = True
@@ -257,7 +266,7 @@ class _Search:
             nodes += [further for further, _ in node.next_functions]
 
     def _backward(self, call: _Call, operation: str, made: Any, given: Any) -> None:
-        """A hook: a node that ``call`` made has run."""
+        """A hook of an autograd node that ``call`` made: the node has run."""
         bad = None if self._over else self._first_bad(made)
         if bad is not None:
             self._note(call, bad, "backward", _first_not_finite(given) is None, operation)
@@ -293,18 +302,18 @@ class _Search:
 _searches: contextvars.ContextVar[tuple[_Search, ...]] = contextvars.ContextVar(
     "searches", default=()
 )
-"""Those that are going on around what this thread runs."""
+"""The searches whose contexts this thread has entered."""
 
 
 def _tensors(structure: Any) -> list[Tensor]:
-    """The tensors in it that may have something not finite."""
+    """The tensors in ``structure`` that can be inf or NaN: not on meta, and not of integers."""
     leaves = (t for t in pytree.tree_leaves(structure) if isinstance(t, Tensor))
     return [t for t in leaves if not t.is_meta and (t.is_floating_point() or t.is_complex())]
 
 
 @torch.no_grad()
 def _values(tensor: Tensor) -> Tensor:
-    """What ``tensor`` holds here, real, and of a dtype that torch can compare."""
+    """The elements of ``tensor`` on this rank: real numbers of a dtype that torch can compare."""
     tensor = dtensor.local(tensor.detach())
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()

@@ -1,7 +1,7 @@
-"""The control points for optimizers that someone else wrote: a class, or an instance that is there.
+"""``extend`` and ``patch_optimizer``: control points for optimizers that someone else wrote.
 
-Both are inheritance: a class is made that derives from :class:`ampopt.Optimizer` and from theirs,
-in this order, as ampopt's own classes derive from torch's.
+Both create a class that derives from the other optimizer's class and from
+:class:`ampopt.Optimizer`, as ampopt's own classes derive from torch's.
 """
 
 import copyreg
@@ -23,39 +23,39 @@ from ampopt.optimizer import Optimizer
 __all__ = ["extend", "patch_optimizer"]
 
 _NAME = "_ampopt"
-"""The attribute that an optimizer is to have of us."""
+"""The one attribute that ampopt adds to an instance. The other class must not use it."""
 
 _COOPERATIVE = frozenset({"state_dict", "load_state_dict", "zero_grad"})
-"""Methods of ours that call theirs."""
+"""Methods of ampopt.Optimizer that call the other class's method of that name."""
 
 _TORCHS = torch.optim.Optimizer.__mro__
 _OURS = {name for name in vars(Optimizer) if not name.startswith("_")} - _COOPERATIVE
 
 
 def extend(cls: type[torch.optim.Optimizer]) -> Any:
-    """The class ``cls`` with the control points of :class:`ampopt.Optimizer`.
+    """A subclass of ``cls`` with the control points of :class:`ampopt.Optimizer`.
 
-    Use it for an optimizer that someone else wrote and that knows nothing of scaling::
+    For an optimizer that someone else wrote, without support for loss scaling::
 
         optimizer = ampopt.extend(Prodigy)(model.parameters(), lr=1.0)
         _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
 
-    The result is a subclass of ``ampopt.Optimizer`` and of ``cls`` and has the constructor of
-    ``cls``. Its step is theirs, and its state, so that state dicts of either load into the other.
-    How a step is skipped is chosen as for every ordinary step: see ``skip_by``. Where ``step``
-    takes no closure, a control point evaluates the closure before it steps.
+    The result is a subclass of ``ampopt.Optimizer`` and of ``cls``, with the constructor, the step
+    and the state of ``cls``; state dicts of either class load into the other. A step is skipped
+    like every ordinary step: see ``skip_by``. On an accelerator, a step with custom kernels that
+    torch's dispatcher does not see synchronizes. Where ``step`` takes no closure, a control point
+    evaluates the closure before the step.
 
-    What their class defines is left as it is, control points included: an author's ``unscale``,
-    ``unscale_and_step``, ``step_after_unscale`` or ``grad_norm`` wins over ours, and so does an
-    attribute that an instance has under such a name, as ``pending``.
+    **Name conflicts.** Methods and attributes of ``cls`` keep their meaning, even if they are named
+    like control points: ``unscale``, ``unscale_and_step``, ``step_after_unscale``, ``grad_norm``,
+    ``pending``. If the constructor of ``cls`` takes ``process_group``, or its instances have such
+    an attribute, that keeps its meaning, too. ampopt's process group can then only be set by
+    ``ampopt.GradScaler(process_group=...)`` and ``ampopt.unscale_and_step(process_group=...)``.
+    Otherwise the constructor also takes ampopt's ``process_group``: see :class:`ampopt.Optimizer`.
 
-    The constructor also takes ``process_group``, of the ranks that decide together (see
-    :class:`ampopt.Optimizer`), unless theirs does: then, and where they have an attribute of this
-    name, it is theirs, and ours is for ``ampopt.GradScaler`` and ``ampopt.unscale_and_step``.
-
-    The same class is returned for the same ``cls``; subclass it, rather than writing to it, to set
-    ``skip_by``. It can be pickled, and so can its instances, wherever ``cls`` can. For a class of
-    torch's own it is ampopt's class of that name; an ampopt class is returned as it is.
+    Calls with the same ``cls`` return the same class; to set ``skip_by``, subclass it. The class
+    can be pickled, and its instances too, if ``cls`` can. For a class of torch the result is
+    ampopt's class of that name, and an ampopt class is returned unchanged.
 
     Args:
         cls: a subclass of ``torch.optim.Optimizer``.
@@ -64,9 +64,8 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
         The class.
 
     Raises:
-        TypeError: ``cls`` is something else, or uses the name ``_ampopt``, the one that
-            ``ampopt.Optimizer`` has another use for. Where an instance does, its constructor
-            raises.
+        TypeError: ``cls`` is not a subclass of ``torch.optim.Optimizer``, or it uses the attribute
+            name ``_ampopt``. If only its instances do, their constructor raises.
     """
     if isinstance(cls, torch.optim.Optimizer):
         raise TypeError(
@@ -80,31 +79,30 @@ def extend(cls: type[torch.optim.Optimizer]) -> Any:
 
 
 def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Give an optimizer that is there already the control points, in place.
+    """Add the control points to an existing optimizer, in place.
 
-    For optimizers that a framework or a factory made. From now on its class is ``extend`` of its
-    class; param groups, state, hooks and schedulers stay as they are, and so do methods that
-    someone has put on the instance. In the middle of a training is as good as at its start.
+    For optimizers that a framework or a factory made. The class of the instance is changed to
+    ``extend`` of its class. Param groups, state, hooks, schedulers, and methods that were set on
+    the instance are kept. This may be done in the middle of a training.
 
-    The loss scale is not the optimizer's: begin with one of your choice, such as
-    ``DynamicLossScale()``. (PyTorch's draft of such a function, in pull request #26512, returned
-    the scale to begin with.)
+    A loss scale is not part of the optimizer: start with ``scale = ampopt.DynamicLossScale()``, for
+    instance.
 
     Args:
-        optimizer: any of torch's, yours or someone's. One of ampopt's is left as it is.
+        optimizer: an instance of ``torch.optim.Optimizer``. One of ampopt's is returned unchanged.
 
     Returns:
-        ``optimizer``, which type checkers know the control points of from now on.
+        ``optimizer``, typed as an :class:`ampopt.Optimizer`.
 
     Raises:
-        TypeError: ``optimizer`` is no torch optimizer, or one that cannot be extended; see
+        TypeError: ``optimizer`` is not a torch optimizer, or cannot be extended; see
             :func:`extend`. Nothing has changed then.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             "patch_optimizer takes an instance of torch.optim.Optimizer, got "
-            f"{type(optimizer).__name__}: use extend(cls) for a class, and for a wrapper the "
-            "optimizer in it"
+            f"{type(optimizer).__name__}: use extend(cls) for a class; for a wrapper, pass the "
+            "optimizer inside it"
         )
     if isinstance(optimizer, Optimizer):
         return optimizer
@@ -115,18 +113,18 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
     _complete(optimizer, was)
     given: Any = vars(optimizer).get("step")
     if is_wrapped_by_scheduler(given) and given.__wrapped__ is step:
-        del optimizer.step  # a scheduler's wrapper around the step of the class that it was
+        del optimizer.step  # a scheduler's wrapper around the step of the former class
         _Tracker(optimizer)
     elif given is not None:
-        # Somebody's own, which may end in the step of the class that it was: that one heeds neither
-        # a scaler nor a control point.
+        # Someone has set a step on the instance, which may call the step of the former class. That
+        # step reads neither the flag of a scaler nor that of a control point.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         optimizer._ampopt = cls._ampopt.of_another_step().new(optimizer)  # type: ignore[attr-defined]
     return cast("Optimizer", optimizer)
 
 
 class _Tracker(LRScheduler):
-    """Puts torch's wrapper around the step of an optimizer again, and schedules nothing."""
+    """Makes torch wrap the step of an optimizer again, to count it; schedules nothing."""
 
     def step(self, epoch: int | None = None) -> None:
         pass
@@ -172,10 +170,11 @@ def _extended(cls: type) -> type:
 
 @functools.cache
 def _meta(of_theirs: type) -> type:
-    """A metaclass whose classes are pickled by what they extend: no module has their names.
+    """A metaclass whose classes are pickled by the class that they extend, as no module has them.
 
-    Their class is the first of the bases, after which Python lays out instances, so that one of
-    theirs can become one of ours; our methods still come before theirs.
+    The base class from the other library comes first, because Python requires equal memory layouts
+    to change the ``__class__`` of an instance. In the method resolution order, ``Optimizer`` still
+    comes before it.
     """
 
     def mro(cls: Any) -> list[type]:
@@ -188,13 +187,13 @@ def _meta(of_theirs: type) -> type:
 
 
 def _reduced(cls: Any) -> Any:
-    # A class derived from an extended one is found by its name, as usual.
+    # A subclass that a user derives from an extended class is pickled by its name, as usual.
     extends = vars(cls).get("_extends")
     return cls.__qualname__ if extends is None else (extend, (extends,))
 
 
 def _refuse_private(cls: type, optimizer: Any) -> None:
-    """Refuse an instance that has the one name which we need."""
+    """Refuse an instance that uses the attribute ``_ampopt`` for something else."""
     if not isinstance(vars(optimizer).get(_NAME), (Stepping, type(None))):
         raise _taken(cls)
 
@@ -208,13 +207,16 @@ def _taken(cls: type) -> TypeError:
 
 
 def _complete(optimizer: Any, cls: type) -> None:
-    """What a wrapper that does not call torch's constructor leaves out."""
+    """Add what the constructors of torch's and ampopt's ``Optimizer`` would have set.
+
+    A wrapper may not call them. Attributes that ``cls`` uses in another meaning are left to it.
+    """
     for name in HOOKS:
         vars(optimizer).setdefault(name, OrderedDict())
     theirs = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
     if theirs not in SKIP_BY:
-        optimizer._ampopt.leave("skip_by")  # they have another use for the name
+        optimizer._ampopt.leave("skip_by")  # the other class uses the name for something else
     extends = getattr(type(optimizer), "_extends", None)
     if extends and any("process_group" in names for names in (vars(optimizer), dir(extends))):
         optimizer._ampopt.leave("process_group")
-    put_step_hooks(optimizer)  # around the step of a class that made no instance yet
+    put_step_hooks(optimizer)  # torch wraps the step of a class when it makes the first instance

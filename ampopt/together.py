@@ -1,4 +1,4 @@
-"""One decision for several optimizers: all of them step, or all skip."""
+"""``unscale_and_step`` for several optimizers: all of them step, or all skip."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -29,18 +29,19 @@ def unscale_and_step(
 ) -> StepResult:
     """Unscale the gradients of several optimizers and step all of them, or skip all.
 
-    As if they were one optimizer with all of their param groups: one flag over all gradients, one
-    norm to clip by, and one successor of the scale, whose counters advance once. Where each
-    optimizer may decide for itself, call theirs, and :func:`ampopt.next_scale` on the results.
+    The effect is that of one optimizer with all their param groups: one overflow flag over all
+    gradients, one norm to clip by, and one next scale, whose counters advance once. If each
+    optimizer may skip for itself, call their own ``unscale_and_step``, and
+    :func:`ampopt.next_scale` on the scales that they return.
 
-    Rule-based optimizers wait for nothing, and leave ``p.grad`` as it was; see ``skip_by`` of
-    :class:`ampopt.Optimizer` for those with an ordinary ``step()``. An optimizer without gradients
-    takes part without a say: its step hooks run, told of a skip as all are, and nothing else.
+    Rule-based optimizers do not synchronize, and leave ``p.grad`` as it was. For those with an
+    ordinary ``step()``, see ``skip_by`` of :class:`ampopt.Optimizer`. For an optimizer without
+    gradients only its step hooks run, with the common flag as ``found_inf``.
 
-    What :meth:`ampopt.Optimizer.accumulate` has added up is taken, of each optimizer that has
-    called it, with what is in ``p.grad`` by then: an overflow in any of it skips all steps, and the
-    scale hears of it. With ``drop="micro_batch"`` each has left out its own bad micro-batches, and
-    all skip where one of them has none left.
+    Sums of :meth:`ampopt.Optimizer.accumulate` are used, together with what is in ``p.grad``: an
+    overflow in any of them skips all steps and lowers the scale. With ``drop="micro_batch"`` each
+    optimizer has dropped its own overflowed micro-batches, and all skip if one of them has none
+    left.
 
     Example:
         >>> for batch in batches:
@@ -52,28 +53,29 @@ def unscale_and_step(
         ...     )
 
     Args:
-        optimizers: two or more of ampopt's, on any devices, no parameter being in two of them.
-        grads_scaled_by: the scale of the loss that all gradients come from; as for
-            :meth:`ampopt.Optimizer.unscale_and_step`. It lives with the first optimizer that has
-            gradients.
-        max_norm: clip all unscaled gradients by their common 2-norm; each optimizer's
-            ``grad_norm`` then is that norm.
-        process_group: the ranks that decide together; see :class:`ampopt.Optimizer`. ``None`` for
-            that of the optimizers.
+        optimizers: one or more ampopt optimizers, on any devices, without a common parameter.
+        grads_scaled_by: the scale of the loss that all gradients come from, as for
+            :meth:`ampopt.Optimizer.unscale_and_step`. It must be on the device of the first
+            optimizer that has gradients.
+        max_norm: the 2-norm to clip all unscaled gradients to, together. The ``grad_norm`` of each
+            optimizer is then that of all.
+        process_group: the ranks over which flag and norm are all-reduced; see
+            :class:`ampopt.Optimizer`. ``None`` for the process group of the optimizers.
 
     Returns:
-        ``StepResult(None, found_inf, scale)``; ``found_inf`` is where the scale is.
+        ``StepResult(None, found_inf, scale)``; ``found_inf`` is on the device of the scale.
 
     Raises:
-        RuntimeError: an unscale is pending on one of them; one has stepped with the scale before;
-            gradients that one of them cannot take.
-        TypeError: one is not an ampopt optimizer, needs a closure, or has control points of its
-            own; not a scale; no process group.
-        ValueError: no optimizers, or one of them twice, or a parameter in two of them; an argument
-            is out of range; they have different process groups, or one without this rank.
+        RuntimeError: an unscale is pending on an optimizer; an optimizer has already stepped with
+            the scale; an optimizer cannot use its gradients.
+        TypeError: an element of ``optimizers`` is not an ampopt optimizer, needs a closure, or
+            defines its own ``unscale_and_step``; ``grads_scaled_by`` is not a scale;
+            ``process_group`` is not a process group.
+        ValueError: ``optimizers`` is empty; an optimizer or a parameter occurs twice; an argument
+            is out of range; the optimizers have different process groups, or one without this rank.
 
-    Nothing has changed when one of these is raised. What a step or its hooks raise themselves
-    leaves the optimizers before it stepped.
+    Nothing has changed when one of these is raised. If a step or a step hook raises an error, the
+    optimizers before it have already stepped.
     """
     optimizers = _checked(optimizers)
     check_max_norm(max_norm)
@@ -101,7 +103,7 @@ def unscale_and_step(
     else:
         decision = judge(groups, request, uploads=uploads, process_group=process_group)
     successor = successor_of(scale, decision)
-    carried = None if accumulated else request.scale  # by the gradients
+    carried = None if accumulated else request.scale  # the scale of the gradients in p.grad
     step = Request(check=False) if decision is None else _step_after(request, carried, decision)
     try:
         for optimizer in optimizers:
@@ -118,7 +120,7 @@ def unscale_and_step(
 
 
 def _device_of(optimizers: list[Optimizer]) -> torch.device:
-    """Where the first optimizer is that has gradients, or sums of them."""
+    """The device of the first optimizer that has gradients, or accumulated sums."""
     for optimizer in optimizers:
         window = optimizer._ampopt.sums.window
         if window is not None and window.params:
@@ -135,9 +137,9 @@ def _take_sums(
     agreement: ranks.Agreement | None,
     device: torch.device,
 ) -> Decision | None:
-    """End the windows of all optimizers, and decide, and measure the norm to clip by, of all sums.
+    """End the accumulation cycles of all optimizers; check, and measure, all sums together.
 
-    Where one has accumulated, the others' windows are what is in ``p.grad``.
+    For an optimizer that has not accumulated, the sums are the gradients in ``p.grad``.
     """
     sums = [optimizer._ampopt.sums for optimizer in optimizers]
     wide = [optimizer._ampopt.takes_wide_sums for optimizer in optimizers]
@@ -147,7 +149,8 @@ def _take_sums(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     held = gradients.held(groups)
     if decision is not None:
-        # An optimizer has named its parameters by its own groups when it accumulated.
+        # `accumulate` named parameters by the groups of their own optimizer; number them by the
+        # groups of all optimizers, as an optimizer without sums does.
         owners = {owner.key: owner for _, _, owner in held}
         decision = replace(decision, found=tuple(_owned(p, owners) for p in decision.found))
     if request.max_norm is None:
@@ -157,7 +160,7 @@ def _take_sums(
         found_inf=None if decision is None else decision.found_inf,
         drop=request.drop,
         max_norm=request.max_norm,
-        measure=request.measure,  # the steps see gradients that are clipped
+        measure=request.measure,  # measure here, because the steps get clipped gradients
     )
     uploads = sums[0].uploads["norm"]
     measured = judge_held(held, asked, agreement, device, write=False, uploads=uploads)
@@ -168,19 +171,19 @@ def _take_sums(
 
 
 def _owned(part: Any, owners: dict[int, Owner]) -> Any:
-    """What was found in some gradients, of parameters that are called as ``owners`` are."""
+    """``part``, the overflows found in some gradients, with parameters named as in ``owners``."""
     if not isinstance(part, Found):
         return part
     return replace(part, owners=[owners.get(owner.key, owner) for owner in part.owners])
 
 
 def _step_after(request: Request, scale: Tensor | None, decision: Decision) -> Request:
-    """The step that one optimizer takes after the decision was made for all.
+    """The request for the step of one optimizer, after the decision for all.
 
     Args:
-        request: of all.
-        scale: that the gradients carry.
-        decision: on all.
+        request: the request for all optimizers.
+        scale: the scale of the gradients; ``None`` if they are unscaled.
+        decision: the decision for all optimizers.
     """
     if request.max_norm is not None:
         # Divided by the clip coefficient, which is 1 or less, the scale clips as it unscales.
@@ -216,8 +219,8 @@ def _checked(optimizers: Any) -> list[Optimizer]:
             )
         if type(optimizer).unscale_and_step is not Optimizer.unscale_and_step:
             raise TypeError(
-                f"{name} has an unscale_and_step of its own, which cannot be told what was found "
-                "elsewhere: step it by itself, and combine scales with ampopt.next_scale"
+                f"{name} has an unscale_and_step of its own, which takes no overflow flag of other "
+                "optimizers: step it by itself, and combine scales with ampopt.next_scale"
             )
         if optimizer._ampopt.needs_closure:
             raise TypeError(
@@ -231,13 +234,13 @@ def _checked(optimizers: Any) -> list[Optimizer]:
 
 
 def _agreed(optimizers: list[Optimizer]) -> Any:
-    """The process group that some of them have."""
+    """The one process group that optimizers have; ``None`` if none of them has one."""
     given = [optimizer._ampopt.process_group for optimizer in optimizers]
     groups = list(dict.fromkeys(group for group in given if group is not None))
     if len(groups) > 1:
         raise ValueError(
-            f"optimizers have {len(groups)} process groups, and all decide together: give "
-            "process_group, the ranks of all of them"
+            f"optimizers have {len(groups)} different process groups, but they skip together: pass "
+            "process_group=, a group with the ranks of all of them"
         )
     return groups[0] if groups else None
 
@@ -252,7 +255,7 @@ def _refuse_shared(optimizers: list[Optimizer]) -> None:
                 if optimizer is optimizers[owners[id(param)]]:
                     raise ValueError(
                         f"optimizers: {type(optimizer).__name__} {index} is also number "
-                        f"{owners[id(param)]}; name each once"
+                        f"{owners[id(param)]}; pass each optimizer once"
                     )
                 raise ValueError(
                     f"optimizers {owners[id(param)]} and {index} share "

@@ -458,7 +458,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "none": (lambda o, p: [], ValueError, "one or more optimizers, got none"),
     "one itself": (lambda o, p: o[0], TypeError, "a list of optimizers, got one: call its own"),
     "nothing": (lambda o, p: None, TypeError, "must be a list of optimizers, got NoneType"),
-    "twice": (lambda o, p: [*o, o[0]], ValueError, "SGD 2 is also number 0; name each once"),
+    "twice": (lambda o, p: [*o, o[0]], ValueError, "SGD 2 .* 0; pass each optimizer once"),
     "shared": (
         lambda o, p: [*o, ampopt.SGD(p[1:2])],
         ValueError,
