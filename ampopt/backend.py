@@ -1,4 +1,4 @@
-"""Which backend runs the kernels: the one setting of the library, read and checked here."""
+"""``set_backend``: the choice of the backend that runs the kernels, checked."""
 
 import functools
 import os
@@ -36,51 +36,53 @@ _looks_away = False
 
 
 def set_backend(name: str) -> None:
-    """Choose the backend of every optimizer, from its next step on.
+    """Choose the backend of all optimizers, from their next step on.
+
+    Until the first call, the environment variable ``AMPOPT_BACKEND`` chooses it; without that it is
+    ``"auto"``.
 
     Args:
-        name:
-            ``"auto"``: Triton on the accelerators it compiles for. On the CPU, eager at first;
-            after a twentieth of a second in a rule, a C++ compiler, if there is one, compiles it in
-            a process of its own, while training goes on. Results do not depend on when that is
-            done: to the bit they are the same. Only where C++ and torch round differently
-            (``tl.exp`` and its like, the square root of float64, and the sums over rows and columns
-            of ``Rule(averages=)``) the first step waits for the compiler, a third of a second.
-            Elsewhere eager.
+        name: the backend, one of these four.
 
-            ``"triton"``: Triton always. CPU tensors run in its interpreter, which is for tests,
-            and needs ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.
+            ``"auto"``: Triton on accelerators that it compiles for, else eager. On the CPU, eager
+            until a rule has run for a twentieth of a second; then a C++ compiler, if there is one,
+            compiles it in a background process while training continues. The results are bitwise
+            the same before and after. Where C++ and torch round differently (``tl.exp`` and similar
+            functions, the square root of float64, and the sums over rows and columns of
+            ``Rule(averages=)``), the first step waits for the compiler instead, for about a third
+            of a second.
 
-            ``"compiled"``: C++ made of the rule, at the first use of each, by the compiler that
-            ``CXX`` names, or ``g++`` or ``clang++``. For CPU tensors. What is compiled, also by
-            ``"auto"``, is kept in ``$XDG_CACHE_HOME/ampopt`` or ``~/.cache/ampopt``, at most
-            64 MiB. It is refused where other users may write there; ``"auto"`` then keeps it in
-            ``ampopt-UID`` in the folder for temporary files, as both do where the cache cannot be
-            written, and stays eager if that does not do either, with a warning.
+            ``"triton"``: always Triton. CPU tensors need its interpreter, which is meant for tests:
+            set ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.
 
-            ``"eager"``: torch operations always.
+            ``"compiled"``: C++ code made from the rule, for CPU tensors, compiled at the first use
+            of each rule by the compiler that ``CXX`` names, or ``g++`` or ``clang++``. The compiled
+            code, also that of ``"auto"``, is cached in ``$XDG_CACHE_HOME/ampopt`` or
+            ``~/.cache/ampopt``, at most 64 MiB, or, if that cannot be written, in ``ampopt-UID`` in
+            the folder for temporary files. A cache that other users may write to is an error;
+            ``"auto"`` uses the second folder then. If neither can be used, ``"auto"`` stays eager,
+            with a warning.
 
-            The environment variable ``AMPOPT_BACKEND`` sets the same until this is called;
-            without either it is ``"auto"``.
+            ``"eager"``: always torch operations.
 
     Raises:
-        ValueError: the name is unknown.
-        RuntimeError: the backend cannot run here; the message names what is missing, or who may
-            change what it would load.
+        ValueError: ``name`` is not a backend.
+        RuntimeError: the backend cannot run here. The message names what is missing, or which users
+            could change the cache.
     """
     global _chosen
     _chosen = _checked(name, "set_backend")
 
 
 def get_backend() -> str:
-    """The chosen backend, ``"auto"`` unless another was chosen; see :func:`set_backend`."""
+    """The name of the chosen backend; see :func:`set_backend`."""
     if _chosen is not None:
         return _chosen
     return _checked(os.environ.get(ENVIRONMENT, "auto"), ENVIRONMENT)
 
 
 def chosen_by() -> str | None:
-    """What chose the backend, ``set_backend`` or the environment variable; ``None`` if nothing."""
+    """What chose the backend: ``set_backend`` or the environment variable; ``None`` for neither."""
     if _chosen is not None:
         return "ampopt.set_backend"
     return ENVIRONMENT if ENVIRONMENT in os.environ else None
@@ -90,7 +92,7 @@ def backend_for(device: torch.device) -> Backend:
     """The backend that runs tensors on ``device``.
 
     Raises:
-        RuntimeError: the chosen backend cannot run there.
+        RuntimeError: the chosen backend cannot run on ``device``.
     """
     name = _chosen or get_backend()
     if _looks_away and device.type == "cpu" and name != "triton":
@@ -117,7 +119,7 @@ def backend_for(device: torch.device) -> Backend:
 
 
 def lacking(name: str) -> str | None:
-    """What the backend ``name`` cannot run here without, in a sentence; ``None`` if it runs."""
+    """Why the backend ``name`` cannot run here, in a sentence; ``None`` if it can."""
     if name == "triton" and not HAS_TRITON:
         return (
             "the triton backend needs Triton, which cannot be imported here; "
@@ -145,23 +147,23 @@ def _compiler_or_cache_lacking() -> str | None:
     if found.distrusts:
         return (
             f"the compiled backend has no cache that nobody else can change: {found.instead}. "
-            "Take that from them (chown, chmod go-w), or set XDG_CACHE_HOME to a folder that you, "
-            "and nobody else, may write to, or choose 'auto' (which keeps what it compiles in "
+            "Remove that permission (chown, chmod go-w), or set XDG_CACHE_HOME to a folder that "
+            "only you may write to, or choose 'auto' (which keeps what it compiles in "
             f"{found.folder}) or 'eager'"
         )
     return None
 
 
 def host_may_look(device: torch.device) -> bool:
-    """Whether the host sees what is on ``device`` at no cost, so that it need not avoid it."""
+    """Whether reading a tensor on ``device`` costs nothing, so that the host need not avoid it."""
     return backend_for(device).host_sees
 
 
 @contextmanager
 def host_looking_away() -> Iterator[None]:
-    """Within this, CPU tensors are treated as those of a device, which the host may not look at.
+    """Within this context, the host treats CPU tensors like those of an accelerator.
 
-    For tests; it is not safe across threads.
+    It reads none of them in a step. For tests; not safe across threads.
     """
     global _looks_away
     before, _looks_away = _looks_away, True

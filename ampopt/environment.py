@@ -1,4 +1,4 @@
-"""What ampopt finds on this machine, and what it makes of it, for a person to read."""
+"""The report of ``python -m ampopt``: versions, backends, compiler and caches of this machine."""
 
 import os
 import platform
@@ -21,11 +21,10 @@ __all__ = ["cpu_model", "report", "version_of"]
 
 
 def report() -> str:
-    """Versions, the backend of each device and why, the C++ compiler, the caches, and the guides.
+    """Versions, the backend of each device and why, the C++ compiler, caches, and guides.
 
-    It chooses nothing and changes nothing, but that a function of one line is compiled to see
-    whether the compiler works. What is wrong, as a value of ``AMPOPT_BACKEND`` that names no
-    backend, is in the text in place of what it would have said.
+    Changes nothing, except that it compiles a function of one line, to test the compiler. Errors,
+    such as a value of ``AMPOPT_BACKEND`` that is not a backend, become part of the text.
     """
     return "\n".join(
         [
@@ -48,7 +47,7 @@ def report() -> str:
 
 
 def _guides() -> str:
-    """The folder of the guides: in the package if it was built, else in the checkout."""
+    """The folder of the guides: in an installed package, or in the checkout."""
     package = Path(ampopt.__file__).parent
     for folder in (package / "guides", package.parent / "examples" / "guides"):
         if (folder / "README.md").exists():
@@ -57,7 +56,7 @@ def _guides() -> str:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; ``None`` if there is none of that name."""
+    """The version of an installed package; ``None`` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -65,7 +64,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_model() -> str:
-    """What the processor calls itself."""
+    """The model name of the processor."""
     if sys.platform == "linux":
         with open("/proc/cpuinfo") as lines:
             for line in lines:
@@ -104,7 +103,7 @@ def _devices() -> list[torch.device]:
 
 
 def _of_device(device: torch.device) -> str:
-    """The backend that runs tensors there and why, and what the device is."""
+    """The backend that runs tensors on ``device``, why, and what the device is."""
     try:
         name = backends.backend_for(device).name
         why = _why(name, device) if backends.get_backend() == "auto" else "as chosen"
@@ -114,7 +113,7 @@ def _of_device(device: torch.device) -> str:
 
 
 def _why(name: str, device: torch.device) -> str:
-    """Why ``auto`` takes that backend."""
+    """Why ``"auto"`` chooses backend ``name`` for ``device``."""
     if name == "compiled":
         return "once a rule has run for a twentieth of a second; eager until then"
     if name == "triton":
@@ -150,10 +149,10 @@ def _compiler() -> str:
     shown = shlex.join(command)
     try:
         said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=30)
-        # As rules are compiled: with its libraries and headers, for this processor.
+        # Test what rules need: libraries, headers, and the instructions of this processor.
         Library('extern "C" int answer() { return 42; }').load()
     except CacheError:
-        return f"{shown}, not tried, as there is no place for what it makes"
+        return f"{shown}, not tested, as there is no folder for its output"
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return f"{shown}, which does not work: {error}"
     return f"{shown}, which works: {said.stdout.partition(chr(10))[0]}"

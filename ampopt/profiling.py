@@ -1,4 +1,4 @@
-"""What steps cost and how they are taken, in plain words."""
+"""``profile``: what steps cost and how they run, in plain words."""
 
 import contextlib
 import linecache
@@ -26,11 +26,11 @@ __all__ = ["Look", "Profile", "profile"]
 
 
 class Look(NamedTuple):
-    """A place where the host looked at the values of a tensor.
+    """A place in the code where the host read a tensor.
 
     Attributes:
-        where: file and line, or the optimizer's part in it.
-        line: of source, as far as it is known.
+        where: file and line, or the operation of the optimizer.
+        line: the line of source; ``"?"`` if unknown.
     """
 
     where: str
@@ -42,11 +42,13 @@ class Profile:
     """What happened in a ``with profile(...)`` block; print it.
 
     Attributes:
-        steps: how many steps each optimizer attempted.
-        paths: how each parameter was stepped the last time, by optimizer and parameter name.
-        launches: how many of its own kernels ampopt launched, by name, over all steps.
-        kernels: names of all kernels launched on CUDA devices, by whomever; ``None`` without one.
-        looks: where the host looked, and on a CUDA device waited, how often.
+        steps: the number of steps that each optimizer attempted, by name.
+        paths: how each parameter was stepped in the last step, by optimizer and parameter name.
+        launches: the number of launches of each of ampopt's kernels, by name, over all steps.
+        kernels: the names of all kernels launched on CUDA devices, by any library; ``None`` without
+            a CUDA device.
+        looks: the places where the host read a tensor, which synchronizes on a CUDA device, and how
+            often.
     """
 
     steps: Counter[str] = field(default_factory=Counter)
@@ -98,32 +100,32 @@ class Profile:
 
 @contextlib.contextmanager
 def profile(*optimizers: Optimizer) -> Iterator[Profile]:
-    """Watch a block of training, and say in plain words what its steps cost.
+    """Profile a block of training, and report in plain words what its steps cost.
 
-    It answers three questions: where the host waits for the device, how many kernels a step
-    launches, and which path each parameter took. Put it around a step or two that come after the
-    first few, which make states and compile::
+    The report answers three questions: where the host waits for the device, how many kernels a step
+    launches, and how each parameter was stepped. Profile one or two steps, after the first few,
+    which create states and compile::
 
         with ampopt.profile(optimizer) as report:
             train_one_step()
         print(report)
 
-    On a CUDA device, the waits are those that torch's detector knows (``set_sync_debug_mode``),
-    and all kernels are counted; the block is waited for at its end. On the CPU nothing waits: what
-    is reported is where Python looked at a tensor, which on a GPU it would wait for. What ampopt
-    itself looks at on the CPU, because there it may, is left out: the path of a parameter says
-    where ampopt would look on a GPU. Steps slow down while they are watched. Not for several
-    threads at once, nor for a model compiled within the block.
+    On a CUDA device, the waits are those that torch detects (``set_sync_debug_mode``), and all
+    kernels are counted; the block synchronizes at its end. On the CPU nothing waits: the report
+    lists where Python read a tensor, which would wait on a GPU. Reads that ampopt makes only on the
+    CPU are omitted; the path of a parameter says where ampopt would synchronize on a GPU. Steps are
+    slower in the block. Do not use it from several threads at once, nor for a model that is
+    compiled in the block.
 
     Args:
-        optimizers: whose steps to report.
+        optimizers: the optimizers to report on.
 
     Yields:
         A :class:`Profile`, complete after the block.
 
     Raises:
-        TypeError: an optimizer is not ampopt's.
-        ValueError: there is none.
+        TypeError: an argument is not an ampopt optimizer.
+        ValueError: there are no arguments.
     """
     if not optimizers:
         raise ValueError("profile() needs the optimizers whose steps to report: profile(optimizer)")
@@ -163,7 +165,7 @@ def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
 
 def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[..., None]:
     def counted(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-        if programs:  # else it only compiles
+        if programs:  # a launch of 0 programs only compiles
             launches[getattr(kernel, "__name__", str(kernel)).removesuffix("_kernel")] += 1
         launch(device, kernel, programs, arguments)
 
@@ -176,7 +178,7 @@ def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[.
 @contextlib.contextmanager
 def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None]:
     paths = report.paths[name] = {}
-    modes: list[Mode] = []  # in which the step that runs is skipped, if it has to be
+    modes: list[Mode] = []  # how the running step is skipped after an overflow
 
     def noting(skipper: Skipper, stepped: Any, step: Any, decision: Decision) -> Any:
         if stepped is optimizer:
@@ -200,7 +202,7 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
 
 
 def _path(optimizer: Optimizer, mode: Mode | None) -> str:
-    """How the step just attempted treated the parameters that have gradients."""
+    """How the last step treated the parameters that have gradients."""
     which = "an ordinary step"
     ours = optimizer._ampopt
     if isinstance(ours, ByRule):
@@ -237,7 +239,7 @@ _REPLAY = Look("a closure's replay", "is the loss finite, did a gradient overflo
 
 
 def _note(report: Profile) -> None:
-    """Count the look that is being made, unless it is ampopt's own, made as this is the CPU."""
+    """Count a read of a tensor, unless ampopt made it, and only because the device is the CPU."""
     own: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -252,7 +254,7 @@ def _note(report: Profile) -> None:
         report.looks[_REPLAY] += 1
         return
     stepping = any(
-        f.f_code.co_filename in _STEPPING or f.f_code.co_name == "next"  # of a loss scale
+        f.f_code.co_filename in _STEPPING or f.f_code.co_name == "next"  # LossScale.next
         for f in own
     )
     if frame is not None and not stepping:

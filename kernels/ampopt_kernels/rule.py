@@ -33,64 +33,83 @@ def keep_all(s, h, flags):
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """The mathematics of one optimizer, written once and run by every backend.
+    """The update of an optimizer, written once as functions that every backend runs.
 
-    Functions are written with ``ampopt_kernels.tl`` and marked ``ampopt_kernels.jit``. They
-    compute and return; they never load or store, so no engine, skip or storage concerns them.
-    They may use, of blocks and scalars alike,
+    SGD with momentum, complete::
+
+        from ampopt_kernels import Rule, State, jit
+
+        @jit
+        def update(p, g, state, h, flags):
+            (lr, momentum), (buf,) = h, state
+            buf = momentum * buf + g
+            return p - lr * buf, (buf,)
+
+        rule = Rule(update=update, hyper=("lr", "momentum"), state=(State("momentum_buffer"),))
+
+    The functions are written with ``ampopt_kernels.tl`` and marked ``ampopt_kernels.jit``. They are
+    pure: they compute results from their arguments, while the backend loads, stores, unscales,
+    clips and skips. On blocks and scalars they may use
 
     - arithmetic ``+ - * /``, comparisons, ``& | ~`` of these, and numbers written in the function;
     - of ``tl``: ``abs``, ``ceil``, ``cos``, ``exp``, ``exp2``, ``floor``, ``log``, ``log2``,
       ``rsqrt``, ``sigmoid``, ``sin``, ``sqrt``, ``where``, and ``static_range`` for loops;
     - of ``ampopt_kernels``: ``as_float32``, ``div_rn``, ``maximum``, ``minimum``, ``power``,
-      ``rand``, ``randn``, ``sign``, ``sqrt_rn``, and functions of one's own that are marked
-      ``jit``;
+      ``rand``, ``randn``, ``sign``, ``sqrt_rn``, and your own functions marked ``jit``;
     - ``if`` of a flag, as in ``NESTEROV: tl.constexpr = flags[0]``.
 
-    What else Python would take, such as ``g ** 2`` or ``torch.sign(g)``, Triton refuses: with its
-    reason, before the first step, wherever Triton can be imported.
+    Triton refuses other Python, such as ``g ** 2`` or ``torch.sign(g)``. Wherever Triton can be
+    imported, the error comes before the first step, with Triton's reason.
+
+    Most rules need ``update``, ``hyper`` and ``state``. ``scalars`` is for step counts, ``reduce``
+    for norms of whole parameters (as in LAMB), and ``averages`` with ``factors`` for row and column
+    statistics (as in Adafactor, see ``ampopt_kernels/rules/adafactor.py``). In the signatures
+    below, ``p`` and ``g`` are the parameter and its gradient, ``s`` and ``h`` tuples of scalars,
+    ``state`` a tuple of blocks or tensors, and ``flags`` a tuple of compile-time booleans. The
+    number of scalars or terms that a function returns must not depend on ``flags``.
 
     Attributes:
-        update: ``update(p, g, state, h, flags) -> (p, state)``, elementwise. ``p``, ``g`` and each
-            of ``state`` are blocks of float32 (float64 for float64 parameters); ``g`` is unscaled
-            and clipped; ``h`` is a tuple of scalars; ``flags`` a tuple of compile-time booleans.
-            Returns the new ``p`` and a tuple of new states, one for each state that the flags
-            declare. With a sixth argument, ``at``, it has what ``rand`` and ``randn`` take as such.
-        hyper: names of param-group entries, numbers or one-element tensors, in the order of ``h``.
-            A tuple entry such as ``betas`` is laid flat.
+        update: ``update(p, g, state, h, flags) -> (p, state)``, elementwise, on blocks of float32
+            (float64 for float64 parameters). ``g`` is unscaled and clipped. Returns the new ``p``,
+            and a tuple of the new states, one for each state that exists under the flags. May take
+            a sixth argument ``at``, an opaque index of each element, to pass to ``rand`` and
+            ``randn``.
+        hyper: names of param-group entries, each a number or one-element tensor, in the order of
+            ``h``. A tuple entry, such as ``betas``, is flattened.
         state: the tensors kept for each parameter, in the order of ``state``.
-        flags: names of param-group entries, or of ``entries``; each flag is the truth of its entry,
-            so that a ``weight_decay`` of 0 costs nothing. A tensor counts as true.
-        scalars: ``scalars(s, h) -> (s, h)`` or ``scalars(s, h, flags) -> (s, h)``, optional, once
-            per parameter and step in float64 on the device: ``s`` are the scalar states (step
-            counts and the like), ``h`` the hyperparameters. What it returns as ``h``, as many
-            whatever the flags, is what ``update`` gets. A skipped step does not advance ``s``.
-        reduce: ``reduce(p, g, state, h, flags) -> terms``, optional: a tuple of blocks, as many
-            whatever the flags, each of which is summed over the parameter, in float64. The sums
-            reach ``scalars``, which then is ``scalars(s, h, flags, sums)``, or, to have those over
-            all parameters that have gradients too, ``scalars(s, h, flags, sums, totals)``. Of a
-            parameter that is spread over ranks it is the whole that is summed over. Costs one read
-            of what the terms are made of.
-        before_reduce: ``before_reduce(s, h, flags) -> (s, h)``, optional: those scalars that
-            ``reduce`` has to know, such as the step count and bias corrections that a direction is
-            made with. What it returns is what ``scalars`` gets; its ``h`` is that of ``reduce``.
-        averages: ``averages(p, g, state, h, flags) -> terms``, beside states with a ``shape``, and
-            ``reduce``, whose ``h`` it takes: a block for each such state, in their order, whose
-            means over rows, or columns, reach ``factors``. ``state`` are the elementwise ones.
-        factors: ``factors(means, state, h, flags) -> (state, factors)``, beside ``averages``: what
-            these states become, and what ``reduce`` and ``update`` read in the place of each, after
-            the elementwise ones, broadcast over the parameter: a tensor each, shaped as the state.
-            Written with torch, and not marked, as it computes on whole tensors, and on few numbers:
-            ``row_var.mean(-2, keepdim=True)`` is of each matrix. Matrices of one shape may come as
-            a stack, with one dimension more in front, so count dimensions from the last; numbers of
-            ``h`` then are tensors that fit them. A skipped step stores nothing.
-        entries: ``entries(group, ndim, dtype) -> dict``, optional: param-group entries that depend
-            on how many dimensions a parameter has and on its dtype, or its master's: flags, such as
-            for those that have no rows, and numbers. They stand in for those of the group.
+        flags: names of entries of the param group, or of ``entries``. A flag is the truth of its
+            entry. Code under a flag that is false is not compiled, so a ``weight_decay`` of 0 can
+            cost nothing. A tensor counts as true.
+        scalars: ``scalars(s, h) -> (s, h)`` or ``scalars(s, h, flags) -> (s, h)``, optional: runs
+            once per parameter and step, in float64, on the device. ``s`` are the scalar states
+            (step counts and the like), ``h`` the hyperparameters. The returned ``h`` is what
+            ``update`` gets. A skipped step does not change ``s``.
+        reduce: ``reduce(p, g, state, h, flags) -> terms``, optional: a tuple of blocks. Each is
+            summed over the whole parameter, in float64, also if the parameter is sharded over
+            ranks. ``scalars`` then takes these sums: ``scalars(s, h, flags, sums)``; or also the
+            sums over all parameters that have gradients: ``scalars(s, h, flags, sums, totals)``.
+            Costs one more read of the tensors that the terms are computed from.
+        before_reduce: ``before_reduce(s, h, flags) -> (s, h)``, optional: computes scalars that
+            ``reduce`` needs, such as bias corrections. ``scalars`` gets the returned ``s`` and
+            ``h``, and ``reduce`` the returned ``h``.
+        averages: ``averages(p, g, state, h, flags) -> terms``, required if a state has a ``shape``,
+            together with ``factors`` and ``reduce``: a block for each such state, in their order.
+            The means of these blocks, over each row or column, are passed to ``factors``. ``state``
+            are the states of one value for each element, and ``h`` is that of ``reduce``.
+        factors: ``factors(means, state, h, flags) -> (state, factors)``, written with torch and not
+            marked ``jit``: gets the means and the states that have a ``shape``, and returns their
+            new values, and a tensor of the same shape for each. ``reduce`` and ``update`` find
+            these tensors, broadcast over the parameter, at the end of ``state``. Matrices of equal
+            shape may come stacked, so count dimensions from the last: ``row_var.mean(-2,
+            keepdim=True)`` is the mean of each matrix. The numbers in ``h`` may then be tensors
+            that broadcast to the stack. A skipped step stores nothing.
+        entries: ``entries(group, ndim, dtype) -> dict``, optional: values that replace entries of
+            the param group, for parameters of ``ndim`` dimensions whose dtype, or that of the
+            master, is ``dtype``. For example a flag for parameters that have no rows.
         scalar_state: the 0-d tensors kept for each parameter, in the order of ``s``. One whose flag
             is off reads as 0 and is not stored.
-        scalars64: ``scalars`` where scalar states are float64; ``None`` if it is the same, as it
-            is but for a rule that rounds them as torch does.
+        scalars64: the function used instead of ``scalars`` if scalar states are float64; ``None``
+            for the same. Only for rules that round scalars as torch does.
     """
 
     update: Any

@@ -154,7 +154,7 @@ def test_no_cache_at_all(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "other"))
     cache.place.cache_clear()
     assert line("cache of C++:").startswith(f"none: {tmp_path / 'file' / 'ampopt'} cannot be")
-    assert "not tried, as there is no place for what it makes" in line("C++ compiler:")
+    assert "not tested, as there is no folder for its output" in line("C++ compiler:")
 
 
 @pytest.mark.parametrize(
