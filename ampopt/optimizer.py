@@ -55,8 +55,9 @@ class Optimizer(torch.optim.Optimizer):
     ``unscale_and_step`` by name: its first positional argument is the closure.
 
     **Your own optimizer.** Subclass this class like torch's, and write an ordinary ``step()``,
-    which need not know about scaling. If the update is elementwise, write it as a rule: see
-    :class:`ampopt.ElementwiseOptimizer`, which then steps faster and never synchronizes.
+    which need not know about scaling. If the update is elementwise, write it as a *rule*: functions
+    of parameter, gradient and states, which run on every backend, in a few launches for a whole
+    model and without synchronization. See :class:`ampopt.ElementwiseOptimizer`.
 
     **States.** An optimizer is *pending* between ``unscale`` and the step that follows, else
     *idle*::
