@@ -172,7 +172,7 @@ def test_a_batch_that_is_not_finite_is_not_blamed_on_the_module():
     assert found.first is not None
     assert (found.first.name, found.first.given_finite) == ("0", False)
     assert found.first.largest is None
-    assert "look at the batch" in str(found)
+    assert "check the batch" in str(found)
 
 
 def test_a_loss_whose_gradient_is_not_finite_is_not_blamed_on_the_module():
@@ -181,7 +181,7 @@ def test_a_loss_whose_gradient_is_not_finite_is_not_blamed_on_the_module():
         (model(torch.ones(1, 4)) * 0).sqrt().sum().backward()
     assert found.first is not None
     assert (found.first.name, found.first.given_finite) == ("1", False)
-    assert "look at the loss" in str(found)
+    assert "check the loss" in str(found)
 
 
 def test_a_module_that_works_in_place():
