@@ -1,4 +1,4 @@
-"""Correct optimizers as authors write them, of every kind that the contract is for."""
+"""Correct optimizers as users write them, of every kind that the contract is for."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ __all__ = ["CORRECT", "Decayed", "OwnHooks", "Selecting", "contract_of"]
 
 
 class Decayed(ampopt.Optimizer):
-    """Adam with decoupled weight decay, as one would write it: state, then a step count in it."""
+    """Adam with decoupled weight decay, with its step count in the state."""
 
     def __init__(self, params: Any, lr: float = 0.125, decay: float = 0.25) -> None:
         super().__init__(params, {"lr": lr, "decay": decay})
@@ -55,7 +55,7 @@ class Decayed(ampopt.Optimizer):
 
 
 class Selecting(ampopt.Optimizer):
-    """Momentum as a kernel of one's own would do it: it gets the flag, and selects."""
+    """Momentum that reads ``found_inf`` and selects by it, as a fused kernel would."""
 
     skip_by = "step"
 
@@ -95,7 +95,7 @@ class Selecting(ampopt.Optimizer):
 
 
 class OwnHooks(Plain):
-    """Momentum whose author has written the control points, without a look at the device."""
+    """Momentum that overrides ``unscale`` and ``unscale_and_step``, without synchronizing."""
 
     def unscale(self, grads_scaled_by: Any = None) -> Any:
         return super().unscale(grads_scaled_by)
@@ -110,7 +110,7 @@ class OwnHooks(Plain):
 
 
 class Ratio(Decayed):
-    """LAMB: the step is as long as the parameter."""
+    """LAMB: the length of the update is that of the parameter."""
 
     def one(self, p: Tensor, g: Tensor, state: dict[str, Any], lr: float, group: Any) -> None:
         state["step"] += 1
@@ -122,7 +122,7 @@ class Ratio(Decayed):
 
 
 class Looking(Plain):
-    """Lookahead: every second step, half way back to slow weights. It counts on the host."""
+    """Lookahead: each second step moves half way back to slow weights. Counts steps on the host."""
 
     def update(self) -> None:
         super().update()
@@ -139,7 +139,7 @@ class Looking(Plain):
 
 
 class Rounded(Plain):
-    """Steps rounded at random, as low-precision training does."""
+    """Momentum with stochastically rounded parameters, as in low-precision training."""
 
     def update(self) -> None:
         super().update()
@@ -150,14 +150,14 @@ class Rounded(Plain):
 
 
 class Wrapped(ampopt.Optimizer, torch.optim.NAdam):
-    """torch's own, with the control points."""
+    """torch's NAdam with ampopt's methods, by inheritance."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.125)
 
 
 class Theirs(torch.optim.Optimizer):
-    """Adagrad as someone wrote it who has never heard of ampopt: it counts on the host."""
+    """Adagrad as written without knowledge of ampopt: it counts steps on the host."""
 
     def __init__(self, params: Any, lr: float = 0.125) -> None:
         super().__init__(params, {"lr": lr})
@@ -188,7 +188,7 @@ CORRECT: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "Decayed": (Decayed, {"sync_free": False}),
     "Selecting": (Selecting, {"sync_free": True}),
     "OwnHooks": (OwnHooks, {}),
-    # What cancels to nothing has no direction, and steps as far as anything.
+    # If a gradient cancels to rounding noise, the step has full length in a random direction.
     "Ratio": (Ratio, {"layout_changes_no_bit": False, "continuous": False}),
     "Looking": (Looking, {}),
     "Rounded": (
@@ -198,13 +198,13 @@ CORRECT: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "Wrapped": (Wrapped, {}),
     "Extended": (Extended, {"reference": lambda self, params: Theirs(params)}),
 }
-"""Correct optimizers, with what they claim beyond, or short of, the ordinary."""
+"""Correct optimizers, with the claims that differ from the defaults."""
 
 
 def contract_of(
     cls: type[Any], claims: dict[str, Any], bases: tuple[type[Any], ...] = ()
 ) -> type[OptimizerContract]:
-    """The contract of an author's optimizer."""
+    """Make the contract of an optimizer that takes only ``params``."""
 
     def make(self: Any, params: Any) -> Any:
         return cls(params)

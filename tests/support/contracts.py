@@ -1,4 +1,4 @@
-"""The contract of every built-in optimizer, with what each of them claims."""
+"""The contracts of all built-in optimizers, with their claims."""
 
 from typing import Any
 
@@ -32,29 +32,29 @@ OF_KERNELS = (
     "training_goes_on_as_if_skipped_steps_had_never_been",
     "unscale_divides_gradients_by_the_scale",
 )
-"""The invariants that kernels can break; the others are kept above them, and tested with eager."""
+"""The invariants that a backend can break; all others are tested with ``eager`` only."""
 OTHERS = {
     name: None
     for name in dir(OptimizerContract)
     if name.startswith("test_") and name.removeprefix("test_") not in OF_KERNELS
 }
-"""To leave those out of a contract."""
+"""Class attributes that remove the other invariants from a contract."""
 
 INTERPRETED = settings(fewer(0.05), stateful_step_count=8)
-"""A call of the interpreter's takes milliseconds, and a sequence has many."""
+"""Few and short examples, because each call of Triton's interpreter takes milliseconds."""
 
 OF_RULES: dict[str, Any] = {
     "half_precision": (torch.bfloat16, torch.float16),
     "complex_parameters": True,
     "sync_free": True,
 }
-"""What every rule brings with it."""
+"""Claims of every optimizer with an update rule."""
 _ORDINARY: dict[str, Any] = {"half_precision": (torch.bfloat16,)}
 _OF_EACH: dict[str, dict[str, Any]] = {
-    # A step goes by the learning rate that the last one computed.
+    # A step uses the learning rate that the step before computed.
     "ASGD": {"zero_lr_is_still": False},
     "Adafactor": {"complex_parameters": False},
-    # torch's LBFGS takes views of its gradients, and the largest of their elements.
+    # torch's LBFGS calls view() on gradients, and max(), which fails for empty ones.
     "LBFGS": {
         "any_layout": False,
         "shapes": strategies.shapes(min_side=1),
@@ -63,12 +63,12 @@ _OF_EACH: dict[str, dict[str, Any]] = {
         "several_groups": False,
         "independent_parameters": False,
     },
-    # Norms are sums of elements, in the order in which they are in memory, and what cancels to
-    # nothing has no direction, and steps as far as anything.
+    # Norms are sums in memory order. If a gradient cancels to rounding noise, the step has full
+    # length in a random direction.
     "LAMB": {"layout_changes_no_bit": False, "continuous": False},
     "LARS": {"layout_changes_no_bit": False, "continuous": False},
     "NovoGrad": {"layout_changes_no_bit": False, "continuous": False},
-    # Signs are what it goes by.
+    # It steps by signs.
     "Lion": {"continuous": False},
     # torch's Muon divides by the number of rows, and by norms, and rounds to bfloat16.
     "Muon": {
@@ -76,10 +76,10 @@ _OF_EACH: dict[str, dict[str, Any]] = {
         "shapes": strategies.shapes(min_dims=2, max_dims=2, min_side=1),
         "layout_changes_no_bit": False,
     },
-    # The learning rate is where step sizes begin, and signs are what they go by.
+    # The learning rate is only the initial step size, and step sizes change by signs.
     "Rprop": {"continuous": False, "zero_lr_is_still": False},
     "ScheduleFreeAdamW": {"modes": ("train", "eval")},
-    # Before there is an estimate of the Hessian, and where a gradient is 0, it goes by signs, too.
+    # It steps by signs before it has a Hessian estimate, and where that is 0.
     "Sophia": {"continuous": False, "calls": ("update_hessian",)},
     "SparseAdam": {
         "dense_gradients": False,
@@ -91,18 +91,18 @@ _OF_EACH: dict[str, dict[str, Any]] = {
 
 
 class Small:
-    """Short histories of small parameters, for what is slow."""
+    """Mixin: short histories of small parameters, for slow contracts."""
 
     shapes = strategies.shapes(max_elements=4, max_dims=2)
 
     @classmethod
     def histories(cls, **changed: Any) -> Any:
-        """As the contract's."""
+        """The contract's histories, with at most two parameters and two steps."""
         return super().histories(**{"max_params": 2, "max_steps": 2, **changed})  # type: ignore
 
 
 class _Adagrad(torch.optim.Adagrad):
-    """Torch's, of which 2.11 makes no state for a group that is added later, and misses it."""
+    """torch's Adagrad, whose version 2.11 creates no state for groups that are added later."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -114,18 +114,18 @@ class _Adagrad(torch.optim.Adagrad):
 def contract_of(
     cls: type[Any], suffix: str = "", bases: tuple[type[Any], ...] = (), **claims: Any
 ) -> type[OptimizerContract]:
-    """The contract of a built-in optimizer, with any of its hyperparameters."""
+    """Make the contract of a built-in optimizer, with any of its hyperparameters."""
 
     def make(self: Any, params: Any, **options: Any) -> Any:
         return cls(params, **options)
 
     def reference(self: Any, params: Any, **options: Any) -> Any:
-        # Other mathematics than a rule's: torch's own, or its authors', without a part of ampopt.
+        # An independent implementation: torch's, or the authors'.
         theirs = vars(torch.optim) | {"Adagrad": _Adagrad}
         trusted = theirs.get(cls.__name__) or transcribed(cls.__name__)
         return trusted(params, **{**options, "lr": float(options["lr"])})
 
-    if claims.get("sparse_gradients"):  # with which torch takes no weight decay
+    if claims.get("sparse_gradients"):  # torch refuses weight decay with sparse gradients
         claims["options"] = strategies.hyperparameters(cls).map(lambda o: {**o, "weight_decay": 0})
     by_rule = issubclass(cls, ampopt.ElementwiseOptimizer)
     attributes = {

@@ -1,4 +1,4 @@
-"""How many operations of torch's a call runs, and which kernels it launches."""
+"""Counts of the torch operations that a call runs, and of the Triton kernels that it launches."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ _NOTHING_RUNS = (
     "permute",
     "t",
 )
-"""Operations that only make a tensor object, of new memory or of another's."""
+"""Operations that only allocate memory or make a view."""
 
 
 class _Count(TorchDispatchMode):
@@ -41,7 +41,7 @@ class _Count(TorchDispatchMode):
 
 
 def counted(call: Callable[[], object]) -> Counter[str]:
-    """The operations that ``call`` has run on a device, but for kernels of ours."""
+    """Count the torch operations that ``call`` runs, except for ampopt's own kernels."""
     with _Count() as count:
         call()
     return count.operations
@@ -49,7 +49,7 @@ def counted(call: Callable[[], object]) -> Counter[str]:
 
 @contextmanager
 def silent_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Within this, the triton backend launches nothing, and the kernels are counted."""
+    """Replace the triton backend by one that launches nothing, and count its kernels by name."""
     launches: Counter[str] = Counter()
 
     def launch(device: Any, kernel: Any, programs: int, arguments: Any) -> None:

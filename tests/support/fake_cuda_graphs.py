@@ -1,10 +1,10 @@
-"""Graphs without a device that has them: a stand-in for CUDA's, on CPU tensors.
+"""A stand-in for CUDA graphs on CPU tensors.
 
-As there, what is captured is not executed, a replay repeats the same operations on the same memory
-without any Python of the model's, the host may not look while capturing, and nothing may be sent.
-Memory that is allocated while capturing is the graph's own; memory that was allocated before is not
-kept alive by the graph, and a launch that is replayed after it was freed is an error.
-The operations are those that pass torch's dispatcher, and the launches of Triton kernels.
+As with CUDA, captured operations are not executed during capture; a replay repeats them on the same
+memory without running the model's Python; the host must not read tensors during capture; and no
+collective may run. Memory allocated during capture belongs to the graph. Memory allocated before is
+not kept alive by the graph, and a replay that uses freed memory is an error. Recorded are
+operations that go through torch's dispatcher, and launches of Triton kernels.
 """
 
 import gc
@@ -29,11 +29,11 @@ CPU = torch.device("cpu")
 
 
 class FakeGraphs:
-    """See :class:`ampopt.train_step.cuda_graphs.Graphs`.
+    """Has the interface of :class:`ampopt.cuda_graphs.Graphs`.
 
     Attributes:
-        captures: how many there were.
-        replays: likewise.
+        captures: number of captures.
+        replays: number of replays.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def _refuse(look: str) -> None:
 
 
 def _memory() -> list[tuple[Any, Any]]:
-    """The memory of all tensors made since the first test began, and a copy of it."""
+    """All CPU storages of tensors known to the garbage collector, with copies of their contents."""
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (Tensor, Parameter)]
     storages = {
@@ -82,12 +82,12 @@ def _memory() -> list[tuple[Any, Any]]:
 
 
 class _Tape(TorchDispatchMode):
-    """Records what is done, doing it, so that there are results to go on with."""
+    """Records operations while it executes them, so that the capturing code gets results."""
 
     def __init__(self) -> None:
         super().__init__()
         self._played: list[Callable[[], None]] = []
-        self._made: list[Tensor] = []  # in the private pool of the graph
+        self._made: list[Tensor] = []  # memory that belongs to the graph
         self._launching = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +124,7 @@ class _Tape(TorchDispatchMode):
             self._launching = False
 
     def _borrowed(self, name: str, arguments: Any) -> Any:
-        """``arguments``, which do not keep alive what is not the graph's own."""
+        """Replace tensors that do not belong to the graph by references that may dangle."""
         own = {_place(t) for t in self._made}
         return pytree.tree_map_only(
             Tensor, lambda t: t if _place(t) in own else _Borrowed(name, t), arguments
@@ -137,7 +137,7 @@ class _Tape(TorchDispatchMode):
 
 
 class _Borrowed:
-    """A tensor that a captured operation reads, and does not keep alive."""
+    """A tensor that a captured operation reads but does not keep alive."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self._name, self._dtype = name, tensor.dtype

@@ -1,4 +1,4 @@
-"""What every test is given: poisoned memory, its backend, Hypothesis's settings, ranks."""
+"""Fixtures of every test: filled memory, the backend, Hypothesis profiles, processes."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from support.local_ranks import Ranks
 from support.requirements import skip_unless_it_runs
 
 # Times vary with the machine, so no example has a deadline. By default every run draws the same
-# examples, so that what fails was changed; "long" looks for what nobody has met yet.
+# examples, so that a new failure comes from a change; "long" searches for new failures.
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=12, derandomize=True, print_blob=True
 )
@@ -29,7 +29,7 @@ quick_interpreter.make_it_quick()
 
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_memory():
-    """``torch.empty`` gives NaN, so that whoever reads what nobody wrote is found out."""
+    """Fill ``torch.empty`` with NaN, so that reads of uninitialized memory show."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     assert torch.empty(3).isnan().all()
@@ -37,13 +37,13 @@ def poisoned_memory():
 
 @pytest.fixture(autouse=True, scope="session")
 def checked_sparse_tensors():
-    """Else torch warns of sparse tensors that it makes itself."""
+    """Enable checks of sparse tensors; otherwise torch warns about those that it creates itself."""
     torch.sparse.check_sparse_tensor_invariants.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def guards_untimed():
-    """Else torch's compiler times the guards of each graph, for its log, in a flushed cache."""
+    """Keep torch's compiler from timing the guards of each graph for its log."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0)
         yield
@@ -51,7 +51,7 @@ def guards_untimed():
 
 @pytest.fixture(autouse=True, scope="module")
 def backend_of_the_environment():
-    """What a file chooses is for it alone: even ``set_backend("auto")`` hides AMPOPT_BACKEND."""
+    """Undo a file's ``set_backend``, which even as ``"auto"`` would override AMPOPT_BACKEND."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ampopt.backend._chosen", None)
         yield
@@ -59,10 +59,10 @@ def backend_of_the_environment():
 
 @pytest.fixture(scope="module", params=["eager", "triton"])
 def backend(request):
-    """Each backend in turn; a test that takes it is one body over both.
+    """Each backend in turn; a test that uses this fixture runs on all of them.
 
-    A test may name others: ``compiled``, ``eager on a device``, where the host may not look at the
-    eager backend's tensors, so that it has to select, and ``ON_A_GPU`` of ``support.gpus``.
+    A test may select others by ``indirect`` parameters: ``compiled``, ``eager on a device``, in
+    which the host must not read tensors, and ``ON_A_GPU`` of ``support.gpus``.
     """
     if "GPU" in request.param:
         skip_without_gpu()
@@ -72,9 +72,10 @@ def backend(request):
 
 @pytest.fixture(autouse=True)
 def backend_of_the_test(request):
-    """The ``backend`` that a test takes, if it does; what it chooses is for it alone, too.
+    """Set the backend of the ``backend`` fixture, if the test uses it, and restore it afterwards.
 
-    Apart from ``backend``, which one test after another shares: between them, others may run.
+    This is apart from ``backend``, whose parameter several tests share: between them, others may
+    run.
     """
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr("ampopt.backend._chosen", backends._chosen)
@@ -90,7 +91,7 @@ def backend_of_the_test(request):
 
 @pytest.fixture
 def process_group():
-    """A world of one, which outlives the models of the test; see ``ampopt.matrix.spread``."""
+    """A gloo group of one process that outlives the test's models; see ``ampopt.matrix.spread``."""
     dist: Any = torch.distributed
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("this build of torch has no gloo")
@@ -111,11 +112,11 @@ def _pool(n: int):
 
 @pytest.fixture(scope="session")
 def two_ranks():
-    """Two processes that have met; see ``support.local_ranks``."""
+    """A pool of two processes with a process group; see ``support.local_ranks``."""
     yield from _pool(2)
 
 
 @pytest.fixture(scope="session")
 def four_ranks():
-    """Four of them."""
+    """A pool of four processes with a process group."""
     yield from _pool(4)

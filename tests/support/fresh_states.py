@@ -1,4 +1,4 @@
-"""What the state of an optimizer is before a step has been taken with it."""
+"""The initial value of an optimizer's state."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ __all__ = ["is_fresh"]
 
 
 def is_fresh(name: str, value: Any) -> bool:
-    """Whether the bits of a state tensor are zeros, which each of our optimizers starts from.
+    """Whether a state tensor has its initial value: zeros, in all of ampopt's optimizers.
 
-    A buffer of SGD's starts from -0.0, to which a first gradient is added as it is.
+    SGD's momentum buffer starts from -0.0, because -0.0 + g is g for every g.
 
     Args:
-        name: of the state.
+        name: name of the state.
         value: its :class:`ampopt.testing.bits.Bits`.
     """
     zero = torch.zeros((), dtype=value.dtype)

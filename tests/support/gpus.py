@@ -1,9 +1,9 @@
-"""Tests that need a GPU: ``pytest -m gpu``, or ``-m "gpu and ..."``, has Triton compile for them.
+"""Tests that need a GPU: ``pytest -m gpu``, or ``-m "gpu and ..."``, makes Triton compile kernels.
 
-All other tests have Triton interpret its kernels, and one process can do only one of the two.
+All other tests run Triton's interpreter; one process can do only one of the two.
 
-Most of these tests also run where something executes the compiled kernels in place of a card. Those
-that need more of CUDA than its kernels say what, as ``@needs_gpu(with_real="streams")``.
+Most of these tests also run where something executes the compiled kernels in place of a card. A
+test that needs more of CUDA than its kernels names it, as in ``@needs_gpu(with_real="streams")``.
 """
 
 import functools
@@ -30,17 +30,17 @@ def _missing() -> str | None:
 
 
 def skip_without_gpu() -> None:
-    """Skip, and say what is missing."""
+    """Skip the test if it cannot run on a GPU, and name what is missing."""
     if (missing := _missing()) is not None:
         pytest.skip(missing)
 
 
 def needs_gpu(test: Any = None, *, with_real: str = "") -> Any:
-    """Mark ``test``, and skip it visibly where it cannot run.
+    """Mark ``test`` as ``gpu``, and skip it where it cannot run, naming what is missing.
 
     Args:
-        test: to mark; without one, a decorator is returned.
-        with_real: what the test needs beside compiled kernels, which only CUDA itself has.
+        test: the test; without it a decorator is returned.
+        with_real: what the test needs that only CUDA itself has, besides compiled kernels.
     """
     if test is None:
         return functools.partial(needs_gpu, with_real=with_real)
@@ -52,9 +52,9 @@ def needs_gpu(test: Any = None, *, with_real: str = "") -> Any:
 
 
 ON_A_GPU = pytest.param("triton on a GPU", marks=pytest.mark.gpu)
-"""For the fixture ``backend``: the same test, whose tensors are made on the GPU."""
+"""Parameter of the fixture ``backend``: the test runs with its tensors on the GPU."""
 
 
 def no_waiting() -> AbstractContextManager[None]:
-    """An operation that makes the host wait for the device is an error, as far as torch knows."""
+    """Raise if the host waits for the device, as far as torch detects it."""
     return sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Optimizers whose authors keep something where torch's dispatcher does not see it change."""
+"""Optimizers with state outside of tensors, or changed without torch's dispatcher."""
 
 import random
 import types
@@ -51,7 +51,7 @@ class Attribute(Foreach):
 
 
 class Holding(Foreach):
-    """Keeps ``self.held``, changed in place by ``change``."""
+    """Keeps an object in ``self.held``, and changes it in place by ``change``."""
 
     make: Callable[[], Any]
     change: Callable[[Any], Any]
@@ -114,7 +114,7 @@ HELD = (
 
 
 class Noise(Foreach):
-    """Dropout-like noise, from torch's own generator."""
+    """Random noise from torch's generator, as in dropout."""
 
     def update(self, params):
         for p in params:
@@ -124,7 +124,7 @@ class Noise(Foreach):
 
 
 class Replaced(Author):
-    """State tensors are replaced and not written."""
+    """Replaces state tensors instead of writing to them."""
 
     def one(self, p, g, state):
         state["average"] = state.get("average", torch.zeros_like(p)) + g
@@ -145,7 +145,7 @@ class Resized(Author):
 
 
 class PastTheDispatcher(Author):
-    """As a custom kernel does."""
+    """Writes to memory past torch's dispatcher, as a custom kernel does."""
 
     def one(self, p, g, state):
         p.detach().numpy()[...] -= g.numpy()
@@ -162,7 +162,7 @@ class Sparse(Author):
 
 
 class Wrapping(Author):
-    """Another optimizer does the work."""
+    """Wraps another optimizer."""
 
     def begin(self):
         self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.5, momentum=0.5)
@@ -173,7 +173,7 @@ class Wrapping(Author):
 
 
 class Iterating(Foreach):
-    """Keeps something that cannot be looked into without changing it."""
+    """Holds an iterator, which cannot be inspected without changing it."""
 
     def begin(self):
         self.held = iter([0.5, 0.25, 0.125] * 9)
@@ -184,7 +184,7 @@ class Iterating(Foreach):
 
 
 class Sometimes(Foreach):
-    """A counter on the host in every third step only."""
+    """Counts on the host in every third step only."""
 
     def update(self, params):
         count = self.__dict__.setdefault("count", torch.zeros(()))
@@ -201,7 +201,7 @@ HOST_TOO = (
 
 
 def seen(optimizer: ampopt.Optimizer) -> Any:
-    """All that a skip must leave, deep enough for what these optimizers hold."""
+    """All that a skipped step must not change, including what these optimizers hold."""
     attributes = {
         name: value
         for name, value in vars(optimizer).items()

@@ -1,4 +1,4 @@
-"""Rows for the three passes, built in guarded memory from drawn numbers, and the engines to run."""
+"""Rows for detect, control and update, built in guarded memory from drawn numbers, and backends."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
 BLOCK, CHUNK = 1 << 6, 1 << 8
-"""Elements at a time and in a program, for these tests: ``conftest`` has engines take these."""
+"""Elements per block and per program in these tests, set by ``conftest``; small ones are fast."""
 
 
 def _triton() -> Backend:
@@ -58,7 +58,7 @@ ENGINES: dict[str, Callable[[], Backend]] = {
     "triton": _triton,
 }
 each_engine = pytest.mark.parametrize("engine", ENGINES)
-"""Runs a test on each engine in turn; it takes a key of ``ENGINES``."""
+"""Parametrizes a test over the keys of ``ENGINES``."""
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -66,9 +66,9 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 @dataclass
 class Placed:
-    """A tensor in the midst of memory that is not its own, all of it NaN.
+    """A tensor surrounded by NaN in memory.
 
-    Whoever reads past the tensor finds a NaN, and whoever writes past it is found out.
+    A read past the tensor gives NaN, and a write past it shows in :meth:`around`.
     """
 
     tensor: Tensor
@@ -76,7 +76,7 @@ class Placed:
 
     @staticmethod
     def of(values: Tensor, shift: int = 0) -> "Placed":
-        """A copy of ``values``, ``shift`` elements past an address that allows wide accesses."""
+        """Copy ``values`` to ``shift`` elements past an address aligned to 16 bytes."""
         guard, n = 32, values.numel()
         memory = torch.full((guard + shift + n + guard,), float("nan"), dtype=values.dtype)
         tensor = memory[guard + shift : guard + shift + n].view(values.shape)
@@ -92,7 +92,7 @@ class Placed:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Equal for equal bits. Short, so that a failure about a large tensor can be read."""
+    """A hash of the bits; short, so that a failure about a large tensor can be read."""
     return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
@@ -104,17 +104,17 @@ class RowPlan:
     """One parameter to build.
 
     Attributes:
-        shape: of all of its tensors.
-        dtype: likewise.
-        shift: elements past an aligned address.
-        grad: numbers repeated along the gradient.
-        spots: (index, value) of gradient elements that differ.
-        param: numbers repeated along the parameter.
-        state: the same for each state of its rule.
-        step: the steps it has taken.
-        flags: of the rule.
-        group: its group.
-        master: parameter and states are float32, and a copy in ``dtype`` follows the parameter.
+        shape: shape of all of its tensors.
+        dtype: dtype of gradient and parameter.
+        shift: number of elements past an aligned address.
+        grad: elements of the gradient, repeated.
+        spots: (index, value) pairs that replace single elements of the gradient.
+        param: elements of the parameter, repeated.
+        state: elements of each state of the rule, repeated.
+        step: the step count.
+        flags: flags of the rule.
+        group: index of the param group.
+        master: whether parameter and states are float32, with a copy of the parameter in ``dtype``.
     """
 
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ class RowPlan:
         return torch.float32 if self.master else self.dtype
 
     def tensor(self, pattern: Sequence[float], spots: Sequence[tuple[int, float]] = ()) -> Tensor:
-        """``pattern`` over and over in this row's shape, float64."""
+        """A float64 tensor in this row's shape with the elements of ``pattern``, repeated."""
         n = torch.Size(self.shape).numel()
         few = torch.tensor(pattern, dtype=torch.float64)
         values = few.repeat(n // len(few) + 1)[:n]
@@ -153,13 +153,13 @@ class WorkPlan:
     hyper: tuple[tuple[float, ...], ...] = ()
 
     def build(self) -> "Built":
-        """The same bits each time, in fresh memory."""
+        """Build the rows in fresh memory, with the same bits each time."""
         return Built(self)
 
 
 @dataclass
 class Built:
-    """A plan's work, and all the memory that it lives in."""
+    """The work of a plan, and the memory of its tensors."""
 
     plan: WorkPlan
     placed: list[Placed] = field(default_factory=list)
@@ -194,47 +194,47 @@ class Built:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows."""
+        """The rows of the work."""
         return self.work.rows
 
     @property
     def grads(self) -> list[Tensor]:
-        """The gradient of each."""
+        """The gradients of the rows."""
         return self.work.grads
 
     def fingerprints(self) -> list[str]:
-        """Of every tensor, in the order in which they were placed."""
+        """The fingerprint of every tensor, in the order of placement."""
         return [fingerprint(placed.tensor) for placed in self.placed]
 
     def assert_guards(self) -> None:
-        """No element outside the tensors has changed."""
+        """Check that no element outside of the tensors has changed."""
         assert [placed.around() for placed in self.placed] == self._around
 
 
 def numbers(least: float = -4.0, most: float = 4.0) -> st.SearchStrategy[tuple[float, ...]]:
-    """A few numbers that every dtype holds and whose arithmetic stays well in range."""
+    """Strategy of a few numbers that every dtype represents and whose arithmetic stays in range."""
     number = st.integers(round(least * 32), round(most * 32)).map(lambda n: n / 32)
     return st.lists(number, min_size=1, max_size=5).map(tuple)
 
 
 def edge_numbers(dtype: torch.dtype) -> st.SearchStrategy[tuple[float, ...]]:
-    """A few finite numbers of ``dtype``: zeros of both signs, subnormals, next to overflow."""
+    """Strategy of a few finite numbers of ``dtype``: signed zeros, subnormals, near overflow."""
     info = torch.finfo(dtype)
     sizes = [0.0, info.smallest_normal, 1.0, info.max / 2, info.max]
-    if dtype != torch.bfloat16:  # whose subnormals Triton's interpreter misreads
+    if dtype != torch.bfloat16:  # Triton's interpreter misreads bfloat16 subnormals
         sizes.append(info.smallest_normal * info.eps)
     edge = st.sampled_from([sign * size for size in sizes for sign in (1.0, -1.0)])
     return st.lists(edge, min_size=1, max_size=5).map(tuple)
 
 
 def sizes() -> st.SearchStrategy[int]:
-    """Numbers of elements: mostly few, sometimes about the edges of blocks and chunks."""
+    """Strategy of numbers of elements: mostly few, sometimes near block and chunk sizes."""
     edges = [BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + BLOCK + 3]
     return st.one_of(st.integers(0, 9), st.integers(0, 9), st.sampled_from(edges))
 
 
 def spots(n: int, values: st.SearchStrategy[float]) -> st.SearchStrategy[tuple[int, float]]:
-    """A place in a tensor of ``n`` elements, the ends of blocks and chunks often, and a value."""
+    """Strategy of an index, often at the end of a block or chunk, and a value."""
     edges = {0, n - 1, BLOCK - 1, BLOCK, CHUNK - 1, CHUNK} & set(range(n))
     place = st.sampled_from(sorted(edges)) | st.integers(0, n - 1)
     return st.tuples(place, values)
@@ -258,7 +258,7 @@ def _rows(draw: st.DrawFn, edges: bool, bad: st.SearchStrategy[float] | None) ->
 
 @st.composite
 def gradient_works(draw: st.DrawFn, bad: bool = True, max_rows: int = 3) -> WorkPlan:
-    """Gradients to be read: edge values, and with ``bad`` non-finite ones among them."""
+    """Strategy of gradients with edge values, and with ``bad`` also non-finite ones."""
     values = st.sampled_from(NOT_FINITE) if bad else None
     rows = draw(st.lists(_rows(True, values), max_size=max_rows))
     return WorkPlan(tuple(RowPlan(**row) for row in rows))
@@ -266,7 +266,7 @@ def gradient_works(draw: st.DrawFn, bad: bool = True, max_rows: int = 3) -> Work
 
 @st.composite
 def works(draw: st.DrawFn, max_rows: int = 3) -> WorkPlan:
-    """Rows of Adam or SGD in two groups, with flags of their own, mid-training or at the start."""
+    """Strategy of rows of Adam or SGD in two groups, with any flags, fresh or mid-training."""
     name = draw(st.sampled_from(["adam", "sgd"]))
     rule: Rule = getattr(rules, name)
     lr, decay = st.sampled_from([0.5, 0.125, 0.0]), st.sampled_from([0.0, 0.25])

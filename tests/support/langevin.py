@@ -1,4 +1,4 @@
-"""Rules that draw random numbers."""
+"""Update rules that draw random numbers."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def _langevin(p, g, state, h, flags, at):
 
 
 class Shaken(ampopt.ElementwiseOptimizer):
-    """SGD with uniform noise, which it keeps; to the bit the same on every backend."""
+    """SGD with uniform noise that is kept as a state; bitwise equal on every backend."""
 
     rule = Rule(
         update=_shaken,

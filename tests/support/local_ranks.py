@@ -1,7 +1,7 @@
-"""Processes on this machine that have met: a pool of ranks, which runs the functions of tests.
+"""A pool of processes with a gloo process group, which run functions of tests.
 
-They are started once for many tests. A function that does not come back on every rank in time is
-a failure with its name and where each rank was; the pool is then made anew.
+The processes are started once for many tests. If a function does not return on every rank in time,
+the test fails with the function's name and each rank's stack, and the pool is started anew.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from support.quick_interpreter import make_it_quick
 __all__ = ["Ranks", "mesh_of"]
 
 _GRACE = 3.0
-"""Seconds that others have to come back once one rank has raised: it may have left them waiting."""
+"""Seconds that other ranks have to return once one rank has raised: they may wait for it."""
 
 
 @functools.cache
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
-    """The device mesh of that shape over all ranks, on each of them.
+    """Return the device mesh of that shape over all ranks of the pool.
 
-    Made once, for all tests of a pool: a group of gloo's has a thread that wakes up a hundred times
-    a second, however idle it is, and there would be hundreds.
+    Cached for all tests of a pool: each gloo group has a thread that wakes up a hundred times a
+    second even if idle, and there would be hundreds.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -49,20 +49,20 @@ class Ranks:
     """``n`` processes of one gloo group."""
 
     def __init__(self, n: int) -> None:
-        """Start none: the first :meth:`run` does."""
+        """Store ``n``; the first :meth:`run` starts the processes."""
         self.n = n
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
-        """What ``function(*args)`` returns on each rank.
+        """Run ``function(*args)`` on each rank, and return the results by rank.
 
         Args:
-            function: at the top of a test file, which every rank imports by its path.
-            args: what pickle takes.
-            timeout: seconds until a rank that has not come back counts as hanging.
+            function: a top-level function of a test file, which every rank imports by path.
+            args: arguments that can be pickled.
+            timeout: seconds after which a rank that has not returned counts as hanging.
 
         Raises:
-            AssertionError: a rank raised, which is shown, or hung.
+            AssertionError: a rank raised or hung; the message has its traceback or stack.
         """
         if not self._ranks:
             self._start()
@@ -90,7 +90,7 @@ class Ranks:
         self._kill()
 
     def _outcomes(self, deadline: float) -> dict[int, tuple[bool, Any]]:
-        """By rank: whether its function returned, and what, or how it raised."""
+        """By rank: whether its function returned, and the result or the traceback."""
         outcomes: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -105,7 +105,7 @@ class Ranks:
         return outcomes
 
     def _start(self) -> None:
-        # Forked from one process that has the imports of tests behind it: a pool takes no time.
+        # The ranks are forked from a process that has imported what tests import, which is fast.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
             ["ampopt", "torch._inductor", "torch.distributed.checkpoint", "hypothesis", "pytest"]
@@ -123,7 +123,7 @@ class Ranks:
         assert len(ready) == self.n, f"of {self.n} ranks, {sorted(ready)} have met\n{self._kill()}"
 
     def _kill(self) -> str:
-        """End all processes at once; return where they were."""
+        """Kill all processes, and return their stacks."""
         for process, _ in self._ranks:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
@@ -142,14 +142,14 @@ class Ranks:
 
 
 def _serve(rank: int, n: int, folder: str, connection: Connection, path: list[str]) -> None:
-    """Be one rank, until an empty task or the end of the other side."""
-    gc.freeze()  # no collection looks at what has been imported
+    """Run tasks as one rank, until an empty task arrives or the connection closes."""
+    gc.freeze()  # exclude what is imported from garbage collection
     sys.path[:] = path
     where = Path(folder, f"rank {rank}").open("w")
     faulthandler.register(signal.SIGUSR1, where)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # as fixtures.py has it
+    torch.use_deterministic_algorithms(True)  # as in fixtures.py
     torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore
     make_it_quick()
     torch.distributed.init_process_group(
@@ -167,7 +167,7 @@ def _serve(rank: int, n: int, folder: str, connection: Connection, path: list[st
             except BaseException:
                 outcome = False, traceback.format_exc()
             connection.send_bytes(pickle.dumps(outcome))
-    os._exit(0)  # without waiting for ranks that may be gone
+    os._exit(0)  # a normal exit would wait for ranks that may be gone
 
 
 def _imported(file: str) -> ModuleType:

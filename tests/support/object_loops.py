@@ -1,4 +1,4 @@
-"""Loops of C++ over Python objects, for tests of what they answer."""
+"""The C++ helpers for loops over Python objects, for tests of their results."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from ampopt_kernels.cpu.objects import loops
 
 
 def need_object_loops() -> None:
-    """Have them compiled, which is waited for; skip without a compiler."""
+    """Compile the helpers and wait for them; skip the test without a C++ compiler."""
     if cpp_compiler() is None:
         pytest.skip("there is no C++ compiler here")
     loops.want()

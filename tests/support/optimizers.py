@@ -1,4 +1,4 @@
-"""The optimizers under test: the built-in ones, and three that an author might write."""
+"""The optimizers under test: the built-in ones, and three as users write them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Plain(ampopt.Optimizer):
-    """Momentum with an ordinary ``step`` that knows nothing of scaling."""
+    """Momentum with a hand-written ``step`` that knows nothing of scaling."""
 
     def __init__(self, params: Iterable[Any], lr: Any = 0.1, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -56,7 +56,7 @@ class Plain(ampopt.Optimizer):
 
 
 class HostCounted(Plain):
-    """As :class:`Plain`, and counts steps on the host and draws random numbers."""
+    """:class:`Plain` that also counts steps on the host and draws random numbers."""
 
     def update(self) -> None:
         super().update()
@@ -75,7 +75,7 @@ def _signed_update(p, g, state, h, flags):
 
 
 class Signed(ampopt.ElementwiseOptimizer):
-    """A rule of an author's own, without a twin in torch."""
+    """A custom update rule without a counterpart in torch."""
 
     rule = Rule(update=_signed_update, hyper=("lr", "decay"), state=(State("average"),))
 
@@ -90,20 +90,20 @@ BUILT_IN: tuple[type[Any], ...] = tuple(
 )
 """The drop-ins: every optimizer that torch has too."""
 CLOSURE_FREE = tuple(cls for cls in BUILT_IN if cls is not ampopt.LBFGS)
-"""Those that step without a closure."""
+"""Drop-ins that step without a closure."""
 BY_RULE: tuple[type[ampopt.ElementwiseOptimizer], ...] = tuple(
     cls for cls in BUILT_IN if issubclass(cls, ampopt.ElementwiseOptimizer)
 )
-"""Those that are a rule."""
+"""Drop-ins with an update rule."""
 BY_TORCHS_STEP = tuple(cls for cls in CLOSURE_FREE if cls not in BY_RULE)
-"""Those that take torch's own step, but for the one that needs a closure."""
+"""Drop-ins that use torch's own ``step``, except for LBFGS."""
 
 BEYOND_TORCH: tuple[type[ampopt.ElementwiseOptimizer], ...] = tuple(
     cls
     for cls in (getattr(ampopt, name) for name in ampopt.__all__)
     if hasattr(cls, "rule") and cls not in BY_RULE
 )
-"""Those that torch lacks; each is a rule."""
+"""Optimizers that torch lacks; each has an update rule."""
 
 EVERY_RULE = (*BY_RULE, *BEYOND_TORCH, Signed)
 SOME_RULES: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
@@ -112,14 +112,14 @@ SOME_RULES: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     ampopt.AdamW,
     Signed,
 )
-"""For what does not depend on the formula; :func:`support.strategies.cases` knows their options."""
+"""For tests that do not depend on the formula; :func:`support.strategies.cases` sets options."""
 ORDINARY = (Plain, HostCounted)
 OF_EACH_KIND = (*SOME_RULES, *ORDINARY)
 OWN: tuple[type[ampopt.Optimizer], ...] = (*ORDINARY, Signed)
 
 
 def sgd(param: Parameter, **options: Any) -> ampopt.SGD:
-    """Steps that are exact, and easily worked out."""
+    """SGD with a learning rate of 0.5, whose steps are exact."""
     return ampopt.SGD([param], lr=0.5, **options)
 
 

@@ -1,6 +1,6 @@
-"""Scripts in processes of their own, forked where what they import is imported already.
+"""Runs scripts in processes forked from one that has already imported their modules.
 
-To import torch, and what torch imports for an optimizer, takes seconds, and to train takes less.
+Importing torch, and what torch imports for an optimizer, takes seconds; most trainings take less.
 """
 
 import gc
@@ -18,10 +18,9 @@ from typing import Any
 __all__ = ["Preloaded"]
 
 _TIMEOUT = 600
-"""Seconds after which a script is ended."""
+"""Seconds after which a script is killed."""
 
-# The second is of NumPy, about the interpreter of Triton 3.6; pytest ignores it likewise (see
-# pyproject.toml).
+# NumPy gives the ignored warning for the interpreter of Triton 3.6.
 _OPTIONS = (
     *("-W", "error"),
     *("-W", "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
@@ -29,18 +28,18 @@ _OPTIONS = (
 
 
 class Preloaded:
-    """A process that has imported modules, and forks for each script that it is asked to run.
+    """A process that has imported modules, and forks for each script that it runs.
 
-    On Linux alone: elsewhere, what is imported may have started threads that a fork lacks, and
-    each script is run by a Python of its own.
+    On Linux only. On other systems the imports may start threads, which a fork would lack, so each
+    script is run by a new Python.
     """
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Begin with the imports.
+        """Start the process and its imports.
 
         Args:
-            modules: to import.
-            environment: that modules see as they are imported.
+            modules: names of the modules to import.
+            environment: environment variables during the imports.
         """
         self._process = None
         if sys.platform == "linux":
@@ -55,13 +54,13 @@ class Preloaded:
     def run(
         self, script: Path, *arguments: str, cwd: Path, environment: Mapping[str, str]
     ) -> subprocess.CompletedProcess[str]:
-        """What ``subprocess.run`` would return of ``python -W error script *arguments``.
+        """Return what ``subprocess.run`` would of ``python -W error script *arguments``.
 
         Args:
-            script: a file of Python.
-            arguments: as ``sys.argv`` has them.
-            cwd: where it runs, and what it prints is kept.
-            environment: all of it.
+            script: a Python file.
+            arguments: command line arguments.
+            cwd: working directory, in which the output is also stored.
+            environment: all environment variables of the script.
         """
         if self._process is None:
             command = [sys.executable, *_OPTIONS, str(script), *arguments]
@@ -78,7 +77,7 @@ class Preloaded:
         return subprocess.CompletedProcess([str(script), *arguments], code, *printed)
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         if self._process is not None:
             self._process.communicate()
 
@@ -87,10 +86,10 @@ def _serve(modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # no collection in a script looks at, and copies, what is there
+    gc.freeze()  # a collection in a fork would touch, and so copy, the parent's pages
     context = multiprocessing.get_context("fork")
     for line in sys.stdin:
-        # As a process of multiprocessing's, it ends without taking down what it has not imported.
+        # A multiprocessing process ends without the exit handlers of the parent's imports.
         script = context.Process(target=_become, args=json.loads(line))
         script.start()
         script.join(_TIMEOUT)
@@ -102,7 +101,7 @@ def _serve(modules: Sequence[str]) -> None:
 def _become(
     script: str, arguments: list[str], cwd: str, environment: Any, out: str, err: str
 ) -> None:
-    """Run the script."""
+    """Run the script in this process."""
     for file, flags, number in (
         (os.devnull, os.O_RDONLY, 0),
         (out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 1),

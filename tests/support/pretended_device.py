@@ -1,9 +1,8 @@
-"""A device to pretend with: CPU tensors that torch takes for an accelerator's.
+"""A pretended device: CPU tensors that torch takes for an accelerator's.
 
-As on one, tensors of different devices do not meet, except for 0-d ones of the CPU. Reading a value
-back is counted; a copy to the host that is not waited for is an error, and so is one from the host,
-where no memory is pinned. Registering the device
-cannot be undone, so this is for a process of its own.
+Operations on tensors of different devices fail, except with 0-d CPU tensors. Reads of values by the
+host are recorded. A non-blocking copy to the host is an error, and so is one from the host, whose
+memory is not pinned. The device cannot be unregistered, so this is for a process of its own.
 """
 
 import ctypes
@@ -24,13 +23,13 @@ _READ = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2",
 _IN_NO_FIXED_ORDER = ("cumsum", "cumprod")
 """What CUDA refuses of floats under ``torch.use_deterministic_algorithms(True)``."""
 looks: list[str] = []
-"""What has read values back."""
+"""Names of the operations that have read values back."""
 _made: "weakref.WeakValueDictionary[int, _There]" = weakref.WeakValueDictionary()
 """All tensors on pretended devices, by ``id``."""
 
 
 class _There(Tensor):
-    """A tensor on a pretended device; ``held`` has its values."""
+    """A tensor on a pretended device; ``held`` is the CPU tensor with its values."""
 
     held: Tensor
 
@@ -94,7 +93,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def placed(made: Any) -> Any:
         if not isinstance(made, Tensor) or isinstance(made, _There):
             return made
-        if id(made) in there:  # written in place
+        if id(made) in there:  # the result of an in-place operation
             return there[id(made)]
         return made if to == CPU else _There(made, to)
 
@@ -110,10 +109,10 @@ def _held(value: Any) -> Any:
 
 
 def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
-    """Launch a kernel on a pretended device, in Triton's interpreter: a ``Launcher``.
+    """Launch a kernel on a pretended device in Triton's interpreter; a ``Launcher``.
 
-    Every tensor argument must be on ``device``. While the kernel runs, memory of the other devices
-    reads as NaN, and must not be written: the kernel finds it through addresses in its tables.
+    Every tensor argument must be on ``device``. The kernel gets further memory by addresses in its
+    tables, so while it runs, memory of other devices is filled with NaN, and checked for writes.
     """
     from ampopt_kernels.triton.launch import launch as interpret
 
@@ -121,7 +120,7 @@ def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str
     for key, value in arguments.items():
         if isinstance(value, Tensor):
             assert value.device == device, f"{name}: {key} is on {value.device}, not on {device}"
-    if not programs:  # compiled and not run
+    if not programs:  # compile only
         return
     with _unreadable_beside(device):
         interpret(CPU, kernel, programs, {key: _held(value) for key, value in arguments.items()})
@@ -143,7 +142,7 @@ def _unreadable_beside(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def pretending() -> Iterator[None]:
-    """Tensors may be made with ``device="pretend:0"``, and any other number."""
+    """Allow tensors with ``device="pretend:0"``, or any other index."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
@@ -151,7 +150,7 @@ def pretending() -> Iterator[None]:
         return made if device is None else made.to(device)
 
     _setup_privateuseone_for_python_backend("pretend")
-    of_cpu, torch.tensor = torch.tensor, tensor  # which is not dispatched
+    of_cpu, torch.tensor = torch.tensor, tensor  # torch.tensor bypasses the dispatcher
     try:
         with _Pretending():
             yield

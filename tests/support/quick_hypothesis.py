@@ -1,7 +1,7 @@
-"""Hypothesis, as it is, but that it reads the source of a function once.
+"""A patch of Hypothesis that caches the source of each function.
 
-It tells tests apart by their source, which it reads and tokenizes twice in each, though the claims
-of a contract are the same functions in every class.
+Hypothesis identifies a test by its source, and reads and tokenizes it twice for each test. The
+invariants of a contract are the same functions in every contract class.
 """
 
 import functools
@@ -15,7 +15,7 @@ __all__ = ["make_it_quick"]
 
 
 def make_it_quick() -> None:
-    """Have it remember sources, in this process."""
+    """Apply the patch in this process."""
     own: Any = reflection
     own.inspect = types.SimpleNamespace(**{**vars(inspect), "getsource": _source})
     own._clean_source = functools.cache(own._clean_source)

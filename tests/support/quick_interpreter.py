@@ -1,4 +1,4 @@
-"""Triton's interpreter, which looks up at each call what stays the same, told to remember it."""
+"""Patches of Triton's interpreter that cache what it would compute again at each call."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ __all__ = ["make_it_quick"]
 
 
 def make_it_quick() -> None:
-    """Have the interpreter, if it runs here, give what it gives in less than half of the time.
+    """Apply the patches if the interpreter is in use; each function below is one of them.
 
-    See the functions below.
+    Results stay the same. Tests of the triton backend take less than half of the time.
     """
     if not (HAS_TRITON and INTERPRETED):
         return
@@ -28,9 +28,9 @@ def make_it_quick() -> None:
 
 
 def _remember_operations() -> None:
-    """Ask once what an operation does with operands of some types.
+    """Cache what an operation does for operands of the same types.
 
-    Half of the time of a small kernel goes into that; see ``support.remembered_operations``.
+    It takes half of the time of a small kernel; see ``support.remembered_operations``.
     """
     from triton.runtime import interpreter
 
@@ -47,10 +47,10 @@ def _remember_operations() -> None:
 
 
 def _remember_replacements() -> None:
-    """Look once for what the interpreter replaces in the language at each call of a function.
+    """Cache what the interpreter replaces in the language when a function is called.
 
-    It puts in the place of the language's functions the same ones each time, and nothing where a
-    kernel, which has called the function, has replaced them.
+    It puts the same replacements in for each call, and none if the calling kernel has already done
+    so.
     """
     from triton.runtime import interpreter
 
@@ -63,19 +63,19 @@ def _remember_replacements() -> None:
     @functools.wraps(replace_all)
     def patch_lang(function: Any) -> Any:
         if function not in languages:
-            seen = function.__globals__.values()
-            languages[function] = tuple(it for it in seen if it is tl or it is tl.core)
-        those = languages[function]
-        if not any(tl.core.is_builtin(language.load) for language in those):
+            names = function.__globals__.values()
+            languages[function] = tuple(it for it in names if it is tl or it is tl.core)
+        modules = languages[function]
+        if not any(tl.core.is_builtin(module.load) for module in modules):
             return ours._LangPatchScope()
-        if those not in replacements:
+        if modules not in replacements:
             scope = replace_all(function)
-            originals[those] = list(scope._changes)
-            replacements[those] = [(o, name, getattr(o, name)) for o, name, _ in scope._changes]
+            originals[modules] = list(scope._changes)
+            replacements[modules] = [(o, name, getattr(o, name)) for o, name, _ in scope._changes]
             return scope
         scope = ours._LangPatchScope()
-        scope._changes = list(originals[those])
-        for obj, name, replacement in replacements[those]:
+        scope._changes = list(originals[modules])
+        for obj, name, replacement in replacements[modules]:
             setattr(obj, name, replacement)
         return scope
 
@@ -83,9 +83,9 @@ def _remember_replacements() -> None:
 
 
 def _remember_parameters() -> None:
-    """Look once at the parameters of a kernel, and launch it on the host's memory as that is.
+    """Cache which parameters of a kernel are constexpr, and launch on CPU memory directly.
 
-    The interpreter copies memory of other devices there and back, for which it asks each tensor.
+    The interpreter asks each tensor whether it has to be copied from and to another device.
     """
     from triton.runtime import interpreter
 
@@ -121,7 +121,7 @@ def _remember_parameters() -> None:
 
 
 def _remember_dtypes() -> None:
-    """Look once which of NumPy's dtypes is which of Triton's: a table is made for each look."""
+    """Cache NumPy's dtype for each of Triton's; the original builds a table at each call."""
     from triton.runtime import interpreter
 
     ours: Any = interpreter
@@ -139,7 +139,7 @@ def _remember_dtypes() -> None:
 
 
 def _leave_overflows_unseen() -> None:
-    """Compute no sum of integers a second time, to see an overflow that only debugging tells."""
+    """Do not compute integer sums twice to detect overflows, which only debug mode reports."""
     from triton.runtime import interpreter
 
     builder: Any = interpreter.interpreter_builder
@@ -148,7 +148,7 @@ def _leave_overflows_unseen() -> None:
 
 
 def _leave_sizes_unchecked() -> None:
-    """Take an array for one of its type's width, which each operation's result is."""
+    """Do not check that an array has its type's width, which the result of every operation has."""
     from triton.runtime import interpreter
 
     handle: Any = interpreter.TensorHandle
@@ -161,7 +161,7 @@ def _leave_sizes_unchecked() -> None:
 
 
 def _ask_tuples_for_types_later() -> None:
-    """Make the type of a tuple where it is asked for: kernels add up tuples and take them apart."""
+    """Compute the type of a tuple when it is read: most tuples are only indexed or joined."""
     from triton.language import core
 
     ours: Any = core

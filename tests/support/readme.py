@@ -1,4 +1,4 @@
-"""The pages that users read, and their Python blocks, to be run as they stand."""
+"""The pages that users read, and their Python blocks, to be run unchanged."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ GUIDES = sorted(
 PAGES = [*ROOT.glob("*.md")] + [
     page for folder in ("ampopt", "kernels", "examples") for page in (ROOT / folder).rglob("*.md")
 ]
-"""All of them, also those whose blocks need what is not here."""
+"""All Markdown pages, including those whose blocks cannot run here."""
 
 _HEADING_OR_BLOCK = re.compile(
     r"^#+ (?P<heading>[^\n]+)$|^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -23,12 +23,12 @@ _HEADING_OR_BLOCK = re.compile(
 
 
 def headings(page: Path) -> list[str]:
-    """Those of ``page``, in their order. A comment in a block is none."""
+    """The headings of ``page`` in order; comments in code blocks do not count."""
     return [part["heading"] for part in _parts(page) if part["heading"]]
 
 
 def blocks() -> dict[str, str]:
-    """The Python blocks of README.md and the guides, by the heading that each stands under."""
+    """The Python blocks of README.md and the guides, by the heading above each."""
     found: dict[str, str] = {}
     for page in (README, *GUIDES):
         heading = ""
@@ -41,9 +41,9 @@ def blocks() -> dict[str, str]:
 
 
 def run(heading: str, folder: Path) -> dict[str, Any]:
-    """Run the block under ``heading`` from a file in ``folder``; the names that it defines.
+    """Run the block under ``heading`` in ``folder``, and return the names that it defines.
 
-    A file, as a reader would make one: Triton has to find the source of a rule.
+    It is run from a file, because Triton reads the source of a rule.
     """
     script = folder / "block.py"
     script.write_text(blocks()[heading], encoding="utf-8")

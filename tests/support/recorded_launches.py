@@ -1,7 +1,7 @@
-"""Run by itself: two steps through Triton's compiler and launches, with a driver that only listens.
+"""A program: two steps through Triton's compiler and launcher, with a driver that only records.
 
-``python -m support.recorded_launches`` prints what each launch was given, as JSON. There need
-be no GPU; Triton must not interpret.
+``python -m support.recorded_launches`` prints the arguments of each launch as JSON. Needs no GPU.
+TRITON_INTERPRET must be off.
 """
 
 import json
@@ -21,7 +21,7 @@ launches, hooked = [], []
 
 
 class Launcher:
-    """What Triton makes of each compiled kernel: called at each of its launches."""
+    """The object that Triton makes for each compiled kernel, and calls for each launch."""
 
     def __init__(self, source, metadata):
         self.name, self.signature = metadata.name, list(source.signature.values())
@@ -45,7 +45,7 @@ class Launcher:
 
 
 class Listener:
-    """The driver of one H100, which is not there."""
+    """The driver of one H100 that does not exist."""
 
     launcher_cls = Launcher
     utils = SimpleNamespace(
@@ -65,7 +65,7 @@ class Listener:
 
 
 def main() -> None:
-    """Step twice, and launch once more with tensors of another dtype."""
+    """Take two steps, and launch once more with tensors of another dtype."""
     driver.set_active(Listener())  # pyright: ignore
     knobs.runtime.launch_enter_hook.add(lambda metadata: hooked.append(metadata.get()["name"]))
     expected = []

@@ -1,4 +1,4 @@
-"""Rules that are refused by the first step."""
+"""Update rules that the first step refuses."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ __all__ = ["assert_refused", "optimizer_of"]
 
 
 def optimizer_of(rule: Rule) -> type[ampopt.ElementwiseOptimizer]:
-    """An author's class, with entries that the rule may name."""
+    """Make an optimizer class for ``rule``, with defaults that the rule may name."""
 
     class Author(ampopt.ElementwiseOptimizer):
         def __init__(self, params: Any) -> None:
@@ -25,7 +25,7 @@ def optimizer_of(rule: Rule) -> type[ampopt.ElementwiseOptimizer]:
 
 
 def assert_refused(rule: Rule, error: type[Exception], *message: str) -> None:
-    """By the first step, whichever it is, with nothing changed."""
+    """Check that each kind of first step raises ``error`` and changes nothing."""
     for step in (
         lambda optimizer: optimizer.step(),
         lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0),

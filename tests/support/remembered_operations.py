@@ -1,9 +1,10 @@
-"""What an operation of Triton's language asks of the interpreter, remembered.
+"""Cached operations of Triton's language, for the interpreter.
 
-The front end of the language is a compiler's: it sees the types of tensors, never what is in them.
-So what an operation asks of the builder, which in the interpreter computes with NumPy, stays the
-same for operands of the same types and for the same numbers. The first time it is listened to; from
-then on the builder is asked at once.
+An operation of the language (``tl.where``, ``+``) was written for a compiler: it depends on the
+types of its operands, not on their values, and asks a builder for instructions. In the interpreter
+the builder computes with NumPy. So for operands of the same types, and the same Python numbers, the
+builder's calls are the same. The first time they are recorded; from then on they are repeated
+directly.
 """
 
 import operator
@@ -23,13 +24,13 @@ _builder: Any = interpreter.interpreter_builder
 
 
 def remembering(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """``operation``, a builtin of the language, as the interpreter calls it."""
+    """Return ``operation``, a builtin of the language, with recorded builder calls."""
     known: dict[Any, _Requests | None] = {}
 
     def remembered(*args: Any, member: Any = operation, **named: Any) -> Any:
         operands = args
         if named:
-            if named.get("_semantic") is not None:  # called by another operation
+            if named.get("_semantic") is not None:  # an operation calls it, which is recorded
                 return member(*args, **named)
             named.pop("_semantic", None)
             operands = (*args, *named.values())
@@ -42,17 +43,18 @@ def remembering(operation: Callable[..., Any]) -> Callable[..., Any]:
             return member(*args, **named, _semantic=interpreter.interpreter_semantic)
         return requests.repeated([x.handle for x in operands if type(x) is _Tensor])
 
-    remembered.__module__ = interpreter.__name__  # as its own: see ``triton.uninterpreted``
+    # ampopt_kernels.triton.uninterpreted finds the interpreter's replacements by their module.
+    remembered.__module__ = interpreter.__name__
     return remembered
 
 
 def _described(x: Any) -> Any:
-    """What tells an operand from others that an operation may take otherwise."""
+    """A hashable key for an operand; operands with equal keys are treated identically."""
     kind = type(x)
     if kind is _Tensor:
         return x.type.name
     if kind is bool or kind is float or kind is slice:
-        return kind, repr(x)  # for Python, 0.0 is -0.0, and True is 1
+        return kind, repr(x)  # in Python, 0.0 == -0.0 and True == 1
     if isinstance(x, core.dtype):
         return kind, x.name
     if isinstance(x, core.constexpr):
@@ -64,15 +66,15 @@ def _described(x: Any) -> Any:
 
 @dataclass
 class _Requests:
-    """What an operation asks of the builder.
+    """The recorded builder calls of an operation.
 
     Attributes:
-        values: by their places, what the builder is given: first the operands, which are not here;
-            where it is what the builder makes, ``None``.
-        calls: of the builder: the method, its arguments among the values, and the place of what it
-            makes.
-        place: of what the operation gives; ``None`` if that is nothing.
-        tensor: what else the tensor has that it gives.
+        values: the values in use, by position: after the operands, which are not stored, the
+            constants; ``None`` for a result of the builder.
+        calls: the builder calls: method, function that selects its arguments from the values, and
+            position of its result.
+        place: position of the operation's result; ``None`` if it returns nothing.
+        tensor: attributes of the resulting tensor besides its handle.
     """
 
     values: list[Any]
@@ -81,7 +83,7 @@ class _Requests:
     tensor: dict[str, Any]
 
     def repeated(self, handles: list[Any]) -> Any:
-        """What the operation gives for other operands."""
+        """Repeat the calls with other operands, and return the operation's result."""
         values = handles + self.values
         for method, arguments, place in self.calls:
             values[place] = method(*arguments(values))
@@ -95,10 +97,10 @@ class _Requests:
 def _listened_to(
     operation: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[Any, _Requests | None]:
-    """What an operation gives, and what it asked for if that can be repeated."""
+    """Run an operation; return its result, and the recorded calls if they can be repeated."""
     operands: list[Any] = []
 
-    def apart(x: Any) -> Any:  # a tensor may be two of the operands
+    def apart(x: Any) -> Any:  # new handles, in case one tensor is passed as two operands
         if type(x) is not _Tensor:
             return x
         operands.append(_Handle(x.handle.data, x.handle.dtype))
@@ -111,7 +113,7 @@ def _listened_to(
     place, tensor = None, {}
     if type(made) is _Tensor:
         place, tensor = listener.place_of(made.handle), vars(made).copy()
-        del tensor["handle"]  # which is of this time alone
+        del tensor["handle"]  # repeated() sets it
     if not listener.understood or type(made) not in (_Tensor, type(None)):
         return made, None
     given = [x if i in listener.constant else None for i, x in enumerate(listener.values)]
@@ -119,7 +121,7 @@ def _listened_to(
 
 
 class _Listener:
-    """The interpreter's builder, and a note of what it is asked for; see :class:`_Requests`."""
+    """Forwards to the interpreter's builder, and records the calls; see :class:`_Requests`."""
 
     def __init__(self, operands: list[Any]) -> None:
         self.values: list[Any] = []
@@ -142,7 +144,7 @@ class _Listener:
             if name.startswith("get_") or (
                 name in ("create_splat", "create_make_range") and self.constant.issuperset(places)
             ):
-                self.constant.add(place)  # a type, a number, or so many of them
+                self.constant.add(place)  # a type, a number, or a block of constants
             else:
                 self.calls.append((method, _those_at(places), place))
             return made
@@ -150,7 +152,7 @@ class _Listener:
         return ask
 
     def place_of(self, x: Any) -> int:
-        """That of what has been given or made; else of a constant."""
+        """The position of a value; if it is neither an operand nor a result, it is a constant."""
         if id(x) in self.places:
             return self.places[id(x)]
         handles = x if isinstance(x, (list, tuple)) else [x]
@@ -166,7 +168,7 @@ class _Listener:
 
 
 def _those_at(places: list[int]) -> Callable[[list[Any]], Any]:
-    """Takes the values at some places out of all."""
+    """Return a function that selects the values at ``places``."""
     if len(places) > 1:
         return operator.itemgetter(*places)
     return lambda values: [values[place] for place in places]

@@ -1,4 +1,4 @@
-"""What some tests are about, and the suite can do without: packages, and what backends need."""
+"""Skips for tests of optional packages and of backends that need a compiler or Triton."""
 
 import importlib
 import importlib.util
@@ -14,9 +14,9 @@ __all__ = ["needs", "skip_unless_it_runs"]
 
 
 def needs(name: str) -> Any:
-    """Import ``name``, or skip the whole file and say why.
+    """Import the package ``name``, or skip the whole test file and say why.
 
-    What an installed package warns of while it is imported, no test could mend or expect.
+    Warnings during the import are ignored: they are about the installed package.
     """
     if importlib.util.find_spec(name) is None:
         pytest.skip(
@@ -29,7 +29,7 @@ def needs(name: str) -> Any:
 
 
 def skip_unless_it_runs(backend: str) -> None:
-    """Skip a test of that backend where it cannot run, and say why."""
+    """Skip a test of a backend that cannot run here, and say why."""
     if backend == "triton" and not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
     if backend == "compiled" and cpp_compiler() is None:

@@ -1,4 +1,4 @@
-"""The loss-scale schedules of other systems, each retold in its own code's variables and order."""
+"""Loss-scale schedules of other systems, in the variable names and order of their own code."""
 
 from hypothesis import strategies as st
 
@@ -11,7 +11,7 @@ histories = st.lists(
     st.one_of(st.booleans().map(lambda x: [x]), st.integers(1, 12).map(lambda n: [False] * n)),
     max_size=20,
 ).map(lambda runs: [x for run in runs for x in run])
-"""Whether each step of a run overflowed."""
+"""Strategy of runs: for each step, whether it overflowed."""
 
 
 class Torch:

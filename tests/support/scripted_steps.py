@@ -1,4 +1,4 @@
-"""Parameters and gradients that are the same each time, steps with them, and steps left out."""
+"""Fixed parameters and gradients, steps with them, and skipped steps."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def step(optimizer: Any, params: list[Any], i: int, bad: float = 0.0, **options:
 def assert_a_skip_changes_no_bit(
     make: Callable[[list[Parameter]], Any], shapes: Sequence[tuple[int, ...]]
 ) -> None:
-    """Neither of states, nor of a run with skips in it, which ends as one without."""
+    """Check that a skip changes no state, and that a run with skips ends like one without."""
     ends = []
     for skips in (False, True):
         params = params_of(shapes, torch.float32)

@@ -1,4 +1,4 @@
-"""What a command line of pytest's selects, for those who cannot wait until pytest has read it."""
+"""Which marks pytest's command line selects, for code that runs before pytest has parsed it."""
 
 import argparse
 import ast
@@ -11,14 +11,14 @@ __all__ = ["command_line", "selects_only"]
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """``arguments``, behind those that the environment adds."""
+    """``arguments``, after those in PYTEST_ADDOPTS."""
     return [*shlex.split(os.environ.get("PYTEST_ADDOPTS", "")), *arguments]
 
 
 def selects_only(mark: str, arguments: Sequence[str]) -> bool:
-    """Whether all tests that ``-m`` can select have ``mark``, whatever other marks they have.
+    """Whether every test that ``-m`` can select has ``mark``, whatever other marks it has.
 
-    Pytest refuses an expression that is none.
+    An invalid expression returns False; pytest rejects it later.
     """
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("-m", default="")

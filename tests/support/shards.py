@@ -1,4 +1,4 @@
-"""Parameters that are spread over four ranks, beside the same on one process."""
+"""Parameters sharded over four ranks, compared with whole ones on one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ __all__ = ["layouts", "same_as_whole", "spread"]
 
 
 def layouts() -> list[tuple[Any, list[Any]]]:
-    """Meshes and placements of each kind that torch's engines make, for matrices on four ranks."""
+    """Device meshes and placements that FSDP2 and tensor parallelism make, on four ranks."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -26,14 +26,14 @@ def layouts() -> list[tuple[Any, list[Any]]]:
         (mesh, [Replicate(), columns]),
         (mesh, [rows, columns]),
         (mesh, [rows, rows]),
-        (mesh, [strided, rows]),  # of fully_shard after ColwiseParallel
+        (mesh, [strided, rows]),  # fully_shard after ColwiseParallel
         (mesh, [strided, columns]),
         (mesh["tp"], [columns]),
     ]
 
 
 def spread(whole: Tensor, mesh: Any, placements: list[Any]) -> Any:
-    """``whole``, which all ranks have, spread over them without a collective."""
+    """Distribute ``whole``, which all ranks have, without a collective."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole.clone(), mesh, placements, src_data_rank=None)
@@ -46,14 +46,17 @@ def same_as_whole(
     step: Callable[[Any], Any],
     backends: list[str],
 ) -> list[str]:
-    """Parts on ranks whose steps do not end bit for bit where those of the whole do.
+    """Compare steps on shards bitwise with steps on whole tensors.
 
     Args:
-        make: an optimizer, of parameters.
-        values: to begin with; each is spread in every way of :func:`layouts`.
-        grad: every element of the gradients.
-        step: takes one step of an optimizer, of three.
-        backends: of the steps.
+        make: function from parameters to the optimizer.
+        values: initial parameters; each is distributed in every way of :func:`layouts`.
+        grad: value of every gradient element.
+        step: function that takes one of the optimizer's three steps.
+        backends: backends to test.
+
+    Returns:
+        A description of each shard that differs.
     """
     places = [place for _ in values for place in layouts()]
     differing = []

@@ -1,4 +1,4 @@
-"""Optimizers that torch lacks, as an author would write them: a rule each, of 40 lines at most."""
+"""Optimizers that torch lacks, as users would write them: one rule each, at most 40 lines."""
 
 from typing import Any
 
@@ -229,4 +229,4 @@ SHORT = {
         _optimizer("Prodigy", prodigy, lr=1.0, betas=(0.9, 0.999, 0.999**0.5), d0=1e-3, eps=1e-8),
     )
 }
-"""By the names that pytorch_optimizer has for them, with options that it takes too."""
+"""By the name of pytorch_optimizer's class, which takes the same options."""

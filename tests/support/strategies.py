@@ -1,4 +1,4 @@
-"""Strategies of the tests: those of ``ampopt.testing``, and optimizers to draw."""
+"""The strategies of ``ampopt.testing``, and strategies of optimizers with options."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -45,36 +45,36 @@ __all__ = [
 
 
 def fewer(factor: float) -> settings:
-    """The caller's profile with ``factor`` times its examples; Triton's interpreter is slow.
+    """The active profile with ``factor`` times its examples, for slow tests.
 
-    Two at least: the first is always the simplest there is.
+    At least two examples: the first one is always the simplest.
     """
     profile = settings()
     return settings(
         max_examples=max(2, round(profile.max_examples * factor)),
-        # To explain a failure, every line of torch that is run would be traced, for minutes.
+        # The explain phase would trace every executed line of torch, for minutes.
         phases=[phase for phase in profile.phases if phase is not Phase.explain],
     )
 
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer with its options."""
+    """An optimizer class with options."""
 
     cls: type[ampopt.Optimizer]
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self, params: Iterable[Any], **changed: Any) -> Any:
-        """The optimizer of ``params``, tensors or groups."""
+        """Make the optimizer of ``params``, tensors or groups."""
         return self.cls(params, **self._options(), **changed)
 
     def torch(self, params: Iterable[Any], **changed: Any) -> torch.optim.Optimizer:
-        """The for-loop optimizer of torch's that it is a drop-in for."""
+        """Make torch's for-loop optimizer with the same options."""
         options = {**self._options(), "foreach": False, "fused": False, **changed}
         return torch_twin(self.cls)(params, **options)
 
     def _options(self) -> dict[str, Any]:
-        # A tensor among the options is the optimizer's own.
+        # Each optimizer gets its own copy of a tensor among the options.
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.options.items()}
 
 
@@ -82,12 +82,12 @@ class Case:
 def cases(
     draw: st.DrawFn, classes: Sequence[type[ampopt.Optimizer]] = SOME_RULES, stateful: bool = False
 ) -> Case:
-    """A rule-based optimizer with any of its options.
+    """Strategy of an optimizer with an update rule, and options.
 
     Args:
-        draw: of Hypothesis.
-        classes: to choose from.
-        stateful: only with options under which it keeps state.
+        draw: passed by Hypothesis.
+        classes: the classes to choose from.
+        stateful: whether to draw only options with which the optimizer keeps state.
     """
     cls = draw(st.sampled_from(tuple(classes)))
     lr = draw(st.sampled_from([0.5, 0.1, 2.0**-7]))
@@ -104,7 +104,7 @@ def cases(
     else:
         options["amsgrad"] = draw(st.booleans())
         options["betas"] = draw(st.sampled_from([(0.9, 0.999), (0.5, 0.75)]))
-        # Where decay is added to gradients that it cancels, a small eps makes noise of rounding.
+        # Decay may cancel a gradient to rounding noise, which a small eps would amplify.
         options["eps"] = 0.125 if options["weight_decay"] else draw(st.sampled_from([1e-8, 0.125]))
         if draw(st.booleans()):
             options["lr"] = torch.tensor(lr, dtype=torch.float64)

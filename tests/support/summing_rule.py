@@ -1,4 +1,4 @@
-"""A rule that sums up over parameters, before scalars that have to know what the sums are of."""
+"""An update rule that sums over parameters, and uses the sums in its scalars."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def _update(p, g, state, h, flags):
 
 
 class Ratio(ampopt.ElementwiseOptimizer):
-    """As LAMB, of no use: the step is as long as the parameter."""
+    """A variant of LAMB that uses every feature of ``reduce``: update as long as the parameter."""
 
     rule = Rule(
         update=_update,

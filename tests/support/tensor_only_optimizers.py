@@ -1,4 +1,4 @@
-"""Optimizers whose authors keep all in tensors, and two parameters for a step to change."""
+"""Optimizers that keep all state in tensors, and two parameters for them."""
 
 import random
 from typing import Any
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Author(ampopt.Optimizer):
-    """Someone's optimizer. A subclass says what a step does to one parameter."""
+    """A hand-written optimizer; a subclass defines the update of one parameter."""
 
     def __init__(self, params: Any, lr: float = 0.125) -> None:
         super().__init__(params, {"lr": lr})
@@ -123,7 +123,7 @@ class Nested(Author):
 
 
 class OneBuffer(Author):
-    """All averages are views of one flat tensor, which is an attribute; so are some parameters."""
+    """All averages are views of one flat tensor in an attribute."""
 
     def begin(self):
         params = self.param_groups[0]["params"]
@@ -141,7 +141,7 @@ class OneBuffer(Author):
 
 
 class Slow(Author):
-    """Something happens to tensors in every third step only."""
+    """Lookahead without host state: slow weights change in every third step."""
 
     def update(self, params):
         for p in params:
@@ -155,7 +155,7 @@ class Slow(Author):
 
 
 class LearningRate(Author):
-    """The learning rate is a tensor, and the step adapts it."""
+    """The learning rate is a tensor, and the step changes it."""
 
     def begin(self):
         self.param_groups[0]["lr"] = torch.tensor(0.125)
@@ -166,7 +166,7 @@ class LearningRate(Author):
 
 
 class Odd(Author):
-    """Storages of any number of bytes."""
+    """States whose storages have odd numbers of bytes."""
 
     def one(self, p, g, state):
         if not state:
@@ -183,7 +183,7 @@ TENSORS_ONLY = (
 
 
 class Fussy(Foreach):
-    """Raises half way where gradients are not finite."""
+    """Raises in the middle of a step if a gradient is non-finite."""
 
     def update(self, params):
         for p in params:
@@ -196,7 +196,7 @@ class Fussy(Foreach):
 
 
 def made(cls: type[ampopt.Optimizer]) -> tuple[Any, list[Parameter]]:
-    """A fresh optimizer of two parameters, 2x2 and 3x3, and every random generator afresh."""
+    """Make an optimizer of two parameters, 2x2 and 3x3, and seed all random generators."""
     seed()
     random.seed(0)
     np.random.seed(0)
@@ -206,6 +206,6 @@ def made(cls: type[ampopt.Optimizer]) -> tuple[Any, list[Parameter]]:
 
 
 def set_gradients(params: list[Parameter], step: tuple[float | None, ...]) -> None:
-    """For each of ``params``, the number that its gradient is made of, or ``None`` for none."""
+    """Set gradients from one number for each parameter, or ``None`` for no gradient."""
     for p, x in zip(params, step, strict=True):
         p.grad = None if x is None else torch.linspace(0.25, 1.0, p.numel()).view(p.shape) + x

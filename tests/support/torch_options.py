@@ -1,4 +1,4 @@
-"""torch's own table of optimizers and the options it tests them with, and trainings to compare."""
+"""torch's own table of optimizers and options, and trainings to compare with torch."""
 
 import importlib.util
 import sys
@@ -35,15 +35,15 @@ __all__ = [
 
 
 def _optim_db() -> list[Any]:
-    """``torch.testing._internal.common_optimizers.optim_db``."""
+    """Import ``torch.testing._internal.common_optimizers.optim_db`` without side effects."""
     if importlib.util.find_spec("expecttest") is None:
-        # torch's test utilities want it for golden files, of which the table has none.
+        # torch's test utilities import it for golden files, which the table does not use.
         stub: Any = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
     ours = hypothesis.settings()
-    # The table says by it which of torch's tests to skip, and it comes with a table of operators
-    # that takes seconds to import: longer than all that is tested with.
+    # The table needs DecorateInfo from this module, whose own table of operators takes seconds to
+    # import. A stub is enough.
     operators = "torch.testing._internal.common_methods_invocations"
     stands_in = sys.modules.setdefault(operators, types.ModuleType(operators))
     stands_in.__dict__.setdefault("DecorateInfo", lambda *args, **kwargs: None)
@@ -51,24 +51,24 @@ def _optim_db() -> list[Any]:
 
     if not hasattr(stands_in, "op_db"):
         del sys.modules[operators]
-    # Importing that loaded a Hypothesis profile, with other examples, for all files after this one.
+    # The import loads a Hypothesis profile, which would change the examples of later files.
     hypothesis.settings.register_profile("ours", ours)
     hypothesis.settings.load_profile("ours")
-    # Importing that made torch.backends refuse to be set, which is for torch's own tests.
+    # The import makes torch.backends read-only, which only torch's own tests want.
     torch.backends.__dict__["__allow_nonbracketed_mutation_flag"] = True
     return optim_db
 
 
 @dataclass(frozen=True)
 class OptionSet:
-    """An optimizer by name, with options.
+    """An optimizer's name, with options.
 
     Attributes:
-        name: of the class, in ``ampopt`` and ``torch.optim``.
-        what: the options in words.
+        name: name of the class, in ``ampopt`` and ``torch.optim``.
+        what: the options as text.
         options: keyword arguments.
-        implementations: names of options that choose how torch steps.
-        complex: torch takes complex parameters.
+        implementations: names of options that choose torch's implementation.
+        complex: whether torch takes complex parameters.
     """
 
     name: str
@@ -78,26 +78,26 @@ class OptionSet:
     complex: bool = True
 
     def __str__(self) -> str:
-        """The name of a test with it."""
+        """The text in a test's id."""
         return f"{self.name} {self.what}"
 
     def ours(self, params: Any, **changed: Any) -> Any:
-        """The optimizer under test."""
+        """Make ampopt's optimizer."""
         return getattr(ampopt, self.name)(params, **{**self._options(params), **changed})
 
     def torchs(self, params: Any, **changed: Any) -> torch.optim.Optimizer:
-        """torch's, stepping one tensor after another."""
+        """Make torch's for-loop optimizer."""
         for_loop = {k: False for k in ("foreach", "fused") if k in self.implementations}
         options = {**self._options(params), **for_loop, **changed}
         return getattr(torch.optim, self.name)(params, **options)
 
     def __repr__(self) -> str:
-        """What Hypothesis shows."""
+        """The text that Hypothesis prints."""
         return f"<{self}: {self.options}>"
 
     def _options(self, params: Any) -> dict[str, Any]:
-        # A tensor among the options is the optimizer's own. torch rounds with it at every step,
-        # so it is given the parameters' dtype.
+        # Each optimizer gets its own copy of a tensor among the options. It has the parameters'
+        # dtype, because torch computes with it in its own dtype.
         first = params[0]["params"][0] if isinstance(params[0], dict) else params[0]
         dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
         return {
@@ -107,21 +107,20 @@ class OptionSet:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of parameters that the optimizer takes."""
+        """Shapes of parameters that the optimizer takes."""
         return {"Muon": [(3, 5), (4, 2)], "SparseAdam": [(5, 3), (4,)]}.get(self.name, [(3, 5), ()])
 
 
 ULPS = 16.0
-"""Of :class:`Apart`, allowed: a rule rounds where torch's kernels fuse, and the other way round.
+"""Tolerance of :class:`Apart`. torch's kernels fuse multiply-adds in other places than a rule.
 
-Measured, 9. Where decay cancels a gradient, 13.
+Measured: 9, and 13 where decay cancels a gradient.
 """
 
 _DB = {info.name: info for info in _optim_db()}
 
-# What torch's table leaves out: averages that forget fast (torch.lerp computes them from the
-# other end), averages too short for RAdam to rectify, ASGD's averaging itself, and epsilons that
-# Adafactor's small gradients meet.
+# Missing in torch's table: betas below 0.5 (torch.lerp uses another formula there), betas too small
+# for RAdam to rectify, ASGD's averaging, and epsilons as large as Adafactor's gradients.
 _MORE: list[tuple[str, str, dict[str, Any]]] = [
     ("SGD", "everything", {"momentum": 0.9, "nesterov": True, "maximize": True}),
     ("Adafactor", "large epsilons", {"eps": (0.03, 0.5)}),
@@ -149,21 +148,21 @@ def _option_sets() -> Iterator[OptionSet]:
 OPTION_SETS: list[OptionSet] = list(_option_sets())
 
 ELEMENTWISE = [cls.__name__ for cls in BY_RULE]
-"""The names of the optimizers that are a rule."""
+"""Names of the optimizers with an update rule."""
 
 INHERITED = [cls.__name__ for cls in BY_TORCHS_STEP]
-"""Those by inheritance, but for the one that needs closures."""
+"""Names of the optimizers that use torch's step, except for LBFGS."""
 
 
 def named(name: str, what: str = "default") -> OptionSet:
-    """The option set of that name."""
+    """The option set with that name and text."""
     return next(s for s in OPTION_SETS if (s.name, s.what) == (name, what))
 
 
 def gradients(
     options: OptionSet, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Callable[[], list[Tensor]]:
-    """A source of gradients for one step after the other, of many magnitudes, some of them 0."""
+    """Return a function that draws the gradients of the next step: many magnitudes, some zeros."""
     random = np.random.default_rng(seed)
 
     def values(shape: tuple[int, ...]) -> Tensor:
@@ -173,7 +172,7 @@ def gradients(
         return (torch.complex(real, imaginary) if dtype.is_complex else real).to(dtype)
 
     def sparse(shape: tuple[int, ...]) -> Tensor:
-        rows = random.integers(0, shape[0], 4)  # some twice, to be added up
+        rows = random.integers(0, shape[0], 4)  # duplicate indices, to be summed
         return torch.sparse_coo_tensor(
             torch.tensor(rows)[None], values((4, *shape[1:])), shape, check_invariants=True
         )
@@ -198,43 +197,43 @@ RICH = [
     named("SGD", "nesterov"),
     named("SparseAdam", "maximize"),
 ]
-"""One option set of each optimizer, with all the state it can have."""
+"""One option set of each optimizer, with all the state that it can have."""
 
 
 def initial(options: OptionSet, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Parameters: the same ones each time."""
+    """Initial parameters, the same each time."""
     return [g.to_dense() for g in gradients(options, dtype, seed=99)()]
 
 
 def give(
     optimizer: torch.optim.Optimizer, grads: Sequence[Tensor | None], scale: float = 1.0
 ) -> None:
-    """Give the parameters these gradients times ``scale``."""
+    """Set the gradients of the parameters, multiplied by ``scale``."""
     for p, g in zip(params_of(optimizer), grads, strict=True):
         p.grad = None if g is None else g * scale
 
 
 def spoiled(grads: list[Tensor]) -> list[Tensor]:
-    """The same gradients, but for one infinite element."""
+    """Copy the gradients, with one infinite element."""
     bad = grads[-1].clone()
     (bad._values() if bad.is_sparse else bad).view(-1)[-1] = float("inf")
     return [*grads[:-1], bad]
 
 
 class Apart:
-    """How far results are apart, in units in the last place of what went into an element.
+    """Distance of results in ulps of the largest magnitude that each element has had.
 
-    Sums cancel, so the unit is that of the largest magnitude that the element has had.
+    The current magnitude may be much smaller, because sums cancel.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin the history of the parameters and states of ``optimizer``."""
+        """Start with the magnitudes of the optimizer's parameters."""
         self._largest: dict[Any, Tensor] = {}
         for index, p in enumerate(params_of(optimizer)):
             self._ulps(("parameter", index), p, p)
 
     def _ulps(self, key: Any, actual: Tensor, expected: Tensor) -> float:
-        """The distance of the worst element of ``actual``; ``key`` says whose history it is."""
+        """The largest distance of an element; ``key`` identifies the tensor over the steps."""
         assert actual.dtype == expected.dtype, key
         assert actual.shape == expected.shape, key
         eps = torch.finfo(expected.dtype).eps
@@ -254,7 +253,7 @@ class Apart:
     def of_optimizers(
         self, ours: torch.optim.Optimizer, torchs: torch.optim.Optimizer
     ) -> dict[str, float]:
-        """The distance of parameters and of each state; torch's states must all be there."""
+        """Distances of parameters and states, by name; ours must have every state of torch's."""
         worst: dict[str, float] = {}
 
         def note(name: str, index: int, actual: Tensor, expected: Tensor) -> None:
@@ -283,7 +282,7 @@ def assert_train_alike(
     ulps: float = ULPS,
     apart: Apart | None = None,
 ) -> None:
-    """Both take the same steps, with gradients from ``source``, and stay within ``ulps``."""
+    """Take the same steps with both optimizers, and check that they stay within ``ulps``."""
     apart = Apart(torchs) if apart is None else apart
     for step in steps:
         grads = source()
@@ -296,5 +295,5 @@ def assert_train_alike(
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Of all groups."""
+    """The parameters of all groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]

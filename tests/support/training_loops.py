@@ -1,4 +1,4 @@
-"""Training loops of every optimizer: what they train, and the gradients that they are given."""
+"""Parameters, gradients and steps for tests of training loops with any optimizer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,11 +32,11 @@ both_ways = pytest.mark.parametrize("split", [False, True], ids=["joined", "spli
 
 @dataclass(frozen=True)
 class Step:
-    """The gradients of one step, and whether they overflow.
+    """The gradients of one step.
 
     Attributes:
-        numbers: of all gradients, one after another.
-        bad: what stands in place of the first number if it overflows, else ``None``.
+        numbers: elements of all gradients, one after another.
+        bad: non-finite value that replaces the first element; ``None`` for a finite step.
     """
 
     numbers: tuple[float, ...]
@@ -44,7 +44,7 @@ class Step:
 
 
 def steps(max_size: int = 4, overflows: bool = True) -> st.SearchStrategy[list[Step]]:
-    """One to ``max_size`` steps."""
+    """Strategy of one to ``max_size`` steps."""
     numbers = st.integers(-64, 64).map(lambda n: n / 16)
     size = sum(rows * columns for rows, columns in SHAPES)
     bad = st.sampled_from([None, None, INF, -INF, float("nan")]) if overflows else st.none()
@@ -53,14 +53,14 @@ def steps(max_size: int = 4, overflows: bool = True) -> st.SearchStrategy[list[S
 
 
 def made(cls: Any, **options: Any) -> tuple[Any, list[Parameter]]:
-    """A fresh optimizer and its parameters, matrices as all of them take."""
+    """Make an optimizer and its parameters: matrices, which every optimizer takes."""
     start = [torch.arange(6.0).reshape(3, 2) / 4, torch.tensor([[1.0, -2.0], [0.5, 0.25]])]
     params = [Parameter(p.clone()) for p in start]
     return cls(params, **options), params
 
 
 def give(optimizer: Any, step: Step | float, scale: Any = 1.0) -> None:
-    """Give the parameters the gradients of ``step``, or all of one number, times ``scale``."""
+    """Set the gradients of ``step``, or all elements to one number, multiplied by ``scale``."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     numbers: Iterable[float]
@@ -78,32 +78,32 @@ def give(optimizer: Any, step: Step | float, scale: Any = 1.0) -> None:
 
 
 def overflow(param: Parameter) -> None:
-    """Give ``param``, of three numbers, a gradient with an infinity between two ones."""
+    """Set the gradient of ``param``, with three elements, to 1, inf, 1."""
     param.grad = torch.tensor([1.0, INF, 1.0])
 
 
 def losses(optimizer: Any, coefficients: Sequence[float]) -> torch.Tensor:
-    """A loss of all parameters whose gradients differ."""
+    """A loss of all parameters, whose gradients differ."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     terms = [c * (p - 1).square().sum() for c, p in zip(coefficients, params, strict=False)]
     return torch.stack(terms).sum()
 
 
 def scaler_at(scale: float, cls: Any = torch.amp.GradScaler, **options: Any) -> Any:
-    """A scaler that has scaled a loss, as ``step`` demands."""
+    """Make a scaler that has scaled a loss, as ``scaler.step`` requires."""
     scaler = cls("cpu", init_scale=scale, **options)
     scaler.scale(torch.zeros(()))
     return scaler
 
 
 def scaler_for(param: Parameter, init_scale: float = 4.0) -> Any:
-    """One of torch's that will step with the gradient that ``param`` has, and not grow."""
+    """Make a torch scaler that can step on the gradient of ``param``, and does not grow."""
     assert param.grad is not None
     return scaler_at(init_scale, growth_interval=100)
 
 
 def after(scaler: Any, optimizer: Any, steps: Any, unscale_first: bool) -> list[Any]:
-    """Take ``steps``; the scaler's state after each."""
+    """Take ``steps``, and return the scaler's state after each."""
     scaler.scale(torch.zeros(()))
     seen = []
     for step in steps:
@@ -117,13 +117,13 @@ def after(scaler: Any, optimizer: Any, steps: Any, unscale_first: bool) -> list[
 
 
 def iterate(scaler: Any, optimizer: Any, step: Any, unscale_first: bool, clip: float = 0) -> None:
-    """Take ``step`` under ``scaler``, clipping values at ``clip`` if that is not 0."""
+    """Take ``step`` under ``scaler``, with gradients clamped to ``clip`` unless that is 0."""
     give(optimizer, step, scaler.get_scale())
     if unscale_first or clip:
         scaler.unscale_(optimizer)
     if clip:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        for p in params:  # torch clips no sparse gradients, so that this is by value
+        for p in params:  # torch's clipping refuses sparse gradients
             assert p.grad is not None
             (p.grad._values() if p.grad.is_sparse else p.grad).clamp_(-clip, clip)
     scaler.step(optimizer)

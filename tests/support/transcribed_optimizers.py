@@ -1,6 +1,6 @@
-"""Optimizers that torch lacks, line by line as their authors wrote them: other code than a rule.
+"""Optimizers that torch lacks, transcribed from their authors' code: independent of the rules.
 
-Each parameter counts its own steps, and ``maximize`` turns gradients round; else as published.
+Each parameter counts its own steps, and ``maximize`` negates gradients; otherwise as published.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ __all__ = ["LAMB", "LARS", "Adan", "NovoGrad", "ScheduleFreeAdamW", "Sophia", "t
 
 
 class Transcribed(torch.optim.Optimizer):
-    """Goes through the parameters that have a gradient."""
+    """Base: calls ``one`` for each parameter that has a gradient."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
         super().__init__(params, {"maximize": False, **defaults})
@@ -73,7 +73,7 @@ class LAMB(Transcribed):
 
 
 class LARS(Transcribed):
-    """``LARS`` of kozistr/pytorch_optimizer, which adapts what ``adapt`` says."""
+    """``LARS`` of kozistr/pytorch_optimizer, with its adaptive rate switched by ``adapt``."""
 
     def one(
         self, p, g, state, lr, momentum, dampening, weight_decay, trust_coefficient, nesterov,
@@ -146,7 +146,7 @@ class ScheduleFreeAdamW(Transcribed):
 
 
 class Sophia(Transcribed):
-    """``SophiaG`` of Liuhong99/Sophia, whose step takes ``bs`` as an argument."""
+    """``SophiaG`` of Liuhong99/Sophia, with ``bs`` in the group, not an argument of ``step``."""
 
     @torch.no_grad()
     def update_hessian(self) -> None:
@@ -166,5 +166,5 @@ class Sophia(Transcribed):
 
 
 def transcribed(name: str) -> type[Transcribed]:
-    """The one of that name."""
+    """The class of that name."""
     return globals()[name]

@@ -1,4 +1,4 @@
-"""What two processes do to parameters that are spread over them; see test_ranks."""
+"""Steps on parameters that are distributed over two processes, for the tests of ranks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ NUMBERS = (torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0.5, -0.25, 3.0, 1
 
 
 def spread(order: str, tensors: Any) -> list[Any]:
-    """``tensors`` as DTensors: one on every rank, of the other the second half on rank 1 only."""
+    """Make DTensors of two tensors: one replicated, one sharded."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     flat = mesh_of(2)
@@ -40,7 +40,7 @@ def spread(order: str, tensors: Any) -> list[Any]:
 
 
 def stepped(form: str, optimizer: Any, params: Any) -> float:
-    """One step under a scale of 4; the scale that follows."""
+    """Take one step under a scale of 4, and return the next scale."""
     if form == "own":
         return float(optimizer.unscale_and_step(grads_scaled_by=4.0).scale)
     if form == "split":
@@ -63,7 +63,7 @@ def outcomes() -> Iterator[tuple[Any, Any]]:
         for form in FORMS:
             for order in ("not spread", *ORDERS):
                 for bad in SPOILED:
-                    # The last element of the sharded one, so of rank 1.
+                    # The last element of the sharded gradient, which is on rank 1.
                     sharded = 0 if order == "sharded first" else 1
                     grads = [4.0 * n for n in NUMBERS]
                     if bad is not None:
@@ -83,5 +83,5 @@ def outcomes() -> Iterator[tuple[Any, Any]]:
 
 
 def outcomes_of_all() -> list[tuple[Any, Any]]:
-    """What becomes of everything, as one of two ranks sees it."""
+    """All outcomes, as one of the two ranks gets them."""
     return list(outcomes())
