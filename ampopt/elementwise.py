@@ -142,18 +142,19 @@ class ElementwiseOptimizer(Optimizer):
         param_rounding: str = "nearest",
         **kwargs: Any,
     ) -> None:
-        """Create the optimizer. Subclasses pass ``params`` and ``defaults``.
+        """Create the optimizer. For its other arguments, see the class.
 
         Args:
-            *args: the positional arguments of the base classes.
-            master_weights: whether to keep a float32 master of each float16 and bfloat16 parameter;
-                see the class. Also an option of a param group.
+            *args: the positional arguments of the optimizer, such as ``params``. An author's
+                constructor passes ``params`` and ``defaults``.
+            master_weights: whether to keep a float32 master of each float16 and bfloat16 parameter.
+                Also an option of a param group.
             param_rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without
-                masters; see the class. Also an option of a param group.
-            **kwargs: the keyword arguments of the base classes, ``process_group`` for instance.
+                masters. Also an option of a param group.
+            **kwargs: the keyword arguments of the optimizer, such as ``process_group``.
 
         Raises:
-            TypeError: the class has no ``rule``; ``master_weights`` is not a bool.
+            TypeError: ``master_weights`` is not a bool; or an author's class has no ``rule``.
             ValueError: ``param_rounding`` is unknown, or set together with ``differentiable``.
         """
         check_rule(getattr(self, "rule", None), type(self).__name__)

@@ -247,12 +247,13 @@ class BareScale(AnyScale):
 
 
 def rounded(given: Any) -> Any:
-    """``given`` as a closure gets it: of a number, the float32 that gradients are divided by.
+    """The scale to pass to a closure: a number is rounded to float32, as for the gradients.
 
-    A closure that multiplies a float64 loss by the scale would see the difference.
+    A closure that multiplied a float64 loss by the unrounded number would use another factor than
+    the gradients are divided by. Scales that are not numbers are returned unchanged.
 
     Raises:
-        ValueError: ``given`` is a number that cannot be a scale.
+        ValueError: ``given`` is a number out of range.
     """
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         return given

@@ -59,11 +59,13 @@ def cast(
     check_dtypes(dtype=dtype, outputs=dtype if outputs is None else outputs)
     kept, wanted = _plan(model, dtype, keep)
     _take_off_hooks(model)
-    for tensor, its_dtype in wanted.items():
-        tensor.data = tensor.data.to(its_dtype)
+    for tensor, target in wanted.items():
+        tensor.data = tensor.data.to(target)
         if tensor.grad is not None:
-            tensor.grad = tensor.grad.to(its_dtype)
-    within = {inner for own in model.modules() if _runs_in_own(own) for inner in own.modules()}
+            tensor.grad = tensor.grad.to(target)
+    within = {
+        inner for outer in model.modules() if _runs_in_own(outer) for inner in outer.modules()
+    }
     hooks: dict[nn.Module, Any] = dict.fromkeys(kept - within, (torch.float32, dtype))
     hooks[model] = (torch.float32, outputs or dtype) if model in hooks else (dtype, outputs)
     for module, (inputs, returned) in hooks.items():
@@ -103,14 +105,14 @@ def run_in(module: Model, dtype: torch.dtype) -> Model:
 
 def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
     apart = {inner for inner in module.modules() if inner is not module and _runs_in_own(inner)}
-    own = {path: t for path, _, t in _tensors(module, apart) if t.is_floating_point()}
-    copies = {name: tensor.to(dtype) for name, tensor in own.items()}
+    tensors = {path: t for path, _, t in _tensors(module, apart) if t.is_floating_point()}
+    copies = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     args, kwargs = _to((args, kwargs), dtype)
-    leaves = (*pytree.tree_leaves((args, kwargs)), *own.values(), torch.empty(0))
+    leaves = (*pytree.tree_leaves((args, kwargs)), *tensors.values(), torch.empty(0))
     device = next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device.type
     with torch.autocast(device, enabled=False), with_tensors(module, copies):
         result = type(module).forward(module, *args, **kwargs)
-    for name, tensor in own.items():
+    for name, tensor in tensors.items():
         if tensor.dtype != dtype and not isinstance(tensor, nn.Parameter):
             # Copy back what the module wrote to a buffer, such as running statistics, and keep the
             # full precision of elements that it did not write.
@@ -199,8 +201,8 @@ def _plan(model: nn.Module, dtype: torch.dtype, keep: Any) -> tuple[set[Any], di
         if is_lazy(tensor) or tensor.is_quantized or tensor.layout != torch.strided:
             what = "not initialized" if is_lazy(tensor) else f"{tensor.layout}, {tensor.dtype}"
             raise ValueError(f"{path} cannot be cast: it is {what}")
-        its = torch.float32 if module in inside else dtype
-        if tensor.is_floating_point() and wanted.setdefault(tensor, its) != its:
+        target = torch.float32 if module in inside else dtype
+        if tensor.is_floating_point() and wanted.setdefault(tensor, target) != target:
             raise ValueError(
                 f"{path} is tied to a tensor that gets another dtype: keep both, or neither"
             )

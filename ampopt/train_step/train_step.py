@@ -135,7 +135,8 @@ class TrainStep:
             autocast: without ``precision``, the dtype for ``torch.autocast``: ``torch.float16``
                 (the default, also on the CPU) or ``torch.bfloat16``; ``None`` for no autocast.
             micro_batches: the number of parts that a batch is divided into and run in, one by one.
-            max_norm: see :meth:`ampopt.Optimizer.unscale_and_step`.
+            max_norm: the norm to clip to, see :meth:`ampopt.Optimizer.unscale_and_step`; not
+                together with ``on_gradients``, which may clip itself.
             on_gradients: a function that is called with the optimizer before each step, also one
                 that will be skipped. The gradients of ``optimizer.master_params()`` are unscaled
                 then, and may be changed in place.
