@@ -59,7 +59,9 @@ class ElementwiseOptimizer(Optimizer):
 
     A subclass names its rule, and puts the values that the rule reads into ``defaults``::
 
-        @ampopt_kernels.jit
+        from ampopt_kernels import Rule, State, jit
+
+        @jit
         def update(p, g, state, h, flags):
             (lr, momentum), (buf,) = h, state
             buf = momentum * buf + g
