@@ -26,7 +26,7 @@ STEPS = 5
 
 
 def evaluations(attempts: list[tuple[float, float]]) -> list[tuple[float, list[float]]]:
-    """The attempts ``(scale, loss)`` of one step as evaluations ``(loss, scales tried)``.
+    """Group the attempts ``(scale, loss)`` of one step into evaluations ``(loss, scales)``.
 
     Within a step the scale only falls, and only between an attempt and its replay.
     """
@@ -52,7 +52,7 @@ def fit(digits: Digits, *, half: bool) -> tuple[float, float]:
     attempts: list[tuple[float, float]] = []
 
     def closure(scale):
-        """Zero, forward, scale, backward, and return the loss as it is."""
+        """Run forward and backward pass with the scaled loss; return the unscaled loss."""
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16, enabled=half):
             loss = nn.functional.cross_entropy(model(images), labels)

@@ -1,15 +1,16 @@
 """An optimizer of your own: Lion, in about fifteen lines.
 
-An optimizer is a rule, which is its mathematics for one element, and a class that says what its
-settings are. The rule is written in Triton's language; on a GPU it is compiled into one kernel
-over all parameters, elsewhere the same lines run on torch tensors. Loss scaling, skipped steps,
-clipping, closures, checkpoints and complex parameters come with it.
+An optimizer is a rule, which is the update of one element, and a class that names the rule's
+settings. The rule is written in Triton's language. On a GPU, a step is three kernels for all
+parameters of one dtype; on a CPU, the same lines run as compiled C++, or as torch operations. Loss
+scaling, skipped steps, clipping, closures and checkpoints need no further code.
 
-Lion (https://arxiv.org/abs/2302.06675) moves every parameter by the learning rate, up or down: by
-the sign of a mean of gradient and momentum.
+Lion (https://arxiv.org/abs/2302.06675) moves every element by the learning rate, up or down,
+following the sign of a weighted mean of gradient and momentum.
 
-This trains a small network on handwritten digits with it, in float16 under autocast, and compares
-with float32. Then, with Triton's interpreter at hand, it runs the same steps on two backends.
+The script trains a small network on handwritten digits with Lion, in float16 under autocast and in
+float32, and prints both accuracies. Under ``TRITON_INTERPRET=1``, which runs Triton kernels on a
+CPU, it also runs the same steps on two backends and prints how far the results differ.
 
     python examples/custom_lion.py
     TRITON_INTERPRET=1 python examples/custom_lion.py
@@ -28,7 +29,7 @@ from ampopt_kernels.language import INTERPRETED
 
 @jit
 def lion_update(p, g, state, h, flags):
-    """Parameter, gradient, states, settings: the new parameter and states."""
+    """Return the new parameter and states, given parameter, gradient, states and settings."""
     lr, beta1, beta2, weight_decay = h
     momentum = state[0]
     mean = beta1 * momentum + (1 - beta1) * g
@@ -44,12 +45,12 @@ class Lion(ampopt.ElementwiseOptimizer):
     )
 
     def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
-        """Take the settings; a param group may have its own."""
+        """Store the settings as defaults; a param group may override them."""
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
 
 def train(digits: Digits, *, half: bool, steps: int) -> tuple[nn.Module, int]:
-    """Train a new network for so many steps; return it and how many steps were skipped."""
+    """Train a new network; return it and the number of skipped steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = Lion(model.parameters(), lr=1e-3, weight_decay=1.0)

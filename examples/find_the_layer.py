@@ -1,12 +1,12 @@
-"""Find the layer that overflows: a watch names it, while training goes on and waits for nothing.
+"""Find the layer that overflows: ``ampopt.Watch`` names it, without synchronizing.
 
     python examples/find_the_layer.py [--steps 120] [--output find_the_layer.png]
 
-A small network is trained in float16 under a loss scale that is raised every ten steps. One of its
-layers works on activations that are 300 times as large as those of the others, so that its
-gradients leave the range of float16 first, now and then. ``ampopt.Watch`` counts that on the
-device; the run ends in its report, its table and its picture, and in a second run with that layer
-in float32, where it overflows no more.
+A small network is trained in float16 under a loss scale that is raised every ten steps. The
+activations of one layer are 300 times as large as those of the others, so that its gradients are
+the first to overflow, now and then. ``ampopt.Watch`` counts overflows per parameter on the device.
+The script prints the watch's report and table, and draws its picture. Then it trains again with
+that layer in float32, and prints that the layer no longer overflows.
 """
 
 import argparse
@@ -20,10 +20,10 @@ import ampopt
 
 
 class Block(nn.Module):
-    """A residual layer that is given ``loudness`` times its input, by weights as much smaller."""
+    """A residual layer with its input multiplied, and its weights divided, by ``loudness``."""
 
     def __init__(self, width: int, loudness: float = 1.0) -> None:
-        """Make the layer."""
+        """Store ``loudness``, and make the linear layer."""
         super().__init__()
         self.loudness = loudness
         self.layer = nn.Linear(width, width)
@@ -31,28 +31,28 @@ class Block(nn.Module):
             self.layer.weight.div_(loudness)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of ``x``."""
+        """Return a tensor of the shape of ``x``."""
         return x + torch.tanh(self.layer(x * self.loudness))
 
 
 class Network(nn.Module):
-    """Four blocks, the third of which is loud."""
+    """Four blocks; the third has a loudness of 300."""
 
     def __init__(self, width: int = 16) -> None:
-        """Make the blocks."""
+        """Make the blocks and a linear head."""
         super().__init__()
         self.blocks = nn.ModuleList([Block(width, 300.0 if i == 2 else 1.0) for i in range(4)])
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A number for each row of ``x``."""
+        """Return one number for each row of ``x``."""
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
 def train(steps: int, in_float32: str | None = None) -> ampopt.Watch:
-    """Train, watched, with the layer of that name in float32 if there is one."""
+    """Train with a watch; the module named ``in_float32``, if any, computes in float32."""
     torch.manual_seed(0)
     model = Network()
     if in_float32 is not None:
@@ -68,25 +68,25 @@ def train(steps: int, in_float32: str | None = None) -> ampopt.Watch:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Find the layer, and train again with it in float32."""
+    """Find the layer, then train again with that layer in float32."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--output", type=Path, default=Path("find_the_layer.png"))
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
-    watch = train(given.steps)
+    watch = train(options.steps)
     print(watch.report())
     print()
     print(watch)
-    watch.plot(given.output)
-    print(f"picture: {given.output}")
+    watch.plot(options.output)
+    print(f"picture: {options.output}")
 
-    told = watch.read()["parameters"]
-    worst = max(told, key=lambda name: told[name]["overflows"])
+    parameters = watch.read()["parameters"]
+    worst = max(parameters, key=lambda name: parameters[name]["overflows"])
     layer = worst.rpartition(".")[0]
-    again = train(given.steps, in_float32=layer).read()["parameters"][worst]
+    again = train(options.steps, in_float32=layer).read()["parameters"][worst]
     print(
-        f"{worst} overflowed {told[worst]['overflows']} times; with {layer} in float32, "
+        f"{worst} overflowed {parameters[worst]['overflows']} times; with {layer} in float32, "
         f"{again['overflows']} times"
     )
 

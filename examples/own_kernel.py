@@ -1,19 +1,20 @@
-"""A kernel of your own: it is handed the overflow flag on the device, and skips by itself.
+"""An optimizer with a Triton kernel of your own, which reads the overflow flag and skips.
 
-Where a step is not elementwise, no rule can say it; here it divides each row of the momentum by the
-root of its mean square, which takes the whole row. An ordinary ``step()`` in torch operations could
-be skipped around (see ``ampopt.Optimizer.skip_by``), but what a kernel writes torch does not see.
-So the kernel does it, in one of two ways:
+The optimizer here divides each row of the momentum by the root of its mean square. That needs a
+whole row at a time, so it cannot be written as a rule, which is about one element. If ``step()``
+consisted of torch operations, ampopt could skip it (see ``ampopt.Optimizer.skip_by``), but it
+cannot undo what your kernel has written. So the kernel itself has to skip, in one of two ways:
 
-1. ``RowNormalized`` says ``skip_by = "step"``. Gradients are unscaled and judged by ampopt, and the
-   step finds the flag in ``self.found_inf``: one pointer, and one line of the kernel.
-2. ``Controlled`` overrides ``unscale_and_step`` and ``step_after_unscale`` as well, and takes full
-   control: a second kernel judges the gradients, and the first unscales them as it reads them, so
-   that nothing is written in between.
+1. ``RowNormalized`` sets ``skip_by = "step"``. ampopt unscales the gradients and tests them for inf
+   and NaN, and the step finds the flag in ``self.found_inf``: one pointer, and one line of the
+   kernel.
+2. ``Controlled`` also overrides ``unscale_and_step`` and ``step_after_unscale``: a second kernel
+   tests the gradients, and the first one unscales them as it reads them, so that unscaled gradients
+   are never written to memory.
 
-Neither waits for the device. Both train a small network on the handwritten digits in float16, with
-a scale that starts too high. They take the same steps, so they must end in the same weights; if
-not, or if they fall behind a float32 run, the script says so and fails.
+Neither synchronizes. Both train a small network on handwritten digits in float16, with a scale that
+starts too high. Both must end with the same weights, and reach the accuracy of a float32 run;
+otherwise the script prints what differs, and fails.
 
     python examples/own_kernel.py                       # on a GPU
     TRITON_INTERPRET=1 python examples/own_kernel.py    # without: Triton's interpreter runs it
@@ -33,7 +34,7 @@ from train_digits import Digits, accuracy, batches, load_digits
 import ampopt
 
 ROWS = 32
-"""Rows that one program of the kernels works on."""
+"""Rows that one program of ``step_kernel`` works on."""
 
 
 @triton.jit
@@ -56,28 +57,32 @@ def step_kernel(
 
 
 @triton.jit
-def judge_kernel(grad, scale, found_inf, n, BLOCK: tl.constexpr):
+def found_inf_kernel(grad, scale, found_inf, n, BLOCK: tl.constexpr):
     """Set ``found_inf`` to 1 if an element of ``grad / scale`` is not finite."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(grad + at, mask=at < n, other=0.0) * (1.0 / tl.load(scale))
-    # All programs that store here store the same number.
+    # Several programs may store here, but all of them store the same number.
     tl.store(found_inf, 1.0, mask=tl.max((~(tl.abs(g) < float("inf"))).to(tl.int32), axis=0) == 1)
 
 
 class RowNormalized(ampopt.Optimizer):
-    """Momentum with normalized rows, for contiguous float32 parameters. A vector is one row."""
+    """Momentum with normalized rows, for contiguous float32 parameters. A vector is one row.
+
+    Attributes:
+        scale: the loss scale that the gradients are still multiplied by; ``None`` if they are
+            unscaled.
+    """
 
     skip_by = "step"
     scale: Tensor | None = None
-    """What the gradients still carry."""
 
     def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9) -> None:
-        """Take the settings; a param group may have its own."""
+        """Store the settings as defaults; a param group may override them."""
         super().__init__(params, {"lr": lr, "beta": beta})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step, or do nothing where ``self.found_inf`` is more than 0. Does not synchronize."""
+        """Step, or do nothing if ``self.found_inf`` is more than 0. Does not synchronize."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:
@@ -87,9 +92,9 @@ class RowNormalized(ampopt.Optimizer):
 
     def _launch(self, p: Tensor, grad: Tensor, lr: float, beta: float) -> None:
         state = self.state[p]
-        if not state:  # as it was before the first step, which may be skipped
+        if not state:  # zeros, which a skipped first step leaves as they are
             state["momentum"] = torch.zeros_like(p)
-        # A plain step() is told nothing: it is to be taken.
+        # A plain step() has no flag and is not skipped.
         found_inf = p.new_zeros(()) if self.found_inf is None else self.found_inf
         scale = p.new_ones(()) if self.scale is None else self.scale
         columns = p.shape[-1] if p.ndim > 1 else p.numel()
@@ -102,17 +107,17 @@ class RowNormalized(ampopt.Optimizer):
 
 
 class Controlled(RowNormalized):
-    """The same, without a pass that unscales. Takes a ``LossScale`` and no closure."""
+    """The same without a separate pass to unscale. Accepts a ``LossScale``, and no closure."""
 
     @torch.no_grad()
     def unscale_and_step(self, closure: Any = None, grads_scaled_by: Any = None) -> Any:  # type: ignore[override]
-        """Judge the gradients and step with them as they are, all on the device."""
+        """Test the scaled gradients, then step, unscaling them on the way; all on the device."""
         assert closure is None and isinstance(grads_scaled_by, ampopt.LossScale)
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         found_inf, scale = torch.zeros((), device=params[0].device), grads_scaled_by.value
         for p in params:
             grad, n = p.grad.contiguous(), p.numel()
-            launch: Any = judge_kernel[(triton.cdiv(n, 1024),)]
+            launch: Any = found_inf_kernel[(triton.cdiv(n, 1024),)]
             launch(grad, scale, found_inf, n, BLOCK=1024)
         self.found_inf, self.scale = found_inf, scale
         try:
@@ -122,7 +127,7 @@ class Controlled(RowNormalized):
         return ampopt.StepResult(None, found_inf, grads_scaled_by.next(found_inf))
 
     def step_after_unscale(self) -> Any:  # type: ignore[override]
-        """Step with what ``unscale`` left in the gradients; ``self.found_inf`` is its flag."""
+        """Step with the gradients that ``unscale`` has unscaled; ``self.found_inf`` is its flag."""
         pending = self.pending
         assert pending is not None, "call unscale(grads_scaled_by=scale) first"
         self.step()
@@ -132,7 +137,7 @@ class Controlled(RowNormalized):
 def train(
     cls: type[RowNormalized], digits: Digits, *, half: bool, steps: int
 ) -> tuple[nn.Sequential, int]:
-    """Train a new network for so many steps; return it and how many steps were skipped."""
+    """Train a new network; return it and the number of skipped steps."""
     torch.manual_seed(0)
     device = digits.train_images.device
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(device)
@@ -151,7 +156,7 @@ def train(
 
 
 def main() -> None:
-    """Train in float32 and, in both ways, in float16, and compare."""
+    """Train in float32 once and in float16 in both ways, and compare."""
     parser = argparse.ArgumentParser(description="Train with a Triton kernel of one's own.")
     parser.add_argument("--steps", type=int, default=100, help="steps of each run (default: 100)")
     steps = parser.parse_args().steps
@@ -161,9 +166,9 @@ def main() -> None:
     torch.set_num_threads(1)  # the layers are small
     digits = load_digits("cpu" if interpreted else "cuda")
     runs = (
-        ("float32, a plain step()", RowNormalized, False),
-        ("float16, told to skip", RowNormalized, True),
-        ("float16, in full control", Controlled, True),
+        ("float32, plain step()", RowNormalized, False),
+        ("float16, RowNormalized", RowNormalized, True),
+        ("float16, Controlled", Controlled, True),
     )
     shares, weights = [], []
     for name, cls, half in runs:
@@ -172,10 +177,10 @@ def main() -> None:
         weights.append(nn.utils.parameters_to_vector(model.parameters()))
         print(f"{name:<25} test accuracy {shares[-1]:.2%}, {skipped} of {steps} steps skipped")
     if not torch.equal(weights[1], weights[2]):
-        sys.exit("the two float16 runs ended in other weights")
+        sys.exit("the two float16 runs ended with different weights")
     if min(shares[1:]) < shares[0] - 0.02:
         sys.exit("float16 fell more than 2 percentage points behind float32")
-    print("both float16 runs ended in the same weights, bit for bit, and kept up with float32")
+    print("both float16 runs ended with bitwise equal weights, and reached float32's accuracy")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Property-test an optimizer: a wrong one, the example that shows it, and the right one.
+"""Property-test two optimizers: a wrong one, with the example that exposes it, and a right one.
 
-Both are momentum as one would write it for a kernel of one's own. The step gets the overflow flag
-and skips by itself, without the host looking. The wrong one makes its buffer from the first
-gradient that it sees, as is usual, and a first step may overflow: the loss scale begins far too
-high. What it leaves behind is infinite, and so is every parameter after the next step.
+Both are SGD with momentum, and skip by themselves: the step reads the overflow flag on the device,
+without synchronizing. The wrong one initializes its momentum buffer with the first gradient, as is
+usual. But the first step may overflow, since the loss scale starts far too high: then the buffer
+is infinite, and so is every parameter after the next step.
 
 With the extra ``testing`` installed:
 
@@ -25,17 +25,17 @@ from ampopt.testing import OptimizerContract
 
 
 class Wrong(ampopt.Optimizer):
-    """Momentum that skips by itself, but for what it does first."""
+    """Momentum that skips overflows, except in its first step."""
 
-    skip_by = "step"  # the step is handed the flag, as self.found_inf
+    skip_by = "step"  # the step reads the overflow flag in self.found_inf
 
     def __init__(self, params, lr=0.1, momentum=0.5):
-        """As torch's optimizers."""
+        """Store the settings as defaults."""
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step, or skip where ``found_inf`` is more than 0."""
+        """Step, or skip if ``self.found_inf`` is more than 0."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -49,7 +49,7 @@ class Wrong(ampopt.Optimizer):
         return loss
 
     def update(self, p: Tensor, g: Tensor, skip: Tensor, group: dict):
-        """One parameter's part of the step."""
+        """Update one parameter, unless ``skip`` (bool, 0-d) is true."""
         state = self.state[p]
         if not state:
             state["buffer"] = g.clone()
@@ -61,10 +61,10 @@ class Wrong(ampopt.Optimizer):
 
 
 class Right(Wrong):
-    """The same, beginning from zeros, which a step that is skipped leaves as they are."""
+    """The same with a buffer that starts at zeros, which a skipped step leaves as they are."""
 
     def update(self, p: Tensor, g: Tensor, skip: Tensor, group: dict):
-        """One parameter's part of the step."""
+        """Update one parameter, unless ``skip`` (bool, 0-d) is true."""
         state = self.state[p]
         if not state:
             state["buffer"] = torch.zeros_like(p)
@@ -74,38 +74,38 @@ class Right(Wrong):
 
 
 class TestWrong(OptimizerContract):
-    """This is all that a test file needs: pytest collects the class."""
+    """A test file needs nothing but this class, which pytest collects."""
 
-    settings = hypothesis.settings(max_examples=10)  # few, so that this page is quick
+    settings = hypothesis.settings(max_examples=10)  # few, to keep this script quick
 
     def make(self, params):
-        """The optimizer of these parameters, or groups."""
+        """Make the optimizer of ``params``, parameters or param groups."""
         return Wrong(params)
 
 
 class TestRight(OptimizerContract):
-    """What it claims beyond the ordinary is tested as well."""
+    """A claim, such as ``sync_free``, adds tests."""
 
     sync_free = True
     settings = hypothesis.settings(max_examples=5)
 
     def make(self, params):
-        """The optimizer of these parameters, or groups."""
+        """Make the optimizer of ``params``, parameters or param groups."""
         return Right(params)
 
 
 def report_of_pytest() -> str:
-    """What pytest says of this file."""
+    """Run pytest on this file; return what it prints."""
     options = ["-q", "-rpf", "--tb=short", "-p", "no:cacheprovider", "--assert=plain"]
-    # Sequences of calls find what is wrong, too, but to make a sequence small takes a minute.
+    # Left out: sequences of calls, which find the bug, too, but take a minute to shrink.
     selected = ["--hypothesis-seed=0", "-k", "TestRight or not any_sequence", __file__]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         pytest.main([*options, *selected])
-    return said.getvalue()
+    return printed.getvalue()
 
 
 def main() -> None:
-    """Test both, and show what there is to see."""
+    """Test both, and print the invariants that fail and the smallest failing example."""
     report = report_of_pytest()
 
     def invariants(outcome: str, name: str) -> list[str]:
@@ -123,7 +123,7 @@ def main() -> None:
     passed, missed = invariants("PASSED", "TestRight"), invariants("FAILED", "TestRight")
     print(f"Right passes {len(passed)} invariants, and fails {len(missed)}")
     if not failed or missed or not passed:
-        sys.exit("Wrong was to fail, and Right to pass")
+        sys.exit("expected Wrong to fail and Right to pass all invariants")
 
 
 if __name__ == "__main__":

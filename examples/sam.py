@@ -34,10 +34,10 @@ WRONG_LABELS = 1 / 3
 
 
 class SAM(ampopt.SGD):
-    """SGD by the gradient at the worst place within ``rho`` of the weights."""
+    """SGD with the gradient at the worst point within ``rho`` of the weights."""
 
     def __init__(self, params: Any, lr: float, *, rho: float = 0.05, **options: Any) -> None:
-        """Take the settings of SGD, and the distance, in the 2-norm of all weights."""
+        """Store ``rho``, a distance in the 2-norm of all weights; the rest is SGD's."""
         super().__init__(params, lr, **options)
         self.rho = rho
 

@@ -34,7 +34,7 @@ import ampopt
 
 BATCH_SIZE = 64
 READ_EVERY = 20
-"""Steps between two looks at the device."""
+"""Steps between two reads of losses and flags from the device."""
 
 TOLERANCE = 0.01
 """How far below float32 the accuracy of float16 may be."""
@@ -52,7 +52,7 @@ class Digits:
 
 @dataclass
 class Run:
-    """What one training run left behind; the lists have one entry a step."""
+    """The results of one training run; the lists have one entry per step."""
 
     name: str
     losses: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Run:
     seconds: float = 0.0
 
     def note(self, unread: list[Tensor]) -> None:
-        """Read what the device has to say of some steps, and forget it there. Synchronizes."""
+        """Read loss, scale and flag of each step in ``unread``, and empty it. Synchronizes."""
         for loss, scale, found_inf in torch.stack(unread).tolist():
             self.losses.append(loss)
             self.scales.append(scale)
@@ -72,7 +72,7 @@ class Run:
 
 
 def load_digits(device: torch.device | str = "cpu") -> Digits:
-    """Three quarters of the digits to train on and a quarter to test, the same ones always."""
+    """Load the digits: three quarters to train on, and always the same quarter to test."""
     images, labels = datasets.load_digits(return_X_y=True)
     images = images.reshape(-1, 1, 8, 8) / 16
     arrays = train_test_split(images, labels, test_size=0.25, stratify=labels, random_state=0)
@@ -92,7 +92,7 @@ def make_model() -> nn.Module:
 
 
 def batches(labels: Tensor, epochs: int, seed: int) -> list[Tensor]:
-    """Which images each step sees: every epoch in an order of its own, given by ``seed``."""
+    """Return the image indices of each step, in a new order for each epoch, given by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     n = len(labels)
     orders = [torch.randperm(n, generator=generator).to(labels.device) for _ in range(epochs)]
@@ -100,7 +100,7 @@ def batches(labels: Tensor, epochs: int, seed: int) -> list[Tensor]:
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of ``images`` that ``model`` reads right, in float32."""
+    """Return the fraction of ``images`` that ``model`` classifies correctly, in float32."""
     with torch.no_grad():
         return (model(images).argmax(dim=1) == labels).float().mean().item()
 
@@ -149,7 +149,7 @@ def train(name: str, digits: Digits, *, half: bool, epochs: int, seed: int) -> R
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The runs side by side, as text."""
+    """Return a table of the runs, as text."""
     row = "{:<10}{:>15}{:>8}{:>9}{:>13}{:>9}".format
     lines = [row("", "test accuracy", "steps", "skipped", "final scale", "time")]
     for run in runs:
@@ -160,7 +160,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def draw(full: Run, half: Run, path: Path) -> None:
-    """Both losses above, the scale below, and a mark at each step that was skipped."""
+    """Draw both losses above, the scale below, and a mark at each skipped step."""
     # Okabe and Ito's colours, which colour-blind readers can tell apart.
     orange, blue, vermilion, grey = "#E69F00", "#0072B2", "#D55E00", "#666666"
     skips = [step for step, skipped in enumerate(half.skipped, 1) if skipped]
@@ -204,7 +204,7 @@ def draw(full: Run, half: Run, path: Path) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(
         description="Train on handwritten digits in float32 and in float16, and compare.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -218,7 +218,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:  # torch says it either way
+    except (RuntimeError, AssertionError) as error:  # torch raises either
         parser.error(f"--device {options.device}: {error}")
     if options.epochs < 1:
         parser.error(f"--epochs must be 1 or more, got {options.epochs}")

@@ -1,18 +1,19 @@
-"""Train a transformer at every level of precision, and say what each costs and gains.
+"""Train a transformer at five opt levels, and compare loss, speed and memory.
 
 The text is English, and ships with Python: what ``help("topics")`` prints, some 700 KB of it, read
-byte by byte. The same network, from the same weights, sees the same batches five times:
+byte by byte. The same network is trained five times, from the same weights, on the same batches:
 
     O0        float32
     O1        float32 weights, autocast to float16 by lists of operators, a dynamic loss scale
-    O2        a float16 network, float32 master weights, a dynamic loss scale
-    O3        float16 and nothing else, so that Adam divides by moments that have become zero
-    bfloat16  float32 weights, autocast to bfloat16, no scale to speak of
+    O2        float16 weights, float32 master weights, a dynamic loss scale
+    O3        float16 weights and state, so that small second moments of Adam underflow to zero
+    bfloat16  float32 weights, autocast to bfloat16, a loss scale of 1
 
-Float32 is trained from several seeds, and the others, O3 aside, must come as low on text that none
-has seen as those are apart, or the script says so and fails. A level is a value,
-``ampopt.Precision.like("O2")``, and a training step one object, ``ampopt.TrainStep``: nothing else
-differs between the runs.
+O0 is also trained from other seeds. The loss is measured on held-out text. That of O1, O2 and
+bfloat16 may exceed the mean of the float32 runs by no more than the spread of these runs (largest
+minus smallest); otherwise the script prints which one does, and fails. An opt level is one object,
+``ampopt.Precision.like("O2")``, which is passed to ``ampopt.TrainStep``: nothing else differs
+between the runs.
 
     python examples/train_text.py
     python examples/train_text.py --device cuda --size gpt2-small --output levels.png
@@ -40,9 +41,9 @@ import ampopt
 from ampopt import Precision
 
 READ_EVERY = 20
-"""Steps between two looks at the device."""
+"""Steps between two reads of losses and flags from the device."""
 HELD_OUT = 0.1
-"""The share of the text that nothing is trained on."""
+"""The fraction of the text that is not trained on."""
 
 LEVELS: dict[str, Precision] = {
     "O0": Precision.like("O0"),
@@ -55,7 +56,7 @@ LEVELS: dict[str, Precision] = {
 
 @dataclass(frozen=True)
 class Size:
-    """A network, and how it is trained."""
+    """The size of a network, and the settings of its training."""
 
     layers: int
     width: int
@@ -74,7 +75,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a network for each position."""
+    """A transformer block: causal attention, then an MLP, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         """Make the layers."""
@@ -88,7 +89,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (batch, position, width), and so is the result."""
+        """Return a tensor of the shape of ``x``: (batch, position, width)."""
         q, k, v = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.queries_keys_values(self.before_attention(x)).chunk(3, dim=-1)
@@ -99,7 +100,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Reads bytes and says what the next one may be."""
+    """A language model of bytes."""
 
     def __init__(self, size: Size) -> None:
         """Make the layers."""
@@ -112,33 +113,33 @@ class Transformer(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: bytes, (batch, position); the result: logits, (batch, position, 256)."""
+        """Return logits, (batch, position, 256), for bytes ``x``, (batch, position)."""
         places = torch.arange(x.shape[1], device=x.device)
         return self.next(self.norm(self.blocks(self.bytes(x) + self.positions(places))))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all positions."""
+    """Return the mean cross entropy over all positions."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @dataclass
 class Text:
-    """Bytes to train on, and others to judge by."""
+    """Bytes to train on, and held-out bytes to measure the loss on; both 1-d int64."""
 
     train: Tensor
     held_out: Tensor
 
     @staticmethod
     def load(device: str) -> "Text":
-        """The help that ships with Python, the same topics held out always."""
+        """Load the help that ships with Python; the same topics are always held out."""
         text = "\n".join(topics[name] for name in sorted(topics)).encode()
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device, torch.long)
         n = round(len(data) * (1 - HELD_OUT))
         return Text(data[:n], data[n:])
 
     def batches(self, size: Size, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Windows from anywhere in the text, and the same moved on by a byte."""
+        """Yield random windows of the text, and the same windows shifted by one byte."""
         generator = torch.Generator().manual_seed(seed)
         window = torch.arange(size.context + 1, device=self.train.device)
         while True:
@@ -149,7 +150,7 @@ class Text:
             yield windows[:, :-1], windows[:, 1:]
 
     def held_out_windows(self, size: Size) -> tuple[Tensor, Tensor]:
-        """32 windows that cover it evenly."""
+        """Return 32 windows at equal distances in the held-out text."""
         window = torch.arange(size.context + 1, device=self.held_out.device)
         last = len(self.held_out) - len(window)
         starts = torch.linspace(0, last, 32, device=window.device).long()[:, None]
@@ -159,7 +160,7 @@ class Text:
 
 @dataclass
 class Run:
-    """What one training run left behind; the lists have one entry a step."""
+    """The results of one training run; the lists have one entry per step."""
 
     name: str
     losses: list[float] = field(default_factory=list)
@@ -169,7 +170,7 @@ class Run:
     megabytes: float = 0.0
 
     def note(self, unread: list[Tensor]) -> None:
-        """Read what the device has to say of some steps, and forget it there. Synchronizes."""
+        """Read loss and flag of each step in ``unread``, and empty the list. Synchronizes."""
         for loss, found_inf in torch.stack(unread).tolist():
             self.losses.append(loss)
             self.skipped.append(found_inf > 0)
@@ -177,7 +178,7 @@ class Run:
 
 
 def train(name: str, text: Text, size: Size, seed: int) -> Run:
-    """Train a new network at the level called ``name``."""
+    """Train a new network at the opt level called ``name``."""
     device, precision = text.train.device, LEVELS[name]
     torch.manual_seed(seed)
     model = precision.prepare(Transformer(size).to(device))
@@ -196,7 +197,7 @@ def train(name: str, text: Text, size: Size, seed: int) -> Run:
 
     run, unread = Run(name if seed == 0 else f"{name}, seed {seed}"), []
     batches = text.batches(size, seed)
-    measured = size.steps // 4  # what comes before is spent on caches, compilers and captures
+    measured = size.steps // 4  # the steps before fill caches, compile and capture
     started = 0.0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -219,9 +220,9 @@ def train(name: str, text: Text, size: Size, seed: int) -> Run:
 
 
 def memory(model: nn.Module, optimizer: Any, precision: Precision, batch: Any) -> int:
-    """Bytes at the peak of a step: measured on a GPU; else counted.
+    """Return the peak memory of a step in bytes: measured on a GPU, estimated on a CPU.
 
-    Counted are parameters, gradients, the optimizer's state, and what the backward pass keeps.
+    The estimate adds up parameters, gradients, optimizer state and saved activations.
     """
     inputs, targets = batch
     if inputs.is_cuda:
@@ -238,7 +239,7 @@ def memory(model: nn.Module, optimizer: Any, precision: Precision, batch: Any) -
         torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor),
         precision.autocast(inputs.device.type),
     ):
-        loss = cross_entropy(model(inputs), targets)  # whose graph keeps what is counted
+        loss = cross_entropy(model(inputs), targets)  # its graph keeps the activations alive
     state = [x for s in optimizer.state.values() for x in s.values() if torch.is_tensor(x)]
     counted = [*params, *(p.grad for p in params if p.grad is not None), *state]
     mine = {p.untyped_storage().data_ptr() for p in params}
@@ -249,7 +250,7 @@ def memory(model: nn.Module, optimizer: Any, precision: Precision, batch: Any) -
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The runs side by side, as text."""
+    """Return a table of the runs, as text."""
     row = "{:<14}{:>15}{:>14}{:>13}{:>10}".format
     lines = [row("", "held-out loss", "steps/second", "peak memory", "skipped")]
     for run in runs:
@@ -259,7 +260,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], others: Sequence[Run], path: Path) -> None:
-    """The losses on the left, with those of other seeds in grey; bars of speed and memory."""
+    """Draw losses on the left, with other seeds in grey; bars of speed and memory."""
     # Okabe and Ito's colours, which colour-blind readers can tell apart.
     colors = dict(zip(LEVELS, ["#000000", "#56B4E9", "#E69F00", "#D55E00", "#009E73"], strict=True))
     grey = "#666666"
@@ -269,14 +270,14 @@ def draw(runs: Sequence[Run], others: Sequence[Run], path: Path) -> None:
     for at, run in enumerate(others):
         label = "float32 from other seeds" if at == 0 else None
         losses.plot(smooth(run.losses), color=grey, alpha=0.3, linewidth=1.5, label=label)
-    for run, width in zip(runs, (6.0, 4.0, 2.6, 1.4, 1.4), strict=True):  # they hide each other
+    for run, width in zip(runs, (6.0, 4.0, 2.6, 1.4, 1.4), strict=True):  # lines overlap
         label = f"{run.name}: {run.held_out:.3f} on held-out text"
         losses.plot(smooth(run.losses), color=colors[run.name], linewidth=width, label=label)
     seen = smooth(runs[0].losses)
-    losses.set_ylim(0.95 * min(seen), 1.05 * max(seen))  # which O3 leaves
+    losses.set_ylim(0.95 * min(seen), 1.05 * max(seen))  # O3 leaves this range
     losses.set_ylabel("training loss, mean of ten steps")
     losses.set_xlabel("step")
-    losses.set_title("A transformer on Python's own help, at each level of precision", loc="left")
+    losses.set_title("A transformer on Python's help texts, at each opt level", loc="left")
     losses.legend(frameon=False)
     names = [run.name for run in runs]
     for axes, values, title in (
@@ -296,19 +297,19 @@ def draw(runs: Sequence[Run], others: Sequence[Run], path: Path) -> None:
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """The mean of each step and the nine before it."""
+    """Return the mean of each loss and the nine before it."""
     return [statistics.fmean(losses[max(at - 9, 0) : at + 1]) for at in range(len(losses))]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(
-        description="Train a transformer at every level of precision, and compare.",
+        description="Train a transformer at five opt levels, and compare.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, default="small", help="of the network")
-    parser.add_argument("--steps", type=int, help="of each run; by default, what the size says")
-    parser.add_argument("--seeds", type=int, default=3, help="of float32, to see how far they part")
+    parser.add_argument("--steps", type=int, help="of each run; by default, those of the size")
+    parser.add_argument("--seeds", type=int, default=3, help="of float32, for the spread")
     parser.add_argument("--device", default="cpu", help="where to train, such as cpu or cuda")
     parser.add_argument(
         "--output", type=Path, default=Path("train_text.png"), help="where the picture goes"
@@ -316,7 +317,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     try:
         torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:  # torch says it either way
+    except (RuntimeError, AssertionError) as error:  # torch raises either
         parser.error(f"--device {options.device}: {error}")
     for name in ("steps", "seeds"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
@@ -327,9 +328,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every level, print the table, draw the picture, and check the losses."""
+    """Train at every opt level, print the table, draw the picture, and check the losses."""
     options = parse(arguments)
-    # O3 is here to show what this warning is about.
+    # O3 is here to show what this warning means.
     warnings.filterwarnings("ignore", "AdamW keeps .* in float16")
     size: Any = SIZES[options.size]
     if options.steps is not None:
@@ -344,17 +345,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     full, *low = runs
     seeds = [run.held_out for run in (full, *others)]
     spread, mean = max(seeds) - min(seeds), statistics.fmean(seeds)
-    print(f"float32 from {len(seeds)} seeds: {mean:.4f} on average, {spread:.4f} apart")
+    print(f"float32 over {len(seeds)} seeds: mean loss {mean:.4f}, spread {spread:.4f}")
     behind = {run.name: run.held_out - mean for run in low}
-    print(f"O3 is {behind.pop('O3'):.4f} above that: small second moments are zero in float16")
+    print(f"O3 is {behind.pop('O3'):.4f} above that mean: small second moments are 0 in float16")
     if others:
         failed = {name: by for name, by in behind.items() if not by <= spread}
         if failed:
             raise SystemExit(
-                "more above float32's average than its seeds are apart: "
+                "further above the float32 mean than the spread over seeds: "
                 + ", ".join(f"{name} by {by:.4f}" for name, by in failed.items())
             )
-        print(f"{', '.join(behind)}: no further above it than the seeds are apart")
+        print(f"{', '.join(behind)}: above that mean by no more than the spread")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Two optimizers, one loss scale: a small GAN on handwritten digits, in float16.
 
-A generator is told a digit and draws it; a critic, told the digit too, tells drawings from real
-ones. Each has its own optimizer. Both losses are multiplied by the same scale, so the optimizers
-have to agree on what follows it: each returns its successor, and ``ampopt.next_scale`` takes the
-smaller, as if one optimizer had stepped that overflowed where either did. One may skip its step
-while the other takes it.
+A generator draws the digit that it is given; a critic, given the digit too, distinguishes drawings
+from real images. Each has its own optimizer. Both losses are multiplied by the same scale. Each
+optimizer returns a next scale, and ``ampopt.next_scale`` takes the smaller one, so that the scale
+is lowered if either overflows. One of them may skip its step while the other does not.
 
-At the end, a classifier that has seen real digits only reads what the generator drew.
+At the end, a classifier trained on real digits reads the drawings, and the script prints for how
+many it finds the digit that the generator was given.
 
     python examples/two_optimizers.py
 """
@@ -27,24 +27,24 @@ SHADES = " .:-=+*#%@"
 
 
 def draw(generator: nn.Module, labels: Tensor) -> Tensor:
-    """One new image for each of ``labels``, 64 pixels from 0 to 1."""
-    told = nn.functional.one_hot(labels, 10)
-    return generator(torch.cat([torch.randn(len(labels), NOISE), told], dim=1))
+    """Draw one new image for each of ``labels``: 64 pixels from 0 to 1."""
+    digits = nn.functional.one_hot(labels, 10)
+    return generator(torch.cat([torch.randn(len(labels), NOISE), digits], dim=1))
 
 
-def judge(critic: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """One number for each image, above 0 if the critic takes it for a real one."""
+def classify(critic: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Return the critic's logit for each image, above 0 if it classifies the image as real."""
     return critic(torch.cat([images, nn.functional.one_hot(labels, 10)], dim=1))
 
 
-def loss_against(outputs: Tensor, wanted: float) -> Tensor:
-    """How far the critic is from calling everything real (1.0) or drawn (0.0)."""
-    target = torch.full_like(outputs, wanted)
-    return nn.functional.binary_cross_entropy_with_logits(outputs, target)
+def loss_against(outputs: Tensor, target: float) -> Tensor:
+    """Return the loss of the critic's logits for the target 1.0 (real) or 0.0 (drawn)."""
+    targets = torch.full_like(outputs, target)
+    return nn.functional.binary_cross_entropy_with_logits(outputs, targets)
 
 
 def train(images: Tensor, labels: Tensor, epochs: int) -> nn.Module:
-    """Train both; say what the loss scale did; return the generator."""
+    """Train both networks, print skips and scale, and return the generator."""
     generator = nn.Sequential(
         nn.Linear(NOISE + 10, 128), nn.ReLU(), nn.Linear(128, 64), nn.Sigmoid()
     )
@@ -57,17 +57,17 @@ def train(images: Tensor, labels: Tensor, epochs: int) -> nn.Module:
     skips = torch.zeros(2)
 
     for batch in tqdm(batches(labels, epochs, seed=0), unit="step"):
-        asked = labels[batch]
+        requested = labels[batch]
         with torch.autocast("cpu", torch.float16):
-            drawn = draw(generator, asked)
-            on_real = loss_against(judge(critic, images[batch], asked), 0.9)
-            on_drawn = loss_against(judge(critic, drawn.detach(), asked), 0.0)
+            drawn = draw(generator, requested)
+            on_real = loss_against(classify(critic, images[batch], requested), 0.9)
+            on_drawn = loss_against(classify(critic, drawn.detach(), requested), 0.0)
         of_critic.zero_grad()
         ampopt.scale_outputs(on_real + on_drawn, scale).backward()
         _, critic_inf, critic_scale = of_critic.unscale_and_step(grads_scaled_by=scale)
 
         with torch.autocast("cpu", torch.float16):
-            fooled = loss_against(judge(critic, drawn, asked), 1.0)
+            fooled = loss_against(classify(critic, drawn, requested), 1.0)
         of_generator.zero_grad()
         ampopt.scale_outputs(fooled, scale).backward()
         _, generator_inf, generator_scale = of_generator.unscale_and_step(grads_scaled_by=scale)
@@ -84,7 +84,7 @@ def train(images: Tensor, labels: Tensor, epochs: int) -> nn.Module:
 
 
 def as_text(images: Tensor) -> str:
-    """Images of 64 pixels side by side."""
+    """Show images of 64 pixels side by side, as text."""
     shades = (images * (len(SHADES) - 1)).round().int().view(-1, 8, 8).tolist()
     rows = zip(*shades, strict=True)
     lines = ("  ".join("".join(SHADES[s] for s in part) for part in row) for row in rows)
@@ -92,7 +92,7 @@ def as_text(images: Tensor) -> str:
 
 
 def main() -> None:
-    """Train the pair, show one drawing of each digit, and have a thousand read."""
+    """Train both networks, print a drawing of each digit, and classify a thousand drawings."""
     parser = argparse.ArgumentParser(description="A GAN on digits in float16, with one loss scale.")
     parser.add_argument("--epochs", type=int, default=30, help="default: 30")
     epochs = parser.parse_args().epochs
@@ -102,15 +102,15 @@ def main() -> None:
     images, labels = digits.train_images.flatten(1), digits.train_labels
     generator = train(images, labels, epochs)
 
-    asked = torch.arange(10).repeat(100)
+    requested = torch.arange(10).repeat(100)
     with torch.no_grad():
-        drawn = draw(generator, asked)
+        drawn = draw(generator, requested)
     print(as_text(drawn[:10]))
     reader = LogisticRegression(max_iter=1000).fit(images.numpy(), labels.numpy())
     real = reader.score(digits.test_images.flatten(1).numpy(), digits.test_labels.numpy())
-    right = reader.score(drawn.numpy(), asked.numpy())
-    print(f"a classifier trained on real digits reads {real:.1%} of other real ones right,")
-    print(f"and in {right:.1%} of 1000 drawings the digit that was asked for")
+    right = reader.score(drawn.numpy(), requested.numpy())
+    print(f"a classifier trained on real digits is right about {real:.1%} of real test digits,")
+    print(f"and finds the requested digit in {right:.1%} of 1000 drawings")
 
 
 if __name__ == "__main__":

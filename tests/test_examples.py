@@ -174,10 +174,10 @@ def test_train_text_every_level_is_shown_beside_float32(run, tmp_path):
     skipped = {name: int(row[-1]) for name, row in table.items()}
     assert skipped["O0"] == skipped["bfloat16"] == 0 and max(skipped.values()) < 5
     assert where == f"picture: {picture}"
-    assert spread.startswith("float32 from 2 seeds: ") and f"{apart:.3f}" in spread
-    above = re.match(r"O3 is (\S+) above that: small second moments are zero", o3)
+    assert spread.startswith("float32 over 2 seeds: mean loss ") and f"{apart:.3f}" in spread
+    above = re.match(r"O3 is (\S+) above that mean: small second moments are 0", o3)
     assert above is not None and not float(above[1]) < 1
-    assert verdict.startswith("O1, O2, bfloat16: no further above it")
+    assert verdict == "O1, O2, bfloat16: above that mean by no more than the spread"
     assert "O2: 100%" in done.stderr and "skipped=" in done.stderr  # the progress bars
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -191,7 +191,7 @@ def test_train_text_a_level_that_falls_behind_is_a_failure(monkeypatch, tmp_path
         return module["Run"](name, [3.0], [False], held_out, 1.0, 1.0)
 
     monkeypatch.setitem(module["main"].__globals__, "train", train)
-    with pytest.raises(SystemExit, match=r"apart: O2 by 0.3000, bfloat16 by nan"):
+    with pytest.raises(SystemExit, match=r"spread over seeds: O2 by 0.3000, bfloat16 by nan"):
         module["main"](["--seeds", "2", "--output", str(tmp_path / "picture.png")])
 
 
@@ -216,13 +216,13 @@ def test_train_sharded(run, tmp_path):
         (on_four, "resumed on 4", 4),
     ):
         assert line.startswith(name)
-        taken, skipped, alike, loss, apart = line.removeprefix(name).split()
-        assert (int(taken), alike) == (steps, "yes")
-        # From 2**30, and once more for the gradient that was spoiled; the scale is saved, too.
+        taken, skipped, equal, loss, difference = line.removeprefix(name).split()
+        assert (int(taken), equal) == (steps, "yes")
+        # From 2**30, and once more for the infinite gradient; the scale is saved, too.
         assert (int(skipped) > 5) == (steps == 8)
-        assert 3 < float(loss) < 4.5 and percentages(apart)[0] < 2
+        assert 3 < float(loss) < 4.5 and percentages(difference)[0] < 2
     assert where == f"picture: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
-    assert verdict == "every run came to the same losses, and its ranks skipped alike"
+    assert verdict == "all runs have the same losses, and the ranks of each skipped the same steps"
     assert "UserWarning" not in done.stderr and "step/s" in done.stderr
 
 
@@ -265,14 +265,14 @@ def test_custom_lion_runs_on_triton_too(run):
 def test_own_kernel_both_ways_to_skip_agree(run):
     pytest.importorskip("triton")
     done = run("own_kernel.py", "--steps", "45", TRITON_INTERPRET="1")
-    full, told, controlled, verdict = output(done).splitlines()
-    assert full.startswith("float32, a plain step()") and full.endswith(" 0 of 45 steps skipped")
-    assert told.startswith("float16, told to skip")
-    assert controlled.startswith("float16, in full control")
-    assert told.split("accuracy")[1] == controlled.split("accuracy")[1]
-    assert not told.endswith(" 0 of 45 steps skipped")
-    assert percentages(told)[0] > 85
-    assert verdict.startswith("both float16 runs ended in the same weights, bit for bit")
+    full, by_flag, controlled, verdict = output(done).splitlines()
+    assert full.startswith("float32, plain step()") and full.endswith(" 0 of 45 steps skipped")
+    assert by_flag.startswith("float16, RowNormalized")
+    assert controlled.startswith("float16, Controlled")
+    assert by_flag.split("accuracy")[1] == controlled.split("accuracy")[1]
+    assert not by_flag.endswith(" 0 of 45 steps skipped")
+    assert percentages(by_flag)[0] > 85
+    assert verdict.startswith("both float16 runs ended with bitwise equal weights")
 
 
 def test_own_kernel_without_a_gpu_it_says_what_to_do(run):
