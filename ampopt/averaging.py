@@ -13,7 +13,7 @@ from ampopt._step import dtensor
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.tensors import arithmetic, real, widest
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 __all__ = ["SkipAwareAverage", "averaged"]
 
@@ -181,7 +181,7 @@ class SkipAwareAverage(AveragedModel):
             for (device, _), of_kind in by_kind.items():
                 _, values, new = map(list, zip(*of_kind, strict=True))
                 multi_avg_fn: Any = self.multi_avg_fn
-                multi_avg_fn(new, values, carried(count, device))
+                multi_avg_fn(new, values, to_device(count, device))
                 yield from of_kind
             return
         wide = widest(count.device)  # torch rounds this to float32, even for float64 parameters
@@ -212,7 +212,7 @@ class _LastSteps:
         flags = [flag for flag in self._flags.values() if flag is not None]
         if not flags or len(flags) < len(self._flags):  # one was certainly not
             return torch.zeros((), dtype=torch.bool, device=device)
-        return torch.stack([carried(f.reshape(()), device) > 0 for f in flags]).all()
+        return torch.stack([to_device(f.reshape(()), device) > 0 for f in flags]).all()
 
     def __deepcopy__(self, memo: Any) -> "_LastSteps":
         """A copy of the average follows the same optimizers."""
@@ -289,18 +289,18 @@ def _check_placed_alike(average: Any, value: Any) -> None:
 def _alike(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """What memory holds here of an average and of what it is of, real and on one device."""
     average, value = (real(dtensor.local(t.detach())) for t in pair)
-    return average, carried(value, average.device, average.dtype)
+    return average, to_device(value, average.device, average.dtype)
 
 
 def _on(tensor: Tensor, flag: Tensor) -> Tensor:
-    return carried(flag, tensor.device)
+    return to_device(flag, tensor.device)
 
 
 def _lerp(average: Tensor, value: Tensor, weight: Any) -> Tensor:
     """As torch's, which interpolates numbers of half precision in float32."""
     dtype = arithmetic(average.dtype)
     if isinstance(weight, Tensor):
-        weight = carried(weight, average.device, dtype)
+        weight = to_device(weight, average.device, dtype)
     return torch.lerp(average.to(dtype), value.to(dtype), weight).to(average.dtype)
 
 

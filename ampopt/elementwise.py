@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from ampopt._step import torch_scaler
-from ampopt._step.by_rule import ByRule, RuleSteps
+from ampopt._step.by_rule import RuleRunner, RuleStep
 from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import evaluated
 from ampopt._step.dtensor import is_spread
 from ampopt._step.masters import has_masters, needs_master
-from ampopt._step.ordinary import Ordinary
+from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.param_rounding import PARAM_ROUNDING, is_stochastic
 from ampopt._step.rule_state import shares_storage
 from ampopt._step.step_hooks import beneath_hooks
-from ampopt._step.stepping import Attached, Stepping
+from ampopt._step.stepping import StepStrategy, StrategyAttribute
 from ampopt._step.torch_private import uncompiled
 from ampopt._step.variants import kind_of
 from ampopt.loss_scale.arguments import request_for, successor_of
@@ -33,19 +33,19 @@ _OPTIONS = {
 """Options of param groups that torch lacks: how users set each, and whether a group has it."""
 
 
-def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> Stepping:
+def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> StepStrategy:
     """The ``_ampopt`` of an optimizer with a rule: it runs the rule, or a step around the rule.
 
     Args:
         optimizer: the optimizer to step.
         own_step: whether its class overrides ``ElementwiseOptimizer.step``. Only the inherited step
             passes the overflow flag to the rule; any other is skipped like an ordinary step.
-        facts: see :class:`RuleSteps`.
+        facts: see :class:`RuleRunner`.
     """
-    rule = RuleSteps(optimizer, _torchs_step, **facts)
+    runner = RuleRunner(optimizer, _torchs_step, **facts)
     if own_step:
-        return Ordinary(optimizer, rule=rule)
-    return ByRule(optimizer, rule, beneath_hooks(ElementwiseOptimizer.step))
+        return OrdinaryStep(optimizer, runner=runner)
+    return RuleStep(optimizer, runner, beneath_hooks(ElementwiseOptimizer.step))
 
 
 def _torchs_step(optimizer: Any) -> Any:
@@ -74,8 +74,8 @@ class ElementwiseOptimizer(Optimizer):
                 super().__init__(params, {"lr": lr, "momentum": momentum}, **options)
 
     ``defaults`` also holds the *flags* of the rule: boolean options, such as ``nesterov``, for
-    which the kernel is compiled separately. Stepping, scaling, skipping, replay, clipping and state
-    are inherited. With a torch optimizer as a second base class, its constructor is used.
+    which the kernel is compiled separately. StepStrategy, scaling, skipping, replay, clipping and
+    state are inherited. With a torch optimizer as a second base class, its constructor is used.
 
     No control point synchronizes, except with a closure.
 
@@ -134,8 +134,10 @@ class ElementwiseOptimizer(Optimizer):
     sparse_gradients: ClassVar[bool] = False
     """Whether sparse gradients are stepped by the step of the torch base class, or refused."""
 
-    _ampopt = Attached(_stepping)
-    _step_supports_amp_scaling = torch_scaler.LeftToStep()  # the step below uses a scaler's flag
+    _ampopt = StrategyAttribute(_stepping)
+    _step_supports_amp_scaling = (
+        torch_scaler.SupportsAmpScaling()
+    )  # the step below uses a scaler's flag
 
     def __init__(
         self,
@@ -194,12 +196,14 @@ class ElementwiseOptimizer(Optimizer):
             self.check_step()
             loss = evaluated(closure)
             judged = None if ours.pending is None else ours.pending.decision
-            request = ours.asked or Request(check=False, judged=judged)
+            request = ours.step_request or Request(check=False, earlier_decision=judged)
         finally:
-            ours.asked = None  # the request is for this step alone, even if the closure raised
+            ours.step_request = (
+                None  # the request is for this step alone, even if the closure raised
+            )
         if left is not None:
             request = left.request
-        decision = ours.rule.step(ours.asking(request))
+        decision = ours.runner.step(ours.with_watch_and_causes(request))
         ours.note_norm(request, decision)
         if left is not None:
             left.put_back(self, decision)
@@ -241,9 +245,9 @@ class ElementwiseOptimizer(Optimizer):
         ours = self._ampopt
         ours.refuse_pending("run_rule")
         scale = ours.scale(grads_scaled_by)
-        steps = ours.second_rules.get(rule)
+        steps = ours.second_runners.get(rule)
         if steps is None:
-            steps = ours.second_rules[rule] = RuleSteps(self, _torchs_step, rule=rule)
+            steps = ours.second_runners[rule] = RuleRunner(self, _torchs_step, rule=rule)
         if steps.checks.need_torch():
             raise RuntimeError("run_rule: a rule takes neither sparse nor differentiable steps")
         decision = steps.step(request_for(scale))
@@ -264,7 +268,7 @@ class ElementwiseOptimizer(Optimizer):
         """
         check_options(param_group)
         super().add_param_group(param_group)
-        self._ampopt.rule.checks.remember_dtypes()
+        self._ampopt.runner.checks.remember_dtypes()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this or of torch's optimizer, without loss of digits.
@@ -297,7 +301,7 @@ class ElementwiseOptimizer(Optimizer):
             for param in group["params"]:
                 if param in self.state and not needs_master(group, param):
                     self.state[param].pop(MASTER, None)
-        self._ampopt.rule.convert_states()
+        self._ampopt.runner.convert_states()
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. A parameter that never had a gradient has none.
@@ -317,7 +321,7 @@ class ElementwiseOptimizer(Optimizer):
                 if _is_as_made(states[key][MASTER], param):
                     del states[key]
                 else:
-                    states[key] = self._ampopt.rule.completed(states[key], group, param)
+                    states[key] = self._ampopt.runner.completed(states[key], group, param)
         return state_dict
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ampopt._step import closures, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
-from ampopt._step.ordinary import Ordinary
+from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
-from ampopt._step.stepping import Attached, Pending, readable
+from ampopt._step.stepping import Pending, StrategyAttribute, overridable_property
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.options import show_options
@@ -174,8 +174,8 @@ class Optimizer(torch.optim.Optimizer):
 
     skip_by: str = "auto"
     process_group: Any = None
-    _ampopt = Attached(Ordinary)
-    _step_supports_amp_scaling = torch_scaler.LeftToStep()
+    _ampopt = StrategyAttribute(OrdinaryStep)
+    _step_supports_amp_scaling = torch_scaler.SupportsAmpScaling()
     """Makes ``torch.amp.GradScaler`` pass its overflow flag to ``step``, and not skip by itself."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -189,10 +189,10 @@ class Optimizer(torch.optim.Optimizer):
         if theirs is not None and inspect.getfullargspec(cls.__init__)[:3] == _HANDS_ON:
             cls.__init__ = _showing(cls, theirs)
         show_options(cls)
-        torch_scaler.heed_in(cls, Optimizer)
+        torch_scaler.wrap_step(cls, Optimizer)
         step = beneath_hooks(cls.step)
         if "_ampopt" not in vars(cls) and step is not cls._ampopt.step:
-            cls._ampopt = cls._ampopt.of_another_step()
+            cls._ampopt = cls._ampopt.for_another_step()
         cls._ampopt.step = step
 
     def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
@@ -228,18 +228,18 @@ class Optimizer(torch.optim.Optimizer):
 
     # --- what can be read -----------------------------------------------------------------------
 
-    @readable
+    @overridable_property
     def pending(self) -> Unscaled | None:
         """What the last :meth:`unscale` returned; ``None`` once a step has followed."""
         pending = self._ampopt.pending
         return None if pending is None else Unscaled(pending.found_inf, pending.successor)
 
-    @readable
+    @overridable_property
     def grad_norm(self) -> Tensor | None:
         """The norm of the gradients that were last clipped; see the class."""
         return self._ampopt.grad_norm
 
-    @readable
+    @overridable_property
     def found_inf(self) -> Tensor | None:
         """The overflow flag on the device, for kernels and step hooks; more than 0 means to skip.
 
@@ -270,7 +270,7 @@ class Optimizer(torch.optim.Optimizer):
         flag = ours.skip_flag
         return None if flag is None else flag.to(torch.float32)
 
-    @readable
+    @overridable_property
     def grads_scaled_by(self) -> Tensor | None:
         """In a step post-hook, the scale of the gradients of the step before it.
 
@@ -279,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
         outside of step post-hooks. Reading it does not synchronize.
         """
         decision = self._ampopt.decided
-        return None if decision is None else (decision.judged or decision).scaled_by
+        return None if decision is None else (decision.earlier_decision or decision).scaled_by
 
     # --- torch's methods, which end a pending unscale or refuse it --------------------------------
 
@@ -290,7 +290,7 @@ class Optimizer(torch.optim.Optimizer):
         """Reset the gradients, as torch does; discard a pending unscale and accumulated sums."""
         ours = self._ampopt
         ours.pending = None
-        ours.sums.discard()
+        ours.accumulation.discard()
         super().zero_grad(*args, **kwargs)
         ours.masters.read_early = None
         ours.masters.drop_gradients()
@@ -330,14 +330,14 @@ class Optimizer(torch.optim.Optimizer):
         self._ampopt.refuse_unfinished("copying or pickling")
         copied = super().__getstate__()
         if (named := self._ampopt.process_group) is not None:
-            copied["process_group"] = ranks.Carried(named)
+            copied["process_group"] = ranks.UnpicklableGroup(named)
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""
-        carried = state.get("process_group")
-        if isinstance(carried, ranks.Carried):
-            state = {**state, "process_group": carried.process_group}
+        to_device = state.get("process_group")
+        if isinstance(to_device, ranks.UnpicklableGroup):
+            state = {**state, "process_group": to_device.process_group}
         super().__setstate__(state)
 
     @uncompiled
@@ -412,7 +412,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         scale = ours.scale(grads_scaled_by)
         ours.check_gradients()
-        decision = ours.sums.add(request_for(scale), ours.agreement(), drop)
+        decision = ours.accumulation.add(request_for(scale), ours.agreement(), drop)
         judged = None if scale is None else decision
         return Unscaled(ours.flag(judged), successor_of(scale, decision))
 
@@ -451,8 +451,8 @@ class Optimizer(torch.optim.Optimizer):
         ours.check_step()
         scale = ours.scale(grads_scaled_by)
         decision = None
-        if ours.sums.window is not None:
-            decision = ours.take_sums(ours.asking(request_for(scale)))
+        if ours.accumulation.cycle is not None:
+            decision = ours.take_sums(ours.with_watch_and_causes(request_for(scale)))
             ours.fill_masters()
         elif scale is None:
             ours.fill_masters()
@@ -638,8 +638,8 @@ def _unscale_and_step(
         )
     if scale is None and max_norm is None:
         return StepResult(optimizer.step(), ours.flag(None), None)
-    attempt = ours.attempt if ours.sums.window is None else ours.attempt_with_sums
-    with nullcontext() if loss is None else ours.told(loss):
+    attempt = ours.attempt if ours.accumulation.cycle is None else ours.attempt_with_sums
+    with nullcontext() if loss is None else ours.with_loss(loss):
         decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     if decision is None:
         ours.warn_without_gradients()
@@ -673,7 +673,9 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
         return StepResult(optimizer.step(), pending.found_inf, None)
     drop = pending.scale.drop_overflow_update
     attempt = ours.attempt(
-        Request(check=False, found_inf=pending.found_inf, drop=drop, judged=pending.decision)
+        Request(
+            check=False, found_inf=pending.found_inf, drop=drop, earlier_decision=pending.decision
+        )
     )
     # Also after a skip. Usually the hook after the step has done it, but the step of a wrapper may
     # have no hooks.

@@ -16,8 +16,8 @@ import torch
 import ampopt_kernels
 from ampopt import _synchronization
 from ampopt._step import gradients
-from ampopt._step.by_rule import ByRule
-from ampopt._step.transaction import Mode, Skipper
+from ampopt._step.by_rule import RuleStep
+from ampopt._step.transaction import Mode, SkipPolicy
 from ampopt.backend import backend_for, get_backend
 from ampopt.optimizer import Optimizer
 from ampopt_kernels.step import Decision
@@ -180,10 +180,10 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
     paths = report.paths[name] = {}
     modes: list[Mode] = []  # how the running step is skipped after an overflow
 
-    def noting(skipper: Skipper, stepped: Any, step: Any, decision: Decision) -> Any:
+    def noting(skip_policy: SkipPolicy, stepped: Any, step: Any, decision: Decision) -> Any:
         if stepped is optimizer:
-            modes.append(skipper.mode)
-        return skipper_step(skipper, stepped, step, decision)
+            modes.append(skip_policy.mode)
+        return skipper_step(skip_policy, stepped, step, decision)
 
     def after(*_: Any) -> None:
         path = _path(optimizer, modes.pop() if modes else None)
@@ -193,9 +193,9 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
                 known = gradients.name_of(optimizer.param_groups, p)
                 paths[known] = path if p.grad is not None else "not stepped, without a gradient"
 
-    hook, skipper_step = optimizer.register_step_post_hook(after), Skipper.step
+    hook, skipper_step = optimizer.register_step_post_hook(after), SkipPolicy.step
     try:
-        with mock.patch.object(Skipper, "step", noting):
+        with mock.patch.object(SkipPolicy, "step", noting):
             yield
     finally:
         hook.remove()
@@ -205,9 +205,9 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
     """How the last step treated the parameters that have gradients."""
     which = "an ordinary step"
     ours = optimizer._ampopt
-    if isinstance(ours, ByRule):
-        if not ours.rule.checks.need_torch():
-            name = backend_for(ours.home).name
+    if isinstance(ours, RuleStep):
+        if not ours.runner.checks.need_torch():
+            name = backend_for(ours.decision_device).name
             pays = get_backend() == "auto" and name == "compiled"
             where = "eager backend until it is compiled" if pays else f"{name} backend"
             return f"by the rule, on the {where}"
@@ -218,9 +218,9 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
     if mode == "transaction":
         return f"{which}, as a transaction: taken, and undone on the device if it overflowed"
     looked = f"{which}, after the host looked at the overflow flag"
-    skipper: Any = ours.skipper
-    if skipper.reason is not None:
-        return f"{looked}, as the step {skipper.reason}"
+    skip_policy: Any = ours.skip_policy
+    if skip_policy.reason is not None:
+        return f"{looked}, as the step {skip_policy.reason}"
     if mode == "probation":
         return f"{looked}, to find out whether later ones can be transactions"
     if ours.skip_by == "host":

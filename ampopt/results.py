@@ -93,8 +93,8 @@ def is_flag(tensor: Tensor) -> bool:
 
 def found_behind(found_inf: Any) -> tuple[Found | FoundByRanks, ...]:
     """What a flag was computed from; empty for a tensor that is not a flag, or is a copy of one."""
-    culprits = getattr(found_inf, "_culprits", ())
-    return culprits if isinstance(culprits, _Culprits) else ()
+    overflow_details = getattr(found_inf, "_culprits", ())
+    return overflow_details if isinstance(overflow_details, _Culprits) else ()
 
 
 def overflowed(found_inf: Tensor) -> list[str]:

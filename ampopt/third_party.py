@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ampopt import optim
 from ampopt._step.ranks import check_process_group
-from ampopt._step.stepping import Stepping
+from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import HOOKS, is_wrapped_by_scheduler, put_step_hooks
 from ampopt._step.transaction import SKIP_BY
 from ampopt.optimizer import Optimizer
@@ -119,7 +119,7 @@ def patch_optimizer(optimizer: torch.optim.Optimizer) -> Optimizer:
         # Someone has set a step on the instance, which may call the step of the former class. That
         # step reads neither the flag of a scaler nor that of a control point.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        optimizer._ampopt = cls._ampopt.of_another_step().new(optimizer)  # type: ignore[attr-defined]
+        optimizer._ampopt = cls._ampopt.for_another_step().new(optimizer)  # type: ignore[attr-defined]
     return cast("Optimizer", optimizer)
 
 
@@ -194,7 +194,7 @@ def _reduced(cls: Any) -> Any:
 
 def _refuse_private(cls: type, optimizer: Any) -> None:
     """Refuse an instance that uses the attribute ``_ampopt`` for something else."""
-    if not isinstance(vars(optimizer).get(_NAME), (Stepping, type(None))):
+    if not isinstance(vars(optimizer).get(_NAME), (StepStrategy, type(None))):
         raise _taken(cls)
 
 
@@ -215,8 +215,10 @@ def _complete(optimizer: Any, cls: type) -> None:
         vars(optimizer).setdefault(name, OrderedDict())
     theirs = vars(optimizer).get("skip_by", getattr(cls, "skip_by", "auto"))
     if theirs not in SKIP_BY:
-        optimizer._ampopt.leave("skip_by")  # the other class uses the name for something else
+        optimizer._ampopt.reserve_name(
+            "skip_by"
+        )  # the other class uses the name for something else
     extends = getattr(type(optimizer), "_extends", None)
     if extends and any("process_group" in names for names in (vars(optimizer), dir(extends))):
-        optimizer._ampopt.leave("process_group")
+        optimizer._ampopt.reserve_name("process_group")
     put_step_hooks(optimizer)  # torch wraps the step of a class when it makes the first instance

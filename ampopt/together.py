@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks, windows
-from ampopt._step.overflow import device_of, judge, judge_held
+from ampopt._step.overflow import check_and_unscale, check_and_unscale_held, device_of
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, request_for, successor_of
 from ampopt.optimizer import Optimizer, check_max_norm
@@ -95,16 +95,16 @@ def unscale_and_step(
         optimizer._ampopt.check_gradients()
     request = request_for(scale, max_norm=max_norm)
     for optimizer in optimizers:
-        request = optimizer._ampopt.asking(request)
-    accumulated = any(optimizer._ampopt.sums.window is not None for optimizer in optimizers)
+        request = optimizer._ampopt.with_watch_and_causes(request)
+    accumulated = any(optimizer._ampopt.accumulation.cycle is not None for optimizer in optimizers)
     if accumulated:
         agreed = ranks.agreement(groups, process_group)
         decision = _take_sums(optimizers, request, agreed, device)
     else:
-        decision = judge(groups, request, uploads=uploads, process_group=process_group)
+        decision = check_and_unscale(groups, request, uploads=uploads, process_group=process_group)
     successor = successor_of(scale, decision)
-    carried = None if accumulated else request.scale  # the scale of the gradients in p.grad
-    step = Request(check=False) if decision is None else _step_after(request, carried, decision)
+    to_device = None if accumulated else request.scale  # the scale of the gradients in p.grad
+    step = Request(check=False) if decision is None else _step_after(request, to_device, decision)
     try:
         for optimizer in optimizers:
             ours = optimizer._ampopt
@@ -113,18 +113,18 @@ def unscale_and_step(
             ours.note_norm(request, decision)
     finally:
         for optimizer in optimizers:
-            optimizer._ampopt.sums.put_back()
+            optimizer._ampopt.accumulation.put_back()
     if decision is None:
         return StepResult(None, as_flag(torch.zeros((), device=device)), successor)
-    return StepResult(None, as_flag(decision.found_inf, decision.culprits), successor)
+    return StepResult(None, as_flag(decision.found_inf, decision.overflow_details), successor)
 
 
 def _device_of(optimizers: list[Optimizer]) -> torch.device:
     """The device of the first optimizer that has gradients, or accumulated sums."""
     for optimizer in optimizers:
-        window = optimizer._ampopt.sums.window
+        window = optimizer._ampopt.accumulation.cycle
         if window is not None and window.params:
-            return window.home
+            return window.decision_device
         if gradients.present(optimizer.param_groups):
             break
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -141,7 +141,7 @@ def _take_sums(
 
     For an optimizer that has not accumulated, the sums are the gradients in ``p.grad``.
     """
-    sums = [optimizer._ampopt.sums for optimizer in optimizers]
+    sums = [optimizer._ampopt.accumulation for optimizer in optimizers]
     wide = [optimizer._ampopt.takes_wide_sums for optimizer in optimizers]
     decision = windows.take(sums, request, agreement, device, wide=wide)
     for each in sums:
@@ -163,7 +163,7 @@ def _take_sums(
         measure=request.measure,  # measure here, because the steps get clipped gradients
     )
     uploads = sums[0].uploads["norm"]
-    measured = judge_held(held, asked, agreement, device, write=False, uploads=uploads)
+    measured = check_and_unscale_held(held, asked, agreement, device, write=False, uploads=uploads)
     if decision is None or measured is None:
         return measured
     found = (*decision.found, *measured.found)
@@ -195,7 +195,7 @@ def _step_after(request: Request, scale: Tensor | None, decision: Decision) -> R
         check=False,
         found_inf=decision.found_inf,
         drop=request.drop,
-        judged=decision,
+        earlier_decision=decision,
     )
 
 

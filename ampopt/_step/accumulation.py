@@ -16,27 +16,27 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import dtensor, gradients, ranks
-from ampopt._step.overflow import decided_elsewhere, device_of, judge_held, works_of
+from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere, device_of, works_of
 from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
 from ampopt_kernels.found import Found, FoundByRanks
 from ampopt_kernels.step import Decision, Request, Row, Work, run
 from ampopt_kernels.tensors import dense_like, real
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["DROPS", "Accumulation", "Closed", "Window", "refuse_sparse"]
+__all__ = ["DROPS", "Accumulation", "Closed", "AccumulationCycle", "refuse_sparse"]
 
 DROPS = ("window", "micro_batch")
 """What an overflow costs: all that is accumulated, or the part that it is in."""
 
 
 @dataclass
-class Window:
+class AccumulationCycle:
     """What was accumulated since the last step.
 
     Attributes:
-        home: where decisions about it are made.
+        decision_device: where decisions about it are made.
         drop: one of :data:`DROPS`.
         params: those that have a sum, by their ``id``.
         flag: more than 0 if there was an overflow; ``None`` before there were gradients.
@@ -45,9 +45,9 @@ class Window:
         kept: how many of them were not.
     """
 
-    home: torch.device
+    decision_device: torch.device
     drop: str
-    params: dict[int, gradients.Held] = field(default_factory=dict)
+    params: dict[int, gradients.ParamWithGrad] = field(default_factory=dict)
     flag: Tensor | None = None
     found: tuple[Found | FoundByRanks, ...] = ()
     calls: int = 0
@@ -55,13 +55,13 @@ class Window:
 
     def learn(self, decision: Decision) -> None:
         """Join the flag of a part of it."""
-        flag = carried(decision.found_inf, self.home)
+        flag = to_device(decision.found_inf, self.decision_device)
         self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
         self.found += decision.found
 
     def count(self, decision: Decision) -> None:
         """Count a micro-batch, which was rejected if it overflowed."""
-        kept = carried(decision.found_inf <= 0, self.home, torch.float32)
+        kept = to_device(decision.found_inf <= 0, self.decision_device, torch.float32)
         self.kept = kept if self.kept is None else self.kept + kept
         self.calls += 1
 
@@ -70,12 +70,12 @@ class Closed(NamedTuple):
     """A window that nothing is added to any more.
 
     Attributes:
-        window: all that was added up.
+        cycle: all that was added up.
         skip: more than 0 if no micro-batch is left, or their sum overflowed; ``None`` where an
             overflow anywhere in the window skips the step.
     """
 
-    window: Window
+    cycle: AccumulationCycle
     skip: Tensor | None
 
 
@@ -91,7 +91,7 @@ class Accumulation:
     """The sums of one optimizer.
 
     Attributes:
-        window: in which they are filled; ``None`` while nothing is accumulated that no step has
+        cycle: in which they are filled; ``None`` while nothing is accumulated that no step has
             taken yet.
         taken: whether they stand in the place of the gradients, for a step.
         uploads: what devices hold of earlier calls, by what they were for.
@@ -104,7 +104,7 @@ class Accumulation:
             optimizer: whose gradients these are, which is not kept alive.
         """
         self._optimizer = weakref.ref(optimizer)
-        self.window: Window | None = None
+        self.cycle: AccumulationCycle | None = None
         self.taken = False
         self._hook: Any = None  # while there is a window, for a plain step
         self._replaced: list[_Replaced] = []
@@ -144,11 +144,13 @@ class Accumulation:
             torch._foreach_zero_(stay)  # pyright: ignore[reportPrivateImportUsage]
         return decision
 
-    def _in_window(self, drop: str) -> Window:
-        window = self.window
+    def _in_window(self, drop: str) -> AccumulationCycle:
+        window = self.cycle
         if window is None:
             self.put_back()
-            window = self.window = Window(device_of(self.groups) or torch.device("cpu"), drop)
+            window = self.cycle = AccumulationCycle(
+                device_of(self.groups) or torch.device("cpu"), drop
+            )
             self._hook = self._owner.register_step_pre_hook(_take_in_plain_step)
         elif drop != window.drop:
             raise ValueError(
@@ -158,16 +160,16 @@ class Accumulation:
         return window
 
     def _add(
-        self, window: Window, request: Request, agreement: ranks.Agreement | None
+        self, window: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
     ) -> Decision | None:
         decision, present = None, gradients.held(self.groups)
         self._check_sums(window)
         if window.drop == "micro_batch":
-            decision = judge_held(
+            decision = check_and_unscale_held(
                 present,
                 request,
                 agreement,
-                window.home,
+                window.decision_device,
                 write=False,
                 uploads=self.uploads["judge"],
                 call=Call.MICRO_BATCH,
@@ -184,7 +186,9 @@ class Accumulation:
             window.learn(decision)
         return decision
 
-    def _works(self, window: Window, present: Sequence[gradients.Held]) -> list[Work]:
+    def _works(
+        self, window: AccumulationCycle, present: Sequence[gradients.ParamWithGrad]
+    ) -> list[Work]:
         rows, grads = [], []
         for held in present:
             group, param, owner = held
@@ -211,7 +215,7 @@ class Accumulation:
             self._sums[param] = total = dtensor.spread_like(total, param)
         return total
 
-    def _check_sums(self, window: Window) -> None:
+    def _check_sums(self, window: AccumulationCycle) -> None:
         """Refuse sums of parameters that were resized or moved in their window.
 
         Raises:
@@ -243,7 +247,7 @@ class Accumulation:
             request: of the scale that ``p.grad`` carries; nothing is stepped.
             agreement: of the ranks that decide together.
         """
-        window = self._in_window("window") if self.window is None else self.window
+        window = self._in_window("window") if self.cycle is None else self.cycle
         if gradients.present(self.groups):
             self._add(window, request, agreement)
         else:
@@ -257,8 +261,8 @@ class Accumulation:
         Args:
             wide: whether the step reads gradients of another dtype than the parameters'.
         """
-        assert self.window is not None
-        for _, param, _ in self.window.params.values():
+        assert self.cycle is not None
+        for _, param, _ in self.cycle.params.values():
             if param.grad is not None:
                 self._stays(param)  # where it is put back
             total, dtype = self._sums[param], param.grad_dtype
@@ -266,10 +270,10 @@ class Accumulation:
             if wide and dtype is not None:
                 dtype = total.dtype
             _put(param, total if dtype is None else total.to(dtype), dtype)
-        self.window, self.taken = None, True
+        self.cycle, self.taken = None, True
 
     def _renormalise(
-        self, window: Window, request: Request, agreement: ranks.Agreement | None
+        self, window: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
     ) -> Tensor:
         """Have the sums stand for all micro-batches; more than 0 where they cannot.
 
@@ -287,16 +291,18 @@ class Accumulation:
             ]
             agree = None
             if agreement is not None and judged:
-                agree = ranks.Vote(agreement, asked, call=Call.RENORMALISES)
+                agree = ranks.FlagAllReduce(agreement, asked, call=Call.RENORMALISES)
             works = works_of(rows, sums, self.uploads["renormalise"])
             decision = run(backend_for, works, replace(asked, agree=agree))
         else:
-            decision = decided_elsewhere(asked, agreement, window.home, call=Call.RENORMALISES)
+            decision = decided_elsewhere(
+                asked, agreement, window.decision_device, call=Call.RENORMALISES
+            )
         if decision is None:  # no rank has judged
             return torch.zeros_like(share)
         window.learn(decision)
         nothing_is_left = (window.kept <= 0) & judged
-        return torch.maximum(carried(decision.found_inf, window.home), nothing_is_left)
+        return torch.maximum(to_device(decision.found_inf, window.decision_device), nothing_is_left)
 
     # --- what becomes of it -----------------------------------------------------------------------
 
@@ -310,7 +316,7 @@ class Accumulation:
     def discard(self) -> None:
         """Forget the window, or that a step was to take it."""
         self.put_back()
-        self.window = None
+        self.cycle = None
 
     def unhook(self) -> None:
         """A control point steps, and not a plain step, which would have to take the window."""
@@ -335,7 +341,7 @@ def _is_placed_as(total: Any, param: Any) -> bool:
 def _take_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Have a step that no control point takes find the sums, whatever their flag."""
     ours = optimizer._ampopt
-    if ours.sums.window is None:
+    if ours.accumulation.cycle is None:
         return
     if any(map(callable, (*args, *kwargs.values()))):
         raise RuntimeError(

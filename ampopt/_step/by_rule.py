@@ -16,72 +16,74 @@ from torch import Tensor
 from ampopt._step import gradients, ranks
 from ampopt._step.checks import Checks
 from ampopt._step.masters import Masters, needs_master
-from ampopt._step.overflow import device_of, judge_held
+from ampopt._step.overflow import check_and_unscale_held, device_of
 from ampopt._step.plan import Plan
 from ampopt._step.rule_state import complete, convert, state_of, widen_scalars
 from ampopt._step.step_hooks import beneath_hooks, is_watched
-from ampopt._step.stepping import Attempt, Stepping
+from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
-from ampopt._step.transaction import Skipper, skipper_of
+from ampopt._step.transaction import SkipPolicy, skip_policy_of
 from ampopt._step.variants import kind_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["ByRule", "RuleSteps"]
+__all__ = ["RuleStep", "RuleRunner"]
 
 
-class ByRule(Stepping):
-    """Does in one pass, and without a look, what :class:`Ordinary` does in two."""
+class RuleStep(StepStrategy):
+    """Does in one pass, and without a look, what :class:`OrdinaryStep` does in two."""
 
-    rule: "RuleSteps"
+    runner: "RuleRunner"
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rule: "RuleSteps", step: Any) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, runner: "RuleRunner", step: Any) -> None:
         """Begin.
 
         Args:
             optimizer: to step.
-            rule: its steps.
-            step: the ``step`` of its class, which takes :attr:`asked` to ``rule``.
+            runner: runs its rule.
+            step: the ``step`` of its class, which passes :attr:`step_request` to ``runner``.
         """
-        super().__init__(optimizer, rule, meets=rule.rule.averages is not None)
+        super().__init__(optimizer, runner, step_has_collectives=runner.rule.averages is not None)
         self._step = step
 
     @property
-    def skipper(self) -> Skipper:
+    def skip_policy(self) -> SkipPolicy:
         """How torch's own step is skipped, where that is to be taken."""
-        return self.rule.skipper
+        return self.runner.skip_policy
 
-    def attempt(self, request: Request) -> Attempt:
-        """See :class:`Stepping`."""
+    def attempt(self, request: Request) -> StepOutcome:
+        """See :class:`StepStrategy`."""
         optimizer = self.optimizer
         optimizer.check_step()
         if is_watched(optimizer, self._step):
-            self.rule.decision = None
-            self.asked = request
+            self.runner.decision = None
+            self.step_request = request
             try:
                 optimizer.step()
             finally:
-                self.asked = None
+                self.step_request = None
         else:
             with torch.no_grad():
-                self.note_norm(request, self.rule.step(self.asking(request)))
+                self.note_norm(request, self.runner.step(self.with_watch_and_causes(request)))
             mark_as_called(optimizer)
-        return Attempt(self.rule.decision)
+        return StepOutcome(self.runner.decision)
 
     @torch.no_grad()
-    def judge(self, request: Request) -> Decision | None:
-        """See :class:`Stepping`. Gradients stay scaled, but for torch's own step."""
-        if self.rule.checks.need_torch():
+    def check_closure_gradients(self, request: Request) -> Decision | None:
+        """See :class:`StepStrategy`. Gradients stay scaled, but for torch's own step."""
+        if self.runner.checks.need_torch():
             decision = self.unscale(request)
-            self.asked = Request(check=False, found_inf=_other(decision), judged=decision)
+            self.step_request = Request(
+                check=False, found_inf=_other(decision), earlier_decision=decision
+            )
             return decision
-        judged = replace(self.asking(request), max_norm=None)
-        decision = judge_held(
+        judged = replace(self.with_watch_and_causes(request), max_norm=None)
+        decision = check_and_unscale_held(
             gradients.held(self.optimizer.param_groups),
             judged,
             self.agreement(),
-            self.home,
+            self.decision_device,
             write=False,
             uploads=self.uploads,
         )
@@ -89,19 +91,19 @@ class ByRule(Stepping):
             self.note_norm(request, None)
             return None
         # The step that follows unscales and clips as it reads the gradients.
-        self.asked = Request(
+        self.step_request = Request(
             scale=request.scale,
             check=False,
             found_inf=_other(decision),
             max_norm=request.max_norm,
             write=request.write,
-            judged=decision,
+            earlier_decision=decision,
         )
         return decision
 
     def check_gradients(self) -> None:
-        """See :class:`Stepping`."""
-        self.rule.check_gradients()
+        """See :class:`StepStrategy`."""
+        self.runner.check_gradients()
 
     def snapshot(self) -> None:
         """Nothing: the step evaluates a closure before it updates anything."""
@@ -109,11 +111,11 @@ class ByRule(Stepping):
 
     @property
     def decided(self) -> Decision | None:
-        """See :class:`Stepping`."""
-        return self.rule.decision
+        """See :class:`StepStrategy`."""
+        return self.runner.decision
 
 
-class RuleSteps:
+class RuleRunner:
     """The steps of one :class:`ampopt.ElementwiseOptimizer`.
 
     Attributes:
@@ -164,11 +166,11 @@ class RuleSteps:
         return self.optimizer.rule if self._rule is None else self._rule
 
     @functools.cached_property
-    def skipper(self) -> Skipper:
+    def skip_policy(self) -> SkipPolicy:
         """How torch's own step is skipped; chosen before the first."""
         optimizer = self.optimizer
-        home = device_of(optimizer.param_groups) or torch.device("cpu")
-        return skipper_of(optimizer.skip_by, home)
+        decision_device = device_of(optimizer.param_groups) or torch.device("cpu")
+        return skip_policy_of(optimizer.skip_by, decision_device)
 
     def step(self, request: Request) -> Decision | None:
         """Step, or skip, with what is in the gradients. ``None`` if no rank has any."""
@@ -179,8 +181,8 @@ class RuleSteps:
             self.masters.warn_of_early_reading()
         self.decision = None  # torch's own step is not to see that of the last one
         plan = self.plan
-        if plan is None or not plan.renew(self):
-            plan = self._planned(request.asks)
+        if plan is None or not plan.revalidate(self):
+            plan = self._planned(request.needs_agreement)
         self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
         if on_masters:
             self.masters.drop_gradients()
@@ -218,12 +220,12 @@ class RuleSteps:
         complete(self, state, param, self.rule.flag_values(group, kind_of(group, param)))
         return state
 
-    def _planned(self, asks: bool) -> Plan | None:
+    def _planned(self, needs_agreement: bool) -> Plan | None:
         """What this step and the next work on; ``None`` if torch's own step has to do this one."""
         self.checks.warn_of_float16(self.rule)
         if self.checks.need_torch():
             return None
-        self.plan = Plan(self, asks=asks)
+        self.plan = Plan(self, needs_agreement=needs_agreement)
         return self.plan
 
     def _step_as_torch(self, request: Request) -> Decision | None:
@@ -242,7 +244,7 @@ class RuleSteps:
             step(optimizer)
         else:
             call = functools.partial(step, optimizer)
-            self.skipper.step(optimizer, call, decision)
+            self.skip_policy.step(optimizer, call, decision)
         return decision
 
 

@@ -63,7 +63,7 @@ def unscale_and_step(
     def evaluate(now: Any) -> tuple[Any, Verdict]:
         scale = ours.scale(now)
         loss = closure(now)
-        if ours.sums.window is not None:
+        if ours.accumulation.cycle is not None:
             raise RuntimeError(
                 "the closure of unscale_and_step called accumulate, whose sums no replay can take "
                 "back: let its backward passes add up under the scale that it is given"
@@ -79,11 +79,13 @@ def unscale_and_step(
         _check_loss(loss)
 
         def verdict() -> tuple[Any, Any, Decision | None]:
-            with ours.told(loss):
-                decision = ours.judge(request_for(scale, max_norm=max_norm, write=write))
+            with ours.with_loss(loss):
+                decision = ours.check_closure_gradients(
+                    request_for(scale, max_norm=max_norm, write=write)
+                )
             if decision is None:
                 return 0.0, successor_of(scale, None), None
-            flag = as_flag(decision.overflow, decision.culprits)
+            flag = as_flag(decision.overflow, decision.overflow_details)
             return flag, successor_of(scale, decision), decision
 
         return loss, verdict
@@ -122,7 +124,9 @@ def step_after_unscale(
             returned = closure(now)
         except Exception:
             if agreement is not None and ours.pending is None:
-                agreement.abstain(ours.home)  # from the unscale of the others
+                agreement.join_without_gradients(
+                    ours.decision_device
+                )  # from the unscale of the others
             raise
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(
@@ -177,7 +181,9 @@ def _replayed(
         devices=dict.fromkeys(p.device for group in groups for p in group["params"]),
         offenders=ours.offenders,
         discard=ours.discard,
-        meet=None if agreement is None else functools.partial(agreement.closures, ours.home),
+        meet=None
+        if agreement is None
+        else functools.partial(agreement.closures, ours.decision_device),
     )
     with ours.restored_on_failure(replay.restore_rng):
         loss = _step_with(optimizer.step, replay)

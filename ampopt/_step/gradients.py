@@ -12,7 +12,7 @@ from ampopt_kernels.tensors import real
 
 __all__ = [
     "UNDERFLOWING",
-    "Held",
+    "ParamWithGrad",
     "held",
     "name_at",
     "name_of",
@@ -74,7 +74,7 @@ def name_at(group: dict[str, Any], index: int, position: int) -> str:
     return _name(group.get("param_names"), index, position)
 
 
-class Held(NamedTuple):
+class ParamWithGrad(NamedTuple):
     """A gradient that is to be judged.
 
     Attributes:
@@ -88,7 +88,7 @@ class Held(NamedTuple):
     owner: Owner
 
 
-def held(param_groups: Iterable[dict[str, Any]]) -> list[Held]:
+def held(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithGrad]:
     """The gradient of every parameter that has one, in the order of :func:`present`.
 
     Raises:
@@ -103,7 +103,7 @@ def held(param_groups: Iterable[dict[str, Any]]) -> list[Held]:
             if param.grad is not None:
                 owner = Owner(_name(names, index, position), id(param))
                 _check(param, param.grad, owner.name)
-                found.append(Held(index, param, owner))
+                found.append(ParamWithGrad(index, param, owner))
     return found
 
 

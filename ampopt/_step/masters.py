@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import dtensor, gradients
-from ampopt._step.overflow import device_of, judge_held
+from ampopt._step.overflow import check_and_unscale_held, device_of
 from ampopt._step.ranks import Agreement
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
@@ -91,7 +91,7 @@ class Masters:
             return param
         return param if (master := self.of(group, param)) is None else master
 
-    def take(self, held: list[gradients.Held]) -> list[gradients.Held]:
+    def take(self, held: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
         """Copy gradients of parameters that have masters to those, to be unscaled there.
 
         Returns:
@@ -115,7 +115,7 @@ class Masters:
                 master.grad = grad.to(master.dtype)
                 shared = master.grad is grad
                 unscaled.append(_Unscaled(param, grad, None if shared else version(grad)))
-                held[place] = gradients.Held(index, master, owner)
+                held[place] = gradients.ParamWithGrad(index, master, owner)
         self.unscaled = tuple(unscaled)
         return held
 
@@ -137,11 +137,13 @@ class Masters:
             The decision; ``None`` if there are no gradients.
         """
         groups, write = self._groups, request.scale is not None
-        held, home = gradients.held(groups), device_of(groups)
+        held, decision_device = gradients.held(groups), device_of(groups)
         if write:
             self.check_float16(held)  # before masters are made
             held = self.take(held)
-        decision = judge_held(held, request, agreement, home, write=write, uploads=uploads)
+        decision = check_and_unscale_held(
+            held, request, agreement, decision_device, write=write, uploads=uploads
+        )
         if decision is not None and request.max_norm is not None:
             _multiply([gradients.values_of(tensor) for _, tensor, _ in held], decision.clip)
         return decision
@@ -224,7 +226,7 @@ class Masters:
             stacklevel=2,
         )
 
-    def check_float16(self, held: list[gradients.Held]) -> None:
+    def check_float16(self, held: list[gradients.ParamWithGrad]) -> None:
         """Refuse gradients that would be unscaled in float16, for want of a master.
 
         Args:

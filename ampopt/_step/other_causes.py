@@ -10,12 +10,12 @@ from torch import Tensor
 from ampopt.backend import backend_for
 from ampopt_kernels.step import Decision, Partials, Request, Work, run
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
-__all__ = ["OtherCauses"]
+__all__ = ["SkipCauses"]
 
 
-class OtherCauses:
+class SkipCauses:
     """Joins further causes to the flag of a step, and keeps them from the loss scale."""
 
     def __init__(self, request: Request) -> None:
@@ -31,7 +31,7 @@ class OtherCauses:
         decision = run(backend_for, works, replace(request, agree=self, max_norm=max_norm))
         cause = self._cause
         assert cause is not None
-        return replace(decision, cause=cause).learning_where(cause == 0, request)
+        return replace(decision, cause=cause).with_schedule_where(cause == 0, request)
 
     def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
         """What all ranks have found, with a flag for whatever the step is to be skipped for."""
@@ -53,13 +53,13 @@ class OtherCauses:
             if loss_of_all is not None:
                 values["loss"] = loss_of_all
             elif loss is not None:
-                values["loss"] = carried(loss.detach().reshape(()), device, widest(device))
-            why, judged = cause.judge(values)
+                values["loss"] = to_device(loss.detach().reshape(()), device, widest(device))
+            why, judged = cause.evaluate(values)
             said.append((cause, dict(values), judged))
             total = torch.where(total > 0, total, why)
         self._cause = torch.where(bad, 0.0, total)
         for cause, its_values, judged in said:
-            cause.learn(its_values, judged, self._cause, bad)
+            cause.update_from(its_values, judged, self._cause, bad)
         joined, squares = (bad | (self._cause > 0)).to(torch.float32).reshape(1), found.squares
         if squares is not None:  # a flag for each part, of which there may be none
             squares = squares if squares.numel() else squares.new_zeros(1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks
-from ampopt._step.other_causes import OtherCauses
+from ampopt._step.other_causes import SkipCauses
 from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
 from ampopt_kernels.rule import Rule
@@ -20,13 +20,13 @@ __all__ = [
     "decide",
     "decided_elsewhere",
     "device_of",
-    "judge",
-    "judge_held",
+    "check_and_unscale",
+    "check_and_unscale_held",
     "works_of",
 ]
 
 
-def judge(
+def check_and_unscale(
     param_groups: list[dict[str, Any]],
     request: Request,
     *,
@@ -50,10 +50,12 @@ def judge(
         RuntimeError: see :func:`ampopt._step.gradients.held`; nothing has changed then.
         TypeError: likewise.
     """
-    held, home = gradients.held(param_groups), device_of(param_groups)
+    held, decision_device = gradients.held(param_groups), device_of(param_groups)
     agreement = ranks.agreement(param_groups, process_group)
     uploads = {} if uploads is None else uploads
-    return judge_held(held, request, agreement, home, write=write, uploads=uploads)
+    return check_and_unscale_held(
+        held, request, agreement, decision_device, write=write, uploads=uploads
+    )
 
 
 def decided_elsewhere(
@@ -69,41 +71,41 @@ def decided_elsewhere(
     The scale learns nothing if no rank has gradients; nor is this one without, if ``present`` says
     that those were judged already. For ``call`` see :class:`ampopt._step.rank_messages.Call`.
     """
-    if agreement is None or device is None or not request.asks:
+    if agreement is None or device is None or not request.needs_agreement:
         return None
-    vote = ranks.Vote(agreement, request, present, call)
+    vote = ranks.FlagAllReduce(agreement, request, present, call)
     asked = replace(request, write=False, apply=False, agree=vote)
     decision = decide([Work(device, [])], asked)
     if decision.scale is None:
         return decision
     assert vote.ranks is not None
-    return decision.learning_where(vote.ranks.reshape(()) > 0, request)
+    return decision.with_schedule_where(vote.ranks.reshape(()) > 0, request)
 
 
 @torch.no_grad()
-def judge_held(
-    held: Sequence[gradients.Held],
+def check_and_unscale_held(
+    held: Sequence[gradients.ParamWithGrad],
     request: Request,
     agreement: ranks.Agreement | None,
-    home: torch.device | None,
+    decision_device: torch.device | None,
     *,
     write: bool,
     uploads: dict[torch.device, Uploads],
     call: Call = Call.JUDGES,
 ) -> Decision | None:
-    """As :func:`judge`, of gradients that were checked.
+    """As :func:`check_and_unscale`, of gradients that were checked.
 
     Args:
         held: those gradients.
-        request: as for :func:`judge`.
+        request: as for :func:`check_and_unscale`.
         agreement: of the ranks that decide together.
-        home: where the decision is made if there are no gradients here.
+        decision_device: where the decision is made if there are no gradients here.
         write: likewise.
         uploads: likewise.
         call: what this rank was called for.
     """
     if not held:
-        return decided_elsewhere(request, agreement, home, call=call)
+        return decided_elsewhere(request, agreement, decision_device, call=call)
     rows, grads, copies = [], [], []
     for group, tensor, owner in held:
         values = gradients.values_of(tensor)
@@ -115,11 +117,11 @@ def judge_held(
         if write and grad is not values:
             copies.append((values, grad))
         grads.append(grad)
-        counted = agreement is None or agreement.counts(tensor, group, owner.key)
-        rows.append(Row(grad.dtype, group=group, counted=counted, owner=owner))
+        in_norm = agreement is None or agreement.in_norm(tensor, group, owner.key)
+        rows.append(Row(grad.dtype, group=group, in_norm=in_norm, owner=owner))
     vote = None
-    if agreement is not None and request.asks:
-        vote = ranks.Vote(agreement, request, len(held), call)
+    if agreement is not None and request.needs_agreement:
+        vote = ranks.FlagAllReduce(agreement, request, len(held), call)
     asked = replace(request, write=write, apply=False, agree=vote)
     decision = decide(works_of(rows, grads, uploads), asked)
     for values, unscaled in copies:
@@ -136,7 +138,7 @@ def decide(works: list[Work], request: Request) -> Decision:
     if request.measure and request.agree is not None and request.max_norm is None:
         request = replace(request, max_norm=float("inf"))  # which clips nothing
     if request.causes and request.check:
-        return OtherCauses(request).run(works)
+        return SkipCauses(request).run(works)
     return run(backend_for, works, request)
 
 

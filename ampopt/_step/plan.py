@@ -14,17 +14,23 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ampopt._step import dtensor, ranks
-from ampopt._step.overflow import decide, decided_elsewhere, device_of, judge_held, works_of
+from ampopt._step.overflow import (
+    check_and_unscale_held,
+    decide,
+    decided_elsewhere,
+    device_of,
+    works_of,
+)
 from ampopt._step.rank_sums import RankSums
 from ampopt._step.rule_rows import RuleRows
 from ampopt._step.settings import Settings
 from ampopt._step.spread_marginals import LinesOfRanks
-from ampopt_kernels.cpu.objects import Contents, Layouts, addresses, bump_versions
+from ampopt_kernels.cpu.objects import IdentityGuard, LayoutGuard, addresses, bump_versions
 from ampopt_kernels.devices import refuse_while_captured
-from ampopt_kernels.step import Decision, Factors, Request, Work
+from ampopt_kernels.step import Coefficients, Decision, Request, Work
 
 if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleSteps
+    from ampopt._step.by_rule import RuleRunner
 
 __all__ = ["Plan"]
 
@@ -39,15 +45,15 @@ class Plan:
 
     Attributes:
         works: what to run, the first parameter's device first; empty without gradients.
-        lasts: whether it may serve a second step; not where it works on copies.
+        reusable: whether it may serve a second step; not where it works on copies.
     """
 
-    def __init__(self, steps: "RuleSteps", *, asks: bool) -> None:
+    def __init__(self, steps: "RuleRunner", *, needs_agreement: bool) -> None:
         """Make state where it is missing, and the rows.
 
         Args:
             steps: whose.
-            asks: whether the first step asks other ranks for anything.
+            needs_agreement: whether the first step asks other ranks for anything.
 
         Raises:
             RuntimeError: a CUDA graph is captured, or see :func:`ampopt._step.gradients.held`, and
@@ -64,12 +70,14 @@ class Plan:
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
         # nothing can be taken all the same.
         self._agreement: ranks.Agreement | None = None
-        self._apart: ranks.Apart | None = None
+        self._apart: ranks.NoCommonGroupError | None = None
         try:
-            meets = rule.averages is not None
-            self._agreement = ranks.agreement(groups, optimizer.process_group, meets=meets)
-        except ranks.Apart as error:
-            if asks or rule.reduces:
+            step_has_collectives = rule.averages is not None
+            self._agreement = ranks.agreement(
+                groups, optimizer.process_group, step_has_collectives=step_has_collectives
+            )
+        except ranks.NoCommonGroupError as error:
+            if needs_agreement or rule.reduces:
                 raise
             self._apart = error
         self._rank_sums: RankSums | None = None
@@ -88,18 +96,18 @@ class Plan:
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._present, self._held, self._copies = made.present, made.held, made.copies
         self._writes_gradients = made.gradients_are_written()
-        self.lasts = not made.copies and not any(p.is_complex() for p in made.present)
+        self.reusable = not made.copies and not any(p.is_complex() for p in made.present)
         self._guards = _Guards(steps, made)
 
-    def renew(self, steps: "RuleSteps") -> bool:
+    def revalidate(self, steps: "RuleRunner") -> bool:
         """Take up the gradients and hyperparameters of this step, if nothing else has changed.
 
         Returns:
             Whether nothing has; if not, another plan is needed.
         """
         optimizer = steps.optimizer
-        same = self.lasts and steps.rule is self._rule
-        if not (same and self._settings.renew(optimizer.param_groups)):
+        same = self.reusable and steps.rule is self._rule
+        if not (same and self._settings.revalidate(optimizer.param_groups)):
             return False
         grads = self._guards.gradients(optimizer)
         if grads is None:
@@ -111,15 +119,15 @@ class Plan:
 
     def run(self, request: Request) -> Decision | None:
         """Step, or skip, all parameters that have gradients; ``None`` if no rank has any."""
-        if request.asks and self._apart is not None:
+        if request.needs_agreement and self._apart is not None:
             raise self._apart
         if not self.works:
-            return self._decided_elsewhere(request) or request.judged
+            return self._decided_elsewhere(request) or request.earlier_decision
         asked = request
         if self._agreement is not None:
             vote = None
-            if request.asks:
-                vote = ranks.Vote(self._agreement, request, len(self._present))
+            if request.needs_agreement:
+                vote = ranks.FlagAllReduce(self._agreement, request, len(self._present))
             asked = replace(
                 asked,
                 agree=vote,
@@ -130,10 +138,12 @@ class Plan:
             asked = replace(asked, write=False)
         decision = decide(self.works, asked)
         seen = decision.factors  # by the host, if these are numbers
-        self.finish(skipped=isinstance(seen, Factors) and seen.skip > 0)
+        self.finish(skipped=isinstance(seen, Coefficients) and seen.skip > 0)
         if request.write and not asked.write:  # in their own dtype, now that they were used
             unscale = Request(scale=request.scale, check=False)
-            judge_held(self._held, unscale, None, None, write=True, uploads=self._uploads)
+            check_and_unscale_held(
+                self._held, unscale, None, None, write=True, uploads=self._uploads
+            )
         return decision
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
@@ -141,7 +151,7 @@ class Plan:
         decision = decided_elsewhere(request, self._agreement, self._home)
         for sums in (self._lines_of_ranks, self._rank_sums):
             if sums is not None and self._home is not None:
-                sums.abstain(self._home)
+                sums.join_without_gradients(self._home)
         return decision
 
     def finish(self, *, skipped: bool = False) -> None:
@@ -169,7 +179,7 @@ class _Guards:
     how parameters and gradients are laid out in it; which parameters have gradients.
     """
 
-    def __init__(self, steps: "RuleSteps", made: RuleRows) -> None:
+    def __init__(self, steps: "RuleRunner", made: RuleRows) -> None:
         """Take it down.
 
         Args:
@@ -188,14 +198,14 @@ class _Guards:
         # Users may keep other things there than the state of a parameter.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
         members = [group["params"] for group in groups]
-        self._contents = Contents([*members, self._state, *of_params])
+        self._contents = IdentityGuard([*members, self._state, *of_params])
         # An object may stay and what it refers to be exchanged, as by an assignment to its data.
         self._held = [*self._params, *(master for _, master in made.masters), *made.states]
         held, params = self._held, self._params
         if self._spread:  # of such a tensor, the part that is here counts
             held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
-        self._addresses, self._params_laid_out = addresses(held), Layouts(params)
-        self._grads_laid_out = Layouts(made.grads)
+        self._addresses, self._params_laid_out = addresses(held), LayoutGuard(params)
+        self._grads_laid_out = LayoutGuard(made.grads)
         grads = list(map(_grad_of, self._present))
         self._placements = dtensor.placements(grads) if self._spread else []
 

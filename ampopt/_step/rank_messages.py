@@ -17,7 +17,7 @@ from ampopt_kernels.devices import captures
 from ampopt_kernels.found import named_ranks
 from ampopt_kernels.step import Partials, Request
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.transfers import Copying, carried, copied_to_host
+from ampopt_kernels.transfers import Copying, copied_to_host, to_device
 
 __all__ = [
     "Call",
@@ -154,10 +154,10 @@ def write_found(mine: Tensor, request: Request, found: Partials, flag: Tensor | 
     if found.squares is not None:
         mine[Column.SQUARES] = found.squares.sum()
     if request.scale is not None:
-        mine[Column.SCALE] = carried(request.scale.reshape(()), mine.device, mine.dtype)
+        mine[Column.SCALE] = to_device(request.scale.reshape(()), mine.device, mine.dtype)
     for _, loss in request.causes:
         if loss is not None:
-            mine[Column.LOSS] = carried(loss.detach().reshape(()), mine.device, mine.dtype)
+            mine[Column.LOSS] = to_device(loss.detach().reshape(()), mine.device, mine.dtype)
 
 
 class RowsOnDevices:

@@ -40,7 +40,7 @@ class RankSums:
         rows = [row for work in works for row in work.rows]
         places = [self._places.get(row.owner.key) for row in rows]
         spread = [(i, place) for i, place in enumerate(places) if place is not None]
-        counted = [(i, place) for i, place in spread if rows[i].counted]
+        in_norm = [(i, place) for i, place in spread if rows[i].in_norm]
         device, uploads = sums.each.device, works[0].uploads
 
         def sent(name: str, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +48,7 @@ class RankSums:
             table = uploads.get(name, flat, torch.int64, device).view(-1, 2)
             return table[:, 0], table[:, 1]
 
-        from_rows, to_places = sent("sums that count", counted)
+        from_rows, to_places = sent("sums that count", in_norm)
         each = sums.each.new_zeros(len(self._places), sums.totals.numel())
         each.index_copy_(0, to_places, sums.each.index_select(0, from_rows))
         each, totals = self._agreement.add_up_sums(each, sums.totals)
@@ -56,7 +56,7 @@ class RankSums:
         whole = sums.each.index_copy(0, to_rows, each.index_select(0, from_places))
         return Sums(whole, totals)
 
-    def abstain(self, device: torch.device) -> None:
+    def join_without_gradients(self, device: torch.device) -> None:
         """Have the others add up theirs, when this rank has no gradients."""
         none = torch.zeros(len(self._places), self._n_terms, dtype=widest(device), device=device)
         self._agreement.add_up_sums(none, none.new_zeros(self._n_terms))

@@ -31,10 +31,10 @@ from ampopt_kernels.step import Partials, Request
 __all__ = [
     "REPLICATED",
     "Agreement",
-    "Apart",
-    "Carried",
-    "LastAgreement",
-    "Vote",
+    "NoCommonGroupError",
+    "UnpicklableGroup",
+    "AgreementCache",
+    "FlagAllReduce",
     "agreement",
     "are_several",
     "check_process_group",
@@ -43,7 +43,7 @@ __all__ = [
     "has_others",
     "is_fsdp1",
     "may_be_replaced",
-    "told",
+    "group_key",
 ]
 
 REPLICATED = "replicated"
@@ -59,8 +59,8 @@ class Agreement:
         groups: Sequence[Any],
         mesh: Any,
         *,
-        told: bool,
-        meets: bool,
+        group_key: bool,
+        step_has_collectives: bool,
     ) -> None:
         """Begin.
 
@@ -69,16 +69,18 @@ class Agreement:
             groups: process groups that reach every rank between them, one after another: one,
                 wherever torch has one.
             mesh: that all spread parameters are on; ``None`` if there is no such.
-            told: whether the user has named these ranks, or FSDP1 has, so that what is not spread
-                is a part of the model, unless its param group says otherwise.
-            meets: whether their step is one that works on whole tensors, so that the ranks of a
-                mesh meet within it, for each gradient.
+            group_key: whether the user has named these ranks, or FSDP1 has, so that what is not
+                spread is a part of the model, unless its param group says otherwise.
+            step_has_collectives: whether their step is one that works on whole tensors, so that the
+                ranks of a mesh meet within it, for each gradient.
         """
         self._groups = groups
-        self._told, self._mesh = told, mesh
-        self._meets = meets and mesh is not None
+        self._told, self._mesh = group_key, mesh
+        self._step_has_collectives = step_has_collectives and mesh is not None
         self._replicated = [check_replicated(group) for group in param_groups]
-        every = torch.distributed.get_process_group_ranks(groups[0]) if told else _ranks_of(mesh)
+        every = (
+            torch.distributed.get_process_group_ranks(groups[0]) if group_key else _ranks_of(mesh)
+        )
         self._is_first = torch.distributed.get_rank() == min(every)
         self._first_of_mesh = None if mesh is None else min(_ranks_of(mesh))
         self._counted: dict[Any, bool] = {}
@@ -92,10 +94,10 @@ class Agreement:
             param
             for group, replicated in zip(param_groups, self._replicated, strict=True)
             for param in group["params"]
-            if replicated or (is_spread(param) and not told)
+            if replicated or (is_spread(param) and not group_key)
         )
 
-    def counts(self, tensor: Any, group: int, key: int) -> bool:
+    def in_norm(self, tensor: Any, group: int, key: int) -> bool:
         """Whether what this rank has of ``tensor``, of that group, counts towards the norm.
 
         ``key`` is the ``id`` of the parameter, which ``tensor`` is or stands for.
@@ -150,7 +152,7 @@ class Agreement:
             call,
             params=self._params,
             present=present > 0,
-            gradients=present if self._meets else 0,
+            gradients=present if self._step_has_collectives else 0,
         )
         host_sees = backend_for(device).host_sees
         if host_sees:
@@ -166,7 +168,7 @@ class Agreement:
         """Which ranks found an overflow; ``overflows`` has a flag for each."""
         return FoundByRanks(overflows, self._ranks, self._place)
 
-    def gathered(self, taken: Any) -> list[Any]:
+    def gather_objects(self, taken: Any) -> list[Any]:
         """What all ranks have ``taken``, an object each. Synchronizes; all of them have to ask."""
         every = [taken]
         for group in self._groups:
@@ -178,10 +180,10 @@ class Agreement:
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """``flag``, more than 0 for overflow, of all ranks: by one all-reduce on the device."""
         given = torch.as_tensor(flag, device=device)
-        vote = Vote(self, Request(), call=Call.FLAG)
+        vote = FlagAllReduce(self, Request(), call=Call.FLAG)
         return vote(Partials([], None), given, device).flags_on(device)
 
-    def abstain(self, device: torch.device) -> None:
+    def join_without_gradients(self, device: torch.device) -> None:
         """Have the others judge their gradients, when this rank cannot; without a norm."""
         with contextlib.suppress(RuntimeError):  # what ended this rank says more
             none = Partials([], None)
@@ -276,7 +278,7 @@ _COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
 
 
 @dataclass
-class Vote:
+class FlagAllReduce:
     """The part of this rank in one decision.
 
     Attributes:
@@ -326,22 +328,26 @@ class Vote:
         return Partials(one, squares, by_ranks)
 
 
-class Apart(RuntimeError):
+class NoCommonGroupError(RuntimeError):
     """Parameters do not show which ranks decide together about them."""
 
 
 def agreement(
-    param_groups: Sequence[dict[str, Any]], process_group: Any = None, *, meets: bool = False
+    param_groups: Sequence[dict[str, Any]],
+    process_group: Any = None,
+    *,
+    step_has_collectives: bool = False,
 ) -> Agreement | None:
     """The ranks that decide together about these parameters; ``None`` if this one does alone.
 
     Those are the ranks of ``process_group``; without one, those of the default group if FSDP1 has
     flattened the parameters, or else of the meshes that they are on. All of them take part, with
     gradients or without, as a rank that does not would leave the others waiting. May create a
-    process group, for which all ranks have to come by. For ``meets`` see :class:`Agreement`.
+    process group, for which all ranks have to come by. For ``step_has_collectives`` see
+    :class:`Agreement`.
 
     Raises:
-        Apart: the meshes do not show which ranks those are.
+        NoCommonGroupError: the meshes do not show which ranks those are.
         TypeError: ``process_group`` is none, or ``replicated`` of a param group is no ``bool``.
         ValueError: ``process_group`` lacks this rank, or one of a mesh.
     """
@@ -364,25 +370,37 @@ def agreement(
                     "same parameters: give a group that has them"
                 )
         mesh = _covering(meshes)
-        return Agreement(param_groups, [process_group], mesh, told=True, meets=meets)
+        return Agreement(
+            param_groups,
+            [process_group],
+            mesh,
+            group_key=True,
+            step_has_collectives=step_has_collectives,
+        )
     if not meshes:
         return None
     mesh = _covering(meshes)
     if mesh is None:
-        raise Apart(
+        raise NoCommonGroupError(
             f"the parameters are on meshes of which none covers the others: {meshes}. Make them of "
             "one mesh, by its dimensions, as in mesh['dp'] and mesh['tp'], or give the optimizer "
             "the process_group of all their ranks"
         )
-    return Agreement(param_groups, _groups_of(mesh), mesh, told=False, meets=meets)
+    return Agreement(
+        param_groups,
+        _groups_of(mesh),
+        mesh,
+        group_key=False,
+        step_has_collectives=step_has_collectives,
+    )
 
 
-class LastAgreement:
+class AgreementCache:
     """The agreement of one optimizer, made anew once what it is made of has changed."""
 
-    def __init__(self, *, meets: bool) -> None:
-        """Begin with none. For ``meets`` see :class:`Agreement`."""
-        self._meets = meets
+    def __init__(self, *, step_has_collectives: bool) -> None:
+        """Begin with none. For ``step_has_collectives`` see :class:`Agreement`."""
+        self._step_has_collectives = step_has_collectives
         self._of: Any = None
         self._params: list[Any] = []  # which are alive, so that no other has the identity of one
         self._agreement: Agreement | None = None
@@ -392,9 +410,11 @@ class LastAgreement:
         if process_group is None and self._agreement is None and not _are_connected():
             return None
         members = [list(map(id, group["params"])) for group in param_groups]
-        of = members, told(param_groups, process_group), is_fsdp1(param_groups)
+        of = members, group_key(param_groups, process_group), is_fsdp1(param_groups)
         if of != self._of:
-            self._agreement = agreement(param_groups, process_group, meets=self._meets)
+            self._agreement = agreement(
+                param_groups, process_group, step_has_collectives=self._step_has_collectives
+            )
             self._of, self._params = of, [p for group in param_groups for p in group["params"]]
         return self._agreement
 
@@ -458,19 +478,19 @@ def has_others(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bo
     return any(is_spread(param) for group in param_groups for param in group["params"])
 
 
-def told(param_groups: Sequence[dict[str, Any]], process_group: Any) -> tuple[Any, list[Any]]:
+def group_key(param_groups: Sequence[dict[str, Any]], process_group: Any) -> tuple[Any, list[Any]]:
     """What users say of ranks, to see whether it has changed."""
     return process_group, [group.get(REPLICATED) for group in param_groups]
 
 
-class Carried:
+class UnpicklableGroup:
     """A process group in what is copied, where it stays the same one, or pickled, where not."""
 
     def __init__(self, process_group: Any) -> None:
         """Hold on to it."""
         self.process_group = process_group
 
-    def __deepcopy__(self, memo: Any) -> "Carried":
+    def __deepcopy__(self, memo: Any) -> "UnpicklableGroup":
         """Processes are not copied."""
         return self
 

@@ -20,7 +20,7 @@ from ampopt_kernels.step import Row
 from ampopt_kernels.tensors import dense_like
 
 if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleSteps
+    from ampopt._step.by_rule import RuleRunner
 
 __all__ = ["RuleRows"]
 
@@ -43,7 +43,7 @@ class RuleRows:
         copies: original and copy of what is not laid out as kernels take it.
     """
 
-    def __init__(self, steps: "RuleSteps", agreement: ranks.Agreement | None) -> None:
+    def __init__(self, steps: "RuleRunner", agreement: ranks.Agreement | None) -> None:
         """Make them, and state where it is missing.
 
         Args:
@@ -87,7 +87,7 @@ class RuleRows:
             self.states += [] if row.keys is None else [row.keys]
 
     def _row(
-        self, held: gradients.Held, variant: int, state: dict[str, Any], place: int
+        self, held: gradients.ParamWithGrad, variant: int, state: dict[str, Any], place: int
     ) -> tuple[Row, Tensor]:
         """What a step does with a parameter, whose ``place`` is that among all; its gradient."""
         (index, param, owner), steps = held, self._steps
@@ -120,7 +120,7 @@ class RuleRows:
             ),
             flags=flags,
             group=variant,
-            counted=self._agreement is None or self._agreement.counts(param, index, owner.key),
+            in_norm=self._agreement is None or self._agreement.in_norm(param, index, owner.key),
             owner=owner,
             keys=keys,
             places=places,

@@ -14,15 +14,15 @@ from ampopt._step.spread_marginals import on_each_rank, replicated
 from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
 from ampopt_kernels.tensors import overlaps_itself, real, widest
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleSteps
+    from ampopt._step.by_rule import RuleRunner
 
 __all__ = ["complete", "convert", "lay_end_to_end", "shares_storage", "state_of", "widen_scalars"]
 
 
-def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
+def state_of(steps: "RuleRunner", param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
     """The state of ``param``, made where it is missing, and converted as :func:`convert` does.
 
     What is there has passed :func:`ampopt._step.state_checks.check_states`.
@@ -36,7 +36,7 @@ def state_of(steps: "RuleSteps", param: Tensor, flags: tuple[bool, ...]) -> dict
 
 
 def complete(
-    steps: "RuleSteps", state: dict[str, Any], param: Tensor, flags: tuple[bool, ...]
+    steps: "RuleRunner", state: dict[str, Any], param: Tensor, flags: tuple[bool, ...]
 ) -> None:
     """Convert what is in ``state``, and add what is missing, as it is before the first step."""
     groups, rule = steps.optimizer.param_groups, steps.rule
@@ -201,4 +201,4 @@ def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.full((), float(value), dtype=dtype, device=device)
     if value.device == device and value.dtype == dtype and value.ndim == 0:
         return value
-    return carried(value.detach().reshape(()), device, dtype)
+    return to_device(value.detach().reshape(()), device, dtype)

@@ -9,7 +9,7 @@ from ampopt._step.hyperparameters import forms_of
 from ampopt._step.param_rounding import PARAM_ROUNDING
 from ampopt._step.ranks import REPLICATED
 from ampopt._step.variants import Variants
-from ampopt_kernels.cpu.objects import Contents
+from ampopt_kernels.cpu.objects import IdentityGuard
 from ampopt_kernels.rule import Rule
 
 __all__ = ["Settings"]
@@ -44,7 +44,7 @@ class Settings:
         of_numbers = not any(isinstance(value, Tensor) for value in chain(*self.hyper))
         self._by_identity = of_numbers and rule.entries is None
 
-    def renew(self, groups: list[dict[str, Any]]) -> bool:
+    def revalidate(self, groups: list[dict[str, Any]]) -> bool:
         """Take up the hyperparameters of this step; whether nothing else has changed."""
         if self._entries is not None and groups is self._groups and self._entries.unchanged():
             return True
@@ -58,7 +58,7 @@ class Settings:
             return False
         # Not for numbers that move at each step, as those of a scheduler do.
         stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
-        self._entries = Contents([groups, *groups]) if stays else None
+        self._entries = IdentityGuard([groups, *groups]) if stays else None
         self._groups, self.hyper = groups, hyper
         return True
 

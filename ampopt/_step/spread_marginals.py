@@ -113,11 +113,13 @@ class LinesOfRanks:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
         """
         keys = [row.owner.key for work in works for row in work.rows]
-        home = next((work.device for work, own in zip(works, lines, strict=True) if own), None)
-        said = self._said(keys, works[0].device if home is None else home)
+        decision_device = next(
+            (work.device for work, own in zip(works, lines, strict=True) if own), None
+        )
+        said = self._said(keys, works[0].device if decision_device is None else decision_device)
         for row, sums in _rows_with(works, lines):
             for part, own in zip(row.marginals.parts, sums, strict=True):
-                if row.counted:
+                if row.in_norm:
                     into = said[self._slices[row.owner.key, part.name]]
                     row.marginals.spread.put(part, own[0], into)
         self._add_up(said, keys)
@@ -128,7 +130,7 @@ class LinesOfRanks:
                 sums[i] = whole.view(1, *part.beside(shape))
         return list(lines)
 
-    def abstain(self, device: torch.device) -> None:
+    def join_without_gradients(self, device: torch.device) -> None:
         """Have the others add up theirs, when this rank has no gradients.
 
         Raises:

@@ -25,9 +25,9 @@ from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.triton.uploads import Uploads
 
 if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleSteps
+    from ampopt._step.by_rule import RuleRunner
 
-__all__ = ["Attached", "Attempt", "Pending", "Stepping", "readable"]
+__all__ = ["StrategyAttribute", "StepOutcome", "Pending", "StepStrategy", "overridable_property"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Pending:
     decision: Decision | None = None
 
 
-class Attempt(NamedTuple):
+class StepOutcome(NamedTuple):
     """A step that was taken or skipped.
 
     Attributes:
@@ -61,23 +61,23 @@ class Attempt(NamedTuple):
     called: bool = True
 
 
-class Stepping(ABC):
+class StepStrategy(ABC):
     """How one optimizer steps, and what it remembers from one call to the next.
 
-    Control points ask; :class:`~ampopt._step.ordinary.Ordinary` answers for a ``step()`` that knows
-    nothing of scaling, and :class:`~ampopt._step.by_rule.ByRule` for one that is a rule.
+    Control points ask; :class:`~ampopt._step.ordinary.OrdinaryStep` answers for a ``step()`` that
+    knows nothing of scaling, and :class:`~ampopt._step.by_rule.RuleStep` for one that is a rule.
 
     Attributes:
-        rule: that ``ElementwiseOptimizer.step`` runs; ``None`` for other optimizers.
-        second_rules: steps of the rules that it has besides, by rule.
+        runner: that ``ElementwiseOptimizer.step`` runs; ``None`` for other optimizers.
+        second_runners: steps of the rules that it has besides, by rule.
         masters: float32 masters of half-precision parameters.
         needs_closure: whether ``step`` cannot be called without one.
         pending: an unscale that no step has followed yet.
-        sums: what ``accumulate`` has added up that no step has taken yet.
+        accumulation: what ``accumulate`` has added up that no step has taken yet.
         grad_norm: of the last step that was to clip; see :attr:`ampopt.Optimizer.grad_norm`.
         uploads: what devices hold of earlier calls.
-        asked: what the next call of ``optimizer.step`` is to do. The one value that cannot be an
-            argument: between a control point and our step there may be hooks, a wrapper that
+        step_request: what the next call of ``optimizer.step`` is to do. The one value that cannot
+            be an argument: between a control point and our step there may be hooks, a wrapper that
             somebody has put on the instance, or a closure. ``None`` outside of a control point.
         watch: who notes what there is in the gradients, an :class:`ampopt.Watch`.
         causes: for which steps are skipped besides, each an :class:`ampopt.skip_when`.
@@ -92,31 +92,36 @@ class Stepping(ABC):
     in_closure = False
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, rule: "RuleSteps | None", *, meets: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        runner: "RuleRunner | None",
+        *,
+        step_has_collectives: bool = False,
     ) -> None:
         """Begin, with nothing pending.
 
         Args:
             optimizer: to step, which is not kept alive.
-            rule: see above.
-            meets: whether ranks meet within its step; see :class:`ampopt._step.ranks.Agreement`.
+            runner: see above.
+            step_has_collectives: whether ranks meet within its step; see
+                :class:`ampopt._step.ranks.Agreement`.
         """
         self._optimizer = weakref.ref(optimizer)
-        self.rule = rule
-        self.second_rules: dict[Rule, RuleSteps] = {}
-        self.masters = Masters(optimizer, kept=False) if rule is None else rule.masters
+        self.runner = runner
+        self.second_runners: dict[Rule, RuleRunner] = {}
+        self.masters = Masters(optimizer, kept=False) if runner is None else runner.masters
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.pending: Pending | None = None
         self.watch: Any = None
         self.causes: tuple[Any, ...] = ()
         self.loss: Tensor | None = None
-        self.sums = Accumulation(optimizer)
+        self.accumulation = Accumulation(optimizer)
         self.grad_norm: Tensor | None = None
-        self.uploads: dict[torch.device, Uploads] = {} if rule is None else rule.uploads
-        self.asked: Request | None = None
-        self._agreement = ranks.LastAgreement(meets=meets)
-        self._theirs: set[str] = set()
+        self.uploads: dict[torch.device, Uploads] = {} if runner is None else runner.uploads
+        self.step_request: Request | None = None
+        self._agreement = ranks.AgreementCache(step_has_collectives=step_has_collectives)
+        self._reserved_names: set[str] = set()
         self._warned_without_gradients = False
         self._process_group: Any = None  # where the optimizer has another use for the name
         self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -129,38 +134,38 @@ class Stepping(ABC):
     @property
     def skip_by(self) -> str:
         """How an ordinary step is skipped."""
-        return "auto" if "skip_by" in self._theirs else self.optimizer.skip_by
+        return "auto" if "skip_by" in self._reserved_names else self.optimizer.skip_by
 
     @property
     def process_group(self) -> Any:
         """The ranks that decide together, as far as the user has named them."""
-        named = "process_group" not in self._theirs
+        named = "process_group" not in self._reserved_names
         return self.optimizer.process_group if named else self._process_group
 
     def decide_with(self, process_group: Any) -> None:
         """The user names these ranks."""
-        if "process_group" in self._theirs:
+        if "process_group" in self._reserved_names:
             self._process_group = process_group
         else:
             self.optimizer.process_group = process_group
 
-    def leave(self, name: str) -> None:
+    def reserve_name(self, name: str) -> None:
         """What the optimizer has under ``name`` is not meant for us."""
-        self._theirs.add(name)
+        self._reserved_names.add(name)
 
     def __reduce__(self) -> Any:
-        """A copy of an optimizer, however it is made, begins anew; see :class:`Attached`."""
+        """A copied or unpickled optimizer gets a new strategy; see :class:`StrategyAttribute`."""
         self.refuse_unfinished("copying or pickling")
         return type(None), ()
 
     # --- how a step is taken ------------------------------------------------------------------
 
     @abstractmethod
-    def attempt(self, request: Request) -> Attempt:
+    def attempt(self, request: Request) -> StepOutcome:
         """Step as ``request`` says, or skip. Step hooks run in any case."""
 
     @abstractmethod
-    def judge(self, request: Request) -> Decision | None:
+    def check_closure_gradients(self, request: Request) -> Decision | None:
         """Judge what a closure left in the gradients, and prepare the step that called it."""
 
     @abstractmethod
@@ -169,7 +174,7 @@ class Stepping(ABC):
 
     def check_step(self) -> None:
         """Raise if the optimizer is a rule and says that there is to be no step now."""
-        if self.rule is not None:
+        if self.runner is not None:
             self.optimizer.check_step()
 
     @abstractmethod
@@ -186,9 +191,9 @@ class Stepping(ABC):
         """In a step post-hook: more than 0 if its step was skipped; ``None`` if certainly not."""
         return None if self.decided is None else self.decided.skip
 
-    def asking(self, request: Request) -> Request:
+    def with_watch_and_causes(self, request: Request) -> Request:
         """``request`` with what is to be found out besides, unless that was."""
-        judged = request.judged
+        judged = request.earlier_decision
         if self.watch is not None and not (judged is not None and judged.measured):
             request = replace(request, measure=True)
         if self.causes and request.check:
@@ -224,7 +229,7 @@ class Stepping(ABC):
         return self.loss
 
     @contextmanager
-    def told(self, loss: Any) -> Iterator[None]:
+    def with_loss(self, loss: Any) -> Iterator[None]:
         """Within this, gradients are judged that are those of ``loss``.
 
         Raises:
@@ -241,32 +246,32 @@ class Stepping(ABC):
         finally:
             self.loss = None
 
-    def plan_anew(self) -> None:
+    def invalidate_plan(self) -> None:
         """Something else is to be found out from now on: a captured step is captured again."""
-        if self.rule is not None:
-            self.rule.plan = None
+        if self.runner is not None:
+            self.runner.plan = None
 
     def step_is_over(self) -> None:
         """``optimizer.step`` was called, whoever did, and its post-hooks are about to run."""
         self.end_pending()
 
-    def attempt_with_sums(self, request: Request) -> Attempt:
+    def attempt_with_sums(self, request: Request) -> StepOutcome:
         """As :meth:`attempt`, with what was accumulated; the decision is that on all of it."""
         self.check_gradients()
-        decision = self.take_sums(self.asking(request))
-        self.sums.unhook()
+        decision = self.take_sums(self.with_watch_and_causes(request))
+        self.accumulation.unhook()
         found_inf = None if decision is None else decision.found_inf
         step = Request(
             check=False,
             found_inf=found_inf,
             drop=request.drop,
             max_norm=request.max_norm,
-            judged=decision,
+            earlier_decision=decision,
         )
         try:
             return self.attempt(step)._replace(decision=decision)
         finally:
-            self.sums.put_back()
+            self.accumulation.put_back()
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -276,32 +281,36 @@ class Stepping(ABC):
         Returns:
             The decision; ``None`` if there are no gradients.
         """
-        if self.rule is not None and request.scale is not None:
-            self.rule.checks.need_torch()  # refuses sparse gradients where the step would
-        decision = self.masters.unscale(self.asking(request), self.agreement(), self.uploads)
+        if self.runner is not None and request.scale is not None:
+            self.runner.checks.need_torch()  # refuses sparse gradients where the step would
+        decision = self.masters.unscale(
+            self.with_watch_and_causes(request), self.agreement(), self.uploads
+        )
         self.note_norm(request, decision)
         return decision
 
     def fill_masters(self) -> None:
         """Put gradients that carry no scale on their masters, as :meth:`unscale` does others."""
-        if self.rule is not None:
-            self.rule.checks.need_torch()
+        if self.runner is not None:
+            self.runner.checks.need_torch()
         self.masters.take(gradients.held(self.optimizer.param_groups))
 
     def take_sums(self, request: Request) -> Decision | None:
         """Have the step that follows find what was accumulated; see :func:`windows.take`."""
-        assert self.sums.window is not None
-        home, wide = self.sums.window.home, [self.takes_wide_sums]
-        return windows.take([self.sums], request, self.agreement(), home, wide=wide)
+        assert self.accumulation.cycle is not None
+        decision_device, wide = self.accumulation.cycle.decision_device, [self.takes_wide_sums]
+        return windows.take(
+            [self.accumulation], request, self.agreement(), decision_device, wide=wide
+        )
 
     @property
     def takes_wide_sums(self) -> bool:
         """Whether the step reads gradients of another dtype than the parameters'."""
-        return self.rule is not None and not self.rule.checks.need_torch()
+        return self.runner is not None and not self.runner.checks.need_torch()
 
     def offenders(self) -> Iterator[str]:
         """Names of the parameters whose gradients are not finite. Synchronizes."""
-        scale = None if self.asked is None else self.asked.scale
+        scale = None if self.step_request is None else self.step_request.scale
         return gradients.offenders(self.optimizer.param_groups, scale, self.masters.holder)
 
     def discard(self, decision: Decision | None) -> None:
@@ -323,7 +332,7 @@ class Stepping(ABC):
                 yield
             except BaseException:
                 self.pending = None
-                self.sums.discard()
+                self.accumulation.discard()
                 if snapshot is not None:
                     snapshot.restore()
                 restore_rng()
@@ -332,7 +341,7 @@ class Stepping(ABC):
     # --- where decisions are made -----------------------------------------------------------------
 
     @property
-    def home(self) -> torch.device:
+    def decision_device(self) -> torch.device:
         """Where decisions are made."""
         return device_of(self.optimizer.param_groups) or torch.device("cpu")
 
@@ -342,13 +351,13 @@ class Stepping(ABC):
 
     def no_overflow(self) -> Tensor:
         """A flag that says so."""
-        return torch.zeros((), dtype=torch.float32, device=self.home)
+        return torch.zeros((), dtype=torch.float32, device=self.decision_device)
 
     def flag(self, decision: Decision | None) -> Tensor:
         """The flag of ``decision`` as callers get it; ``None`` stands for one without gradients."""
         if decision is None:
             return as_flag(self.no_overflow())
-        return as_flag(decision.found_inf, decision.culprits)
+        return as_flag(decision.found_inf, decision.overflow_details)
 
     def warn_without_gradients(self) -> None:
         """Warn, once, if parameters have no gradient because ``fully_shard`` has replaced them."""
@@ -375,7 +384,7 @@ class Stepping(ABC):
             RuntimeError: it was stepped with already.
             TypeError: see :func:`ampopt.loss_scale.arguments.as_loss_scale`, as for ``ValueError``.
         """
-        scale = as_loss_scale(given, self.home, self.uploads, in_closure=self.in_closure)
+        scale = as_loss_scale(given, self.decision_device, self.uploads, in_closure=self.in_closure)
         self.refuse_stepped(scale)
         return scale
 
@@ -400,8 +409,8 @@ class Stepping(ABC):
 
     def end_pending(self) -> None:
         """What was unscaled, or accumulated, is stepped with."""
-        if self.sums.taken:
-            self.sums.put_back()
+        if self.accumulation.taken:
+            self.accumulation.put_back()
         if self.pending is not None:
             self.mark_stepped(self.pending.scale, self.pending.successor)
             self.pending = None
@@ -409,7 +418,7 @@ class Stepping(ABC):
     def refuse_unfinished(self, call: str) -> None:
         """Refuse ``call`` between an unscale or ``accumulate`` and the step."""
         self.refuse_pending(call)
-        if self.sums.window is not None:
+        if self.accumulation.cycle is not None:
             raise RuntimeError(
                 f"{call}: accumulate() was called, and no step has taken what it added up. Call "
                 "unscale_and_step() first, or zero_grad() to discard it"
@@ -427,8 +436,8 @@ class Stepping(ABC):
 _T = TypeVar("_T")
 
 
-class Attached:
-    """``_ampopt``, the one name that an optimizer has for us: its :class:`Stepping`.
+class StrategyAttribute:
+    """``_ampopt``, the one name that an optimizer has for us: its :class:`StepStrategy`.
 
     Made at its first use, for optimizers come about in other ways than by our constructor:
     unpickled, patched, or as wrappers that take over the attributes of another.
@@ -437,7 +446,7 @@ class Attached:
         step: of the class that this is of, without hooks.
     """
 
-    def __init__(self, make: Callable[..., Stepping], **facts: Any) -> None:
+    def __init__(self, make: Callable[..., StepStrategy], **facts: Any) -> None:
         """Say how a class steps.
 
         Args:
@@ -447,15 +456,15 @@ class Attached:
         self._make, self._facts = make, facts
         self.step: Any = None
 
-    def of_another_step(self) -> "Attached":
+    def for_another_step(self) -> "StrategyAttribute":
         """The same for a class that derives from the one this is of, and has another step."""
-        return self.knowing(own_step=True)
+        return self.with_options(own_step=True)
 
-    def knowing(self, **facts: Any) -> "Attached":
+    def with_options(self, **facts: Any) -> "StrategyAttribute":
         """The same for a class of whose step more is known."""
-        return Attached(self._make, **{**self._facts, **facts})
+        return StrategyAttribute(self._make, **{**self._facts, **facts})
 
-    def new(self, optimizer: Any) -> Stepping:
+    def new(self, optimizer: Any) -> StepStrategy:
         """A stepping for ``optimizer``, which remembers nothing."""
         return self._make(optimizer, **self._facts)
 
@@ -468,12 +477,12 @@ class Attached:
             stepping = vars(optimizer)["_ampopt"] = self.new(optimizer)
         return stepping
 
-    def __set__(self, optimizer: Any, stepping: Stepping) -> None:
+    def __set__(self, optimizer: Any, stepping: StepStrategy) -> None:
         """Have ``optimizer`` step otherwise than its class."""
         vars(optimizer)["_ampopt"] = stepping
 
 
-class readable(Generic[_T]):
+class overridable_property(Generic[_T]):
     """A property that gives way to an attribute of its name, on the instance or in a class behind.
 
     So that an optimizer of someone else's that uses the name for itself keeps it.
@@ -485,7 +494,7 @@ class readable(Generic[_T]):
         self.__doc__ = read.__doc__
 
     @overload
-    def __get__(self, optimizer: None, cls: Any) -> "readable[_T]": ...
+    def __get__(self, optimizer: None, cls: Any) -> "overridable_property[_T]": ...
     @overload
     def __get__(self, optimizer: object, cls: Any) -> _T: ...
 

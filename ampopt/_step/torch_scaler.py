@@ -19,14 +19,14 @@ from ampopt._step.torch_private import uncompiled
 from ampopt_kernels.step import Decision, Request
 
 if TYPE_CHECKING:
-    from ampopt._step.stepping import Attempt
+    from ampopt._step.stepping import StepOutcome
     from ampopt.optimizer import Optimizer
 
-__all__ = ["Left", "LeftToStep", "heed_in", "take"]
+__all__ = ["ScalerHandoff", "SupportsAmpScaling", "wrap_step", "take"]
 
 
 @dataclass(frozen=True)
-class Left:
+class ScalerHandoff:
     """What a scaler left on an optimizer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Left:
         optimizer.found_inf = self.found_inf if decision is None else decision.found_inf
 
 
-class LeftToStep:
+class SupportsAmpScaling:
     """Whether a scaler is to leave its flag to the step: not if FSDP1 has flattened parameters.
 
     There each rank would be left what it has found alone, and go on with another scale. Where the
@@ -66,7 +66,9 @@ class LeftToStep:
         return optimizer is None or not ranks.is_fsdp1(optimizer.param_groups)
 
 
-def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Left | None:
+def take(
+    optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ScalerHandoff | None:
     """Take away what a scaler left; ``None`` if no scaler is stepping ``optimizer``.
 
     Args:
@@ -81,7 +83,7 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
     attributes = vars(optimizer)
     if "found_inf" not in attributes or "grad_scale" not in attributes:
         return None
-    left = Left(attributes.pop("grad_scale"), attributes.pop("found_inf"))
+    left = ScalerHandoff(attributes.pop("grad_scale"), attributes.pop("found_inf"))
     if optimizer._ampopt.pending is not None:
         raise RuntimeError(
             f"unscale() of this {type(optimizer).__name__} was called, and its gradients are "
@@ -100,11 +102,13 @@ def take(optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]) 
         )
     if left.grad_scale is None and (agreement := optimizer._ampopt.agreement()) is not None:
         # Nothing will be judged again, and the scaler may have asked this rank alone.
-        return replace(left, found_inf=agreement.flag(left.found_inf, optimizer._ampopt.home))
+        return replace(
+            left, found_inf=agreement.flag(left.found_inf, optimizer._ampopt.decision_device)
+        )
     return left
 
 
-def heed_in(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
+def wrap_step(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
     """Give ``cls`` a ``step`` that does what a scaler asks for, unless its author has seen to it.
 
     An author has if ``_step_supports_amp_scaling`` stands where the step does, or nearer; that of
@@ -147,5 +151,5 @@ def _end_pending(optimizer: "Optimizer") -> None:
 
 
 @uncompiled
-def _around(optimizer: "Optimizer", step: Callable[[], Any], request: Request) -> "Attempt":
+def _around(optimizer: "Optimizer", step: Callable[[], Any], request: Request) -> "StepOutcome":
     return optimizer._ampopt.around(step, request)

@@ -26,9 +26,9 @@ from ampopt._step.torch_private import (
 )
 from ampopt.backend import host_may_look
 from ampopt_kernels.step import Decision
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
-__all__ = ["Mode", "SKIP_BY", "Skipper", "Writes", "skipper_of"]
+__all__ = ["Mode", "SKIP_BY", "SkipPolicy", "CopyOnWriteMode", "skip_policy_of"]
 
 Mode = Literal["host", "probation", "transaction"]
 
@@ -42,7 +42,7 @@ _GROWTHS = 32
 _log = logging.getLogger(__name__)
 
 
-class Writes(TorchDispatchMode):
+class CopyOnWriteMode(TorchDispatchMode):
     """Copies each of the given tensors at its first write, through whatever view it comes."""
 
     supports_higher_order_operators = True
@@ -89,7 +89,7 @@ class Writes(TorchDispatchMode):
         here = {skip.device: skip}
         for whole, copy in self._copies.values():
             if whole.device not in here:
-                here[whole.device] = carried(skip, whole.device)
+                here[whole.device] = to_device(skip, whole.device)
             torch.where(here[whole.device], copy, whole, out=whole)
 
     def on_host(self, skip: Tensor) -> bool:
@@ -102,7 +102,7 @@ class Writes(TorchDispatchMode):
         )
 
 
-class Skipper:
+class SkipPolicy:
     """Decides for one optimizer how its overflowed steps are skipped, and takes or skips them.
 
     In the mode ``"probation"`` the host looks at the flag, and what a finite step changed is
@@ -149,7 +149,7 @@ class Skipper:
             host = None
         if host is not None and self.mode == "transaction":
             return True, self._transact(optimizer, step, decision.skip > 0, host)
-        if decision.factors_on_host.skip > 0:
+        if decision.coefficients_on_host.skip > 0:
             return False, None
         if host is not None:
             return True, self._probe(optimizer, step, decision.skip, host)
@@ -162,7 +162,7 @@ class Skipper:
         skip: Tensor,
         host: HostState,
     ) -> Any:
-        writes = Writes(host.tensors, unseen=self._unseen)
+        writes = CopyOnWriteMode(host.tensors, unseen=self._unseen)
         returned, failure = None, None
         try:
             with writes:
@@ -190,7 +190,7 @@ class Skipper:
         host: HostState,
     ) -> Any:
         before = [(t, _whole(t).clone()) for t in host.tensors]
-        writes = Writes(host.tensors, unseen=self._unseen)
+        writes = CopyOnWriteMode(host.tensors, unseen=self._unseen)
         with writes:
             returned = step()
         changed = host.changed() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
@@ -219,26 +219,26 @@ class Skipper:
         )
 
 
-def skipper_of(
+def skip_policy_of(
     skip_by: str, device: torch.device, *, transacts: bool = False, unseen: bool = False
-) -> Skipper:
+) -> SkipPolicy:
     """How to skip a step that cannot be told to; see :attr:`ampopt.Optimizer.skip_by`.
 
     Args:
         skip_by: what that says.
         device: where decisions are made.
         transacts: whether the step is known to allow transactions.
-        unseen: see :class:`Skipper`.
+        unseen: see :class:`SkipPolicy`.
     """
     if skip_by not in SKIP_BY:
         raise ValueError(
             f"skip_by must be 'auto', 'host', 'transaction' or 'step', got {skip_by!r}"
         )
     if skip_by in ("host", "transaction"):
-        return Skipper(skip_by, settled=True, unseen=unseen)  # type: ignore[arg-type]
+        return SkipPolicy(skip_by, settled=True, unseen=unseen)  # type: ignore[arg-type]
     if host_may_look(device):
-        return Skipper("host", settled=True)
-    return Skipper("transaction" if transacts else "probation", unseen=unseen)
+        return SkipPolicy("host", settled=True)
+    return SkipPolicy("transaction" if transacts else "probation", unseen=unseen)
 
 
 def _whole(tensor: Tensor) -> Tensor:

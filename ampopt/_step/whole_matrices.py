@@ -61,7 +61,7 @@ class WholeMatrices:
         self._n_ranks, here = len(number_of), torch.distributed.get_rank()
         self._shapes = [tuple(param.shape) for param in params]
         self.owned: list[int] = []
-        self._theirs: list[_Part] = []  # of the matrices that this rank has whole
+        self._reserved_names: list[_Part] = []  # of the matrices that this rank has whole
         self._ours: list[tuple[int, _Part]] = []  # of every matrix, with the rank that has it whole
         loads: dict[Any, list[int]] = {}
         costs = [param.numel() * min(param.shape) for param in params]
@@ -82,11 +82,11 @@ class WholeMatrices:
                     is_copy = any(at[dim] != coordinates[owner][dim] for dim in copied)
                     part = _Part(matrix, number_of[rank], runs, is_copy)
                     if is_owner:
-                        self._theirs.append(part)
+                        self._reserved_names.append(part)
                     if rank == here:
                         self._ours.append((number_of[ranks[owner]], part))
         # In a message from one rank to another the matrices are in their order.
-        self._theirs.sort(key=lambda part: (part.rank, part.matrix))
+        self._reserved_names.sort(key=lambda part: (part.rank, part.matrix))
         self._ours.sort(key=lambda sent: (sent[0], sent[1].matrix))
 
     def gathered(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -98,7 +98,7 @@ class WholeMatrices:
         if self._n_ranks == 1:
             return dict(enumerate(parts))
         sent = [(owner, part) for owner, part in self._ours if not part.is_copy]
-        received = [part for part in self._theirs if not part.is_copy]
+        received = [part for part in self._reserved_names if not part.is_copy]
         messages = self._exchanged(
             parts[0],
             [(owner, parts[part.matrix]) for owner, part in sent],
@@ -120,7 +120,7 @@ class WholeMatrices:
         if self._n_ranks == 1:
             return [whole[matrix] for matrix in range(len(self._shapes))]
         pieces = []
-        for part in self._theirs:
+        for part in self._reserved_names:
             piece = like.new_empty(part.shape)
             for here, there in boxes(part.runs):
                 piece[here] = whole[part.matrix][there]

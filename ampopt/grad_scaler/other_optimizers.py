@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients
-from ampopt._step.overflow import judge
+from ampopt._step.overflow import check_and_unscale
 from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.loss_scale.base import LossScale
@@ -100,13 +100,13 @@ def judge_gradients(
     """
     scale = record.scale
     request = request_for(scale) if times is None else Request(scale=scale.value * times)
-    decision = judge(
+    decision = check_and_unscale(
         optimizer.param_groups, request, write=write, process_group=record.process_group
     )
     if decision is None:
         record.learn(None, scale)
         return
-    found_inf = as_flag(decision.found_inf, decision.culprits)
+    found_inf = as_flag(decision.found_inf, decision.overflow_details)
     if times is None:
         record.learn(found_inf, successor_of(scale, decision))
     else:

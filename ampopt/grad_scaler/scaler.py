@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from ampopt._step import gradients
 from ampopt._step.overflow import device_of
-from ampopt._step.ranks import Carried, check_process_group
+from ampopt._step.ranks import UnpicklableGroup, check_process_group
 from ampopt._step.torch_private import pytree
 from ampopt.grad_scaler import other_optimizers as others
 from ampopt.grad_scaler import scheduled
@@ -373,14 +373,14 @@ class GradScaler(scheduled.ScheduledScaler):
             )
         state = {**self.__dict__, "_stepped": [], "_replicas": {}}
         if self.process_group is not None:
-            state["process_group"] = Carried(self.process_group)
+            state["process_group"] = UnpicklableGroup(self.process_group)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support copying and pickling."""
-        carried = state.get("process_group")
-        if isinstance(carried, Carried):
-            state = {**state, "process_group": carried.process_group}
+        to_device = state.get("process_group")
+        if isinstance(to_device, UnpicklableGroup):
+            state = {**state, "process_group": to_device.process_group}
         super().__setstate__(state)
 
     # --- the parts ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ampopt.loss_scale.arguments import check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 __all__ = ["ScheduledScaler", "at", "changed", "on"]
 
@@ -113,8 +113,8 @@ def on(device: torch.device, scale: LossScale) -> LossScale:
         return scale
     moved, counters = copy.copy(scale), scale._counters
     if counters is not None:
-        counters = carried(counters, device)
-    moved._set(carried(scale.value, device), counters, placed=True)
+        counters = to_device(counters, device)
+    moved._set(to_device(scale.value, device), counters, placed=True)
     return moved
 
 
@@ -137,7 +137,7 @@ def at(scale: LossScale, value: Any) -> LossScale:
         number = check_scale_number(number, "new_scale")
         return StaticLossScale(number, scale.drop_overflow_update, device=scale.device)
     if isinstance(value, Tensor):
-        new = carried(value, scale.value.device, scale.value.dtype).clone()
+        new = to_device(value, scale.value.device, scale.value.dtype).clone()
     else:
         number = check_scale_number(value, "new_scale")
         low, high = (scale._settings()[name] for name in ("min_scale", "max_scale"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt.loss_scale.product import product
 from ampopt_kernels.policy import PolicyConstants
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 __all__ = [
     "AnyScale",
@@ -207,9 +207,9 @@ class LossScale(AnyScale):
     def _place(self, device: Device) -> None:
         device = _resolved(device)
         if not self._placed:
-            self._value = carried(self._value, device)
+            self._value = to_device(self._value, device)
             if self._counters is not None:
-                self._counters = carried(self._counters, device)
+                self._counters = to_device(self._counters, device)
             self._placed = True
         elif self._value.is_meta and device.type != "meta":
             raise ValueError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.base import LossScale
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 __all__ = ["next_scale"]
 
@@ -47,7 +47,7 @@ def next_scale(a: Any, *more: Any) -> Any:
         # A CPU tensor is copied to a device without waiting; the other way, the host would wait.
         smallest, *others = sorted(scales, key=lambda scale: scale.is_cpu)
         for other in others:
-            other = carried(other, smallest.device, smallest.dtype)
+            other = to_device(other, smallest.device, smallest.dtype)
             smallest = torch.minimum(smallest, other.reshape(smallest.shape))
         return smallest
     smallest, *others = scales
@@ -73,9 +73,9 @@ def _smaller(a: LossScale, b: LossScale) -> LossScale:
     if a.device is None or (a.value.is_cpu and not b.value.is_cpu):
         a, b = b, a
     device = a.value.device
-    value_a, value_b = a.value, carried(b.value, device)
+    value_a, value_b = a.value, to_device(b.value, device)
     counters_a, counters_b = cast(Tensor, a._counters), cast(Tensor, b._counters)
-    counters_b = carried(counters_b, device)
+    counters_b = to_device(counters_b, device)
     # An overflow at min_scale, or growth at max_scale, leaves both values equal. The scale that
     # overflowed then has the smaller counters: 0 finite steps, and no more budget than the other.
     counters = torch.where(

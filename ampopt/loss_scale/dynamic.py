@@ -14,7 +14,7 @@ from ampopt.loss_scale.schedule import Schedule, check_entries
 from ampopt_kernels import torch_language
 from ampopt_kernels.policy import next_scale as _policy_next_scale
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 __all__ = ["DynamicLossScale"]
 
@@ -212,7 +212,7 @@ class DynamicLossScale(LossScale):
             return self._successor(*self._tensors(*new))
         device, dtype = self._value.device, widest(self._value.device)
         if isinstance(flag, Tensor):
-            flag = carried(flag.reshape(()), device, dtype)
+            flag = to_device(flag.reshape(()), device, dtype)
         else:
             flag = torch.full((), flag, dtype=dtype, device=device)
         value, *counters = _advance(
@@ -272,7 +272,7 @@ class DynamicLossScale(LossScale):
             )
 
         tensors = self._tensors(scale, growth, budget)
-        value, counters = (carried(t, self._value.device) for t in tensors)
+        value, counters = (to_device(t, self._value.device) for t in tensors)
         self._schedule, self._policy = schedule, schedule.policy
         self._set(value, counters, self._placed)
 

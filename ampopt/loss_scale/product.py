@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 __all__ = ["product"]
 
@@ -40,5 +40,5 @@ def product(output: Any, scale: float | Tensor, what: str = "outputs holds") -> 
                 "S: the scale is on meta, where it has no number; make it without device=, or on "
                 f"{str(output.device)!r}"
             )
-        scale = carried(scale, output.device, dtype)
+        scale = to_device(scale, output.device, dtype)
     return output.to(dtype) * scale

@@ -36,7 +36,7 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
     rule = rules.adagrad
     sparse_gradients = True
     # Torch 2.11's makes no state for a group that is added later, and misses it.
-    _ampopt = ElementwiseOptimizer._ampopt.knowing(torch_needs_state=True)
+    _ampopt = ElementwiseOptimizer._ampopt.with_options(torch_needs_state=True)
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
 

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ampopt._step.ordinary import Ordinary
+from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.step_hooks import beneath_hooks
-from ampopt._step.stepping import Attached
+from ampopt._step.stepping import StrategyAttribute
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
 from ampopt.options import OptimizerOptions
@@ -39,7 +39,9 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     step = uncompiled(beneath_hooks(torch.optim.LBFGS.step))
 
     # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
-    _ampopt = Attached(Ordinary, never_written=frozenset({"d", "old_dirs", "old_stps", "ro", "al"}))
+    _ampopt = StrategyAttribute(
+        OrdinaryStep, never_written=frozenset({"d", "old_dirs", "old_stps", "ro", "al"})
+    )
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
 

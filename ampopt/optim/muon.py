@@ -8,9 +8,9 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt._step.dtensor import is_spread
-from ampopt._step.ordinary import Ordinary
+from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.step_hooks import beneath_hooks
-from ampopt._step.stepping import Attached
+from ampopt._step.stepping import StrategyAttribute
 from ampopt.optim._sharded_muon import step_whole_matrices
 from ampopt.optimizer import Optimizer
 from ampopt.options import OptimizerOptions
@@ -44,7 +44,7 @@ class Muon(Optimizer, torch.optim.Muon):
         **options: see :class:`ampopt.options.OptimizerOptions`.
     """
 
-    _ampopt = Attached(Ordinary, make_state=_make_state, meets=True)
+    _ampopt = StrategyAttribute(OrdinaryStep, make_state=_make_state, step_has_collectives=True)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -121,7 +121,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         groups = [g for g in enumerate(self.param_groups) if g[1]["train_mode"] != train]
         for index, group in groups:
             positions = range(len(group["params"]))
-            self._ampopt.rule.checks.check_states(self.rule, index, positions)
+            self._ampopt.runner.checks.check_states(self.rule, index, positions)
         for _, group in groups:
             group["train_mode"] = train
             beta1, _ = group["betas"]

@@ -46,7 +46,7 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
     """
 
     rule = rules.sgd
-    _ampopt = ElementwiseOptimizer._ampopt.knowing(complete_state=_complete_state)
+    _ampopt = ElementwiseOptimizer._ampopt.with_options(complete_state=_complete_state)
     sparse_gradients = True
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes

@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 
 from ampopt._step import gradients
 from ampopt._step.closures import evaluated
-from ampopt._step.ordinary import Ordinary
-from ampopt._step.stepping import Attached
+from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.stepping import StrategyAttribute
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
 from ampopt.options import OptimizerOptions
@@ -46,7 +46,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     bfloat16 parameters is float32.
     """
 
-    _ampopt = Attached(Ordinary, make_state=_state_of)
+    _ampopt = StrategyAttribute(OrdinaryStep, make_state=_state_of)
 
     if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
 

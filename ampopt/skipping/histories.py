@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
-__all__ = ["History", "Running", "Window"]
+__all__ = ["RunningStatistics", "Running", "WindowStatistics"]
 
 
-class History(ABC):
+class RunningStatistics(ABC):
     """Values of earlier steps, as one vector of numbers on the device, written in place.
 
     Attributes:
@@ -24,20 +24,20 @@ class History(ABC):
         """Begin with zeros."""
         self.numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
 
-    def judge(self, value: Tensor) -> Tensor:
+    def evaluate(self, value: Tensor) -> Tensor:
         """Whether ``value`` is out of the ordinary: bool, 0-d. Learns nothing."""
         device = value.device
         if self.numbers.device != device:
-            self.numbers = carried(self.numbers, device, widest(device))
+            self.numbers = to_device(self.numbers, device, widest(device))
         return self._judge(value)
 
     @abstractmethod
-    def learn(self, value: Tensor, judged: Tensor, taken: Tensor, finite: Tensor) -> None:
+    def update_from(self, value: Tensor, judged: Tensor, taken: Tensor, finite: Tensor) -> None:
         """Take ``value`` in, if this history is to.
 
         Args:
             value: 0-d.
-            judged: what :meth:`judge` has said of it.
+            judged: what :meth:`evaluate` has said of it.
             taken: whether the step was not skipped: bool, 0-d.
             finite: whether nothing overflowed: likewise.
         """
@@ -63,7 +63,7 @@ class History(ABC):
         self.numbers.copy_(torch.tensor(state, dtype=torch.float64))
 
 
-class Running(History):
+class Running(RunningStatistics):
     """Mean and deviation of all steps that were taken, by Welford's method."""
 
     def __init__(self, deviations: float, warmup: int) -> None:
@@ -82,8 +82,8 @@ class Running(History):
         usual = value - mean <= self._deviations * deviation  # which NaN is not
         return (count >= self._warmup) & ~usual
 
-    def learn(self, value: Tensor, judged: Tensor, taken: Tensor, finite: Tensor) -> None:
-        """See :meth:`History.learn`."""
+    def update_from(self, value: Tensor, judged: Tensor, taken: Tensor, finite: Tensor) -> None:
+        """See :meth:`RunningStatistics.update_from`."""
         count, mean, squares = self.numbers.unbind()
         delta = value - mean
         new_mean = mean + delta / (count + 1)
@@ -91,7 +91,7 @@ class Running(History):
         self.numbers.copy_(torch.where(taken & value.isfinite(), new, self.numbers))
 
 
-class Window(History):
+class WindowStatistics(RunningStatistics):
     """Mean and deviation of the last steps, skipped ones among them, as other systems take them.
 
     The vector is: values so far, outliers in a row, and the last values in a ring.
@@ -127,8 +127,8 @@ class Window(History):
         usual = away <= self._deviations * deviation  # which NaN is not
         return (count + 1 >= given["first"]) & ~usual
 
-    def learn(self, value: Tensor, judged: Tensor, taken: Tensor, finite: Tensor) -> None:
-        """See :meth:`History.learn`."""
+    def update_from(self, value: Tensor, judged: Tensor, taken: Tensor, finite: Tensor) -> None:
+        """See :meth:`RunningStatistics.update_from`."""
         in_a_row = (self.numbers[1] + 1) * judged
         takes_in = ~judged | (in_a_row > self._settings["leaves_out"])
         numbers = torch.stack([self.numbers[0] + takes_in, in_a_row])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
-from ampopt.skipping.histories import History, Running, Window
+from ampopt.skipping.histories import Running, RunningStatistics, WindowStatistics
 from ampopt_kernels.ledger import CAUSES
 
 __all__ = ["skip_when"]
@@ -123,14 +123,16 @@ class skip_when:
         deviations = {what: overrides.get(f"{what}_deviations", usual) for what in ("norm", "loss")}
         made = cls.__new__(cls)
         limits = {"norm": None, "loss": None}
-        made._begin(optimizer, limits, deviations, lambda n: Window(n, _WINDOWS[name]), name)
+        made._begin(
+            optimizer, limits, deviations, lambda n: WindowStatistics(n, _WINDOWS[name]), name
+        )
         return made
 
     def remove(self) -> None:
         """Skip for these causes no longer."""
         ours = self.optimizer._ampopt
         ours.causes = tuple(cause for cause in ours.causes if cause is not self)
-        ours.plan_anew()
+        ours.invalidate_plan()
 
     def state_dict(self) -> dict[str, list[float]]:
         """What is usual so far, for ``torch.load(weights_only=True)``. Synchronizes."""
@@ -172,7 +174,7 @@ class skip_when:
         """Whether the loss is to be had."""
         return "loss" in self._watched
 
-    def judge(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def evaluate(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Why to skip a step with these ``values``, and what each history says of its own.
 
         Returns:
@@ -185,19 +187,19 @@ class skip_when:
             # So that NaN, which is neither more nor less than anything, is bad.
             bad = torch.zeros_like(value, dtype=torch.bool) if limit is None else ~(value <= limit)
             if what in self._histories:
-                judged[what] = self._histories[what].judge(value)
+                judged[what] = self._histories[what].evaluate(value)
                 bad = bad | judged[what]
             mine = bad * float(1 + CAUSES.index(what))
             cause = mine if cause is None else torch.where(cause > 0, cause, mine)
         assert cause is not None
         return cause, judged
 
-    def learn(
+    def update_from(
         self, values: Mapping[str, Tensor], judged: Mapping[str, Tensor], cause: Tensor, bad: Tensor
     ) -> None:
         """Take in ``values``, ``judged`` so, of a step skipped for ``cause``, or ``bad``."""
         for what, history in self._histories.items():
-            history.learn(values[what], judged[what], taken=(cause == 0) & ~bad, finite=~bad)
+            history.update_from(values[what], judged[what], taken=(cause == 0) & ~bad, finite=~bad)
 
     def _begin(
         self,
@@ -224,7 +226,7 @@ class skip_when:
         self._limits = limits
         self.limits = (limits["norm"], deviations["norm"], limits["loss"], deviations["loss"])
         self.settings = repr((self.limits, settings))
-        self._histories: dict[str, History] = {
+        self._histories: dict[str, RunningStatistics] = {
             what: history(n) for what, n in deviations.items() if n is not None
         }
         self._watched = [w for w in ("norm", "loss") if limits[w] or w in self._histories]
@@ -235,7 +237,7 @@ class skip_when:
         self.optimizer = optimizer
         ours = optimizer._ampopt
         ours.causes = (*ours.causes, self)
-        ours.plan_anew()
+        ours.invalidate_plan()
 
 
 def _check_limit(name: str, value: Any) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ampopt._step.by_rule import ByRule
+from ampopt._step.by_rule import RuleStep
 from ampopt._step.plan import Plan
 from ampopt._step.step_hooks import run_step_hooks
 from ampopt._step.torch_private import POST_HOOKS, PRE_HOOKS, pytree
@@ -172,7 +172,7 @@ class Captured:
         return result
 
     def _captured(self, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
-        optimizer, plan = self._optimizer, self._optimizer._ampopt.rule.plan
+        optimizer, plan = self._optimizer, self._optimizer._ampopt.runner.plan
         self._check(plan)
         assert plan is not None
         inputs = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -189,7 +189,7 @@ class Captured:
             scale=live,
             result=result,
             norm=optimizer._ampopt.grad_norm,
-            decision=optimizer._ampopt.rule.decision,
+            decision=optimizer._ampopt.runner.decision,
             plan=plan,
             tensors=self._hyper_tensors(),
         )
@@ -211,9 +211,9 @@ class Captured:
         if capture.norm is not None:
             ours.grad_norm = capture.norm.clone()
         decision = capture.decision
-        ours.rule.decision = decision and replace(
+        ours.runner.decision = decision and replace(
             decision,
-            factors=decision.factors_on_device.clone(),
+            factors=decision.coefficients_on_device.clone(),
             scaled_by=None if scale is None else scale._value,
         )
         run_step_hooks(optimizer)
@@ -237,9 +237,9 @@ class Captured:
 
     def _holds(self) -> bool:
         """Whether the optimizer still works on the tensors of the graph, or of the last step."""
-        steps, capture = self._optimizer._ampopt.rule, self._capture
+        steps, capture = self._optimizer._ampopt.runner, self._capture
         plan = steps.plan
-        if plan is None or not plan.lasts:  # an error when it is captured; see _check
+        if plan is None or not plan.reusable:  # an error when it is captured; see _check
             return capture is None
         if capture is not None:
             tensors = self._hyper_tensors()
@@ -248,7 +248,7 @@ class Captured:
             if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
                 return False
         with torch.no_grad():  # as in a step, because a plan also depends on the grad mode
-            return plan.renew(steps)
+            return plan.revalidate(steps)
 
     def _hyper_tensors(self) -> list[Tensor]:
         optimizer = self._optimizer
@@ -256,7 +256,7 @@ class Captured:
         return [x for x in values if isinstance(x, Tensor)]
 
     def _check(self, plan: Plan | None) -> None:
-        if plan is None or not plan.lasts:
+        if plan is None or not plan.reusable:
             raise RuntimeError(
                 "cuda_graph=True: this step works on copies, or is torch's own, as with sparse "
                 "gradients, so no graph can replay it. Use real parameters, and dense gradients "
@@ -295,7 +295,7 @@ def check_capturable(model: Any, optimizer: Any) -> None:
         )
     if (
         not isinstance(optimizer, ElementwiseOptimizer)
-        or not isinstance(optimizer._ampopt, ByRule)
+        or not isinstance(optimizer._ampopt, RuleStep)
         or optimizer.defaults.get("differentiable")
     ):
         raise TypeError(

@@ -29,7 +29,7 @@ from ampopt.train_step.arguments import (
     outputs,
     parts,
 )
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 __all__ = ["TrainStep"]
 
@@ -312,8 +312,8 @@ class TrainStep:
     # --- the loop ------------------------------------------------------------------------------
 
     def _step(self, batch: Any) -> StepResult:
-        device = self.optimizer._ampopt.home
-        batch = pytree.tree_map_only(Tensor, lambda t: carried(t, device), batch)
+        device = self.optimizer._ampopt.decision_device
+        batch = pytree.tree_map_only(Tensor, lambda t: to_device(t, device), batch)
         check_divisible(batch, self._micro_batches)
         steps = self._capturing_on(device)
         if steps is None:
@@ -348,7 +348,7 @@ class TrainStep:
         if self._on_overflow == "replay":
             return self.update(scale, evaluate)
         loss = evaluate(scale)
-        with self.optimizer._ampopt.told(loss):
+        with self.optimizer._ampopt.with_loss(loss):
             result = self.update(scale)
         return StepResult(loss, result.found_inf, result.scale)
 
@@ -357,7 +357,7 @@ class TrainStep:
         clear()
         losses, n = [], self._micro_batches
         for inputs, *targets in parts(batch, n):
-            with self._precision.autocast(self.optimizer._ampopt.home.type):
+            with self._precision.autocast(self.optimizer._ampopt.decision_device.type):
                 loss = self.forward(inputs, *targets)
                 check_loss(loss)
                 loss = loss / n if n > 1 else loss

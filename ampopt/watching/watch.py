@@ -19,9 +19,9 @@ from ampopt.watching import report
 from ampopt.watching.alarm import Condition
 from ampopt.watching.reading import Reading, Taken, described, merged, take
 from ampopt_kernels.found import Found, FoundByRanks
-from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, Attempt, Ledger, Part, zeros
+from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, ChunkRange, Ledger, RecordedStep, zeros
 from ampopt_kernels.step import Decision
-from ampopt_kernels.transfers import carried, copied_to_host
+from ampopt_kernels.transfers import copied_to_host, to_device
 from ampopt_kernels.triton.uploads import Uploads
 
 __all__ = ["Watch"]
@@ -100,7 +100,7 @@ class Watch:
         self._names: dict[torch.device, list[str]] = {self._home: []}
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._uploads: dict[torch.device, Uploads] = {}
-        self._parts: dict[torch.device, tuple[Found, list[Part]]] = {}
+        self._parts: dict[torch.device, tuple[Found, list[ChunkRange]]] = {}
         # How many overflows each of some ranks has found: float32, shape (ranks,).
         self._by_rank: dict[tuple[int, ...], Tensor] = {}
         self._alarms: list[Condition] = []
@@ -110,14 +110,14 @@ class Watch:
         self._grow()
         self._hook: Any = optimizer.register_step_post_hook(self._note)
         ours.watch = self
-        ours.plan_anew()
+        ours.invalidate_plan()
 
     def close(self) -> None:
         """Watch no longer. What was noted can still be read; logs are written to the end."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = self.optimizer._ampopt.watch = None
-            self.optimizer._ampopt.plan_anew()
+            self.optimizer._ampopt.invalidate_plan()
             self._write_logs(wait=True)
 
     # --- reading ----------------------------------------------------------------------------------
@@ -149,9 +149,9 @@ class Watch:
             An object with ``done()``, which never waits, and ``result()``.
         """
         self._grow()
-        home, *others = dict.fromkeys((self._home, *self._ledgers))
+        decision_device, *others = dict.fromkeys((self._home, *self._ledgers))
         copies, events = [], []
-        for device in (home, *others):
+        for device in (decision_device, *others):
             ledger, event = take(self._ledgers[device])
             copies.append((list(self._names[device]), ledger))
             events += [] if event is None else [event]
@@ -171,7 +171,7 @@ class Watch:
         agreement = self.optimizer._ampopt.agreement()
         if agreement is None:
             return self.read()
-        return described(merged(agreement.gathered(self._taken())), alone=True)
+        return described(merged(agreement.gather_objects(self._taken())), alone=True)
 
     def report(self) -> str:
         """What happened, and what to do about it, in words. Synchronizes as :meth:`read`."""
@@ -319,13 +319,13 @@ class Watch:
 
     @torch.no_grad()
     def _add(self, decision: Decision | None, number: int, *, notes_step: bool = True) -> None:
-        attempt, found = Attempt(number), {}
+        attempt, found = RecordedStep(number), {}
         if decision is not None:
-            judged = decision.judged or decision
+            judged = decision.earlier_decision or decision
             norm = decision.norm if judged.norm is None else judged.norm
             told = (decision.skip, judged.cause, judged.scaled_by, norm)
-            here = (x if x is None else carried(x, self._home) for x in told)
-            attempt = Attempt(number, *here)
+            here = (x if x is None else to_device(x, self._home) for x in told)
+            attempt = RecordedStep(number, *here)
             measured = judged if judged.measured else decision
             found = {f.measures.device: f for f in measured.found if f.measures is not None}
             for one in judged.found:
@@ -335,7 +335,7 @@ class Watch:
             its_own = attempt
             if device != self._home:
                 skip = attempt.skip
-                its_own = Attempt(number, None if skip is None else carried(skip, device))
+                its_own = RecordedStep(number, None if skip is None else to_device(skip, device))
             parts = self._parts_of(device, found[device]) if device in found else []
             uploads = self._uploads.setdefault(device, Uploads())
             backend_for(device).note(
@@ -349,7 +349,7 @@ class Watch:
             uploads.keep_while_captured(device)
 
     def _count_ranks(self, found: FoundByRanks) -> None:
-        ranks, flags = tuple(found.ranks), carried(found.flags, self._home) > 0
+        ranks, flags = tuple(found.ranks), to_device(found.flags, self._home) > 0
         counts = self._by_rank.get(ranks)
         if counts is None:
             self._by_rank[ranks] = flags.to(torch.float32)
@@ -361,7 +361,7 @@ class Watch:
         ours = self.optimizer._ampopt
         return not has_others(self.optimizer.param_groups, ours.process_group)
 
-    def _parts_of(self, device: torch.device, found: Found) -> list[Part]:
+    def _parts_of(self, device: torch.device, found: Found) -> list[ChunkRange]:
         """Where parameters of this optimizer are in ``found``, as in the last step if alike."""
         known = self._parts.get(device)
         if known is not None and known[0].rows == found.rows and known[0].owners == found.owners:
@@ -374,7 +374,7 @@ class Watch:
             count = len(list(run))
             place = self._places.get(found.owners[row].key)
             if place is not None:  # else it is of another optimizer, of one decision with this
-                parts.append(Part(first, count, place[1]))
+                parts.append(ChunkRange(first, count, place[1]))
             first += count
         self._parts[device] = replace(found, flags=[], measures=None), parts
         return parts

@@ -34,7 +34,7 @@ from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.found import Found
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
-from ampopt_kernels.ledger import Attempt, Part, zeros
+from ampopt_kernels.ledger import ChunkRange, RecordedStep, zeros
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
@@ -235,9 +235,9 @@ def launches(case: Case) -> list[Launch]:
     decision = run(lambda _: backend, [work], request)
     if request.measure:
         norm = torch.zeros(())
-        attempt = Attempt(1, decision.skip, norm, scale, norm)
+        attempt = RecordedStep(1, decision.skip, norm, scale, norm)
         (found,) = (part for part in decision.found if isinstance(part, Found))
-        where = (zeros(1, 1, work.device), attempt, found, [Part(0, 1, 0)])
+        where = (zeros(1, 1, work.device), attempt, found, [ChunkRange(0, 1, 0)])
         backend.note(*where, work.uploads, notes_step=True)
     return recorded
 

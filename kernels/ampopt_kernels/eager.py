@@ -16,7 +16,7 @@ from ampopt_kernels.found import Found, measured
 from ampopt_kernels.marginals import LineSums, advance, sums_of
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Backend, Decision, Factors, Partials, Request, Row, Work
+from ampopt_kernels.step import Backend, Coefficients, Decision, Partials, Request, Row, Work
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
@@ -57,8 +57,8 @@ class Eager(Backend):
             flags.append(~(low.isfinite() & high.isfinite()))
             rows.append(place)
             if request.measure:
-                measures.append(measured(unscaled, row.counted))
-            if norm is not None and row.counted:
+                measures.append(measured(unscaled, row.in_norm))
+            if norm is not None and row.in_norm:
                 squares.append(norm * norm)
         judged = _made(flags, torch.float32, work.device)
         return Partials(
@@ -137,7 +137,7 @@ class Eager(Backend):
                 scale = scale.reshape(request.scale.shape)
             counters = make(new[1:], dtype=torch.int32, device=device)
 
-        factors = Factors(skip, inverse, coefficient)
+        factors = Coefficients(skip, inverse, coefficient)
         return Decision(
             found_inf=make(found, dtype=torch.float32, device=device),
             factors=factors if sees else make(factors, dtype=widest(device), device=device),
@@ -146,7 +146,7 @@ class Eager(Backend):
             counters=counters,
             found=() if partials is None else partials.found,
             scaled_by=request.scale,
-            judged=request.judged,
+            earlier_decision=request.earlier_decision,
         )
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
@@ -190,7 +190,7 @@ class Eager(Backend):
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
-        skip, inverse, clip = decision.factors_on_device.unbind()
+        skip, inverse, clip = decision.coefficients_on_device.unbind()
         keep = functools.partial(_select, skip > 0)
         rule = work.rule
         assert rule is not None
@@ -260,7 +260,7 @@ def _before_reduce(
     work: Work, rule: Rule, decision: Decision
 ) -> Iterator[tuple[Row, tuple[Any, ...]]]:
     """Each row with what ``reduce`` takes as ``h``, behind the reciprocal of the scale and clip."""
-    _, inverse, clip = decision.factors_on_device.unbind()
+    _, inverse, clip = decision.coefficients_on_device.unbind()
     known: list[tuple[Any, ...]] = [()] * len(work.rows)
     for group in _groups(work):
         _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, known)

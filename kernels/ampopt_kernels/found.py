@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 __all__ = [
     "FLUSHED",
@@ -75,7 +75,7 @@ class Found:
     def flags_on(self, device: torch.device) -> Tensor:
         """:attr:`flags` as a tensor on ``device``."""
         if isinstance(self.flags, Tensor):
-            return carried(self.flags, device, torch.float32)
+            return to_device(self.flags, device, torch.float32)
         return torch.tensor(self.flags, dtype=torch.float32, device=device)
 
     def kept(self) -> "Found":
@@ -123,12 +123,12 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"
 
 
-def measured(unscaled: Tensor, counted: bool) -> Tensor:
+def measured(unscaled: Tensor, in_norm: bool) -> Tensor:
     """The measures of a part that is not empty, by torch's operations; see :class:`Found`."""
     wide = widest(unscaled.device)
     magnitudes = unscaled.abs()
     finite: Any = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
     used = finite > 0
-    squares = finite.to(wide).square().sum() if counted else finite.new_zeros(())
+    squares = finite.to(wide).square().sum() if in_norm else finite.new_zeros(())
     each = (finite.max(), used.sum(), (used & (finite <= FLUSHED)).sum(), squares)
     return torch.stack([x.to(wide) for x in each])

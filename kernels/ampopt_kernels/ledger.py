@@ -25,9 +25,9 @@ __all__ = [
     "COUNTS",
     "NOT_GIVEN",
     "RING",
-    "Attempt",
+    "RecordedStep",
     "Ledger",
-    "Part",
+    "ChunkRange",
     "note",
     "zeros",
 ]
@@ -44,7 +44,7 @@ RING = 4
 NOT_GIVEN = -1.0
 
 
-class Part(NamedTuple):
+class ChunkRange(NamedTuple):
     """Where what was found of one parameter is, and where it goes.
 
     Attributes:
@@ -94,7 +94,7 @@ def zeros(places: int, last: int, device: torch.device) -> Ledger:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class RecordedStep:
     """One step that was taken or skipped, as a ledger notes it. Tensors are of one element.
 
     Attributes:
@@ -114,9 +114,9 @@ class Attempt:
 
 def note(
     ledger: Ledger,
-    attempt: Attempt,
+    attempt: RecordedStep,
     found: Found | None,
-    parts: Sequence[Part],
+    parts: Sequence[ChunkRange],
     uploads: Uploads,
     *,
     notes_step: bool,

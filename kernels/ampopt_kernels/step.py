@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.found import NOBODY, Found, FoundByRanks, Owner
-from ampopt_kernels.ledger import Attempt, Ledger, Part, note
+from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep, note
 from ampopt_kernels.marginals import AgreeOnLines, LineSums, Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.policy import PolicyConstants
@@ -24,10 +24,10 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import AgreeOnSums, Sums, over_all
 from ampopt_kernels.tensors import arithmetic, widest
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 from ampopt_kernels.triton.uploads import Uploads
 
-__all__ = ["Backend", "Decision", "Factors", "Partials", "Request", "Row", "Work", "run"]
+__all__ = ["Backend", "Decision", "Coefficients", "Partials", "Request", "Row", "Work", "run"]
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Row:
     follows ``rule.state_for(flags)``; ``scalars`` follows ``rule.scalar_state``, with
     ``None`` where the flags leave one out. A row that is only to be read has no ``param``. Where
     ``param`` is a float32 master, ``copy`` is the low-precision parameter that gets it rounded.
-    Where several ranks hold a parameter alike, it is ``counted`` towards the norm on one of them.
+    Where several ranks hold a parameter alike, it is ``in_norm`` towards the norm on one of them.
     A bfloat16 parameter that is rounded stochastically has ``keys``, of which each step takes one,
     0-d int64; see ``stochastic``. The chances of its elements, and random numbers of a rule, follow
     from their ``places`` in the whole parameter; where there are neither, ``places`` say nothing.
@@ -52,7 +52,7 @@ class Row:
     scalars: tuple[Tensor | None, ...] = ()
     flags: tuple[bool, ...] = ()
     group: int = 0
-    counted: bool = True
+    in_norm: bool = True
     owner: Owner = NOBODY
     keys: Tensor | None = None
     places: Places = Places()
@@ -97,7 +97,7 @@ class Work:
         uploads: what the device already holds of the tables, kept from step to step.
         table: the backend's own form of the rows, once it has made one. It outlasts the
             gradients of one step.
-        stamp: changes whenever there are other gradients.
+        grads_version: changes whenever there are other gradients.
     """
 
     device: torch.device
@@ -107,7 +107,7 @@ class Work:
     hyper: Sequence[Sequence[float | Tensor]] = ()
     uploads: Uploads = field(default_factory=Uploads)
     table: Any = None
-    stamp: int = field(default=0, init=False)
+    grads_version: int = field(default=0, init=False)
 
     @functools.cached_property
     def owners(self) -> list[Owner]:
@@ -127,7 +127,7 @@ class Work:
     def take(self, grads: list[Tensor], hyper: Sequence[Sequence[float | Tensor]]) -> None:
         """Work on these from now on, each gradient laid out as the one in its place before."""
         self.grads, self.hyper = grads, hyper
-        self.stamp += 1
+        self.grads_version += 1
 
     @property
     def factors(self) -> Iterator[Tensor]:
@@ -171,7 +171,7 @@ class Request:
         agree_on_sums: likewise of what a rule has summed up over parameters.
         agree_on_lines: likewise of what it has summed up over their rows and columns.
         measure: measure the gradients for who watches them; see :class:`Found`.
-        judged: the decision that was made of these gradients before, whose step this is.
+        earlier_decision: the decision that was made of these gradients before, whose step this is.
         causes: for which to skip besides, each with the loss, if it is to know that.
     """
 
@@ -189,11 +189,11 @@ class Request:
     agree_on_sums: AgreeOnSums | None = None
     agree_on_lines: AgreeOnLines | None = None
     measure: bool = False
-    judged: "Decision | None" = None
+    earlier_decision: "Decision | None" = None
     causes: tuple[tuple[Any, Tensor | None], ...] = ()
 
     @property
-    def asks(self) -> bool:
+    def needs_agreement(self) -> bool:
         """Whether there is anything to agree on: an overflow, or a norm."""
         return self.check or self.max_norm is not None
 
@@ -221,10 +221,10 @@ class Partials:
         """:attr:`flags` as a tensor on ``device``."""
         if isinstance(self.flags, list):
             return torch.tensor(self.flags, dtype=torch.float32, device=device)
-        return carried(self.flags, device, torch.float32)
+        return to_device(self.flags, device, torch.float32)
 
 
-class Factors(NamedTuple):
+class Coefficients(NamedTuple):
     """What update does with every gradient, as numbers of the host."""
 
     skip: float
@@ -243,7 +243,7 @@ class Decision:
 
     Attributes:
         found_inf: float32, 0-d; more than 0 for overflow.
-        factors: :class:`Factors`, of a backend whose host sees them; else a tensor of the same
+        factors: :class:`Coefficients`, of a backend whose host sees them; else a tensor of the same
             three on the device: ``widest``, shape (3,).
         norm: 0-d global norm of the unscaled gradients, if asked for.
         scale: the successor of the scale, of its shape and dtype, if it has one.
@@ -254,12 +254,12 @@ class Decision:
         sums: what the rule has summed up over parameters, once all have it.
         lines: what it has summed up over rows and columns, where ranks have to agree on that.
         scaled_by: the factor that the gradients carried.
-        judged: see :class:`Request`.
+        earlier_decision: see :class:`Request`.
         cause: for which it is skipped if not for overflow, as counted in ``ledger``; 0 for none.
     """
 
     found_inf: Tensor
-    factors: Factors | Tensor
+    factors: Coefficients | Tensor
     norm: Tensor | None = None
     scale: Tensor | None = None
     counters: Tensor | None = None
@@ -268,7 +268,7 @@ class Decision:
     sums: Sums | None = None
     lines: LineSums = field(default_factory=dict)
     scaled_by: Tensor | None = None
-    judged: "Decision | None" = None
+    earlier_decision: "Decision | None" = None
     cause: Tensor | None = None
 
     @property
@@ -277,7 +277,7 @@ class Decision:
         found_inf = self.found_inf
         return found_inf if self.cause is None else found_inf * (self.cause == 0)
 
-    def learning_where(self, learns: Tensor, request: Request) -> "Decision":
+    def with_schedule_where(self, learns: Tensor, request: Request) -> "Decision":
         """This one, but with the schedule as ``request`` has it unless ``learns``, a 0-d bool."""
         if self.scale is None or self.counters is None:
             return self
@@ -285,12 +285,12 @@ class Decision:
         device = self.scale.device
         return replace(
             self,
-            scale=torch.where(learns, self.scale, carried(request.scale, device)),
-            counters=torch.where(learns, self.counters, carried(request.counters, device)),
+            scale=torch.where(learns, self.scale, to_device(request.scale, device)),
+            counters=torch.where(learns, self.counters, to_device(request.counters, device)),
         )
 
     @property
-    def culprits(self) -> tuple[Found | FoundByRanks, ...]:
+    def overflow_details(self) -> tuple[Found | FoundByRanks, ...]:
         """:attr:`found`, if it was judged, as gradients without a scale are not."""
         return () if self.scaled_by is None else self.found
 
@@ -300,7 +300,7 @@ class Decision:
         return any(part.measures is not None for part in self.found)
 
     @functools.cached_property
-    def factors_on_device(self) -> Tensor:
+    def coefficients_on_device(self) -> Tensor:
         """:attr:`factors` as a tensor."""
         if isinstance(self.factors, Tensor):
             return self.factors
@@ -308,26 +308,26 @@ class Decision:
         return torch.tensor(self.factors, dtype=widest(device), device=device)
 
     @property
-    def factors_on_host(self) -> Factors:
+    def coefficients_on_host(self) -> Coefficients:
         """:attr:`factors` as numbers, for which the host waits if they are on a device."""
         if isinstance(self.factors, Tensor):
-            return Factors(*self.factors.tolist())
+            return Coefficients(*self.factors.tolist())
         return self.factors
 
     @property
     def skip(self) -> Tensor:
-        """See :class:`Factors`; 0-d, on the device."""
-        return self.factors_on_device[0]
+        """See :class:`Coefficients`; 0-d, on the device."""
+        return self.coefficients_on_device[0]
 
     @property
     def inverse(self) -> Tensor:
-        """See :class:`Factors`; 0-d, on the device."""
-        return self.factors_on_device[1]
+        """See :class:`Coefficients`; 0-d, on the device."""
+        return self.coefficients_on_device[1]
 
     @property
     def clip(self) -> Tensor:
-        """See :class:`Factors`; 0-d, on the device."""
-        return self.factors_on_device[2]
+        """See :class:`Coefficients`; 0-d, on the device."""
+        return self.coefficients_on_device[2]
 
 
 class Backend(ABC):
@@ -389,9 +389,9 @@ class Backend(ABC):
     def note(
         self,
         ledger: Ledger,
-        attempt: Attempt,
+        attempt: RecordedStep,
         found: Found | None,
-        parts: Sequence[Part],
+        parts: Sequence[ChunkRange],
         uploads: Uploads,
         *,
         notes_step: bool,
@@ -420,7 +420,7 @@ def run(
             backends[-1].prepare(work, decides=work is works[0])
     first, *others = works
     asked, partials = _on(first.device, request), None
-    if request.asks or request.write or request.measure or request.accumulate:
+    if request.needs_agreement or request.write or request.measure or request.accumulate:
         found = []
         for backend, work in zip(backends, works, strict=True):
             detect = backend.accumulate if request.accumulate else backend.detect
@@ -435,7 +435,7 @@ def run(
     if request.apply:
         decisions = [decision]
         for work in others:
-            factors = carried(decision.factors_on_device, work.device, widest(work.device))
+            factors = to_device(decision.coefficients_on_device, work.device, widest(work.device))
             decisions.append(Decision(found_inf=decision.found_inf, factors=factors))
         steps = list(zip(backends, works, decisions, strict=True))
         if first.rule is not None and first.rule.reduces:
@@ -465,7 +465,7 @@ def _on(device: torch.device, request: Request) -> Request:
     scale, flag = request.scale, request.found_inf
     if (scale is None or scale.device == device) and (flag is None or flag.device == device):
         return request
-    there = [None if x is None else carried(x, device) for x in (scale, flag)]
+    there = [None if x is None else to_device(x, device) for x in (scale, flag)]
     return replace(request, scale=there[0], found_inf=there[1])
 
 
@@ -474,7 +474,7 @@ def _joined(parts: list[Partials], device: torch.device) -> Partials:
     if all(p.squares is not None for p in parts):
         wide = widest(device)
         squares = torch.cat(
-            [carried(p.squares, device, wide) for p in parts if p.squares is not None]
+            [to_device(p.squares, device, wide) for p in parts if p.squares is not None]
         )
     found = tuple(one for p in parts for one in p.found)
     return Partials(torch.cat([p.flags_on(device) for p in parts]), squares, found)

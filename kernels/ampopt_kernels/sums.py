@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.transfers import carried
+from ampopt_kernels.transfers import to_device
 
 if TYPE_CHECKING:
     from ampopt_kernels.step import Work
@@ -45,19 +45,19 @@ def over_all(
         agree: of the ranks, if there are several.
     """
     home = sums[0].device
-    each = torch.cat([carried(s, home, widest(home)) for s in sums]) if len(sums) > 1 else sums[0]
-    counted = each
-    if not all(row.counted for work in works for row in work.rows):
-        counts = [float(row.counted) for work in works for row in work.rows]
+    each = torch.cat([to_device(s, home, widest(home)) for s in sums]) if len(sums) > 1 else sums[0]
+    in_norm = each
+    if not all(row.in_norm for work in works for row in work.rows):
+        counts = [float(row.in_norm) for work in works for row in work.rows]
         mask = works[0].uploads.get("counted rows", counts, torch.float32, home)
-        counted = torch.where(mask[:, None] > 0, each, 0.0)
-    found = Sums(each, counted.sum(0))
+        in_norm = torch.where(mask[:, None] > 0, each, 0.0)
+    found = Sums(each, in_norm.sum(0))
     if agree is not None:
         found = agree(works, found)
     if len(works) == 1:
         return [found]
     parts = found.each.split([len(work.rows) for work in works])
     return [
-        Sums(*(carried(x, work.device, widest(work.device)) for x in (part, found.totals)))
+        Sums(*(to_device(x, work.device, widest(work.device)) for x in (part, found.totals)))
         for work, part in zip(works, parts, strict=True)
     ]

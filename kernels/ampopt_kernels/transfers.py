@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ampopt_kernels.devices import ACCELERATORS, current, refuse_while_captured, stream
 
-__all__ = ["Copying", "carried", "carried_into", "copied_to_host"]
+__all__ = ["Copying", "to_device", "carried_into", "copied_to_host"]
 
 
 class Copying(NamedTuple):
@@ -38,7 +38,7 @@ def copied_to_host(tensor: Tensor) -> Copying:
     return Copying(copy, event)
 
 
-def carried(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """``tensor`` on ``device``, in ``dtype`` if given.
 
     On its way to an accelerator the host goes on; whatever runs there runs later. On its way to the
@@ -53,7 +53,7 @@ def carried(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = No
 
 
 def carried_into(there: Tensor, tensor: Tensor) -> Tensor:
-    """``there``, with ``tensor`` written over it; the host waits as for :func:`carried`."""
+    """``there``, with ``tensor`` written over it; the host waits as for :func:`to_device`."""
     tensor, goes_on = _ready(tensor, there.device)
     return there.copy_(tensor, non_blocking=goes_on)
 

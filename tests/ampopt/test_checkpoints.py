@@ -16,7 +16,7 @@ from support.torch_options import (
     ELEMENTWISE,
     OPTION_SETS,
     RICH,
-    Apart,
+    NoCommonGroupError,
     OptionSet,
     assert_train_alike,
     give,
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_torchs_continues_here_and_back(options, dtype):
     makers = itertools.cycle([options.ours, options.torchs])
     relay = options.torchs(initial(options, dtype))
     steady = options.torchs(initial(options, dtype))
-    source, apart = gradients(options, dtype), Apart(steady)
+    source, apart = gradients(options, dtype), NoCommonGroupError(steady)
     for missing in (1, 0, 0):
         of_leg = lambda: source()[: 2 - missing] + [None] * missing  # noqa: B023, E731
         assert_train_alike(relay, steady, of_leg, range(2), apart=apart)
@@ -205,7 +205,7 @@ def test_a_group_added_mid_training_is_saved_with_the_others(options):
     train(ours, [first])
     train(torchs, [[*first, *[None] * len(first)]])  # type: ignore[list-item]
     ours.add_param_group(late)
-    both, apart = lambda: [*source(), *source()], Apart(torchs)
+    both, apart = lambda: [*source(), *source()], NoCommonGroupError(torchs)
     assert_train_alike(ours, torchs, both, range(2), apart=apart)
     resumed = options.torchs([{"params": copies(group["params"])} for group in ours.param_groups])
     resumed.load_state_dict(through_a_file(ours))

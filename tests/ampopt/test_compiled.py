@@ -12,7 +12,7 @@ import torch
 from support.torch_options import (
     ELEMENTWISE,
     RICH,
-    Apart,
+    NoCommonGroupError,
     assert_train_alike,
     give,
     gradients,
@@ -77,7 +77,7 @@ def test_complex_and_absent_gradients_and_many_sizes(backend):
     params.append(torch.tensor([1 + 2j, -0.5 + 1j]))
     ours = options.ours([p.clone() for p in params])
     torchs = options.torchs([p.clone() for p in params])
-    apart = Apart(torchs)
+    apart = NoCommonGroupError(torchs)
     for step in range(4):
         grads = [None if (step + i) % 3 == 0 else (p + step) / 4 for i, p in enumerate(params)]
         assert_train_alike(ours, torchs, lambda: grads, range(1), apart=apart)  # noqa: B023

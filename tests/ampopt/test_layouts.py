@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import Signed
-from support.torch_options import ELEMENTWISE, RICH, ULPS, Apart, OptionSet, named, params_of
+from support.torch_options import (
+    ELEMENTWISE,
+    RICH,
+    ULPS,
+    NoCommonGroupError,
+    OptionSet,
+    named,
+    params_of,
+)
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -82,7 +90,7 @@ def compare(options: OptionSet, params: list[Tensor], steps: list[list[Tensor | 
     ours = options.ours([Parameter(p) for p in params])
     plain = [p.detach().clone(memory_format=torch.contiguous_format) for p in params]
     torchs = options.torchs(plain)
-    apart = Apart(torchs)
+    apart = NoCommonGroupError(torchs)
     strides = [p.stride() for p in params]
     for grads in steps:
         before = everything(ours), memory_of(params)

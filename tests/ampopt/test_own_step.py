@@ -10,8 +10,8 @@ from support.training_loops import INF, both_ways, overflow, scaler_for
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step.by_rule import ByRule
-from ampopt._step.ordinary import Ordinary
+from ampopt._step.by_rule import RuleStep
+from ampopt._step.ordinary import OrdinaryStep
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -104,8 +104,8 @@ def test_a_subclass_without_a_step_of_its_own_is_still_told_to_skip():
 
     assert Renamed._step_supports_amp_scaling
     params = [Parameter(torch.ones(3))]
-    assert isinstance(Renamed(params)._ampopt, ByRule)
-    assert isinstance(Derived(params)._ampopt, Ordinary)
+    assert isinstance(Renamed(params)._ampopt, RuleStep)
+    assert isinstance(Derived(params)._ampopt, OrdinaryStep)
 
 
 @pytest.mark.parametrize("made_before", [False, True])
@@ -272,10 +272,10 @@ def test_a_step_around_a_rule_may_leave_the_skip_to_it(split, backend):
 
 
 def test_a_step_around_a_rule_is_warned_of_where_the_host_would_wait(monkeypatch):
-    monkeypatch.setattr(Ordinary, "home", torch.device("cuda"))
+    monkeypatch.setattr(OrdinaryStep, "decision_device", torch.device("cuda"))
     optimizer = Shrinking([Parameter(torch.ones(3))])
     with pytest.warns(UserWarning, match="the step of Shrinking is around that of a rule"):
-        _ = optimizer._ampopt.skipper
+        _ = optimizer._ampopt.skip_policy
     optimizer = Shrinking([Parameter(torch.ones(3))])
     optimizer.skip_by = "host"
-    assert optimizer._ampopt.skipper.mode == "host"
+    assert optimizer._ampopt.skip_policy.mode == "host"

@@ -451,7 +451,9 @@ def test_fsdp1_has_the_norm_of_the_model_once(four_ranks, strategy, orig):
 
 def test_other_ranks_are_asked_for_once_there_are_any(monkeypatch):
     asked: list[Any] = []
-    monkeypatch.setattr(ranks, "agreement", lambda *args, **meets: asked.append(args))
+    monkeypatch.setattr(
+        ranks, "agreement", lambda *args, **step_has_collectives: asked.append(args)
+    )
     p = Parameter(torch.ones(1))
     optimizer = Plain([p], lr=0.5)
 

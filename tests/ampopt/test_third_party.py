@@ -223,9 +223,9 @@ def test_only_a_step_that_keeps_all_in_tensors_is_undone_on_the_device(name, ski
     for step in range(8):
         give(optimizer, step)
         optimizer.unscale_and_step(grads_scaled_by=1.0)
-    skipper = optimizer._ampopt.skipper
-    assert skipper.mode == ("host" if changed else "transaction")
-    assert (skipper.reason is None) is (not changed)
+    skip_policy = optimizer._ampopt.skip_policy
+    assert skip_policy.mode == ("host" if changed else "transaction")
+    assert (skip_policy.reason is None) is (not changed)
 
 
 @pytest.mark.parametrize("name", WORK)

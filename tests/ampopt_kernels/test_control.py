@@ -61,13 +61,13 @@ def test_decides(engine, flags, external, scale, check, drop, shape):
     decision = decide(engine, request, parts(flags))
     assert (decision.found_inf.dtype, decision.found_inf.shape) == (torch.float32, ())
     assert (decision.found_inf > 0).item() == overflow
-    skip, inverse, clip = decision.factors_on_host
+    skip, inverse, clip = decision.coefficients_on_host
     assert (skip > 0) == (overflow and drop)
     if usable:
         assert inverse == 1.0 / (1.0 if scale is None else scale)  # in float64
     assert clip == 1.0
     for tensor, number in zip(
-        (decision.skip, decision.inverse, decision.clip), decision.factors_on_host, strict=True
+        (decision.skip, decision.inverse, decision.clip), decision.coefficients_on_host, strict=True
     ):
         assert tensor.shape == ()
         assert tensor.item() == pytest.approx(number, nan_ok=True, abs=0, rel=0)

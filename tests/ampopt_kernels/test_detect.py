@@ -129,7 +129,7 @@ def test_a_row_that_does_not_count_adds_nothing_to_the_norm(engine, write, plan,
     built, counting = plan.build(), plan.build()
     counted = [data.draw(st.booleans()) for _ in built.rows]
     for row, counts in zip(built.rows, counted, strict=True):
-        row.counted = counts
+        row.in_norm = counts
     for held in (counting.rows, counting.grads):
         held[:] = [x for x, counts in zip(held, counted, strict=True) if counts]
     norm = request(4.0, write=write, max_norm=1.0)

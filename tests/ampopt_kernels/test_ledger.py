@@ -14,7 +14,15 @@ from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.found import Found, Owner
-from ampopt_kernels.ledger import CAUSES, COLUMNS, COUNTS, NOT_GIVEN, Attempt, Part, zeros
+from ampopt_kernels.ledger import (
+    CAUSES,
+    COLUMNS,
+    COUNTS,
+    NOT_GIVEN,
+    ChunkRange,
+    RecordedStep,
+    zeros,
+)
 from ampopt_kernels.triton.uploads import Uploads
 
 PLACES, LAST = 3, 4
@@ -49,7 +57,7 @@ class Step:
         flags = flags if self.host_sees else torch.tensor(flags, dtype=torch.float32)
         measures = torch.tensor([row[2] for row in self.rows], dtype=torch.float64).view(-1, 4)
         owners = [Owner("a parameter", 0)] * len(self.rows)
-        parts = [Part(i, 1, row[0]) for i, row in enumerate(self.rows)]
+        parts = [ChunkRange(i, 1, row[0]) for i, row in enumerate(self.rows)]
         return Found(flags, range(len(self.rows)), owners, measures), parts
 
     def attempt(self, number):
@@ -57,7 +65,9 @@ class Step:
             return None if x is None else torch.tensor(x)
 
         other = None if self.cause < 2 else torch.tensor(self.cause)
-        return Attempt(number, torch.tensor(float(self.cause > 0)), other, *map(given, self.told))
+        return RecordedStep(
+            number, torch.tensor(float(self.cause > 0)), other, *map(given, self.told)
+        )
 
     @property
     def told(self):
@@ -136,6 +146,8 @@ def test_a_parameter_in_several_parts_is_one(engine):
     parts = torch.tensor([[1.0, 4, 1, 2.0], [5.0, 3, 0, 25.0]], dtype=torch.float64)
     for number, flags in enumerate(([0.0, 0.0], [1.0, 1.0]), start=1):
         found = Found(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)
-        backend.note(ledger, Attempt(number), found, [Part(0, 2, 0)], Uploads(), notes_step=True)
+        backend.note(
+            ledger, RecordedStep(number), found, [ChunkRange(0, 2, 0)], Uploads(), notes_step=True
+        )
     assert ledger.parameters[0, :5].tolist() == [5.0, 1.0, 14.0, 2.0, 2.0]
     assert ledger.ring[0, 3] == math.inf

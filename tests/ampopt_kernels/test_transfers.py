@@ -15,7 +15,7 @@ import ampopt
 from ampopt._step.replay import Replay
 from ampopt_kernels.devices import captures
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.transfers import carried, carried_into
+from ampopt_kernels.transfers import carried_into, to_device
 
 META = torch.device("meta")
 each_accelerator = pytest.mark.parametrize("kind", ["cuda", "xpu"])
@@ -58,7 +58,7 @@ class Elsewhere(TorchFunctionMode):
 def test_only_from_pinned_memory_the_host_goes_on(kind, dtype, values):
     tensor = torch.tensor(values, dtype=torch.float32)
     with Elsewhere() as elsewhere:
-        found = carried(tensor, torch.device(kind), dtype)
+        found = to_device(tensor, torch.device(kind), dtype)
     goes_on = kind in ("cuda:1", "xpu:0")
     is_there = kind == "cpu" and dtype != torch.float64
     assert (found is tensor) == is_there
@@ -70,7 +70,7 @@ def test_nothing_is_sent_from_the_host_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr("ampopt_kernels.devices.captures", lambda device: device.type == "cuda")
     with Elsewhere() as elsewhere:
         with pytest.raises(RuntimeError, match="on its way from the host"):
-            carried(torch.ones(2), torch.device("cuda"))
+            to_device(torch.ones(2), torch.device("cuda"))
     assert not elsewhere.pinned and not elsewhere.copies
 
 
@@ -83,8 +83,8 @@ def test_what_is_written_over_is_waited_for_where_nothing_pins():
 def test_on_its_way_to_the_host_a_tensor_is_waited_for():
     with Elsewhere() as elsewhere:
         with mock.patch.multiple(Tensor, is_cpu=False, device=torch.device("cuda:1")):
-            carried(torch.ones(2), torch.device("cpu"))
-            carried(torch.ones(2), torch.device("cuda:0"))
+            to_device(torch.ones(2), torch.device("cpu"))
+            to_device(torch.ones(2), torch.device("cuda:0"))
     assert elsewhere.copies == [(False, False), (False, True)]
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "OPTION_SETS",
     "RICH",
     "ULPS",
-    "Apart",
+    "NoCommonGroupError",
     "OptionSet",
     "assert_train_alike",
     "give",
@@ -220,7 +220,7 @@ def spoiled(grads: list[Tensor]) -> list[Tensor]:
     return [*grads[:-1], bad]
 
 
-class Apart:
+class NoCommonGroupError:
     """Distance of results in ulps of the largest magnitude that each element has had.
 
     The current magnitude may be much smaller, because sums cancel.
@@ -280,10 +280,10 @@ def assert_train_alike(
     source: Any,
     steps: range,
     ulps: float = ULPS,
-    apart: Apart | None = None,
+    apart: NoCommonGroupError | None = None,
 ) -> None:
     """Take the same steps with both optimizers, and check that they stay within ``ulps``."""
-    apart = Apart(torchs) if apart is None else apart
+    apart = NoCommonGroupError(torchs) if apart is None else apart
     for step in steps:
         grads = source()
         give(ours, grads)

@@ -54,7 +54,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
 
     one, two = (torch.ones(n, dtype=torch.float64, device="cpu") for n in ((), 2))
     s, h, of_two = (one,) * len(scalars), (one * 0.5,) * n_hyper, (two,) * len(scalars)
-    given_two, sums, counted = (of_two, h), (), []
+    given_two, sums, in_norm = (of_two, h), (), []
     if rule.reduces:
         role = "before_reduce"
         before = rule.torch_before_reduce
@@ -66,13 +66,13 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         terms = _Blocks(f"reduce {its_states}", f"reduce of {owner}'s rule", h, flags, read)
         n_terms = terms.check(rule.torch_reduce_in(torch.float32), _terms)
         sums = (one,) * n_terms
-        counted = [(role, "h", len(h), "reduce"), ("reduce", "terms", n_terms, "terms")]
+        in_norm = [(role, "h", len(h), "reduce"), ("reduce", "terms", n_terms, "terms")]
     what = f"scalars {its_scalars}"
     s, h = _called(what, _pair, rule.torch_scalars, s, h, flags, sums, sums)
     # Of two parameters at once, whose scalars may differ; the totals are one number each.
     _called(what, _pair, rule.torch_scalars, *given_two, flags, (two,) * len(sums), sums)
     _check_scalars(f"scalars of {owner}'s rule", s, h, scalars)
-    for role, kind, n, name in (*counted, ("scalars", "h", len(h), "update")):
+    for role, kind, n, name in (*in_norm, ("scalars", "h", len(h), "update")):
         without_flags = getattr(rule.widths(n_hyper), name)
         _check_number(f"{role} of {owner}'s rule", kind, n, without_flags, given)
     role = f"update of {owner}'s rule"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.blocks import Pieces
-from ampopt_kernels.cpu.bundles import Part, Piece
+from ampopt_kernels.cpu.blocks import Bundles
+from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
@@ -35,20 +35,20 @@ class Cpu(Eager):
 
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`."""
-        if not isinstance(work.table, Pieces):
-            work.table = Pieces.of(work)
+        if not isinstance(work.table, Bundles):
+            work.table = Bundles.of(work)
         if work.table.prepared_by is not self:
             work.table.prepared_by = self if self._prepare(work) else None
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a piece, or a row if none were prepared."""
         pieces = []
-        if isinstance(work.table, Pieces):
+        if isinstance(work.table, Bundles):
             pieces = [piece for _, piece in work.table.pieces]
-            parts = [_Read(p.gather(work), p.dtype, p.rows[0].counted, p.among) for p in pieces]
+            parts = [_Read(p.gather(work), p.dtype, p.rows[0].in_norm, p.among) for p in pieces]
         else:
             parts = [
-                _Read(grad, row.compute_dtype, row.counted, (place,))
+                _Read(grad, row.compute_dtype, row.in_norm, (place,))
                 for place, (grad, row) in enumerate(zip(work.grads, work.rows, strict=True))
             ]
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
@@ -84,7 +84,7 @@ class Cpu(Eager):
                 ]
                 found = (_found(work, among, inverse),)
         if squares is not None:
-            squares = [x if part.counted else 0.0 for x, part in zip(squares, parts, strict=True)]
+            squares = [x if part.in_norm else 0.0 for x, part in zip(squares, parts, strict=True)]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
             squares = squares * inverse * inverse
         if request.write:
@@ -94,7 +94,7 @@ class Cpu(Eager):
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
         """See :meth:`Backend.line_sums`."""
-        skip, inverse, clip = decision.factors_on_host
+        skip, inverse, clip = decision.coefficients_on_host
         rule = work.rule
         assert rule is not None
         found: LineSums = {}
@@ -108,7 +108,7 @@ class Cpu(Eager):
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
         """See :meth:`Backend.reduce`."""
-        skip, inverse, clip = decision.factors_on_host
+        skip, inverse, clip = decision.coefficients_on_host
         rule = work.rule
         assert rule is not None
         n_terms = rule.widths(len(work.hyper[0])).terms
@@ -139,7 +139,7 @@ class Cpu(Eager):
 
     def update(self, work: Work, decision: Decision) -> None:
         """See :meth:`Backend.update`."""
-        skip, inverse, clip = decision.factors_on_host
+        skip, inverse, clip = decision.coefficients_on_host
         rule = work.rule
         assert rule is not None
         last, h, varies = None, (), False
@@ -166,7 +166,7 @@ class Cpu(Eager):
             elif varies or piece.marginals:
                 parts = list(piece.alike(h))
             else:
-                parts = [Part(0, grad.numel(), h)]
+                parts = [BundleSlice(0, grad.numel(), h)]
             apply = piece.compiled.get("update") or functools.partial(self._apply, rule, piece)
             apply(parts, tensors)
             if piece.copies is not None:
@@ -192,7 +192,7 @@ class Cpu(Eager):
         return True
 
     def _sum(
-        self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
+        self, rule: Rule, piece: Bundle, rows: Sequence[BundleSlice], tensors: Sequence[Tensor]
     ) -> Tensor:
         """The terms of the rule over each row of a piece, shape (rows, terms)."""
         sums = [
@@ -202,14 +202,14 @@ class Cpu(Eager):
         return torch.stack(sums)
 
     def _averages_of(
-        self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
+        self, rule: Rule, piece: Bundle, rows: Sequence[BundleSlice], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """As :meth:`_averages`, compiled if that is ready."""
         averages = piece.compiled.get("averages") or functools.partial(self._averages, rule, piece)
         return averages(rows, tensors)
 
     def _averages(
-        self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
+        self, rule: Rule, piece: Bundle, rows: Sequence[BundleSlice], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """The sums over lines, rows or columns, of each row of a piece; see :func:`sums_of`."""
         sums = (
@@ -219,7 +219,7 @@ class Cpu(Eager):
         return list(map(torch.cat, zip(*sums, strict=True)))
 
     def _apply(
-        self, rule: Rule, piece: Piece, parts: Sequence[Part], tensors: Sequence[Tensor]
+        self, rule: Rule, piece: Bundle, parts: Sequence[BundleSlice], tensors: Sequence[Tensor]
     ) -> None:
         """Apply the rule to the parts of a piece."""
         for part, own in piece.beside(parts):
@@ -234,7 +234,7 @@ class _Read(NamedTuple):
 
     grad: Tensor
     dtype: torch.dtype
-    counted: bool
+    in_norm: bool
     rows: Sequence[int]
 
 
@@ -242,7 +242,7 @@ def apply_rule(
     rule: Rule,
     flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
-    part: Part,
+    part: BundleSlice,
     marginals: Marginals | None = None,
 ) -> None:
     """Apply ``rule`` to flat gradient, parameter and states, in place.

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.bundles import Piece, adjoins, spanning
+from ampopt_kernels.cpu.bundles import Bundle, adjoins, spanning
 from ampopt_kernels.cpu.numbers import common
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
 from ampopt_kernels.sums import Sums
 
-__all__ = ["Block", "Pieces"]
+__all__ = ["Block", "Bundles"]
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Block:
     rows: list[Row]
     start: int
     scalars: list[Tensor | None] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Bundle] = field(default_factory=list)
 
     @staticmethod
     def of(rows: list[Row], start: int) -> "Block":
@@ -50,7 +50,7 @@ class Block:
             rows,
             start,
             [None if column[0] is None else spanning(column) for column in columns],
-            Piece.all_of(rows, start),
+            Bundle.all_of(rows, start),
         )
 
     def before_reduce(self, rule: Rule, hyper: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
@@ -133,7 +133,7 @@ class _Advanced(NamedTuple):
 
 
 @dataclass
-class Pieces:
+class Bundles:
     """The form of the rows that is kept from step to step: the ``table`` of a work.
 
     Attributes:
@@ -142,12 +142,12 @@ class Pieces:
         advanced: see :meth:`Block.advance`.
     """
 
-    pieces: list[tuple[Block, Piece]]
+    pieces: list[tuple[Block, Bundle]]
     prepared_by: Any = None
     advanced: dict[int, _Advanced] = field(default_factory=dict)
 
     @staticmethod
-    def of(work: Work) -> "Pieces":
+    def of(work: Work) -> "Bundles":
         """All rows in pieces."""
         blocks: list[list[Row]] = []
         for row in work.rows:
@@ -157,7 +157,7 @@ class Pieces:
                 blocks.append([row])
         starts = accumulate((len(rows) for rows in blocks), initial=0)
         made = [Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
-        return Pieces([(block, piece) for block in made for piece in block.pieces])
+        return Bundles([(block, piece) for block in made for piece in block.pieces])
 
 
 def _advance_together(last: Row, row: Row) -> bool:

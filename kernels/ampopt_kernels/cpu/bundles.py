@@ -19,7 +19,7 @@ from ampopt_kernels.places import Places
 from ampopt_kernels.step import Row, Work
 from ampopt_kernels.tensors import flat
 
-__all__ = ["BUNDLE", "SMALL", "Part", "Piece", "adjoins", "spanning"]
+__all__ = ["BUNDLE", "SMALL", "BundleSlice", "Bundle", "adjoins", "spanning"]
 
 SMALL = 1 << 14
 """Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
@@ -27,7 +27,7 @@ BUNDLE = 1 << 16
 """Elements of a bundle: its float32 gradient, parameter and two states fit a core's cache."""
 
 
-class Part(NamedTuple):
+class BundleSlice(NamedTuple):
     """Elements of a piece that a rule is applied to with the same numbers.
 
     Attributes:
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 @dataclass
-class Piece:
+class Bundle:
     """Rows that are updated together: a bundle of small ones, or one alone.
 
     Attributes:
@@ -84,12 +84,12 @@ class Piece:
     compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
-    def all_of(rows: list[Row], start: int) -> "list[Piece]":
+    def all_of(rows: list[Row], start: int) -> "list[Bundle]":
         """All rows of a block that begins at ``start``, small ones bundled."""
-        return [Piece.of([rows[i] for i in places], places, start) for places in _runs(rows)]
+        return [Bundle.of([rows[i] for i in places], places, start) for places in _runs(rows)]
 
     @staticmethod
-    def of(rows: list[Row], places: list[int], start: int) -> "Piece":
+    def of(rows: list[Row], places: list[int], start: int) -> "Bundle":
         """Rows whose states adjoin, by their places in a block that begins at ``start``."""
         among = [start + place for place in places]
         whole = range(among[0], among[-1] + 1)
@@ -99,11 +99,11 @@ class Piece:
         params, marginals = _params(rows), _end_to_end([r.marginals for r in rows if r.marginals])
         if len(rows) == 1:
             alone = flat(params[0]), rest + [flat(c) for c in rounded]
-            return Piece(rows, *where, *alone, marginals=marginals)
+            return Bundle(rows, *where, *alone, marginals=marginals)
         size = sum(p.numel() for p in params)
         param = params[0].new_empty(size)
         grad = param.new_empty(size, dtype=rows[0].grad_dtype)
-        return Piece(
+        return Bundle(
             rows,
             *where,
             param,
@@ -133,16 +133,16 @@ class Piece:
         """The gradients, end to end, flat; once for each step."""
         if self.grad is None or self.copies is None:
             return flat(work.grads[self.among[0]])
-        if self.gathered_at != work.stamp:
+        if self.gathered_at != work.grads_version:
             if isinstance(self.among, range):
                 grads = work.grads[self.among.start : self.among.stop]
             else:
                 grads = [work.grads[i] for i in self.among]
             self.copies.gather(grads, self.grad)
-            self.gathered_at = work.stamp
+            self.gathered_at = work.grads_version
         return self.grad
 
-    def alike(self, h: tuple[Any, ...]) -> Iterator[Part]:
+    def alike(self, h: tuple[Any, ...]) -> Iterator[BundleSlice]:
         """Parts whose rows have the same ``h``.
 
         There are several only where gradients come and go, or the rule reduces; of a rule with
@@ -156,24 +156,26 @@ class Piece:
         start = 0
         for row, (_, end, own, *_) in enumerate(rows):
             if self.marginals or row + 1 == len(rows) or rows[row + 1].h != own:
-                yield Part(start, end, own)
+                yield BundleSlice(start, end, own)
                 start = end
 
-    def each(self, h: tuple[Any, ...]) -> Iterator[Part]:
+    def each(self, h: tuple[Any, ...]) -> Iterator[BundleSlice]:
         """Each row as a part; ``h`` as for :meth:`alike`."""
         if self.copies is None:  # in less time
             place = self.places[0]
             own = tuple([x[place] if isinstance(x, list) else x for x in h])
-            yield Part(0, self.param.numel(), own)
+            yield BundleSlice(0, self.param.numel(), own)
             return
         columns = ([x[i] for i in self.places] if isinstance(x, list) else repeat(x) for x in h)
         sizes = map(Tensor.numel, self.params)
         start = 0
         for size, *own in zip(sizes, *columns, strict=False):  # of which some have no end
-            yield Part(start, start + size, tuple(own))
+            yield BundleSlice(start, start + size, tuple(own))
             start += size
 
-    def beside(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Marginals | None]]:
+    def beside(
+        self, parts: Sequence[BundleSlice]
+    ) -> Iterator[tuple[BundleSlice, Marginals | None]]:
         """Each of some parts with the marginals of its row, if there are any."""
         return zip(parts, self.marginals or repeat(None), strict=False)
 
@@ -204,7 +206,7 @@ def _joins(last: Row, row: Row) -> bool:
     return (
         last.kind == row.kind
         and _stackable(last.marginals, row.marginals)
-        and last.counted == row.counted
+        and last.in_norm == row.in_norm
         and all(t.is_contiguous() for r in (last, row) for t in r.written)
         and all(adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
     )

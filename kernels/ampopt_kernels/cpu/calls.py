@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.bundles import BUNDLE, Part
+from ampopt_kernels.cpu.bundles import BUNDLE, BundleSlice
 from ampopt_kernels.marginals import Marginals
 
-__all__ = ["CALLS", "Averages", "Loop", "Sums"]
+__all__ = ["CALLS", "Averages", "Loop", "CompiledSums"]
 
 
 class Loop:
@@ -33,7 +33,7 @@ class Loop:
 
     def __call__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[BundleSlice],
         tensors: Sequence[Tensor],
         *gives: int,
         beside: Iterable[int] = (),
@@ -63,7 +63,7 @@ class Loop:
 _end_of = operator.attrgetter("end")
 
 
-class Sums:
+class CompiledSums:
     """The compiled ``reduce`` of a rule, as a call on tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -72,7 +72,7 @@ class Sums:
         self._n_terms = ctypes.c_int64.in_dll(library, "n_terms").value
 
     def __call__(
-        self, rows: Sequence[Part], tensors: Sequence[Tensor], beside: Iterable[int] = ()
+        self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], beside: Iterable[int] = ()
     ) -> Tensor:
         """Of gradient, parameter and states; see :meth:`Cpu._sum` and :class:`Loop`."""
         sums = torch.empty(len(rows), self._n_terms, dtype=torch.float64, device="cpu")
@@ -89,7 +89,7 @@ class Averages:
         self._band = ctypes.c_int64.in_dll(library, "band_rows").value
 
     def __call__(
-        self, rows: Sequence[Part], tensors: Sequence[Tensor], own: Marginals
+        self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], own: Marginals
     ) -> list[Tensor]:
         """Of gradient, parameter and states; see :meth:`Cpu._averages` and :class:`Loop`.
 
@@ -110,7 +110,7 @@ class Averages:
 
 CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {
     "update": lambda library: Loop(library.update),
-    "reduce": Sums,
+    "reduce": CompiledSums,
     "averages": Averages,
 }
 """Made of what a function of a rule was compiled to, by its name."""

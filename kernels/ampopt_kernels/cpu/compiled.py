@@ -23,14 +23,13 @@ from torch import Tensor
 from ampopt_kernels.cpu import noting, numbers, objects
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.bundles import Part, Piece
+from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.cache import CacheError
 from ampopt_kernels.cpu.calls import CALLS
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
 from ampopt_kernels.found import Found
-from ampopt_kernels.ledger import Attempt, Ledger
-from ampopt_kernels.ledger import Part as LedgerPart
+from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Partials, Request, Work
 from ampopt_kernels.triton.uploads import Uploads
@@ -55,7 +54,7 @@ class _Key(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     width: int
     role: str
-    by_chance: bool
+    rounds_stochastically: bool
     jumps: int
 
 
@@ -99,9 +98,9 @@ class Compiled(Cpu):
     def note(
         self,
         ledger: Ledger,
-        attempt: Attempt,
+        attempt: RecordedStep,
         found: Found | None,
-        parts: Sequence[LedgerPart],
+        parts: Sequence[ChunkRange],
         uploads: Uploads,
         *,
         notes_step: bool,
@@ -113,14 +112,14 @@ class Compiled(Cpu):
             noting.note(numbers.loaded, ledger, attempt, found, parts, notes_step=notes_step)
 
     def _apply(
-        self, rule: Rule, piece: Piece, parts: Sequence[Part], tensors: Sequence[Tensor]
+        self, rule: Rule, piece: Bundle, parts: Sequence[BundleSlice], tensors: Sequence[Tensor]
     ) -> None:
         start = time.perf_counter()
         super()._apply(rule, piece, parts, tensors)
         self._note_spent(_key(rule, piece, len(parts[0].h), "update"), start)
 
     def _sum(
-        self, rule: Rule, piece: Piece, rows: Sequence[Part], tensors: Sequence[Tensor]
+        self, rule: Rule, piece: Bundle, rows: Sequence[BundleSlice], tensors: Sequence[Tensor]
     ) -> Tensor:
         start = time.perf_counter()
         sums = super()._sum(rule, piece, rows, tensors)
@@ -165,7 +164,7 @@ class Compiled(Cpu):
                     piece.copies = NativeCopies(piece.params, piece.param)
         return self._broken or (decided and (numbers.loaded is not None or not used))
 
-    def _function_for(self, piece: Piece, key: _Key) -> Any:
+    def _function_for(self, piece: Bundle, key: _Key) -> Any:
         """:meth:`_function`, which reads the marginals of the piece, if there are any."""
         function = self._function(key)
         if function is None or not piece.marginals:
@@ -233,11 +232,11 @@ def _needed(error: Exception, message: str) -> str:
     )
 
 
-def _key(rule: Rule, piece: Piece, width: int, role: str) -> _Key:
+def _key(rule: Rule, piece: Bundle, width: int, role: str) -> _Key:
     """What :func:`source_of` takes for a piece and its gradients."""
     updates = role == "update"
     stored = (piece.param, *(piece.rest if updates else piece.states))
     dtypes = (piece.rows[0].grad_dtype, *(t.dtype for t in stored))
-    by_chance = updates and piece.rows[0].keys is not None
+    rounds_stochastically = updates and piece.rows[0].keys is not None
     jumps = len(piece.rows[0].places.jumps) if updates else 0
-    return _Key(rule, piece.flags, dtypes, width, role, by_chance, jumps)
+    return _Key(rule, piece.flags, dtypes, width, role, rounds_stochastically, jumps)

@@ -46,7 +46,7 @@ def source_of(
     dtypes: tuple[torch.dtype, ...],
     width: int,
     role: str = "update",
-    by_chance: bool = False,
+    rounds_stochastically: bool = False,
     jumps: int = 0,
 ) -> Source:
     """``rule`` as C++.
@@ -59,13 +59,13 @@ def source_of(
             takes as ``h``.
         role: which function: ``"update"``, ``"reduce"`` or ``"averages"``; only the first takes a
             copy.
-        by_chance: round the parameter, bfloat16, stochastically.
+        rounds_stochastically: round the parameter, bfloat16, stochastically.
         jumps: how many there are in the places of the elements; see ``places``.
 
     Behind the tensors are the ``addresses`` of ``Marginals``, if the rule has any, of which
     ``averages`` has the sizes alone.
     ``h`` has the place of the first element besides if the rule draws random numbers or
-    ``by_chance``, then the key, and then three numbers for each of the ``jumps``.
+    ``rounds_stochastically``, then the key, and then three numbers for each of the ``jumps``.
 
     Raises:
         Exception: of whatever kind, where the rule does what the language has not.
@@ -103,7 +103,7 @@ def source_of(
         sizes = {"part": PART, "n_terms": len(terms), "n_tensors": len(dtypes), "width": width}
         text = loop.format(**sizes, of_rows=of_rows, **program.body(read, filled))
         return Source(preamble + text, program.exact and role == "reduce")
-    if rule.draws or by_chance:
+    if rule.draws or rounds_stochastically:
         preamble += random_numbers.CPP
         program.place = "position + i"
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
@@ -111,7 +111,7 @@ def source_of(
             preamble += places.CPP
             program.place = "places[i - block]"
             program.before.append("uint64_t places[BLOCK];")
-            numbers = f"h + {width + 1 + by_chance}"
+            numbers = f"h + {width + 1 + rounds_stochastically}"
             filled.append(
                 f"places_of({numbers}, {jumps}, position, block, "
                 "lesser(BLOCK, end - block), places);"
@@ -119,16 +119,18 @@ def source_of(
         given += (program,) * rule.draws
     param, state = function(*given)
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
-    if by_chance:
+    if rounds_stochastically:
         preamble += stochastic.CPP
         program.before.append(f"const uint64_t key = h[{width + 1}];")
         value = cast(param, torch.float32)
         program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, {program.place}, key);")
         dtypes, new = (dtypes[0], *dtypes[2:]), new[1:]
-    for i, (dtype, value) in enumerate(zip(dtypes[1:], new, strict=True), 2 if by_chance else 1):
+    for i, (dtype, value) in enumerate(
+        zip(dtypes[1:], new, strict=True), 2 if rounds_stochastically else 1
+    ):
         rounded = _ROUNDED.get(dtype)
         to = f"{rounded}({cast(value, torch.float32)})" if rounded else cast(value, dtype)
         program.each.append(f"t{i}[i] = {to};")
-    width += (rule.draws or by_chance) + by_chance + places.NUMBERS * jumps
+    width += (rule.draws or rounds_stochastically) + rounds_stochastically + places.NUMBERS * jumps
     body = program.body(range(1 + len(stored)), filled)
     return Source(preamble + UPDATE.format(width=width, **body), program.exact)

@@ -43,15 +43,15 @@ def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
     else:
         unscaled = [g.to(dtype) * inverse for g, dtype in zip(grads, dtypes, strict=True)]
         flags = [not bool(u.isfinite().all()) for u in unscaled]
-        measures = torch.stack([measured(u, counted=False) for u in unscaled])
+        measures = torch.stack([measured(u, in_norm=False) for u in unscaled])
         sums = list(map(sum_of_squares, grads))
         measures[:, 3] = torch.tensor(sums, dtype=torch.float64, device="cpu")
     squares = measures[:, 3]
     before = dict(zip(rows, squares.tolist(), strict=True))
     squares.mul_(inverse * inverse)
-    counted = [work.rows[row].counted for row in rows]
-    if not all(counted):
-        squares.mul_(torch.tensor(counted, device="cpu"))
+    in_norm = [work.rows[row].in_norm for row in rows]
+    if not all(in_norm):
+        squares.mul_(torch.tensor(in_norm, device="cpu"))
     return Found(flags, rows, work.owners, measures), before
 
 

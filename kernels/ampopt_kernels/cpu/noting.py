@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.found import Found
-from ampopt_kernels.ledger import NOT_GIVEN, Attempt, Ledger, Part
+from ampopt_kernels.ledger import NOT_GIVEN, ChunkRange, Ledger, RecordedStep
 
 __all__ = ["note"]
 
@@ -17,9 +17,9 @@ __all__ = ["note"]
 def note(
     loops: ctypes.CDLL,
     ledger: Ledger,
-    attempt: Attempt,
+    attempt: RecordedStep,
     found: Found | None,
-    parts: Sequence[Part],
+    parts: Sequence[ChunkRange],
     *,
     notes_step: bool,
 ) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.build import Library
 
-__all__ = ["Contents", "Layouts", "addresses", "bump_versions", "loops"]
+__all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
 
 QUESTIONS = 1000
 """Those that Python answers before the loops are compiled: some hundred steps."""
@@ -126,7 +126,7 @@ def bump_versions(tensors: list[Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)
 
 
-class Contents:
+class IdentityGuard:
     """What some lists and dicts hold."""
 
     def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
@@ -150,7 +150,7 @@ class Contents:
         )
 
 
-class Layouts:
+class LayoutGuard:
     """The layouts of some strided tensors: what may take their places in a flat kernel.
 
     That is class, device, dtype, shape, strides, and no lazy negation or conjugation that they have

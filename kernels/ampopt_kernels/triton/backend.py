@@ -11,7 +11,7 @@ from torch import Tensor
 from ampopt_kernels.cpu import objects
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
-from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Ledger, Part
+from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.marginals import EVEN, LineSums, advance_stack
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
@@ -169,7 +169,7 @@ class Triton(Backend):
             h=_h_table(work, to_reduce=_reduces(work)) if request.apply else None,
             found=() if partials is None else partials.found,
             scaled_by=request.scale,
-            judged=request.judged,
+            earlier_decision=request.earlier_decision,
         )
         self._launch_control(work, request, partials, decision, decide=True)
         return decision
@@ -177,7 +177,7 @@ class Triton(Backend):
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
         """See :meth:`Backend.line_sums`."""
         h = self._h_to_reduce(work, decision)
-        return self._sums_over_lines(work, h, decision.factors_on_device)
+        return self._sums_over_lines(work, h, decision.coefficients_on_device)
 
     def _sums_over_lines(self, work: Work, h: Tensor, factors: Tensor) -> LineSums:
         """Those of all rows. A launch for each term, and each kind of rows."""
@@ -213,7 +213,7 @@ class Triton(Backend):
         h = self._h_to_reduce(work, decision)
         n_terms = _n_terms(work)
         parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
-        factors = decision.factors_on_device
+        factors = decision.coefficients_on_device
         if _averages(work):
             lines = decision.lines or self._sums_over_lines(work, h, factors)
             _advance_marginals(work, factors, h, lines)
@@ -227,9 +227,9 @@ class Triton(Backend):
     def note(
         self,
         ledger: Ledger,
-        attempt: Attempt,
+        attempt: RecordedStep,
         found: Found | None,
-        parts: Sequence[Part],
+        parts: Sequence[ChunkRange],
         uploads: Uploads,
         *,
         notes_step: bool,
@@ -272,7 +272,7 @@ class Triton(Backend):
             h = _h_table(work)
             advanced = replace(decision, norm=None, scale=None, counters=None, h=h)
             self._launch_control(work, Request(), None, advanced, decide=False)
-        for programs, arguments in _updates(work, decision.factors_on_device, h):
+        for programs, arguments in _updates(work, decision.coefficients_on_device, h):
             self._launch(work.device, update_kernel, programs, arguments)
 
     def send_hyper(self, work: Work) -> None:
@@ -288,7 +288,12 @@ class Triton(Backend):
         decide: bool,
         programs: int = 1,
     ) -> None:
-        rule, h, factors, sums = work.rule, decision.h, decision.factors_on_device, decision.sums
+        rule, h, factors, sums = (
+            work.rule,
+            decision.h,
+            decision.coefficients_on_device,
+            decision.sums,
+        )
         scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
         first = rule is not None and rule.reduces and sums is None
         if rule is not None and first:

@@ -102,8 +102,8 @@ def detect_kernel(
             tl.store(grad + at, rounded(x, DTYPE), mask=live)
     tl.store(flags + program, tl.max(bad, 0).to(tl.float32))
     if NORM or MEASURE:
-        counted = tl.load(row + COLUMNS - 3)
-        square = tl.where(counted != 0, tl.sum(total, 0), 0.0)
+        in_norm = tl.load(row + COLUMNS - 3)
+        square = tl.where(in_norm != 0, tl.sum(total, 0), 0.0)
         if NORM:
             tl.store(squares + program, square)
         if MEASURE:

@@ -6,7 +6,7 @@ The table has one int64 row for each parameter::
     | counted | group | numel
 
 and, where the rule has any, factors of rows and columns behind the copy, and how many rows and
-columns a matrix has, with 0 for what a row has not, and for ``counted`` where it does not count
+columns a matrix has, with 0 for what a row has not, and for ``in_norm`` where it does not count
 towards the norm. Where a row has jumps (see ``places``), all rows have columns for as many, of
 three numbers each; a row's own are the last. ``flags`` is their number among ``Table.flag_sets``. A
 launch takes those of its programs' (row, chunk) pairs that share dtypes, flags and alignment, so
@@ -96,7 +96,7 @@ class Table:
     launches: list[Launch]
     flag_sets: tuple[tuple[bool, ...], ...]
     aligned: list[bool]
-    stamp: int
+    grads_version: int
     lines: Lines | None = None
     prepared: bool = False
 
@@ -109,7 +109,9 @@ class Table:
     def of(work: Work) -> "Table":
         """The table of ``work``, sent to the device where an address or a size changed."""
         table = work.table if isinstance(work.table, Table) else None
-        if table is None or (table.stamp != work.stamp and not table._takes_gradients_of(work)):
+        if table is None or (
+            table.grads_version != work.grads_version and not table._takes_gradients_of(work)
+        ):
             work.table = table = Table._made(work)
         return table
 
@@ -123,7 +125,7 @@ class Table:
         numbers = self.numbers[:]  # those that were sent stay as they are
         numbers[:: self.columns] = grads
         self.rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
-        self.numbers, self.stamp = numbers, work.stamp
+        self.numbers, self.grads_version = numbers, work.grads_version
         return True
 
     @staticmethod
@@ -150,7 +152,7 @@ class Table:
             jumps = [n for jump in row.places.jumps for n in jump]
             rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
             rows += [keys, row.places.first, of_flags]
-            rows += [int(row.counted), row.group, grad.numel()]
+            rows += [int(row.in_norm), row.group, grad.numel()]
             # Of what is not aligned, threads would read factors in another arrangement.
             even = aligned[index] and row.marginals is not None and row.marginals.is_even
             kinds.setdefault((row.kind, aligned[index], even), []).append(index)
@@ -182,7 +184,7 @@ class Table:
             launches=launches,
             flag_sets=flag_sets,
             aligned=aligned,
-            stamp=work.stamp,
+            grads_version=work.grads_version,
         )
 
 

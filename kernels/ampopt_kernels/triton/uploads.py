@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ampopt_kernels import devices
 from ampopt_kernels.devices import ACCELERATORS, refuse_while_captured, stream
-from ampopt_kernels.transfers import carried, carried_into
+from ampopt_kernels.transfers import carried_into, to_device
 
 __all__ = ["Uploads"]
 
@@ -64,7 +64,7 @@ class Uploads:
                 # It may have been made on another stream, where its memory is used again; not
                 # before what is queued on this one has read it.
                 held[1].record_stream(stream(device))
-        self._held[name] = (values, table := carried(table, device))
+        self._held[name] = (values, table := to_device(table, device))
         return table
 
     def keep_while_captured(self, device: torch.device, others: Iterable[Tensor] = ()) -> None:

@@ -35,13 +35,13 @@ def test_a_plan_outlasts_ordinary_steps(implementation):
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     optimizer = ampopt.AdamW(model.parameters())
     scale = trained(model, optimizer, ampopt.DynamicLossScale())
-    plan = optimizer._ampopt.rule.plan
+    plan = optimizer._ampopt.runner.plan
     assert plan is not None
     for _ in range(3):
         scale = trained(model, optimizer, scale)
     optimizer.param_groups[0]["lr"] = 0.5
     trained(model, optimizer, scale)
-    assert optimizer._ampopt.rule.plan is plan
+    assert optimizer._ampopt.runner.plan is plan
 
 
 @pytest.mark.parametrize("rate", [float, torch.tensor])
@@ -54,7 +54,7 @@ def test_a_plan_that_is_kept_takes_the_hyperparameters_of_each_step(rate):
         weight.grad = torch.ones(3)
         optimizer.unscale_and_step(grads_scaled_by=1.0)
         assert weight.tolist() == [expected] * 3
-        plans.add(optimizer._ampopt.rule.plan)
+        plans.add(optimizer._ampopt.runner.plan)
     assert len(plans) == 1
 
 
@@ -120,10 +120,10 @@ def test_a_plan_is_made_anew_when_anything_else_changes(implementation, change):
     model = torch.nn.Linear(4, 3)
     optimizer = ampopt.AdamW(model.parameters())
     scale = trained(model, optimizer, ampopt.DynamicLossScale())
-    plan = optimizer._ampopt.rule.plan
+    plan = optimizer._ampopt.runner.plan
     change(model, optimizer)
     trained(model, optimizer, scale)
-    assert optimizer._ampopt.rule.plan is not plan
+    assert optimizer._ampopt.runner.plan is not plan
 
 
 def twisted(tensor):
@@ -273,10 +273,10 @@ def test_one_plan_serves_every_backend(order):
             optimizer.zero_grad()
             m(torch.arange(20.0).view(5, 4)).square().mean().backward()
             optimizer.step()
-        assert ours._ampopt.rule.plan is not None
-        plans.append(ours._ampopt.rule.plan)
+        assert ours._ampopt.runner.plan is not None
+        plans.append(ours._ampopt.runner.plan)
         if backend != "triton":
-            assert len(ours._ampopt.rule.plan.works[0].table.pieces) == 1, (
+            assert len(ours._ampopt.runner.plan.works[0].table.pieces) == 1, (
                 "they are not taken together"
             )
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))

@@ -345,7 +345,7 @@ SAID_OTHERWISE: dict[str, Callable[[Any], None]] = {
     "float64": lambda s: s.update(exp_avg=s["exp_avg"].double()),
     "transposed": lambda s: s.update(exp_avg=s["exp_avg"].T.contiguous().T),
     "expanded": lambda s: s.update(exp_avg=s["exp_avg"][:1, :1].expand(6, 2)),
-    "negated on reading": lambda s: s.update(exp_avg=torch._neg_view(-s["exp_avg"])),
+    "negated on reading": lambda s: s.update(exp_avg=(-s["exp_avg"])._neg_view()),
 }
 
 

@@ -12,8 +12,8 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt import AdamW, Muon
-from ampopt._step.by_rule import ByRule
-from ampopt._step.ordinary import Ordinary
+from ampopt._step.by_rule import RuleStep
+from ampopt._step.ordinary import OrdinaryStep
 from tests.support.optimizers import Plain
 
 
@@ -96,6 +96,6 @@ def test_a_wrapper_that_takes_over_all_attributes_steps_itself():
 
 
 def test_how_an_optimizer_steps_is_what_its_class_is():
-    assert type(stepped(AdamW)._ampopt) is ByRule
+    assert type(stepped(AdamW)._ampopt) is RuleStep
     for cls in (Plain, AroundRule, Muon):
-        assert type(stepped(cls)._ampopt) is Ordinary
+        assert type(stepped(cls)._ampopt) is OrdinaryStep

@@ -14,7 +14,7 @@ from support.tensor_only_optimizers import TENSORS_ONLY, Foreach, Fussy, made, s
 from support.training_loops import INF
 
 import ampopt
-from ampopt._step.transaction import Writes
+from ampopt._step.transaction import CopyOnWriteMode
 from ampopt.testing.bits import bits
 
 pytestmark = pytest.mark.usefixtures("as_on_a_device")
@@ -89,7 +89,7 @@ def test_a_step_that_raises_on_finite_gradients_raises():
         set_gradients(params, (1.0, 1.0))
         if lr:
             optimizer.unscale_and_step(grads_scaled_by=1.0)
-    assert optimizer._ampopt.skipper.mode == "transaction"
+    assert optimizer._ampopt.skip_policy.mode == "transaction"
     with pytest.raises(KeyError, match="no step"):
         optimizer.unscale_and_step(grads_scaled_by=1.0)
     set_gradients(params, (INF, 1.0))
@@ -130,7 +130,7 @@ def test_what_step_hooks_do_is_theirs_and_not_undone(skip_by, scheduled):
     assert optimizer.calls == ["before", "after"] * len(history)
     assert optimizer.param_groups[0]["before"] == len(history)
     assert float(optimizer.state[params[0]]["hook"]) == len(history)
-    assert optimizer._ampopt.skipper.mode == ("host" if skip_by == "host" else "transaction")
+    assert optimizer._ampopt.skip_policy.mode == ("host" if skip_by == "host" else "transaction")
 
 
 @pytest.mark.parametrize("bad", [False, True])
@@ -169,7 +169,7 @@ def test_a_step_that_somebody_put_on_the_instance_is_taken_and_undone():
         optimizer.unscale(grads_scaled_by=1.0)
         assert optimizer.step_after_unscale().skipped is (x == INF)
         assert (bits(params) == before) is (x == INF)
-    assert optimizer._ampopt.skipper.mode == "transaction"
+    assert optimizer._ampopt.skip_policy.mode == "transaction"
 
 
 # --- the parts -----------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_step_that_somebody_put_on_the_instance_is_taken_and_undone():
 def test_what_is_written_in_the_hosts_memory_needs_the_host():
     """Undoing it by a flag on a device is a copy that nobody waits for."""
     count = torch.zeros(())
-    writes = Writes([count])
+    writes = CopyOnWriteMode([count])
     assert not writes.on_host(torch.ones((), dtype=torch.bool, device="meta"))
     with writes:
         count += 1
@@ -188,7 +188,7 @@ def test_what_is_written_in_the_hosts_memory_needs_the_host():
 
 def test_what_is_on_several_devices_is_put_back_on_each():
     here, elsewhere = torch.ones(3), torch.ones(3, device="meta")  # which has no values
-    writes = Writes([here, elsewhere])
+    writes = CopyOnWriteMode([here, elsewhere])
     with writes:
         here.add_(1)
         elsewhere.add_(1)
@@ -215,7 +215,7 @@ def test_a_sum_of_flags_skips(skip_by, flag):
 def test_every_byte_of_a_storage_is_put_back(numbers, start, skip):
     storage = torch.tensor([0] * start + numbers, dtype=torch.uint8)
     tensor = storage[start:]
-    writes = Writes([tensor])
+    writes = CopyOnWriteMode([tensor])
     before = bits(storage)
     with writes:
         storage.add_(1)
@@ -229,7 +229,7 @@ def test_every_byte_of_a_storage_is_put_back(numbers, start, skip):
 
 def test_an_operator_that_does_not_say_what_it_writes_may_write_all():
     tensor, other = torch.ones(2), torch.ones(2)
-    writes = Writes([tensor])
+    writes = CopyOnWriteMode([tensor])
     assert not writes.saw(tensor)
     with writes:
         torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (other,))

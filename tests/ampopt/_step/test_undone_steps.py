@@ -34,7 +34,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt._step import transaction
-from ampopt._step.transaction import Skipper
+from ampopt._step.transaction import SkipPolicy
 from ampopt.testing.bits import bits
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt_kernels.language import HAS_TRITON
@@ -45,18 +45,18 @@ pytestmark = pytest.mark.usefixtures("as_on_a_device")
 # --- how it was skipped --------------------------------------------------------------------------
 
 
-def after_steps(cls: type[ampopt.Optimizer], steps: int = 4) -> Skipper:
+def after_steps(cls: type[ampopt.Optimizer], steps: int = 4) -> SkipPolicy:
     optimizer, params = made(cls)
     for _ in range(steps):
         set_gradients(params, (1.0, 1.0))
         optimizer.unscale_and_step(grads_scaled_by=1.0)
-    return optimizer._ampopt.skipper
+    return optimizer._ampopt.skip_policy
 
 
 @pytest.mark.parametrize("cls", TENSORS_ONLY)
 def test_a_step_that_keeps_all_in_tensors_is_undone_on_the_device(cls):
-    skipper = after_steps(cls)
-    assert (skipper.mode, skipper.reason) == ("transaction", None)
+    skip_policy = after_steps(cls)
+    assert (skip_policy.mode, skip_policy.reason) == ("transaction", None)
 
 
 @pytest.mark.parametrize("cls", HOST_TOO)
@@ -101,8 +101,8 @@ def test_an_unknown_way_to_skip_is_refused():
 
 def test_where_the_host_sees_the_flag_anyway_it_looks(monkeypatch):
     monkeypatch.setattr(transaction, "host_may_look", lambda _: True)
-    skipper = after_steps(Foreach)
-    assert (skipper.mode, skipper.reason) == ("host", None)
+    skip_policy = after_steps(Foreach)
+    assert (skip_policy.mode, skip_policy.reason) == ("host", None)
 
 
 def test_parameters_that_get_gradients_later_put_the_step_on_probation_again():
@@ -111,7 +111,7 @@ def test_parameters_that_get_gradients_later_put_the_step_on_probation_again():
     for step in [(1.0, None)] * 3 + [(1.0, 1.0)] * 3:
         set_gradients(params, step)
         optimizer.unscale_and_step(grads_scaled_by=1.0)
-        modes.append(optimizer._ampopt.skipper.mode)
+        modes.append(optimizer._ampopt.skip_policy.mode)
     assert modes == ["probation", *["transaction"] * 2, "probation", *["transaction"] * 2]
 
 
@@ -185,7 +185,7 @@ def test_optimizers_with_a_step_of_torchs_never_look(cls, first, device):
         with assert_no_sync():
             optimizer.unscale_and_step(grads_scaled_by=2.0)
         assert (bits(params) == before) is (x == INF)
-        assert optimizer._ampopt.skipper.mode == "transaction"
+        assert optimizer._ampopt.skip_policy.mode == "transaction"
         if bits(params) == made_before:
             assert not any(t.any() for s in optimizer.state.values() for t in s.values())
     clean, clean_params = matrices(cls)
@@ -207,7 +207,7 @@ def test_what_is_known_of_a_step_is_not_known_of_one_that_overrides_it():
 
     for cls, mode in ((Counting, "probation"), (Renamed, "transaction")):
         optimizer, params = matrices(cls)
-        assert optimizer._ampopt.skipper.mode == mode
+        assert optimizer._ampopt.skip_policy.mode == mode
         give(params, INF, False)
         assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
         assert "taken" not in vars(optimizer)

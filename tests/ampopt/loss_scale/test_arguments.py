@@ -59,7 +59,7 @@ def test_none_is_a_plain_step_also_without_gradients(split):
     assert optimizer.param_groups[0]["step"] == 1
 
 
-class Writes(TorchDispatchMode):
+class CopyOnWriteMode(TorchDispatchMode):
     """Notes the operations that make or send a tensor of numbers that the host knows."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def test_a_number_given_again_is_not_sent_again(param):
         return scale
 
     first = sent(2.0)
-    with Writes() as writes:
+    with CopyOnWriteMode() as writes:
         again = sent(2.0)
     assert writes.seen == []
     other = sent(4.0)

@@ -15,7 +15,7 @@ from support.torch_options import (
     OPTION_SETS,
     RICH,
     ULPS,
-    Apart,
+    NoCommonGroupError,
     OptionSet,
     assert_train_alike,
     give,
@@ -118,7 +118,7 @@ def test_a_learning_rate_on_the_device_may_change_at_every_step(options, backend
     ours = options.ours(initial(options), lr=lrs[0])
     torchs = options.torchs(initial(options), lr=lrs[1])
     source = gradients(options)
-    apart = Apart(torchs)
+    apart = NoCommonGroupError(torchs)
     for _ in steps_for(options, backend):
         grads = source()
         give(ours, grads)
@@ -339,7 +339,7 @@ def test_sparse_gradients_give_the_results_of_torch(name, backend):
     like = named("SparseAdam")
     ours, torchs = options.ours(initial(like)), options.torchs(initial(like))
     source = gradients(like)
-    apart = Apart(torchs)
+    apart = NoCommonGroupError(torchs)
     for bad in (True, False, True, False):
         grads = source()
         give(ours, spoiled(grads) if bad else grads, 8.0)

@@ -167,7 +167,7 @@ class AllButTheLast(TrainStep):
     """Likewise, and leaves the last one of each batch to the step."""
 
     def backward(self, loss: Tensor, scale: Any) -> None:
-        if self.optimizer._ampopt.sums.window is not None:
+        if self.optimizer._ampopt.accumulation.cycle is not None:
             super().backward(loss, scale)
         else:
             super().backward(loss, scale)

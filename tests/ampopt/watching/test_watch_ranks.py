@@ -13,7 +13,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.watching.reading import Taken, merged
 from ampopt_kernels.found import Found, Owner
-from ampopt_kernels.ledger import COLUMNS, COUNTS, Attempt, Part, note, zeros
+from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, RecordedStep, note, zeros
 from ampopt_kernels.triton.uploads import Uploads
 
 INF = float("inf")
@@ -144,7 +144,14 @@ def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
         ledger = zeros(1, 1, torch.device("cpu"))
         for number in sorted(overflows):
             found = Found([True], [0], [Owner("weight", 0)], measures)
-            note(ledger, Attempt(number), found, [Part(0, 1, 0)], uploads, notes_step=False)
+            note(
+                ledger,
+                RecordedStep(number),
+                found,
+                [ChunkRange(0, 1, 0)],
+                uploads,
+                notes_step=False,
+            )
         told.append(Taken(40, {"weight": ledger.parameters[0].tolist()}, [0.0] * 4, []))
     row, steps = merged(told).parameters["weight"], set().union(*parts)
     assert max(row[COUNTS:]) == max(steps, default=0)

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from ampopt_kernels import Rule, State, jit, tl
 from ampopt_kernels.cpu.build import Library, cpp_compiler
-from ampopt_kernels.cpu.bundles import BUNDLE, Part
+from ampopt_kernels.cpu.bundles import BUNDLE, BundleSlice
 from ampopt_kernels.cpu.calls import Averages
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.marginals import Marginals
@@ -84,7 +84,7 @@ def sums_of(shape: Any, both: bool, tensors: list[torch.Tensor], h: tuple[float,
     dtypes = tuple(t.dtype for t in tensors)
     parts = RULE.marginals_for((both,))
     own = Marginals.of(parts, (), tensors[1].view(shape), arithmetic(*dtypes[:2]), shape[-2:])
-    found = compiled(both, dtypes)([Part(0, tensors[0].numel(), h)], tensors, own)
+    found = compiled(both, dtypes)([BundleSlice(0, tensors[0].numel(), h)], tensors, own)
     return own, [sums.squeeze(0) for sums in found]
 
 

@@ -14,7 +14,7 @@ from support.kernel_rows import fingerprint
 from ampopt_kernels import div_rn, jit, maximum, minimum, power, rules, sqrt_rn, tl
 from ampopt_kernels.cpu.backend import CHUNK, apply_rule
 from ampopt_kernels.cpu.build import Library, cpp_compiler
-from ampopt_kernels.cpu.bundles import Part
+from ampopt_kernels.cpu.bundles import BundleSlice
 from ampopt_kernels.cpu.calls import Loop
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.marginals import Marginals
@@ -79,8 +79,8 @@ def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float,
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
     marginals = marginals_of(rule, flags, ours[1], arithmetic(*stored[:2]))
     beside = () if marginals is None else marginals.addresses
-    Loop(Library(source.text).load().update)([Part(0, n, h)], ours, beside=beside)
-    apply_rule(rule, flags, theirs, Part(0, n, h), marginals)
+    Loop(Library(source.text).load().update)([BundleSlice(0, n, h)], ours, beside=beside)
+    apply_rule(rule, flags, theirs, BundleSlice(0, n, h), marginals)
     return ours, theirs, source
 
 
@@ -226,7 +226,7 @@ def test_every_number_of_half_precision_comes_and_goes(dtype):
     rule = Rule(update=_kept, hyper=())
     tensors = [torch.zeros_like(every), every.clone(), torch.empty((1 << 16), dtype=F32)]
     source = source_of(rule, (), tuple(t.dtype for t in tensors), 2)
-    Loop(Library(source.text).load().update)([Part(0, 1 << 16, (1.0, 1.0))], tensors)
+    Loop(Library(source.text).load().update)([BundleSlice(0, 1 << 16, (1.0, 1.0))], tensors)
     assert same_bits(tensors[1:], [every, every.float()])
 
 

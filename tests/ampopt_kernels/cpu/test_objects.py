@@ -6,7 +6,14 @@ from support.object_loops import need_object_loops
 
 from ampopt_kernels.cpu import objects
 from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.objects import Contents, Layouts, Loops, addresses, bump_versions, loops
+from ampopt_kernels.cpu.objects import (
+    IdentityGuard,
+    LayoutGuard,
+    Loops,
+    addresses,
+    bump_versions,
+    loops,
+)
 
 
 @pytest.fixture(autouse=True, params=["native", "python"])
@@ -40,7 +47,7 @@ LISTS = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_of_contents_is_seen(change):
     a, b = {"x": torch.ones(2), "y": torch.ones(2)}, {"x": torch.ones(2)}
-    known = Contents([a, {}, b])
+    known = IdentityGuard([a, {}, b])
     assert known.unchanged()
     a["x"].add_(1)
     a["x"] = a["x"]
@@ -52,7 +59,7 @@ def test_every_change_of_contents_is_seen(change):
 @pytest.mark.parametrize("change", LISTS)
 def test_every_change_of_lists_is_seen(change):
     a, b = [torch.ones(2), 1.5], [torch.ones(2), "b"]
-    known = Contents([a, {"x": a}, [], b])
+    known = IdentityGuard([a, {"x": a}, [], b])
     a[0].add_(1)
     assert known.unchanged()
     LISTS[change](a, b)
@@ -64,7 +71,7 @@ def test_contents_are_those_of_any_kind_of_dict():
         pass
 
     kept = Kind(x=1.5)
-    known = Contents([kept])
+    known = IdentityGuard([kept])
     assert known.unchanged()
     kept["x"] = 2.5
     assert not known.unchanged()
@@ -130,7 +137,7 @@ CHANGED = {
 
 
 def test_others_laid_out_the_same_are_alike():
-    known = Layouts(example())
+    known = LayoutGuard(example())
     with torch.no_grad():
         others = [torch.ones(100)[7:13].view(2, 3), torch.ones(9)[3], *example()[2:]]
         assert known.fit(others)
@@ -139,21 +146,21 @@ def test_others_laid_out_the_same_are_alike():
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_a_flat_kernel_would_misread_is_not_alike(what):
-    assert not Layouts(example()).fit([CHANGED[what], *example()[1:]])
+    assert not LayoutGuard(example()).fit([CHANGED[what], *example()[1:]])
 
 
 def test_none_is_like_no_tensor():
-    assert not Layouts(example()).fit([None, *example()[1:]])
+    assert not LayoutGuard(example()).fit([None, *example()[1:]])
 
 
 def test_a_tensor_of_another_class_is_not_alike():
-    assert not Layouts(example()).fit([torch.nn.Parameter(example()[0]), *example()[1:]])
+    assert not LayoutGuard(example()).fit([torch.nn.Parameter(example()[0]), *example()[1:]])
 
 
 def test_more_or_fewer_are_not_alike():
-    assert not Layouts(example()).fit(example()[:2])
-    assert not Layouts(example()[:2]).fit(example())
-    assert Layouts([]).fit([])
+    assert not LayoutGuard(example()).fit(example()[:2])
+    assert not LayoutGuard(example()[:2]).fit(example())
+    assert LayoutGuard([]).fit([])
 
 
 @pytest.mark.parametrize("what", CHANGED)
@@ -161,7 +168,7 @@ def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypa
     need_object_loops()
     with monkeypatch.context() as patch:
         patch.setattr(objects, "loops", Loops())
-        known = Layouts(example())
+        known = LayoutGuard(example())
     changed = [CHANGED[what], *example()[1:]]
     assert not known.fit(changed)
     monkeypatch.setattr(objects, "loops", loops)

@@ -51,7 +51,9 @@ def test_every_line_is_summed_up(shapes, dtype, shift):
     for stack in lines.stacks:
         for number, (index, own) in enumerate(zip(stack.rows, stack.members, strict=True)):
             given = (0.5, 1.0, *[1.0] * h.shape[1])
-            read = (grads[index], rows[index].param)
+            param = rows[index].param
+            assert param is not None
+            read = (grads[index], param)
             expected = sums_of(rules.adafactor, own, MATRIX, read, given)
             for (start, parts, n), wanted in zip(stack.sums, expected, strict=True):
                 found = sums[start:].narrow(0, number * parts * n, parts * n).view(parts, n)
