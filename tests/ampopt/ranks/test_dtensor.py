@@ -1,8 +1,8 @@
 """Parameters spread over ranks: all of them skip, or none, wherever the overflow is.
 
-Trap T4 (see test_traps): torch's scaler looks at how the first gradient is placed, and if that is
-on every rank, asks no other rank about the rest. With an overflow in a part that one rank has, that
-rank alone skips, and halves its scale. Here are two processes that have met.
+Trap T4 (see loops/test_traps.py): torch's scaler looks at how the first gradient is placed, and if
+that is on every rank, asks no other rank about the rest. With an overflow in a part that one rank
+has, that rank alone skips, and halves its scale. Here are two processes that have met.
 """
 
 from typing import Any

@@ -208,7 +208,7 @@ def test_a_closure_is_replayed_before_a_step_that_skips_by_itself():
 def example():
     if not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
-    path = Path(__file__).parents[2] / "examples" / "own_kernel.py"
+    path = Path(__file__).parents[3] / "examples" / "own_kernel.py"
     spec = importlib.util.spec_from_file_location("own_kernel", path)
     assert spec is not None and spec.loader is not None
     with pytest.MonkeyPatch.context() as patch:
