@@ -67,7 +67,7 @@ def watching(saw: Callable[[str], None]) -> Iterator[None]:
     """
     within = threading.local()
 
-    def told(name: str) -> None:
+    def report(name: str) -> None:
         if not getattr(within, "a_look", False):
             saw(name)
 
@@ -76,7 +76,7 @@ def watching(saw: Callable[[str], None]) -> Iterator[None]:
 
         @functools.wraps(original)
         def look(*args: Any, **kwargs: Any) -> Any:
-            told(f"Tensor.{name}")
+            report(f"Tensor.{name}")
             outer = getattr(within, "a_look", False)
             within.a_look = True
             try:
@@ -89,7 +89,7 @@ def watching(saw: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as stack:
         for name in _METHODS:
             stack.enter_context(mock.patch.object(Tensor, name, method(name)))
-        stack.enter_context(_Watching(told))
+        stack.enter_context(_Watching(report))
         yield
 
 

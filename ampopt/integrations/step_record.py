@@ -38,11 +38,11 @@ class StepRecord:
         self._steps = 0
         self._skips: Tensor | None = None
         self._last: dict[str, Tensor] = {}
-        self._told: dict[str, float] = {}  # the numbers of a watch
+        self._watched: dict[str, float] = {}  # the numbers of a watch
         self._hooks = [optimizer.register_step_post_hook(self._note)]
         watch = getattr(getattr(optimizer, "_ampopt", None), "watch", None)
         if watch is not None:
-            self._hooks.append(watch.log_to(self._learn))
+            self._hooks.append(watch.log_to(self._store))
 
     def numbers(self) -> dict[str, float | Tensor]:
         """The numbers to log now. Does not synchronize: tensors are 0-d, on the device.
@@ -61,7 +61,7 @@ class StepRecord:
         scale = _scale_of(self._scaler)
         if scale is not None:
             found["scale"] = scale
-        return {**found, **self._told}
+        return {**found, **self._watched}
 
     def read(self) -> dict[str, float]:
         """Return :meth:`numbers` as Python numbers, sorted by name. Synchronizes."""
@@ -86,10 +86,10 @@ class StepRecord:
         if isinstance(norm, Tensor):
             self._last["norm"] = norm
 
-    def _learn(self, told: dict[str, Any]) -> None:
+    def _store(self, numbers: dict[str, Any]) -> None:
         """Store the numbers that a watch logs for a step."""
-        self._told = {name: float(number) for name, number in told.items()}
-        self._told["steps"] = self._told.pop("step")
+        self._watched = {name: float(number) for name, number in numbers.items()}
+        self._watched["steps"] = self._watched.pop("step")
 
 
 def _scale_of(scaler: Any) -> Tensor | None:

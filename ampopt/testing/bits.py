@@ -183,7 +183,7 @@ def assert_close(actual: Tensor, expected: Tensor, *, ulps: float = 8.0, size: f
     Args:
         actual: the tensor under test.
         expected: a tensor of the same dtype and shape.
-        ulps: the tolerance, in units in the last place of the larger of the element and ``size``.
+        ulps: the tolerance, in ulps of the larger of the element and ``size``.
         size: the largest magnitude that went into an element, where cancellation makes the element
             itself smaller.
     """

@@ -25,7 +25,7 @@ Make = Callable[[Any], Any]
 """Function from parameters or param groups to the optimizer."""
 
 _SNIPPET = """\
-To run this example again, put it beside {cls}:
+To run this example again, paste this below {cls}:
 
 import torch
 from math import inf, nan

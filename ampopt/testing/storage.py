@@ -127,7 +127,7 @@ class Storage(Claims):
         )
         together, single = train_on(make, history), train_on(make, alone)
         only = Trained([together.params[which]], together.optimizer)
-        assert_same_training(only, single, f"parameter {which} beside others")
+        assert_same_training(only, single, f"parameter {which} among others")
 
     @invariant(claim="plain_steps", history=ending_well)
     def test_parameters_without_gradients_stay(self, make: Any, history: History) -> None:

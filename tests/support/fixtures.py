@@ -10,7 +10,7 @@ import torch
 
 import ampopt
 from ampopt import backend as backends
-from support import quick_hypothesis, quick_interpreter
+from support import quick_interpreter
 from support.gpus import skip_without_gpu
 from support.local_ranks import Ranks
 from support.requirements import skip_unless_it_runs
@@ -23,7 +23,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("AMPOPT_HYPOTHESIS_PROFILE", "default"))
 
-quick_hypothesis.make_it_quick()
 quick_interpreter.make_it_quick()
 
 
