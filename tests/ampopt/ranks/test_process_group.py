@@ -397,7 +397,7 @@ def test_fsdp1_ends_where_torchs_optimizer_ends(two_ranks, name, orig):
 
 
 def test_optimizers_of_several_groups_need_one_that_decides(two_ranks):
-    assert all("2 process groups" in text for text in two_ranks.run(several_groups))
+    assert all("2 different process groups" in text for text in two_ranks.run(several_groups))
 
 
 def several_groups() -> str:
