@@ -1,6 +1,7 @@
 """Averages of a model's parameters, for which skipped steps do not count."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -12,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from ampopt._step import dtensor
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.optimizer import Optimizer
-from ampopt_kernels.tensors import arithmetic, real, widest
+from ampopt_kernels.tensors import arithmetic, dense_like, flat, is_dense, real, widest
 from ampopt_kernels.transfers import to_device
 
 __all__ = ["SkipAwareAverage", "averaged"]
@@ -156,44 +157,105 @@ class SkipAwareAverage(AveragedModel):
         pairs = list(zip(*tensors, strict=True))
         for pair in pairs:
             _check_placed_alike(*pair)
-        count = self.n_averaged
-        taken, is_first = ~self._last_steps.were_skipped(count.device), count == 0
-        alike = map(_alike, pairs)
-        for average, value, new in self._with_new(alike):
-            new = torch.where(_on(average, is_first), value, new)
-            average.copy_(torch.where(_on(average, taken), new, average))
+        alike, count = map(_alike, pairs), self.n_averaged
+        skipped = self._last_steps.were_skipped(count.device)
+        if self.avg_fn is None and self.multi_avg_fn is None:
+            self._average_together(alike, skipped)
+        else:
+            is_first = count == 0
+            for average, value, new in self._by_own_function(alike):
+                new = torch.where(_on(average, is_first), value, new)
+                average.copy_(torch.where(_on(average, skipped), average, new))
         if not self.use_buffers:
             buffers = zip(self.module.buffers(), model.buffers(), strict=True)
-            for copy, value in map(_alike, buffers):
-                copy.copy_(torch.where(_on(copy, taken), value, copy))
-        count += taken
+            for batch in _batches(map(_alike, buffers)):
+                batch.store(torch.where(_on(batch.average, skipped), batch.average, batch.value))
+        count += ~skipped
 
-    def _with_new(
-        self, pairs: Iterable[tuple[Tensor, Tensor]]
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Averages and values of ``pairs``, and what the averages are to be, in their dtype."""
+    def _average_together(self, pairs: Iterable[tuple[Tensor, Tensor]], skipped: Tensor) -> None:
+        """Write the new averages by a few operations for each device and dtype.
+
+        Averages are written only with ``torch.where``: an interpolation of weight 0 would change
+        -0.0, and would turn averages that are not finite into NaN.
+        """
         count = self.n_averaged
-        if self.multi_avg_fn is not None:
-            by_kind: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
-            for average, value in pairs:
-                of_kind = by_kind.setdefault((average.device, average.dtype), [])
-                of_kind.append((average, value, average.clone()))
-            for (device, _), of_kind in by_kind.items():
-                _, values, new = map(list, zip(*of_kind, strict=True))
-                multi_avg_fn: Any = self.multi_avg_fn
-                multi_avg_fn(new, values, to_device(count, device))
-                yield from of_kind
-            return
+        is_first = count == 0
         wide = widest(count.device)  # torch rounds this to float32, even for float64 parameters
         weight = 1 / (count + 1).to(wide) if self.decay is None else 1 - self.decay
-        for average, value in pairs:
-            if self.avg_fn is not None:
-                new = self.avg_fn(average, value, _on(average, count)).to(average.dtype)
-            elif average.is_floating_point():
+        for batch in _batches(pairs):
+            average, value = batch.average, batch.value
+            if average.is_floating_point():
                 new = _lerp(average, value, weight)
             else:
                 new = _of_whole_numbers(average, value, _on(average, count), self.decay)
-            yield average, value, new
+            new = torch.where(_on(average, is_first), value, new)
+            batch.store(torch.where(_on(average, skipped), average, new))
+
+    def _by_own_function(
+        self, pairs: Iterable[tuple[Tensor, Tensor]]
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Averages, values, and the averages that the function of the caller makes of them."""
+        count = self.n_averaged
+        if self.avg_fn is not None:
+            for average, value in pairs:
+                new = self.avg_fn(average, value, _on(average, count)).to(average.dtype)
+                yield average, value, new
+            return
+        by_kind: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for average, value in pairs:
+            of_kind = by_kind.setdefault((average.device, average.dtype), [])
+            of_kind.append((average, value, average.clone()))
+        for (device, _), of_kind in by_kind.items():
+            _, values, new = map(list, zip(*of_kind, strict=True))
+            multi_avg_fn: Any = self.multi_avg_fn
+            multi_avg_fn(new, values, to_device(count, device))
+            yield from of_kind
+
+
+class _Batch:
+    """Averages of one device and dtype, whose elements operations read as one vector.
+
+    Attributes:
+        average: the elements of all averages, 1-d.
+        value: the elements of the tensors that they are averages of, in the same order.
+    """
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Read the elements of ``pairs`` of an average and a value."""
+        self._averages = [flat(a) if is_dense(a) else a for a, _ in pairs]
+        values = [flat(dense_like(v, a)) if is_dense(a) else v for a, v in pairs]
+        self.average, self.value = _joined(self._averages), _joined(values)
+
+    def store(self, elements: Tensor) -> None:
+        """Write ``elements``, in the order of :attr:`average`, into the averages."""
+        parts = elements.split([average.numel() for average in self._averages])
+        shaped = [part.view(a.shape) for part, a in zip(parts, self._averages, strict=True)]
+        copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        copy(self._averages, shaped)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    elements = [tensor.reshape(-1) for tensor in tensors]
+    return elements[0] if len(elements) == 1 else torch.cat(elements)
+
+
+_BATCH_BYTES = 1 << 26
+"""Bytes of averages in one :class:`_Batch`, unless one average alone has more: a step needs memory
+for a few batches, and not for a few models."""
+
+
+def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
+    """All ``pairs`` of an average and a value, in batches."""
+    waiting: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+    sizes: Counter[Any] = Counter()
+    for average, value in pairs:
+        kind, size = (average.device, average.dtype), average.numel() * average.element_size()
+        if sizes[kind] and sizes[kind] + size > _BATCH_BYTES:
+            yield _Batch(waiting.pop(kind))
+            sizes[kind] = 0
+        waiting.setdefault(kind, []).append((average, value))
+        sizes[kind] += size
+    yield from map(_Batch, waiting.values())
 
 
 class _LastSteps:
@@ -212,7 +274,8 @@ class _LastSteps:
         flags = [flag for flag in self._flags.values() if flag is not None]
         if not flags or len(flags) < len(self._flags):  # one was certainly not
             return torch.zeros((), dtype=torch.bool, device=device)
-        return torch.stack([to_device(f.reshape(()), device) > 0 for f in flags]).all()
+        skipped = [to_device(flag.reshape(()), device) > 0 for flag in flags]
+        return skipped[0] if len(skipped) == 1 else torch.stack(skipped).all()
 
     def __deepcopy__(self, memo: Any) -> "_LastSteps":
         """A copy of the average follows the same optimizers."""

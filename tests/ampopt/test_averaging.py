@@ -1,6 +1,7 @@
 """An average is bitwise torch's over the steps that were taken, and nobody looks at the others."""
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.counted_operations import counted
 from support.local_ranks import mesh_of
 from support.optimizers import Plain
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ampopt
+from ampopt import averaging
 from ampopt.testing import as_on_a_device, assert_no_sync
 from ampopt.testing.bits import bits
 
@@ -151,6 +154,71 @@ def test_nobody_looks(decay, cls):
     assert average.n_averaged.item() == 2
 
 
+@pytest.mark.parametrize(
+    ("layer", "decay", "use_buffers", "at_most"),
+    [
+        (nn.LayerNorm, 0.9, False, 10),
+        (nn.LayerNorm, None, False, 15),
+        (nn.BatchNorm1d, 0.9, False, 18),
+        (nn.BatchNorm1d, 0.9, True, 20),
+    ],
+)
+def test_operations_do_not_grow_with_the_number_of_parameters(layer, decay, use_buffers, at_most):
+    def operations(layers: int) -> Any:
+        model = nn.Sequential(*[layer(8) for _ in range(layers)])
+        optimizer = ampopt.SGD(model.parameters(), lr=0.5)
+        average = ampopt.averaged(model, optimizer, decay, use_buffers=use_buffers)
+        stepped(average, model, optimizer, 1.0)
+        return counted(lambda: average.update_parameters(model))
+
+    assert operations(2) == operations(6)
+    assert operations(6).total() <= at_most
+
+
+class LayoutGuard(nn.Module):
+    """Parameters in several layouts, with values that an interpolation of weight 0 changes."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        values = torch.tensor([-0.0, math.nan, INF, -INF, 2.0**-133, 1.0, -2.0, 0.0], dtype=dtype)
+        images = values.repeat(3).reshape(2, 3, 2, 2)
+        self.vector, self.images = nn.Parameter(values), nn.Parameter(images)
+        self.last = nn.Parameter(images.contiguous(memory_format=torch.channels_last))
+        self.empty, self.low = nn.Parameter(values[:0]), nn.Parameter(values.half())
+        self.register_buffer("columns", torch.arange(12.0, dtype=dtype).reshape(3, 4)[:, :2])
+        self.register_buffer("steps", torch.tensor([3, 7]))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 100, 1 << 26])
+@pytest.mark.parametrize(
+    ("dtype", "use_buffers"), [(torch.float32, True), (torch.float64, False), (torch.half, True)]
+)
+def test_any_layout_and_any_value(monkeypatch, dtype, use_buffers, batch_bytes):
+    """In batches of one average, of a few and of all; a skipped step changes no NaN and no -0.0."""
+    monkeypatch.setattr(averaging, "_BATCH_BYTES", batch_bytes)
+    model = LayoutGuard(dtype)
+    optimizer = ampopt.SGD(model.parameters(), lr=0.0)
+    average = ampopt.averaged(model, optimizer, 0.25, use_buffers=use_buffers)
+    theirs = torchs(model, 0.25)
+    for gradient in (INF, 1.0, INF, 1.0, INF):
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.copy_(tensor.flip(0))
+        before = state(average)
+        stepped(average, model, optimizer, gradient)
+        if gradient == INF:
+            assert state(average) == before
+            continue
+        theirs.update_parameters(model)
+        assert bits(list(average.parameters())) == bits(list(theirs.parameters()))
+        if not use_buffers:
+            assert state(average) == state(theirs)
+    assert dict(average.module.named_parameters())["last"].is_contiguous(
+        memory_format=torch.channels_last
+    )
+
+
 def doubled(average: Any, value: Any, n_averaged: Any) -> Any:
     return torch.lerp(average, value, 1 / (2 * n_averaged.to(average.dtype) + 1))
 
@@ -282,13 +350,13 @@ def test_it_counts_before_any_step_and_twice_where_it_is_told_twice():
 
 def test_called_every_second_step_the_last_of_them_decides():
     model, optimizer, average = made()
-    for grads, counted in (((1.0, INF), 0), ((INF, 1.0), 1), ((1.0, 1.0), 2)):
+    for grads, expected in (((1.0, INF), 0), ((INF, 1.0), 1), ((1.0, 1.0), 2)):
         for g in grads:
             for p in model.parameters():
                 p.grad = torch.full_like(p, g)
             optimizer.unscale_and_step(grads_scaled_by=1.0)
         average.update_parameters(model)
-        assert average.n_averaged.item() == counted
+        assert average.n_averaged.item() == expected
 
 
 def test_a_plain_step_and_a_static_scale_that_lets_overflows_pass_count():
