@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from ampopt._step import dtensor
+from ampopt._step.sharding import dtensor
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.optimizer import Optimizer
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import arithmetic, dense_like, flat, is_dense, real, widest
-from ampopt_kernels.transfers import to_device
 
 __all__ = ["SkipAwareAverage", "averaged"]
 

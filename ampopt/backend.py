@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 
 from ampopt_kernels.cpu.backend import Cpu
-from ampopt_kernels.cpu.build import cpp_compiler
-from ampopt_kernels.cpu.cache import CacheError, place
 from ampopt_kernels.cpu.compiled import PATIENCE, Compiled
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
+from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.native.cache import CacheError, place
 from ampopt_kernels.step import Backend
 
 __all__ = [

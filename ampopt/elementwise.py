@@ -9,17 +9,17 @@ from ampopt._step import torch_scaler
 from ampopt._step.by_rule import RuleRunner, RuleStep
 from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import evaluated
-from ampopt._step.dtensor import is_spread
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import OrdinaryStep
-from ampopt._step.param_rounding import PARAM_ROUNDING, is_stochastic
 from ampopt._step.rule_state import shares_storage
+from ampopt._step.settings import kind_of
+from ampopt._step.sharding.dtensor import is_spread
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StepStrategy, StrategyAttribute
 from ampopt._step.torch_private import uncompiled
-from ampopt._step.variants import kind_of
 from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.optimizer import Optimizer
+from ampopt.options import PARAM_ROUNDING, is_stochastic
 from ampopt.results import Unscaled
 from ampopt_kernels.rule import MASTER, Rule
 from ampopt_kernels.step import Request

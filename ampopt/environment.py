@@ -12,10 +12,10 @@ import torch
 
 import ampopt
 from ampopt import backend as backends
-from ampopt_kernels.cpu.build import Library, cpp_command
-from ampopt_kernels.cpu.cache import CacheError, place
 from ampopt_kernels.devices import ACCELERATORS
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
+from ampopt_kernels.native.build import Library, cpp_command
+from ampopt_kernels.native.cache import CacheError, place
 
 __all__ = ["cpu_model", "report", "version_of"]
 

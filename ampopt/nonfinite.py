@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor
+from ampopt._step.sharding import dtensor
 from ampopt._step.torch_private import pytree
 from ampopt_kernels.tensors import real
 

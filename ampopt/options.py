@@ -8,7 +8,17 @@ option into the signature and the docstring, where ``help()`` and ``inspect.sign
 import inspect
 from typing import Any, TypedDict
 
-__all__ = ["OptimizerOptions", "RuleOptions", "show_options"]
+__all__ = [
+    "PARAM_ROUNDING",
+    "OptimizerOptions",
+    "RuleOptions",
+    "check_rounding",
+    "is_stochastic",
+    "show_options",
+]
+
+PARAM_ROUNDING = "param_rounding"
+"""The key of this option in a param group."""
 
 
 class OptimizerOptions(TypedDict, total=False):
@@ -74,3 +84,18 @@ def _show_in_signature(init: Any, names: list[str]) -> None:
         keyword = inspect.Parameter.KEYWORD_ONLY
         shared = [inspect.Parameter(name, keyword, default=_DEFAULTS[name]) for name in names]
         init.__signature__ = signature.replace(parameters=[*own, *shared])
+
+
+def check_rounding(rounding: Any) -> None:
+    """Raise unless ``rounding`` is a value of ``param_rounding``.
+
+    Raises:
+        ValueError: ``rounding`` is neither ``"nearest"`` nor ``"stochastic"``.
+    """
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"param_rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+
+
+def is_stochastic(group: dict[str, Any]) -> bool:
+    """Whether ``group`` rounds bfloat16 parameters without master weights stochastically."""
+    return group.get(PARAM_ROUNDING, "nearest") == "stochastic"

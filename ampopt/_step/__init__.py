@@ -1,23 +1,24 @@
-"""How a step is taken, or left out: nothing in here is for users.
+"""How a step is run or skipped. Nothing in this package is for users.
 
-A control point of ``ampopt.Optimizer`` asks the optimizer's ``_ampopt``, a
-``stepping.StepStrategy``. To follow one ``unscale_and_step`` of a rule, such as that of ``AdamW``,
-read in this order:
+The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
+``stepping.StepStrategy``. To follow one ``unscale_and_step`` of ``AdamW``, read in this order:
 
-1. ``ampopt.optimizer.unscale_and_step``: whether it may be called now, under which scale
-   (``ampopt.loss_scale.arguments``), and the scale to go on with.
-2. ``by_rule.RuleStep.attempt``: the hooks, if there are any, around ``RuleRunner.step``, which
-takes
-   the plan of the step before, or makes another (``rule_rows``, ``checks``).
-3. ``plan.Plan.revalidate``: whether anything has changed but gradients and hyperparameters, in the
-   groups (``settings``) or in memory. ``run``: the step, with other ranks where there are some
-   (``ranks``).
-4. ``ampopt_kernels.step.run``: *detect*, *control* and *update*, by the backend of each device.
-5. ``ampopt_kernels.cpu.backend``: those of the CPU, on small tensors in bundles
-   (``cpu.bundles``), by loops of C++ where they have been compiled (``cpu.compiled``). The line
-   that skips a step is in ``Cpu.update``; the decision is ``Eager.control``.
+1. ``ampopt.optimizer.unscale_and_step`` checks whether the call is allowed now, turns its argument
+   into a loss scale (``ampopt.loss_scale.arguments``), and returns the next scale.
+2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
+3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds that
+   only gradients and hyperparameters have changed (``settings``). Otherwise it makes a new plan:
+   it checks parameters and states (``checks``, ``state_checks``), makes missing states
+   (``rule_state``), and collects the tensors of each parameter (``rows``).
+4. ``plan.Plan.run`` runs the step. With several ranks, ``ranks`` all-reduces overflow flag and
+   norm; ``sharding`` knows what a shard needs.
+5. ``ampopt_kernels.step.run`` is the order of the three passes, *detect*, *control* and *update*,
+   of which each device's backend has its own.
+6. ``ampopt_kernels.cpu.backend`` is the CPU backend: small tensors in bundles (``cpu.bundles``),
+   and loops of C++ once they are compiled (``cpu.compiled``). The line that skips a step is in
+   ``Cpu.update``; the decision to skip is made in ``Eager.control``.
 
-A ``step()`` that is no rule goes by ``ordinary.OrdinaryStep.attempt`` instead: gradients are
-unscaled and judged first (``masters``, ``overflow``), and then it is called, left out, or taken
-back (``transaction``).
+An optimizer with a hand-written ``step()`` has an ``ordinary.OrdinaryStep`` instead: gradients are
+unscaled and tested first (``masters``, ``overflow``); then its step is called, not called, or
+called and rolled back (``transaction``).
 """

@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt._step import dtensor, gradients, ranks
+from ampopt._step import gradients, ranks
 from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere, device_of, works_of
 from ampopt._step.rank_messages import Call
+from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.found import Found, FoundByRanks
 from ampopt_kernels.step import Decision, Request, Row, Work, run
 from ampopt_kernels.tensors import dense_like, real
-from ampopt_kernels.transfers import to_device
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["DROPS", "Accumulation", "Closed", "AccumulationCycle", "refuse_sparse"]
 

@@ -19,14 +19,14 @@ from ampopt._step.masters import Masters, needs_master
 from ampopt._step.overflow import check_and_unscale_held, device_of
 from ampopt._step.plan import Plan
 from ampopt._step.rule_state import complete, convert, state_of, widen_scalars
+from ampopt._step.settings import kind_of
 from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import SkipPolicy, skip_policy_of
-from ampopt._step.variants import kind_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["RuleStep", "RuleRunner"]
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt._step import dtensor, gradients
-from ampopt._step.hyperparameters import check_numbers
+from ampopt._step import gradients
 from ampopt._step.masters import has_masters, needs_master
-from ampopt._step.param_rounding import PARAM_ROUNDING, check_rounding, is_stochastic
+from ampopt._step.settings import Variants, check_numbers, kind_of
+from ampopt._step.sharding import dtensor
 from ampopt._step.state_checks import KEYS, Stepped, check_states
 from ampopt._step.torch_private import check_for_fused
-from ampopt._step.variants import Variants, kind_of
 from ampopt.loss_scale.arguments import check_bool
+from ampopt.options import PARAM_ROUNDING, check_rounding, is_stochastic
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import overlaps_itself

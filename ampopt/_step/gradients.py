@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor
+from ampopt._step.sharding import dtensor
 from ampopt_kernels.found import Owner
 from ampopt_kernels.tensors import real
 

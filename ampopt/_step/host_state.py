@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor
+from ampopt._step.sharding import dtensor
 from ampopt._step.torch_private import CALLED, HOOKS, LOCAL_TENSOR
 from ampopt_kernels.devices import captures
 

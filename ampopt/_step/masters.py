@@ -9,16 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor, gradients
+from ampopt._step import gradients
 from ampopt._step.overflow import check_and_unscale_held, device_of
 from ampopt._step.ranks import Agreement
+from ampopt._step.sharding import dtensor
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.tensors import overlaps_itself
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Masters", "has_masters", "needs_master"]
 

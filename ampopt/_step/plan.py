@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ampopt._step import dtensor, ranks
+from ampopt._step import ranks
 from ampopt._step.overflow import (
     check_and_unscale_held,
     decide,
@@ -22,11 +22,12 @@ from ampopt._step.overflow import (
     works_of,
 )
 from ampopt._step.rank_sums import RankSums
-from ampopt._step.rule_rows import RuleRows
+from ampopt._step.rows import RuleRows
 from ampopt._step.settings import Settings
-from ampopt._step.spread_marginals import LinesOfRanks
-from ampopt_kernels.cpu.objects import IdentityGuard, LayoutGuard, addresses, bump_versions
+from ampopt._step.sharding import dtensor
+from ampopt._step.sharding.line_sums import LinesOfRanks
 from ampopt_kernels.devices import refuse_while_captured
+from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses, bump_versions
 from ampopt_kernels.step import Coefficients, Decision, Request, Work
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ampopt._step.dtensor import is_spread
 from ampopt._step.ranks import Agreement
+from ampopt._step.sharding.dtensor import is_spread
 from ampopt_kernels.step import Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import widest

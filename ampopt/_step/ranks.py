@@ -10,8 +10,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ampopt._step.dtensor import is_spread
-from ampopt._step.fsdp1 import whole_parameters
 from ampopt._step.rank_messages import (
     Call,
     Column,
@@ -22,6 +20,8 @@ from ampopt._step.rank_messages import (
     seen,
     write_found,
 )
+from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.fsdp1 import whole_parameters
 from ampopt._step.torch_private import flattened, is_flattened_by_fsdp1, root_of
 from ampopt.backend import backend_for
 from ampopt.loss_scale.arguments import check_bool

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor
-from ampopt._step.spread_marginals import on_each_rank, replicated
+from ampopt._step.sharding import dtensor
+from ampopt._step.sharding.line_sums import on_each_rank, replicated
 from ampopt_kernels.cpu.bundles import SMALL
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
 from ampopt_kernels.tensors import overlaps_itself, real, widest
-from ampopt_kernels.transfers import to_device
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleRunner

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor
+from ampopt._step.sharding import dtensor
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import is_dense, memory_of, share_memory
 

@@ -22,7 +22,7 @@ from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.results import as_flag
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Decision, Request
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleRunner

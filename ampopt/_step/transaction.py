@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor
 from ampopt._step.host_state import HostState
+from ampopt._step.sharding import dtensor
 from ampopt._step.torch_private import (
     TorchDispatchMode,
     is_operator,
@@ -25,8 +25,8 @@ from ampopt._step.torch_private import (
     written_by,
 )
 from ampopt.backend import host_may_look
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.step import Decision
-from ampopt_kernels.transfers import to_device
 
 __all__ = ["Mode", "SKIP_BY", "SkipPolicy", "CopyOnWriteMode", "skip_policy_of"]
 

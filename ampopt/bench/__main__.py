@@ -37,7 +37,7 @@ from ampopt.bench.measure import CLOCKS, reason
 from ampopt.bench.memory import bandwidth
 from ampopt.bench.overhead import overhead
 from ampopt.bench.plot import plot, require_matplotlib
-from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.native.build import cpp_compiler
 
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 

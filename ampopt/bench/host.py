@@ -18,7 +18,7 @@ import torch
 import ampopt
 from ampopt import backend
 from ampopt.bench import contenders, workloads
-from ampopt_kernels.cpu import objects
+from ampopt_kernels.native import objects
 from ampopt_kernels.triton.backend import Triton
 
 __all__ = ["main"]

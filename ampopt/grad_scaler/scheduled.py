@@ -11,7 +11,7 @@ from ampopt.loss_scale.arguments import check_scale_number
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
-from ampopt_kernels.transfers import to_device
+from ampopt_kernels.devices import to_device
 
 __all__ = ["ScheduledScaler", "at", "changed", "on"]
 

@@ -14,7 +14,7 @@ from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.results import StepResult, Unscaled, is_flag
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.step import Decision, Request
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 __all__ = [
     "LARGEST_SCALE",

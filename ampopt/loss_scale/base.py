@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.product import product
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.policy import PolicyConstants
-from ampopt_kernels.transfers import to_device
 
 __all__ = [
     "AnyScale",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ampopt.loss_scale.base import LossScale
-from ampopt_kernels.transfers import to_device
+from ampopt_kernels.devices import to_device
 
 __all__ = ["next_scale"]
 

@@ -12,9 +12,9 @@ from ampopt.loss_scale.base import Device, LossScale, host_may_read
 from ampopt.loss_scale.presets import PRESETS
 from ampopt.loss_scale.schedule import Schedule, check_entries
 from ampopt_kernels import torch_language
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.policy import next_scale as _policy_next_scale
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.transfers import to_device
 
 __all__ = ["DynamicLossScale"]
 

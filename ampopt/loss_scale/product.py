@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.transfers import to_device
+from ampopt_kernels.devices import to_device
 
 __all__ = ["product"]
 

@@ -7,10 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor, ranks
-from ampopt._step.same_gradients import SameGradients
+from ampopt._step import ranks
+from ampopt._step.rank_messages import SameGradients
+from ampopt._step.sharding import dtensor
+from ampopt._step.sharding.whole_matrices import WholeMatrices
 from ampopt._step.torch_private import adjusted_lr, orthogonalized
-from ampopt._step.whole_matrices import WholeMatrices
 
 __all__ = ["step_whole_matrices"]
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from ampopt._step.dtensor import is_spread
 from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.sharding.dtensor import is_spread
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StrategyAttribute
 from ampopt.optim._sharded_muon import step_whole_matrices

@@ -29,7 +29,7 @@ from ampopt.train_step.arguments import (
     outputs,
     parts,
 )
-from ampopt_kernels.transfers import to_device
+from ampopt_kernels.devices import to_device
 
 __all__ = ["TrainStep"]
 

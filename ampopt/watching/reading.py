@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ampopt_kernels.devices import Copying, copied_to_host
 from ampopt_kernels.ledger import CAUSES, COUNTS, RING, Ledger
-from ampopt_kernels.transfers import Copying, copied_to_host
 
 __all__ = ["Reading", "Taken", "described", "take"]
 

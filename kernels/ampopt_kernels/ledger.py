@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampopt_kernels.found import Found
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 __all__ = [
     "CAUSES",

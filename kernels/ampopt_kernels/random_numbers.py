@@ -6,10 +6,10 @@ and every backend makes the same ones to the bit.
 
 from ampopt_kernels.language import float_bits, jit, tl
 
-__all__ = ["CPP", "STREAM", "rand", "randn", "random_bits"]
+__all__ = ["CPP", "PLACE_STRIDE", "rand", "randn", "random_bits"]
 
-STREAM = 1 << 36
-"""From the places of one parameter to those of the next: each has so many elements."""
+PLACE_STRIDE = 1 << 36
+"""The distance from the first place of one parameter to that of the next: room for its elements."""
 
 
 @jit

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.found import NOBODY, Found, FoundByRanks, Owner
 from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep, note
 from ampopt_kernels.marginals import AgreeOnLines, LineSums, Marginals
@@ -24,8 +25,7 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import AgreeOnSums, Sums, over_all
 from ampopt_kernels.tensors import arithmetic, widest
-from ampopt_kernels.transfers import to_device
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Backend", "Decision", "Coefficients", "Partials", "Request", "Row", "Work", "run"]
 

@@ -14,10 +14,10 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.language import float_bits, jit, tl
 from ampopt_kernels.random_numbers import random_bits
 
-__all__ = ["CPP", "STREAM", "rounded_stochastically", "stochastically", "take_keys"]
+__all__ = ["CPP", "KEY_STRIDE", "rounded_stochastically", "stochastically", "take_keys"]
 
-STREAM = 1 << 32
-"""From the keys of one parameter to those of the next: each has so many steps."""
+KEY_STRIDE = 1 << 32
+"""The distance from the first key of one parameter to that of the next: room for its steps."""
 
 
 @jit

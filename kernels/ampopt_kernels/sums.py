@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import widest
-from ampopt_kernels.transfers import to_device
 
 if TYPE_CHECKING:
     from ampopt_kernels.step import Work

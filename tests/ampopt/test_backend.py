@@ -17,13 +17,14 @@ from torch.nn import Parameter
 import ampopt
 from ampopt import backend as backends
 from ampopt.testing.bits import bits, everything, state_of
-from ampopt_kernels.cpu import compiled, numbers, objects
+from ampopt_kernels.cpu import compiled, numbers
 from ampopt_kernels.cpu.backend import Cpu
-from ampopt_kernels.cpu.build import Library, cpp_compiler
-from ampopt_kernels.cpu.cache import CacheError, place
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.eager import CHUNK, Eager
 from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.native import objects
+from ampopt_kernels.native.build import Library, cpp_compiler
+from ampopt_kernels.native.cache import CacheError, place
 from ampopt_kernels.step import Backend
 from ampopt_kernels.triton import backend as triton_backend
 

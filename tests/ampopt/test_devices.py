@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
-from ampopt_kernels.cpu import objects
 from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.native import objects
 
 PLACES = [
     ["pretend:0", "pretend:0"],

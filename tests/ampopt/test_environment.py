@@ -14,7 +14,7 @@ import torch
 import ampopt
 from ampopt import backend as backends
 from ampopt import environment
-from ampopt_kernels.cpu import build, cache
+from ampopt_kernels.native import build, cache
 
 
 @pytest.fixture(autouse=True)

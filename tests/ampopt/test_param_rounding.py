@@ -9,9 +9,9 @@ from support.shards import same_as_whole
 from torch.nn import Parameter
 
 import ampopt
-from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.stochastic import STREAM, stochastically
+from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.stochastic import KEY_STRIDE, stochastically
 
 BACKENDS = [
     "eager",
@@ -65,7 +65,7 @@ def test_it_is_unbiased_and_exact_numbers_stay():
             x = torch.full((n,), sign * (1.0 + share * ULP), dtype=torch.float64).float()
             exact = (x[0].double().abs().item() - 1.0) / ULP
             deviation = (exact * (1 - exact) / n) ** 0.5
-            for key in (0, 12345, 7 * STREAM + 3):
+            for key in (0, 12345, 7 * KEY_STRIDE + 3):
                 up = (rounded(x, key, start=10**10).abs() > 1.0).double().mean().item()
                 assert abs(up - exact) < 4 * deviation + 2.0**-16
     of_steps = [rounded(x[:4], key).abs() > 1.0 for key in range(0, 4096)]
@@ -77,7 +77,7 @@ def test_it_is_unbiased_and_exact_numbers_stay():
 
 def test_neither_neighbours_nor_steps_nor_parameters_go_together():
     x = torch.full((1 << 15,), 1.0 + 0.5 * ULP)
-    first, later, other = ((rounded(x, key) > 1.0).double() for key in (5, 6, 5 + STREAM))
+    first, later, other = ((rounded(x, key) > 1.0).double() for key in (5, 6, 5 + KEY_STRIDE))
     pairs = [(first, later), (first, other), (first[1:], first[:-1]), (first[:-1], later[1:])]
     for a, b in pairs:
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.025

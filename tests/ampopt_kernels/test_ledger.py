@@ -11,7 +11,6 @@ from support.kernel_rows import CPU, ENGINES
 from support.strategies import fewer
 
 from ampopt_kernels.cpu import numbers
-from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.found import Found, Owner
 from ampopt_kernels.ledger import (
@@ -23,7 +22,8 @@ from ampopt_kernels.ledger import (
     RecordedStep,
     zeros,
 )
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.uploads import Uploads
 
 PLACES, LAST = 3, 4
 

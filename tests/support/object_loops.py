@@ -2,8 +2,8 @@
 
 import pytest
 
-from ampopt_kernels.cpu.build import cpp_compiler
-from ampopt_kernels.cpu.objects import loops
+from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.native.objects import loops
 
 
 def need_object_loops() -> None:

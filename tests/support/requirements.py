@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.native.build import cpp_compiler
 
 __all__ = ["needs", "skip_unless_it_runs"]
 

@@ -13,7 +13,7 @@ from ampopt._synchronization import sync_debug_mode
 from ampopt.bench import contenders, workloads
 from ampopt.bench.first_hour.record import Record
 from ampopt.bench.measure import host_seconds, warmed
-from ampopt_kernels.cpu import objects
+from ampopt_kernels.native import objects
 
 __all__ = ["run"]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.blocks import Bundles
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
-from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
+from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
 from ampopt_kernels.marginals import LineSums, Marginals, advance, sums_of

@@ -20,19 +20,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import noting, numbers, objects
+from ampopt_kernels.cpu import numbers, watch
 from ampopt_kernels.cpu.backend import Cpu
-from ampopt_kernels.cpu.build import Library
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
-from ampopt_kernels.cpu.cache import CacheError
 from ampopt_kernels.cpu.calls import CALLS
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
 from ampopt_kernels.found import Found
 from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep
+from ampopt_kernels.native import objects
+from ampopt_kernels.native.build import Library
+from ampopt_kernels.native.cache import CacheError
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Partials, Request, Work
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["PATIENCE", "Compiled"]
 
@@ -109,7 +110,7 @@ class Compiled(Cpu):
         if numbers.loaded is None:
             super().note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
         else:
-            noting.note(numbers.loaded, ledger, attempt, found, parts, notes_step=notes_step)
+            watch.note(numbers.loaded, ledger, attempt, found, parts, notes_step=notes_step)
 
     def _apply(
         self, rule: Rule, piece: Bundle, parts: Sequence[BundleSlice], tensors: Sequence[Tensor]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.numbers import loops
-from ampopt_kernels.cpu.objects import addresses
+from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.tensors import flat
 
 __all__ = ["Copies", "NativeCopies", "TorchCopies"]

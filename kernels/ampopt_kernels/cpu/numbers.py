@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.objects import addresses
 from ampopt_kernels.ledger import CAUSES, COLUMNS, COUNTS, NOT_GIVEN
+from ampopt_kernels.native.build import Library
+from ampopt_kernels.native.objects import addresses
 
 __all__ = [
     "INFINITY",

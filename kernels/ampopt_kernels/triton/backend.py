@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu import objects
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED, tl
 from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.marginals import EVEN, LineSums, advance_stack
+from ampopt_kernels.native import objects
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
 from ampopt_kernels.sums import Sums
@@ -24,8 +24,8 @@ from ampopt_kernels.triton.lines import Lines, line_kernel
 from ampopt_kernels.triton.reduce import reduce_kernel, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
-from ampopt_kernels.triton.uploads import Uploads
 from ampopt_kernels.triton.watch import watch_kernel
+from ampopt_kernels.uploads import Uploads
 
 __all__ = ["BLOCK", "Triton"]
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.objects import addresses
 from ampopt_kernels.marginals import EVEN
+from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work

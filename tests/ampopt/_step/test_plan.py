@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ampopt
 from ampopt_kernels import rules
-from ampopt_kernels.cpu import objects
-from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.native import objects
+from ampopt_kernels.native.build import cpp_compiler
 
 
 @pytest.fixture(params=["native", "python"])

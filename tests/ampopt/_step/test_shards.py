@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampopt._step import shards
+from ampopt._step.sharding import shards
 from ampopt_kernels.places import Places
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import dtensor
+from ampopt._step.sharding import dtensor
 from ampopt.testing.bits import bits, everything
 
 every_backend = pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)

@@ -11,10 +11,10 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt_kernels import rand, randn, torch_language
-from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.random_numbers import STREAM
+from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.random_numbers import PLACE_STRIDE
 
 BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
 N = 1 << 16
@@ -27,7 +27,7 @@ def drawn(function: Any, seed: float = 0, step: float = 1, start: int = 0) -> to
 
 def test_they_are_distributed_as_they_say():
     """By moments and shares of intervals; allowed are four standard deviations."""
-    for start, step in ((0, 1), (10**10, 12345), (7 * STREAM, 2.0**24)):
+    for start, step in ((0, 1), (10**10, 12345), (7 * PLACE_STRIDE, 2.0**24)):
         u, z = drawn(rand, 3, step, start), drawn(randn, 3, step, start)
         assert u.min() >= 0
         assert u.max() < 1
@@ -46,7 +46,7 @@ def test_neither_neighbours_nor_steps_nor_seeds_nor_parameters_go_together():
         drawn(rand, step=-1),
         drawn(rand, seed=1),
         drawn(rand, start=1),
-        drawn(rand, start=STREAM),
+        drawn(rand, start=PLACE_STRIDE),
     ):
         assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 4 / N**0.5
 

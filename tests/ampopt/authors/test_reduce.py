@@ -10,9 +10,9 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt_kernels import Rule, jit
-from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.cpu.sums import BLOCK, PART
 from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.native.build import cpp_compiler
 
 BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
 

@@ -9,8 +9,8 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt_kernels import Rule, State, jit, tl
-from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.language import HAS_TRITON
+from ampopt_kernels.native.build import cpp_compiler
 
 BACKENDS = ["eager", *["compiled"] * bool(cpp_compiler()), *["triton"] * HAS_TRITON]
 

@@ -13,7 +13,8 @@ from support.two_rank_steps import CLASSES, FORMS, ORDERS, SPOILED, outcomes_of_
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import dtensor, ranks
+from ampopt._step import ranks
+from ampopt._step.sharding import dtensor
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from support.shards import layouts, spread
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import dtensor, ranks
+from ampopt._step import ranks
+from ampopt._step.sharding import dtensor
 from ampopt.testing.bits import bits
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {

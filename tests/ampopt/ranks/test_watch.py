@@ -14,7 +14,7 @@ import ampopt
 from ampopt.watching.reading import Taken, merged
 from ampopt_kernels.found import Found, Owner
 from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, RecordedStep, note, zeros
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 INF = float("inf")
 

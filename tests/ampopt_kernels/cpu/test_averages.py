@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 
 from ampopt_kernels import Rule, State, jit, tl
-from ampopt_kernels.cpu.build import Library, cpp_compiler
 from ampopt_kernels.cpu.bundles import BUNDLE, BundleSlice
 from ampopt_kernels.cpu.calls import Averages
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.marginals import Marginals
+from ampopt_kernels.native.build import Library, cpp_compiler
 from ampopt_kernels.tensors import arithmetic
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")

@@ -10,9 +10,7 @@ from support.kernel_rows import edge_numbers, fingerprint
 
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.backend import Cpu
-from ampopt_kernels.cpu.build import cpp_compiler
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
-from ampopt_kernels.cpu.measures import found_in
 from ampopt_kernels.cpu.numbers import (
     INFINITY,
     PART,
@@ -21,7 +19,9 @@ from ampopt_kernels.cpu.numbers import (
     measures,
     sums_of_squares,
 )
+from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.eager import reciprocal
+from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.step import Row, Work
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")

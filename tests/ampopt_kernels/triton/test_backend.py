@@ -9,7 +9,7 @@ from support.object_loops import need_object_loops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt_kernels import rules
-from ampopt_kernels.cpu import objects
+from ampopt_kernels.native import objects
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.step import Request, Row, Work, run
 from ampopt_kernels.triton import backend as triton_backend

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from ampopt_kernels.triton.uploads import Uploads
+from ampopt_kernels.uploads import Uploads
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

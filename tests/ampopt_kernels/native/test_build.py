@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.cache import CLAIM
+from ampopt_kernels.native.build import Library
+from ampopt_kernels.native.cache import CLAIM
 
 COMPILER = """#!/bin/sh
 sh -c 'trap "echo > {folder}/ended; exit" TERM; echo > {folder}/started; sleep 60 & wait' &
@@ -17,7 +17,7 @@ wait
 """
 PROGRAM = """
 import pathlib, sys, time
-from ampopt_kernels.cpu.build import Library
+from ampopt_kernels.native.build import Library
 
 Library("").start()
 while not pathlib.Path(sys.argv[1], "started").exists():

@@ -7,8 +7,13 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import devices
-from ampopt_kernels.devices import ACCELERATORS, refuse_while_captured, stream
-from ampopt_kernels.transfers import carried_into, to_device
+from ampopt_kernels.devices import (
+    ACCELERATORS,
+    carried_into,
+    refuse_while_captured,
+    stream,
+    to_device,
+)
 
 __all__ = ["Uploads"]
 

@@ -5,8 +5,8 @@ import tempfile
 
 import pytest
 
-from ampopt_kernels.cpu import cache
-from ampopt_kernels.cpu.build import cpp_compiler
+from ampopt_kernels.native import cache
+from ampopt_kernels.native.build import cpp_compiler
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.object_loops import need_object_loops
 
-from ampopt_kernels.cpu import objects
-from ampopt_kernels.cpu.build import Library
-from ampopt_kernels.cpu.objects import (
+from ampopt_kernels.native import objects
+from ampopt_kernels.native.build import Library
+from ampopt_kernels.native.objects import (
     IdentityGuard,
     LayoutGuard,
     Loops,

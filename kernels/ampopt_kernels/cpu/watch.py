@@ -1,20 +1,70 @@
-"""The measures of gradients on the CPU, by one loop of C++ that also sees whether any overflows.
+"""A step added to a ledger on the CPU by one loop of C++, in a few microseconds."""
 
-The loop compares magnitudes by their bits, as they are, so that nothing is unscaled to be measured:
-unscaling keeps their order, and where it takes them is worked out once for each scale. Sums of
-squares have the bits that a norm is made of.
-"""
-
+import ctypes
 import functools
+from array import array
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.found import FLUSHED, Found, measured
+from ampopt_kernels.ledger import NOT_GIVEN, ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.step import Work
 
-__all__ = ["found_in"]
+__all__ = ["found_in", "note"]
+
+
+def note(
+    loops: ctypes.CDLL,
+    ledger: Ledger,
+    attempt: RecordedStep,
+    found: Found | None,
+    parts: Sequence[ChunkRange],
+    *,
+    notes_step: bool,
+) -> None:
+    """Do what :func:`ampopt_kernels.ledger.note` does; all tensors are the host's.
+
+    Args:
+        loops: those of ``numbers``.
+        ledger: to add to.
+        attempt: that was made.
+        found: in the gradients.
+        parts: of parameters of this ledger.
+        notes_step: whether the step itself is noted here too.
+    """
+    measures = flags = None
+    if found is None or found.measures is None:
+        parts = ()
+    else:
+        measures = found.measures
+        flags = None if found.surely_finite else found.flags_on(torch.device("cpu"))
+    cause = 0.0
+    if attempt.skip is not None and attempt.skip.item() > 0:
+        cause = max(_number(attempt.cause, 0.0), 1.0)
+    scale, norm = (_number(x, NOT_GIVEN) for x in (attempt.scale, attempt.norm))
+    where = array("q", chain.from_iterable(parts))
+    told = array("d", (attempt.number, cause, scale, norm))
+    loops.note(
+        None if measures is None else measures.data_ptr(),
+        None if flags is None else flags.data_ptr(),
+        where.buffer_info()[0],
+        len(parts),
+        told.buffer_info()[0],
+        ledger.numbers.data_ptr(),
+        ledger.numbers.numel(),
+        ledger.places,
+        notes_step,
+    )
+
+
+def _number(tensor: Tensor | None, otherwise: float) -> float:
+    return otherwise if tensor is None else tensor.item()
+
 
 _INTEGERS = {
     torch.float16: torch.int16,

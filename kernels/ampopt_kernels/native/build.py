@@ -21,7 +21,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
-from ampopt_kernels.cpu import cache
+from ampopt_kernels.native import cache
 
 __all__ = ["Library", "cpp_command", "cpp_compiler"]
 

@@ -7,22 +7,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ampopt._step import dtensor, gradients, ranks
-from ampopt._step.param_rounding import keys_of
+from ampopt._step import gradients, ranks
+from ampopt._step.masters import needs_master
 from ampopt._step.rule_state import lay_end_to_end, state_of, widen_scalars
-from ampopt._step.shards import places_of
-from ampopt._step.spread_marginals import SpreadMarginals
-from ampopt._step.variants import Variants
+from ampopt._step.settings import Variants
+from ampopt._step.sharding import dtensor
+from ampopt._step.sharding.line_sums import SpreadMarginals
+from ampopt._step.sharding.shards import places_of
+from ampopt._step.state_checks import KEYS
+from ampopt.options import is_stochastic
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
-from ampopt_kernels.random_numbers import STREAM
+from ampopt_kernels.random_numbers import PLACE_STRIDE
 from ampopt_kernels.step import Row
+from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleRunner
 
-__all__ = ["RuleRows"]
+__all__ = ["RuleRows", "keys_of"]
 
 
 class RuleRows:
@@ -103,7 +107,7 @@ class RuleRows:
         if keys is not None or rule.draws:
             places = places_of(param, stepped, contiguous=bool(marginals))
         if rule.draws:  # each parameter its own numbers
-            places = replace(places, first=places.first + place * STREAM)
+            places = replace(places, first=places.first + place * PLACE_STRIDE)
         copy = None if master is None else dense(local(param.detach()), like)
         grad = dense_like(gradients.values_of(holder), like)
         row = Row(
@@ -149,3 +153,21 @@ class RuleRows:
             and grad.data_ptr() == dtensor.local(param.grad).data_ptr()
             for row, grad, param in zip(self.rows, self.grads, self.present, strict=True)
         )
+
+
+def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor, place: int) -> Tensor | None:
+    """The keys of ``param``, made where they are missing; ``None`` if it is rounded as usual.
+
+    Each parameter has keys of its own, by its ``place`` among all.
+    """
+    of_bfloat16 = param.dtype == torch.bfloat16 and not needs_master(group, param)
+    if not (of_bfloat16 and is_stochastic(group)):
+        return None
+    state = optimizer.state[param]
+    kept = state.get(KEYS, KEY_STRIDE * place)
+    if not (
+        isinstance(kept, Tensor)
+        and (kept.dtype, kept.device, kept.ndim) == (torch.int64, param.device, 0)
+    ):
+        state[KEYS] = torch.full((), int(kept), dtype=torch.int64, device=param.device)
+    return state[KEYS]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.build import Library
+from ampopt_kernels.native.build import Library
 
 __all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step.dtensor import is_spread
+from ampopt._step.sharding.dtensor import is_spread
 from ampopt_kernels.places import Jump, Places
 
 __all__ = ["Run", "boxes", "places_of", "runs_at", "runs_of"]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step.dtensor import is_spread
+from ampopt._step.rank_messages import SameGradients
 from ampopt._step.ranks import Agreement
-from ampopt._step.same_gradients import SameGradients
-from ampopt._step.shards import Run, boxes, runs_of
+from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.shards import Run, boxes, runs_of
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.state import State
 from ampopt_kernels.step import Work
@@ -70,7 +70,7 @@ class SpreadMarginals:
             whole_of[whole] = sums[here]
 
     def _boxes(self, part: State) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """See :func:`ampopt._step.shards.boxes`, where one dimension has been summed over."""
+        """As :func:`~ampopt._step.sharding.shards.boxes`, with one dimension summed over."""
         runs = list(self._runs)
         averaged = len(runs) - (1 if part.shape == "rows" else 2)
         if runs[averaged]:

@@ -29,7 +29,9 @@ def whole_parameters(params: Iterable[Any]) -> frozenset[int]:
 def _look_at_modules() -> None:
     """Note what each FSDP1 module there is does with its own parameters."""
     fsdp: Any = sys.modules["torch.distributed.fsdp"]
-    modules = [m for m in gc.get_objects() if isinstance(m, fsdp.FullyShardedDataParallel)]
+    # By type: isinstance would ask a dead weakref.proxy for its class, which raises.
+    cls = fsdp.FullyShardedDataParallel
+    modules = [m for m in gc.get_objects() if issubclass(type(m), cls)]
     # A module within another has a strategy of its own, and has fewer parameters.
     for module in sorted(modules, key=lambda module: -len(list(module.modules()))):
         is_whole = module.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD

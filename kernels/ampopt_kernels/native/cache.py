@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ampopt_kernels.cpu.trust import distrusted
+from ampopt_kernels.native.trust import distrusted
 
 __all__ = [
     "CLAIM",

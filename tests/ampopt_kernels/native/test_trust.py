@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ampopt_kernels.cpu import trust
-from ampopt_kernels.cpu.trust import distrusted
+from ampopt_kernels.native import trust
+from ampopt_kernels.native.trust import distrusted
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="files here have no owner and no mode")
 

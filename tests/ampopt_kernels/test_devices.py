@@ -13,9 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 import ampopt
 from ampopt._step.replay import Replay
-from ampopt_kernels.devices import captures
+from ampopt_kernels.devices import captures, carried_into, to_device
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.transfers import carried_into, to_device
 
 META = torch.device("meta")
 each_accelerator = pytest.mark.parametrize("kind", ["cuda", "xpu"])

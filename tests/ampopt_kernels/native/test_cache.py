@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ampopt_kernels.cpu import build, cache
-from ampopt_kernels.cpu.build import Library, cpp_command
-from ampopt_kernels.cpu.cache import LIMIT, CacheError
+from ampopt_kernels.native import build, cache
+from ampopt_kernels.native.build import Library, cpp_command
+from ampopt_kernels.native.cache import LIMIT, CacheError
 
 SOURCE = 'extern "C" int answer() { return 42; }'
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="files here have no owner and no mode")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step.shards import Run, boxes, runs_at
+from ampopt._step.sharding.shards import Run, boxes, runs_at
 
 __all__ = ["WholeMatrices"]
 
