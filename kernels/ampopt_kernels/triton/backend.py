@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.found import MEASURES, Found
-from ampopt_kernels.language import INTERPRETED, tl
+from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, Ledger, RecordedStep
-from ampopt_kernels.marginals import EVEN, LineSums, advance_stack
+from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.native import objects
 from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
@@ -19,8 +19,8 @@ from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.accumulate import accumulate_kernel
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
-from ampopt_kernels.triton.launch import THREADS, Launcher, launch
-from ampopt_kernels.triton.lines import Lines, line_kernel
+from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, Launcher, launch
+from ampopt_kernels.triton.lines import Lines, advance_marginals, line_kernel, line_launches
 from ampopt_kernels.triton.reduce import reduce_kernel, sum_kernel
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
@@ -75,7 +75,7 @@ class Triton(Backend):
                 self._launch_control(work, Request(), None, decision, decide=False, programs=0)
             h = _h_table(work, to_reduce=True)
             if _averages(work):
-                for _, arguments in _line_sums(work, numbers, h, numbers):
+                for _, arguments in line_launches(work, _lines(work), numbers, h, numbers):
                     launch(line_kernel, 0, arguments)
             for _, arguments in _reductions(work, numbers, h, numbers):
                 launch(reduce_kernel, 0, arguments)
@@ -109,8 +109,8 @@ class Triton(Backend):
                 "flags": flags,
                 "squares": squares,
                 "measures": measures,
-                "DTYPE": _DTYPES[group.like.grad_dtype],
-                "COMPUTE": _DTYPES[group.like.compute_dtype],
+                "DTYPE": TRITON_DTYPES[group.like.grad_dtype],
+                "COMPUTE": TRITON_DTYPES[group.like.compute_dtype],
                 "ALIGN": group.align,
                 "HAS_SCALE": request.scale is not None,
                 "WRITE": request.write,
@@ -139,8 +139,8 @@ class Triton(Backend):
                 "scale": flags if request.scale is None else request.scale,
                 "reject": flags if request.found_inf is None else request.found_inf,
                 "flags": flags,
-                "DTYPES": tuple(_DTYPES[dtype] for dtype in group.dtypes),
-                "COMPUTE": _DTYPES[row.compute_dtype],
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
+                "COMPUTE": TRITON_DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns,
                 "FRESH": row.flags[0],
                 "HAS_SCALE": request.scale is not None,
@@ -183,16 +183,9 @@ class Triton(Backend):
         """Those of all rows. A launch for each term, and each kind of rows."""
         lines = _lines(work)
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
-        for programs, arguments in _line_sums(work, factors, h, sums):
+        for programs, arguments in line_launches(work, lines, factors, h, sums):
             self._launch(work.device, line_kernel, programs, arguments)
-        found: LineSums = {}
-        for stack in lines.stacks:
-            first, n = stack.members[0], len(stack.members)
-            of_terms = found[stack.rows[0]] = []
-            for part, (start, parts, size) in zip(first.parts, stack.sums, strict=True):
-                term = sums[start : start + n * parts * size].view(n, parts, size)
-                of_terms.append(term.sum(1).view(n, *part.beside(first.shape)))
-        return found
+        return lines.by_row(sums)
 
     def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:
         """What ``before_reduce`` gives for each row."""
@@ -216,7 +209,7 @@ class Triton(Backend):
         factors = decision.coefficients_on_device
         if _averages(work):
             lines = decision.lines or self._sums_over_lines(work, h, factors)
-            _advance_marginals(work, factors, h, lines)
+            advance_marginals(work, _lines(work), factors, h, lines)
         for programs, arguments in _reductions(work, factors, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
@@ -354,7 +347,7 @@ class Triton(Backend):
             "N_HYPER": 0 if hyper is None else hyper.shape[1],
             "N_STATES": state_columns(rule),
             "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
-            "STORED": tuple(_DTYPES[dtype] for dtype in work.scalar_dtypes),
+            "STORED": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
             "FLAG_SETS": () if table is None else table.flag_sets,
             "N_TERMS": 0 if sums is None else sums.totals.numel(),
             "COLUMNS": 8 if table is None else table.columns,
@@ -381,12 +374,12 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "h_table": h,
                 "RULE": rule.update,
                 "FLAGS": row.flags,
-                "DTYPES": tuple(_DTYPES[dtype] for dtype in group.dtypes),
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
                 "COPIED": row.copy is not None,
                 "BY_CHANCE": row.keys is not None,
                 "DRAWS": rule.draws,
                 "JUMPS": len(row.places.jumps),
-                "COMPUTE": _DTYPES[row.compute_dtype],
+                "COMPUTE": TRITON_DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],
                 "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
@@ -417,8 +410,8 @@ def _reductions(
                 "sums": sums,
                 "RULE": rule.reduce,
                 "FLAGS": row.flags,
-                "DTYPES": tuple(_DTYPES[dtype] for dtype in group.dtypes[:n]),
-                "COMPUTE": _DTYPES[row.compute_dtype],
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes[:n]),
+                "COMPUTE": TRITON_DTYPES[row.compute_dtype],
                 "ALIGNS": group.aligns[:n],
                 "N_H": h.shape[1],
                 "N_TERMS": _n_terms(work),
@@ -440,61 +433,11 @@ def _sum_over_parts(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
 
 
 def _lines(work: Work) -> Lines:
+    """The lines of ``work``, made once for each table."""
     table = Table.of(work)
     if table.lines is None:
         table.lines = Lines.of(work.rows, table.aligned, table.chunk, BLOCK)
     return table.lines
-
-
-def _line_sums(
-    work: Work, factors: Tensor, h: Tensor, sums: Tensor
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The programs and arguments of each launch of the line kernel."""
-    rule, lines, table = work.rule, _lines(work), Table.of(work)
-    assert rule is not None
-    tiles = work.uploads.get("tiles of lines", lines.tiles, torch.int64, work.device)
-    for group in lines.launches:
-        row = group.like
-        assert row.marginals is not None
-        n = 2 + len(row.state)
-        yield (
-            group.stop - group.start,
-            {
-                "table": table.rows,
-                "tiles": tiles,
-                "first": group.start,
-                "factors": factors,
-                "h_table": h,
-                "sums": sums,
-                "RULE": rule.averages,
-                "FLAGS": row.flags,
-                "DTYPES": tuple(_DTYPES[dtype] for dtype in row.dtypes[:n]),
-                "COMPUTE": _DTYPES[row.compute_dtype],
-                "ALIGNS": (16 if group.aligned else 1,) * n,
-                "N_H": h.shape[1],
-                "TERM": group.term,
-                "OF_ROWS": row.marginals.of_rows[group.term],
-                "SIZES": len(row.dtypes) + len(row.marginals.parts),
-                "EVEN": EVEN if group.aligned else 1,
-                "COLUMNS": table.columns,
-                "SPAN": group.span,
-                "LINES": group.block[0],
-                "ALONG": group.block[1],
-            },
-        )
-
-
-def _advance_marginals(work: Work, factors: Tensor, h: Tensor, sums: LineSums) -> None:
-    """By what ``before_reduce`` gave for each row, and the sums over its lines."""
-    assert work.rule is not None
-    skip = factors[0] > 0
-    for number, stack in enumerate(_lines(work).stacks):
-        numbers = h
-        if len(stack.rows) < len(work.rows):
-            places = work.uploads.get(f"stack {number}", stack.rows, torch.int64, work.device)
-            numbers = h[places]
-        of_stack = sums[stack.rows[0]]
-        advance_stack(work.rule, stack.members, stack.flags, of_stack, numbers, skip)
 
 
 def _reduces(work: Work) -> bool:
@@ -516,11 +459,3 @@ def _h_table(work: Work, *, to_reduce: bool = False) -> Tensor:
     widths = work.rule.widths(len(work.hyper[0]))
     width = widths.reduce if to_reduce else widths.update
     return torch.empty((len(work.rows), width), dtype=torch.float64, device=work.device)
-
-
-_DTYPES: dict[torch.dtype, Any] = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import ACCELERATORS, current, refuse_while_captured
-from ampopt_kernels.language import INTERPRETED
+from ampopt_kernels.language import INTERPRETED, tl
 
-__all__ = ["THREADS", "Launcher", "launch", "launch_compiled", "options"]
+__all__ = ["THREADS", "TRITON_DTYPES", "Launcher", "launch", "launch_compiled", "options"]
 
 THREADS = 1 << 7
 """Threads of each program, in however many warps that is."""
+
+TRITON_DTYPES: dict[torch.dtype, Any] = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+"""Triton's name of each dtype that a gradient, parameter or state may have."""
 
 Launcher = Callable[[torch.device, Any, int, dict[str, Any]], None]
 """``launcher(device, kernel, programs, arguments)``; arguments by name, compile-time ones too."""

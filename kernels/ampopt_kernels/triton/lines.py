@@ -5,15 +5,28 @@ many lines beside each other, and of each of them so many elements. The sums of 
 programs share are added up afterwards, so that no order of anything is left to chance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ampopt_kernels.language import kernel, tl
-from ampopt_kernels.marginals import Marginals
-from ampopt_kernels.step import Row
+import torch
+from torch import Tensor
 
-__all__ = ["LineLaunch", "Lines", "Stack", "Sums", "line_kernel"]
+from ampopt_kernels.language import kernel, tl
+from ampopt_kernels.marginals import EVEN, LineSums, Marginals, advance_stack
+from ampopt_kernels.step import Row, Work
+from ampopt_kernels.triton.launch import TRITON_DTYPES
+from ampopt_kernels.triton.table import Table
+
+__all__ = [
+    "LineLaunch",
+    "Lines",
+    "Stack",
+    "Sums",
+    "advance_marginals",
+    "line_kernel",
+    "line_launches",
+]
 
 SHORT = 4
 """Elements of the shorter side of a block: those of a line that are far from each other in memory.
@@ -143,6 +156,72 @@ class Lines:
                 stop = len(flat) // 4
                 launches.append(LineLaunch(start, stop, likes[launch], rest[0], is_even, *rest[1:]))
         return Lines(stacks, launches, flat, size)
+
+    def by_row(self, sums: Tensor) -> LineSums:
+        """The sums over whole lines, from those that ``line_kernel`` has written.
+
+        Args:
+            sums: float64, (size,).
+        """
+        found: LineSums = {}
+        for stack in self.stacks:
+            first, n = stack.members[0], len(stack.members)
+            of_terms = found[stack.rows[0]] = []
+            for part, (start, parts, size) in zip(first.parts, stack.sums, strict=True):
+                term = sums[start : start + n * parts * size].view(n, parts, size)
+                of_terms.append(term.sum(1).view(n, *part.beside(first.shape)))
+        return found
+
+
+def line_launches(
+    work: Work, lines: Lines, factors: Tensor, h: Tensor, sums: Tensor
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The programs and arguments of each launch of the line kernel."""
+    rule, table = work.rule, Table.of(work)
+    assert rule is not None
+    tiles = work.uploads.get("tiles of lines", lines.tiles, torch.int64, work.device)
+    for group in lines.launches:
+        row = group.like
+        assert row.marginals is not None
+        n = 2 + len(row.state)
+        yield (
+            group.stop - group.start,
+            {
+                "table": table.rows,
+                "tiles": tiles,
+                "first": group.start,
+                "factors": factors,
+                "h_table": h,
+                "sums": sums,
+                "RULE": rule.averages,
+                "FLAGS": row.flags,
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes[:n]),
+                "COMPUTE": TRITON_DTYPES[row.compute_dtype],
+                "ALIGNS": (16 if group.aligned else 1,) * n,
+                "N_H": h.shape[1],
+                "TERM": group.term,
+                "OF_ROWS": row.marginals.of_rows[group.term],
+                "SIZES": len(row.dtypes) + len(row.marginals.parts),
+                "EVEN": EVEN if group.aligned else 1,
+                "COLUMNS": table.columns,
+                "SPAN": group.span,
+                "LINES": group.block[0],
+                "ALONG": group.block[1],
+            },
+        )
+
+
+def advance_marginals(work: Work, lines: Lines, factors: Tensor, h: Tensor, sums: LineSums) -> None:
+    """By what ``before_reduce`` gave for each row, and the sums over its lines."""
+    assert work.rule is not None
+    skip = factors[0] > 0
+    for number, stack in enumerate(lines.stacks):
+        numbers = h
+        if len(stack.rows) < len(work.rows):
+            places = work.uploads.get(f"stack {number}", stack.rows, torch.int64, work.device)
+            numbers = h[places]
+        of_stack = sums[stack.rows[0]]
+        advance_stack(work.rule, stack.members, stack.flags, of_stack, numbers, skip)
 
 
 @kernel

@@ -17,7 +17,7 @@ import functools
 import operator
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Row, Work
-from ampopt_kernels.triton.lines import Lines
+
+if TYPE_CHECKING:
+    from ampopt_kernels.triton.lines import Lines
 
 __all__ = ["CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
 
@@ -97,7 +99,7 @@ class Table:
     flag_sets: tuple[tuple[bool, ...], ...]
     aligned: list[bool]
     grads_version: int
-    lines: Lines | None = None
+    lines: "Lines | None" = None
     prepared: bool = False
 
     @property

@@ -14,7 +14,7 @@ from ampopt_kernels.step import Row, Work
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.launch import launch
-from ampopt_kernels.triton.lines import line_kernel
+from ampopt_kernels.triton.lines import line_kernel, line_launches
 
 MATRIX = (False, False)
 LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([16, 48, 70, 300]))
@@ -46,7 +46,7 @@ def test_every_line_is_summed_up(shapes, dtype, shift):
     h = torch.ones((len(rows), rules.adafactor.widths(6).reduce), dtype=torch.float64)
     lines = triton_backend._lines(work)
     sums = torch.zeros(lines.size, dtype=torch.float64)
-    for programs, arguments in triton_backend._line_sums(work, factors, h, sums):
+    for programs, arguments in line_launches(work, lines, factors, h, sums):
         launch(CPU, line_kernel, programs, arguments)
     for stack in lines.stacks:
         for number, (index, own) in enumerate(zip(stack.rows, stack.members, strict=True)):
