@@ -206,7 +206,7 @@ class ElementwiseOptimizer(Optimizer):
         decision = ours.runner.step(ours.with_watch_and_causes(request))
         ours.note_norm(request, decision)
         if left is not None:
-            left.put_back(self, decision)
+            left.leave_for_scaler(self, decision)
         return loss
 
     def check_step(self) -> None:

@@ -21,7 +21,7 @@ from ampopt.options import show_options
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.step import Request
 
-__all__ = ["Optimizer", "check_max_norm", "unscale_and_step"]
+__all__ = ["Optimizer", "check_max_norm", "step_scaled_gradients"]
 
 Pair = tuple[Tensor, Tensor]
 
@@ -452,7 +452,7 @@ class Optimizer(torch.optim.Optimizer):
         scale = ours.scale(grads_scaled_by)
         decision = None
         if ours.accumulation.cycle is not None:
-            decision = ours.take_sums(ours.with_watch_and_causes(request_for(scale)))
+            decision = ours.end_cycle(ours.with_watch_and_causes(request_for(scale)))
             ours.fill_masters()
         elif scale is None:
             ours.fill_masters()
@@ -515,7 +515,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: an argument is out of range.
             TypeError: the closure does not take the scale, or does not return a loss.
         """
-        return _unscale_and_step(
+        return _step_scaled_gradients(
             self,
             closure,
             grads_scaled_by,
@@ -568,7 +568,7 @@ class Optimizer(torch.optim.Optimizer):
                 "step_after_unscale(closure) needs current_grad_scale, the scale to begin with: "
                 "step_after_unscale(closure, current_grad_scale=scale)"
             )
-        return closures.step_after_unscale(
+        return closures.step_with_unscaling_closure(
             self,
             closure,
             current_grad_scale,
@@ -604,7 +604,7 @@ class Optimizer(torch.optim.Optimizer):
 # --- how control points work ----------------------------------------------------------------------
 
 
-def _unscale_and_step(
+def _step_scaled_gradients(
     optimizer: Optimizer,
     closure: Callable[[Any], Any] | None,
     grads_scaled_by: Any,
@@ -623,7 +623,7 @@ def _unscale_and_step(
         check_max_norm(max_norm)
     write = write and scale is not None
     if closure is not None:
-        return closures.unscale_and_step(
+        return closures.step_with_closure(
             optimizer,
             closure,
             grads_scaled_by,
@@ -648,7 +648,7 @@ def _unscale_and_step(
     return StepResult(returned, ours.flag(decision), successor)
 
 
-unscale_and_step = uncompiled(_unscale_and_step)
+step_scaled_gradients = uncompiled(_step_scaled_gradients)
 
 
 def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:

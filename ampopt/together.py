@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, ranks, windows
+from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.overflow import check_and_unscale, check_and_unscale_held, device_of
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, request_for, successor_of
@@ -99,7 +99,7 @@ def unscale_and_step(
     accumulated = any(optimizer._ampopt.accumulation.cycle is not None for optimizer in optimizers)
     if accumulated:
         agreed = ranks.agreement(groups, process_group)
-        decision = _take_sums(optimizers, request, agreed, device)
+        decision = _end_cycles(optimizers, request, agreed, device)
     else:
         decision = check_and_unscale(groups, request, uploads=uploads, process_group=process_group)
     successor = successor_of(scale, decision)
@@ -113,7 +113,7 @@ def unscale_and_step(
             ours.note_norm(request, decision)
     finally:
         for optimizer in optimizers:
-            optimizer._ampopt.accumulation.put_back()
+            optimizer._ampopt.accumulation.restore_gradients()
     if decision is None:
         return StepResult(None, as_flag(torch.zeros((), device=device)), successor)
     return StepResult(None, as_flag(decision.found_inf, decision.overflow_details), successor)
@@ -131,7 +131,7 @@ def _device_of(optimizers: list[Optimizer]) -> torch.device:
     return device_of(groups) or torch.device("cpu")
 
 
-def _take_sums(
+def _end_cycles(
     optimizers: list[Optimizer],
     request: Request,
     agreement: ranks.Agreement | None,
@@ -143,7 +143,7 @@ def _take_sums(
     """
     sums = [optimizer._ampopt.accumulation for optimizer in optimizers]
     wide = [optimizer._ampopt.takes_wide_sums for optimizer in optimizers]
-    decision = windows.take(sums, request, agreement, device, wide=wide)
+    decision = accumulated_step.end_cycles(sums, request, agreement, device, wide=wide)
     for each in sums:
         each.unhook()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

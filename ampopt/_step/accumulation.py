@@ -1,8 +1,8 @@
-"""Sums of unscaled gradients, in float32 at least, that ``accumulate`` fills and a step takes.
+"""Buffers, in float32 at least, to which ``accumulate`` adds unscaled gradients for a step.
 
-A window begins with the first ``accumulate`` and ends with the step (see ``windows``), or with
-``zero_grad``. The sums outlast it, so that they are at the same addresses in the next, as a CUDA
-graph needs them.
+An accumulation cycle begins with the first ``accumulate`` and ends with the step (see
+``accumulated_step``) or with ``zero_grad``. The buffers outlive the cycle: a CUDA graph needs them
+at the same addresses in every cycle.
 """
 
 import weakref
@@ -26,7 +26,7 @@ from ampopt_kernels.step import Decision, Request, Row, Work, run
 from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["DROPS", "Accumulation", "Closed", "AccumulationCycle", "refuse_sparse"]
+__all__ = ["DROPS", "Accumulation", "ClosedCycle", "AccumulationCycle", "refuse_sparse"]
 
 DROPS = ("window", "micro_batch")
 """What an overflow costs: all that is accumulated, or the part that it is in."""
@@ -54,7 +54,7 @@ class AccumulationCycle:
     calls: int = 0
     kept: Tensor | None = None
 
-    def learn(self, decision: Decision) -> None:
+    def add_flag(self, decision: Decision) -> None:
         """Join the flag of a part of it."""
         flag = to_device(decision.found_inf, self.decision_device)
         self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
@@ -67,20 +67,20 @@ class AccumulationCycle:
         self.calls += 1
 
 
-class Closed(NamedTuple):
+class ClosedCycle(NamedTuple):
     """A window that nothing is added to any more.
 
     Attributes:
         cycle: all that was added up.
         skip: more than 0 if no micro-batch is left, or their sum overflowed; ``None`` where an
-            overflow anywhere in the window skips the step.
+            overflow anywhere in the cycle skips the step.
     """
 
     cycle: AccumulationCycle
     skip: Tensor | None
 
 
-class _Replaced(NamedTuple):
+class _ReplacedGradient(NamedTuple):
     """The gradient of a parameter whose sum stands there for a step."""
 
     param: Tensor
@@ -106,9 +106,9 @@ class Accumulation:
         """
         self._optimizer = weakref.ref(optimizer)
         self.cycle: AccumulationCycle | None = None
-        self.taken = False
-        self._hook: Any = None  # while there is a window, for a plain step
-        self._replaced: list[_Replaced] = []
+        self.swapped_in = False
+        self._hook: Any = None  # while there is a cycle, for a plain step
+        self._replaced: list[_ReplacedGradient] = []
         self._sums = WeakIdKeyDictionary()
         self._latest = WeakIdKeyDictionary()  # a weak reference to the gradient added last
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
@@ -124,20 +124,20 @@ class Accumulation:
         Args:
             request: what is asked; nothing is stepped.
             agreement: of the ranks that decide together.
-            drop: one of :data:`DROPS`, the same in all of a window.
+            drop: one of :data:`DROPS`, the same in all of a cycle.
 
         Returns:
             The decision on these gradients; ``None`` if there are none.
 
         Raises:
             TypeError: one is sparse. Nothing has changed then.
-            ValueError: ``drop`` is another than in this window before. Likewise.
+            ValueError: ``drop`` is another than in this cycle before. Likewise.
         """
         refuse_sparse(self.groups)
-        decision = self._add(self._in_window(drop), request, agreement)
+        decision = self._add(self._open_cycle(drop), request, agreement)
         stay = []
         for _, param in gradients.present(self.groups):
-            if self._stays(param):
+            if self._is_reused(param):
                 stay.append(dtensor.local(param.grad))
             else:
                 param.grad = None
@@ -145,63 +145,63 @@ class Accumulation:
             torch._foreach_zero_(stay)  # pyright: ignore[reportPrivateImportUsage]
         return decision
 
-    def _in_window(self, drop: str) -> AccumulationCycle:
-        window = self.cycle
-        if window is None:
-            self.put_back()
-            window = self.cycle = AccumulationCycle(
+    def _open_cycle(self, drop: str) -> AccumulationCycle:
+        cycle = self.cycle
+        if cycle is None:
+            self.restore_gradients()
+            cycle = self.cycle = AccumulationCycle(
                 device_of(self.groups) or torch.device("cpu"), drop
             )
-            self._hook = self._owner.register_step_pre_hook(_take_in_plain_step)
-        elif drop != window.drop:
+            self._hook = self._owner.register_step_pre_hook(_end_cycle_in_plain_step)
+        elif drop != cycle.drop:
             raise ValueError(
-                f"accumulate(drop={drop!r}) in a window that began with drop={window.drop!r}: give "
-                "all calls before a step the same"
+                f"accumulate(drop={drop!r}), but an earlier call since the last step had "
+                f"drop={cycle.drop!r}: pass the same drop to all calls before a step"
             )
-        return window
+        return cycle
 
     def _add(
-        self, window: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
+        self, cycle: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
     ) -> Decision | None:
         decision, present = None, gradients.held(self.groups)
-        self._check_sums(window)
-        if window.drop == "micro_batch":
+        self._check_sums(cycle)
+        if cycle.drop == "micro_batch":
             decision = check_and_unscale_held(
                 present,
                 request,
                 agreement,
-                window.decision_device,
+                cycle.decision_device,
                 write=False,
-                uploads=self.uploads["judge"],
+                uploads=self.uploads["check"],
                 call=Call.MICRO_BATCH,
             )
             if decision is not None:
-                window.count(decision)
+                cycle.count(decision)
         if present:
             reject = None if decision is None else decision.found_inf
-            # Whoever asked for no judgement may end the window with one.
+            # Whoever asked for no judgement may end the cycle with one.
             asked = replace(request, found_inf=reject, check=True, accumulate=True, apply=False)
-            added = run(backend_for, self._works(window, present), asked)
+            added = run(backend_for, self._works_of_sums(cycle, present), asked)
             decision = added if decision is None else decision
         if decision is not None:
-            window.learn(decision)
+            cycle.add_flag(decision)
         return decision
 
-    def _works(
-        self, window: AccumulationCycle, present: Sequence[gradients.ParamWithGrad]
+    def _works_of_sums(
+        self, cycle: AccumulationCycle, present: Sequence[gradients.ParamWithGrad]
     ) -> list[Work]:
         rows, grads = [], []
         for held in present:
             group, param, owner = held
             values = gradients.values_of(param)
-            fresh = id(param) not in window.params
-            window.params[id(param)] = held
-            total = real(dtensor.local(self._sum(param, fresh)))
+            fresh = id(param) not in cycle.params
+            cycle.params[id(param)] = held
+            total = real(dtensor.local(self._sum_of(param, fresh)))
             grads.append(dense_like(values, total))
             rows.append(Row(values.dtype, total, flags=(fresh,), group=group, owner=owner))
         return works_of(rows, grads, self.uploads["add"])
 
-    def _sum(self, param: Any, fresh: bool) -> Any:
+    def _sum_of(self, param: Any, fresh: bool) -> Any:
         """Where the gradients of ``param`` are added up.
 
         If ``fresh``, nothing was added in this window, and what is in it may be anything.
@@ -211,20 +211,20 @@ class Accumulation:
         total = self._sums.get(param)
         if total is not None and not fresh:
             total = self._sums[param] = total.to(torch.promote_types(wide, total.dtype))
-        elif total is None or total.dtype != wide or not _is_placed_as(total, param):
+        elif total is None or total.dtype != wide or not _is_placed_like(total, param):
             total = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
             self._sums[param] = total = dtensor.spread_like(total, param)
         return total
 
-    def _check_sums(self, window: AccumulationCycle) -> None:
+    def _check_sums(self, cycle: AccumulationCycle) -> None:
         """Refuse sums of parameters that were resized or moved in their window.
 
         Raises:
             RuntimeError: there is one. Nothing has changed then.
         """
-        for _, param, owner in window.params.values():
+        for _, param, owner in cycle.params.values():
             total = self._sums[param]
-            if not _is_placed_as(total, param):
+            if not _is_placed_like(total, param):
                 raise RuntimeError(
                     f"accumulate: the sum of the gradients of {owner.name} has shape "
                     f"{tuple(total.shape)} on {total.device}, and the parameter shape "
@@ -232,7 +232,7 @@ class Accumulation:
                     "after the step that takes the sum, or call zero_grad() to discard it"
                 )
 
-    def _stays(self, param: Tensor) -> bool:
+    def _is_reused(self, param: Tensor) -> bool:
         """Whether ``param`` has the gradient that it had last time, as a CUDA graph needs it."""
         grad: Any = param.grad
         latest = self._latest.get(param)
@@ -241,23 +241,23 @@ class Accumulation:
 
     # --- taking -----------------------------------------------------------------------------------
 
-    def close(self, request: Request, agreement: ranks.Agreement | None) -> "Closed":
+    def close(self, request: Request, agreement: ranks.Agreement | None) -> "ClosedCycle":
         """End the window, with what is in ``p.grad`` by now; without a window, that is all of it.
 
         Args:
             request: of the scale that ``p.grad`` carries; nothing is stepped.
             agreement: of the ranks that decide together.
         """
-        window = self._in_window("window") if self.cycle is None else self.cycle
+        cycle = self._open_cycle("window") if self.cycle is None else self.cycle
         if gradients.present(self.groups):
-            self._add(window, request, agreement)
+            self._add(cycle, request, agreement)
         else:
-            self._check_sums(window)
-        skip = None if window.kept is None else self._renormalise(window, request, agreement)
-        return Closed(window, skip)
+            self._check_sums(cycle)
+        skip = None if cycle.kept is None else self._renormalise(cycle, request, agreement)
+        return ClosedCycle(cycle, skip)
 
-    def stand_in(self, *, wide: bool) -> None:
-        """Put the sums in the place of the gradients, until :meth:`put_back`.
+    def swap_in_sums(self, *, wide: bool) -> None:
+        """Put the sums in the place of the gradients, until :meth:`restore_gradients`.
 
         Args:
             wide: whether the step reads gradients of another dtype than the parameters'.
@@ -265,26 +265,26 @@ class Accumulation:
         assert self.cycle is not None
         for _, param, _ in self.cycle.params.values():
             if param.grad is not None:
-                self._stays(param)  # where it is put back
+                self._is_reused(param)  # where it is put back
             total, dtype = self._sums[param], param.grad_dtype
-            self._replaced.append(_Replaced(param, param.grad, dtype))
+            self._replaced.append(_ReplacedGradient(param, param.grad, dtype))
             if wide and dtype is not None:
                 dtype = total.dtype
             _put(param, total if dtype is None else total.to(dtype), dtype)
-        self.cycle, self.taken = None, True
+        self.cycle, self.swapped_in = None, True
 
     def _renormalise(
-        self, window: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
+        self, cycle: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
     ) -> Tensor:
         """Have the sums stand for all micro-batches; more than 0 where they cannot.
 
         As if they carried the share of those that were kept for a scale.
         """
-        assert window.kept is not None
+        assert cycle.kept is not None
         judged = request.scale is not None
-        share = window.kept.clamp(min=1) / window.calls
+        share = cycle.kept.clamp(min=1) / cycle.calls
         asked = Request(scale=share, check=judged, write=True, apply=False)
-        held = window.params.values()
+        held = cycle.params.values()
         sums = [real(dtensor.local(self._sums[param])) for _, param, _ in held]
         if sums:
             rows = [
@@ -297,26 +297,26 @@ class Accumulation:
             decision = run(backend_for, works, replace(asked, agree=agree))
         else:
             decision = decided_elsewhere(
-                asked, agreement, window.decision_device, call=Call.RENORMALISES
+                asked, agreement, cycle.decision_device, call=Call.RENORMALISES
             )
         if decision is None:  # no rank has judged
             return torch.zeros_like(share)
-        window.learn(decision)
-        nothing_is_left = (window.kept <= 0) & judged
-        return torch.maximum(to_device(decision.found_inf, window.decision_device), nothing_is_left)
+        cycle.add_flag(decision)
+        nothing_is_left = (cycle.kept <= 0) & judged
+        return torch.maximum(to_device(decision.found_inf, cycle.decision_device), nothing_is_left)
 
     # --- what becomes of it -----------------------------------------------------------------------
 
-    def put_back(self) -> None:
+    def restore_gradients(self) -> None:
         """The step has taken the sums: parameters get back the gradients they replaced."""
         self.unhook()
         for param, grad, dtype in self._replaced:
             _put(param, grad, dtype)
-        self._replaced, self.taken = [], False
+        self._replaced, self.swapped_in = [], False
 
     def discard(self) -> None:
         """Forget the window, or that a step was to take it."""
-        self.put_back()
+        self.restore_gradients()
         self.cycle = None
 
     def unhook(self) -> None:
@@ -334,12 +334,12 @@ class Accumulation:
         return self._owner.param_groups
 
 
-def _is_placed_as(total: Any, param: Any) -> bool:
+def _is_placed_like(total: Any, param: Any) -> bool:
     """Whether the sum ``total`` has the shape and device that ``param`` has now."""
     return total.shape == param.shape and total.device == param.device
 
 
-def _take_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _end_cycle_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Have a step that no control point takes find the sums, whatever their flag."""
     ours = optimizer._ampopt
     if ours.accumulation.cycle is None:
@@ -358,7 +358,7 @@ def _take_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             "scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
             "accumulated"
         )
-    ours.take_sums(Request(check=False))
+    ours.end_cycle(Request(check=False))
 
 
 def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:

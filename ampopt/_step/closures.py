@@ -1,6 +1,8 @@
-"""What steps make of a closure: they evaluate it, and control points again while it overflows.
+"""Steps with a closure: evaluate it, and evaluate it again at a lower scale after an overflow.
 
-What is common to the two is in :func:`_replayed`; what one evaluation is, in their own functions.
+``step_with_closure`` unscales and checks the gradients that the closure leaves;
+``step_with_unscaling_closure`` takes a closure that calls ``unscale`` itself. Both define one
+evaluation and pass it to :func:`_step_with_replays`.
 """
 
 import functools
@@ -24,7 +26,7 @@ from ampopt.loss_scale.base import LossScale
 from ampopt.results import StepResult, as_flag, found_behind
 from ampopt_kernels.step import Decision
 
-__all__ = ["evaluated", "step_after_unscale", "unscale_and_step"]
+__all__ = ["evaluated", "step_with_closure", "step_with_unscaling_closure"]
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
@@ -35,7 +37,7 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def unscale_and_step(
+def step_with_closure(
     optimizer: Any,
     closure: Callable[[Any], Any],
     given: Any,
@@ -91,10 +93,12 @@ def unscale_and_step(
         return loss, verdict
 
     agreement = ours.agreement() if judges else None
-    return _replayed(optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng)
+    return _step_with_replays(
+        optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng
+    )
 
 
-def step_after_unscale(
+def step_with_unscaling_closure(
     optimizer: Any,
     closure: Callable[[Any], Any],
     given: Any,
@@ -143,10 +147,12 @@ def step_after_unscale(
         _check_verdict(*returned)
         return returned[0], lambda: (*returned[1:], decision)
 
-    return _replayed(optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng)
+    return _step_with_replays(
+        optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng
+    )
 
 
-def _replayed(
+def _step_with_replays(
     optimizer: Any,
     closure: Callable[[Any], Any],
     evaluate: Callable[[Any], tuple[Any, Verdict]],
@@ -186,7 +192,7 @@ def _replayed(
         else functools.partial(agreement.closures, ours.decision_device),
     )
     with ours.restored_on_failure(replay.restore_rng):
-        loss = _step_with(optimizer.step, replay)
+        loss = _call_step(optimizer.step, replay)
     ours.mark_given(given, replay.successor)
     ours.mark_given(replay.scale, replay.successor)
     found_inf = ours.no_overflow() + float(replay.overflowed)
@@ -195,7 +201,7 @@ def _replayed(
     return StepResult(loss, as_flag(found_inf, found_behind(replay.found_inf)), replay.successor)
 
 
-def _step_with(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
+def _call_step(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
     """Call an optimizer's ``step`` with ``closure``; if it takes none, evaluate that first.
 
     Returns:

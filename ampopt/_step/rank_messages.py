@@ -45,8 +45,8 @@ class Call(enum.IntEnum):
     JUDGES = 1
     MICRO_BATCH = 2
     RENORMALISES = 3
-    WINDOW = 4
-    CAUSES_OF_WINDOW = 5
+    CYCLE = 4
+    CAUSES_OF_CYCLE = 5
     CLOSURE = 6
     FLAG = 7
 
@@ -306,8 +306,8 @@ _CALLS = {
     Call.JUDGES: "unscale, unscale_and_step or a scaler's step",
     Call.MICRO_BATCH: 'accumulate(drop="micro_batch")',
     Call.RENORMALISES: 'the step after accumulate(drop="micro_batch")',
-    Call.WINDOW: "the step after accumulate",
-    Call.CAUSES_OF_WINDOW: "the step after accumulate, with skip_when",
+    Call.CYCLE: "the step after accumulate",
+    Call.CAUSES_OF_CYCLE: "the step after accumulate, with skip_when",
     Call.CLOSURE: "a step with a closure",
     Call.FLAG: "a scaler's step after unscale_",
 }

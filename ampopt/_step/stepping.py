@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, ranks, windows
+from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.accumulation import Accumulation
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import device_of
@@ -258,7 +258,7 @@ class StepStrategy(ABC):
     def attempt_with_sums(self, request: Request) -> StepOutcome:
         """As :meth:`attempt`, with what was accumulated; the decision is that on all of it."""
         self.check_gradients()
-        decision = self.take_sums(self.with_watch_and_causes(request))
+        decision = self.end_cycle(self.with_watch_and_causes(request))
         self.accumulation.unhook()
         found_inf = None if decision is None else decision.found_inf
         step = Request(
@@ -271,7 +271,7 @@ class StepStrategy(ABC):
         try:
             return self.attempt(step)._replace(decision=decision)
         finally:
-            self.accumulation.put_back()
+            self.accumulation.restore_gradients()
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -295,11 +295,11 @@ class StepStrategy(ABC):
             self.runner.checks.need_torch()
         self.masters.take(gradients.held(self.optimizer.param_groups))
 
-    def take_sums(self, request: Request) -> Decision | None:
-        """Have the step that follows find what was accumulated; see :func:`windows.take`."""
+    def end_cycle(self, request: Request) -> Decision | None:
+        """Put the accumulated sums in the place of the gradients; see ``accumulated_step``."""
         assert self.accumulation.cycle is not None
         decision_device, wide = self.accumulation.cycle.decision_device, [self.takes_wide_sums]
-        return windows.take(
+        return accumulated_step.end_cycles(
             [self.accumulation], request, self.agreement(), decision_device, wide=wide
         )
 
@@ -409,8 +409,8 @@ class StepStrategy(ABC):
 
     def end_pending(self) -> None:
         """What was unscaled, or accumulated, is stepped with."""
-        if self.accumulation.taken:
-            self.accumulation.put_back()
+        if self.accumulation.swapped_in:
+            self.accumulation.restore_gradients()
         if self.pending is not None:
             self.mark_stepped(self.pending.scale, self.pending.successor)
             self.pending = None

@@ -48,7 +48,7 @@ class ScalerHandoff:
         scaled = self.grad_scale is not None
         return Request(scale=self.grad_scale, check=scaled, found_inf=found_inf, write=scaled)
 
-    def put_back(self, optimizer: Any, decision: Decision | None) -> None:
+    def leave_for_scaler(self, optimizer: Any, decision: Decision | None) -> None:
         """Leave it for the scaler to delete, the flag being ours, which step hooks can read."""
         optimizer.grad_scale = self.grad_scale
         optimizer.found_inf = self.found_inf if decision is None else decision.found_inf
@@ -136,7 +136,7 @@ def _heeding(step: Callable[..., Any]) -> Callable[..., Any]:
             return returned
         call = functools.partial(step, self, *args, **kwargs)
         attempt = _around(self, call, left.request)
-        left.put_back(self, attempt.decision)
+        left.leave_for_scaler(self, attempt.decision)
         return attempt.returned
 
     # Marks that wraps has copied from a step which the author made with it are not for this one.

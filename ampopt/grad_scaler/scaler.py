@@ -20,7 +20,7 @@ from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.outputs import scale_outputs
-from ampopt.optimizer import Optimizer, unscale_and_step
+from ampopt.optimizer import Optimizer, step_scaled_gradients
 from ampopt.results import StepResult, overflowed
 
 __all__ = ["GradScaler"]
@@ -470,5 +470,5 @@ def _unscaling_step(optimizer: Any) -> Callable[..., StepResult]:
     """``unscale_and_step`` of ``optimizer``; if it is ours, one that leaves gradients unscaled."""
     step = optimizer.unscale_and_step
     if getattr(step, "__func__", None) is Optimizer.unscale_and_step:
-        return functools.partial(unscale_and_step, step.__self__, write=True)
+        return functools.partial(step_scaled_gradients, step.__self__, write=True)
     return step

@@ -463,7 +463,7 @@ def test_wrong_arguments_change_nothing():
     give(params, 1.0, 1.0)
     with pytest.raises(ValueError, match="one of 'window', 'micro_batch', got 'batch'"):
         optimizer.accumulate(grads_scaled_by=1.0, drop="batch")
-    with pytest.raises(ValueError, match="began with drop='window'"):
+    with pytest.raises(ValueError, match="earlier call since the last step had drop='window'"):
         optimizer.accumulate(grads_scaled_by=1.0, drop="micro_batch")
     with pytest.raises(ValueError, match="got -1.0"):
         optimizer.accumulate(grads_scaled_by=-1.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks
-from ampopt._step.accumulation import Accumulation, Closed, refuse_sparse
+from ampopt._step.accumulation import Accumulation, ClosedCycle, refuse_sparse
 from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere
 from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
@@ -20,11 +20,11 @@ from ampopt_kernels.devices import to_device
 from ampopt_kernels.step import Decision, Request, Work, run
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["take"]
+__all__ = ["end_cycles"]
 
 
 @torch.no_grad()
-def take(
+def end_cycles(
     sums: Sequence[Accumulation],
     request: Request,
     agreement: ranks.Agreement | None,
@@ -34,7 +34,7 @@ def take(
 ) -> Decision | None:
     """End the windows: their sums, with the gradients that are there, take the place of those.
 
-    Until :meth:`Accumulation.put_back`. Does not synchronize.
+    Until :meth:`Accumulation.restore_gradients`. Does not synchronize.
 
     Args:
         sums: of each optimizer, one of which has a window.
@@ -62,7 +62,7 @@ def take(
         decided = _decided(closed, request, agreement, decision_device, uploads["decide"])
     skip = None if decided is None else _skip(closed, decided.found_inf, agreement, decision_device)
     for each, reads_wide in zip(sums, wide, strict=True):
-        each.stand_in(wide=reads_wide)
+        each.swap_in_sums(wide=reads_wide)
     if decided is None or skip is None:
         return None
     heard = decided.found_inf  # by the scale
@@ -79,14 +79,14 @@ def take(
         decision_device,
         write=False,
         uploads=uploads["causes"],
-        call=Call.CAUSES_OF_WINDOW,
+        call=Call.CAUSES_OF_CYCLE,
     )
     decision = decision.with_schedule_where((judged.cause == 0) | (heard > 0), request)
     return replace(decision, found_inf=judged.found_inf, cause=judged.cause)
 
 
 def _decided(
-    closed: list[Closed],
+    closed: list[ClosedCycle],
     request: Request,
     agreement: ranks.Agreement | None,
     decision_device: torch.device,
@@ -99,7 +99,7 @@ def _decided(
     present = any(each.cycle.params for each in closed)
     if agreement is not None:
         return decided_elsewhere(
-            asked, agreement, decision_device, present=present, call=Call.WINDOW
+            asked, agreement, decision_device, present=present, call=Call.CYCLE
         )
     if not present:
         return None
@@ -108,7 +108,7 @@ def _decided(
 
 
 def _skip(
-    closed: list[Closed],
+    closed: list[ClosedCycle],
     heard: Tensor,
     agreement: ranks.Agreement | None,
     decision_device: torch.device,
