@@ -172,7 +172,10 @@ class Agreement:
         """What all ranks have ``taken``, an object each. Synchronizes; all of them have to ask."""
         every = [taken]
         for group in self._groups:
-            others: list[Any] = [None] * torch.distributed.get_world_size(group)
+            size = torch.distributed.get_world_size(group)
+            if size == 1:
+                continue
+            others: list[Any] = [None] * size
             torch.distributed.all_gather_object(others, every, group)
             every = [one for other in others for one in other]
         return every

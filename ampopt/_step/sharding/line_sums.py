@@ -146,6 +146,8 @@ class LinesOfRanks:
 
     def _add_up(self, said: Tensor, keys: Sequence[int]) -> None:
         """Add up what all ranks say, in place."""
+        if not self._slices:  # no parameter is a DTensor with rows and columns
+            return
         self._agreement.add_up_parameters(said)
         self._same.check(said[: self._same.size], keys)
 

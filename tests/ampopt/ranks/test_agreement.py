@@ -265,3 +265,53 @@ def test_replicated_is_a_bool(cls):
     param.grad = torch.ones(2)
     with pytest.raises(TypeError, match="must be True or False, got 1"):
         ranks.agreement(optimizer.param_groups)
+
+
+ONE_RANK_CALLS: dict[str, Any] = {
+    "joined": lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0),
+    "split": lambda optimizer: (optimizer.unscale(2.0), optimizer.step_after_unscale()),
+    "plain": lambda optimizer: optimizer.step(),
+    "window": lambda optimizer: (
+        optimizer.accumulate(2.0),
+        optimizer.unscale_and_step(grads_scaled_by=2.0),
+    ),
+    "micro_batch": lambda optimizer: (
+        optimizer.accumulate(2.0, drop="micro_batch"),
+        optimizer.unscale_and_step(grads_scaled_by=2.0),
+    ),
+    "closure": lambda optimizer: optimizer.unscale_and_step(
+        lambda scale: torch.ones(()), grads_scaled_by=2.0
+    ),
+    "several": lambda optimizer: ampopt.unscale_and_step([optimizer], 2.0),
+    "reading": lambda optimizer: optimizer._ampopt.watch.gather(),
+}
+"""Control points, and the collective by which a watch is read."""
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon", "LAMB"])
+@pytest.mark.parametrize("form", ["process_group", "Shard", "Partial"])
+def test_a_group_of_one_rank_makes_no_collective(process_group, form, name):
+    from torch.distributed import tensor
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh = init_device_mesh("cpu", (1,))
+
+    def placed(placement: Any) -> Any:
+        whole = torch.ones(4, 3)
+        if form == "process_group":
+            return whole
+        return tensor.DTensor.from_local(whole, mesh, [placement], run_check=False)
+
+    p = Parameter(placed(tensor.Shard(0)))
+    optimizer = getattr(ampopt, name)([p], lr=0.25)
+    if form == "process_group":
+        optimizer.process_group = torch.distributed.group.WORLD
+    ampopt.Watch(optimizer)
+    collectives = {}
+    for call, function in ONE_RANK_CALLS.items():
+        p.grad = placed(tensor.Partial() if form == "Partial" else tensor.Shard(0))
+        with CommDebugMode() as mode:
+            function(optimizer)
+        collectives[call] = mode.get_total_counts()
+    assert collectives == dict.fromkeys(ONE_RANK_CALLS, 0)
