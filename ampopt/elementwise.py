@@ -21,8 +21,8 @@ from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.optimizer import Optimizer
 from ampopt.options import PARAM_ROUNDING, is_stochastic
 from ampopt.results import Unscaled
+from ampopt_kernels.decision import Request
 from ampopt_kernels.rule import MASTER, Rule
-from ampopt_kernels.step import Request
 
 __all__ = ["ElementwiseOptimizer"]
 

@@ -19,7 +19,7 @@ from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.options import show_options
 from ampopt.results import StepResult, Unscaled
-from ampopt_kernels.step import Request
+from ampopt_kernels.decision import Request
 
 __all__ = ["Optimizer", "check_max_norm", "step_scaled_gradients"]
 

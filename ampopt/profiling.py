@@ -20,7 +20,7 @@ from ampopt._step.by_rule import RuleStep
 from ampopt._step.transaction import Mode, SkipPolicy
 from ampopt.backend import backend_for, get_backend
 from ampopt.optimizer import Optimizer
-from ampopt_kernels.step import Decision
+from ampopt_kernels.decision import Decision
 
 __all__ = ["Look", "Profile", "profile"]
 

@@ -13,8 +13,8 @@ from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, request_for, successor_of
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult, as_flag
+from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.found import Found, Owner
-from ampopt_kernels.step import Decision, Request
 
 __all__ = ["unscale_and_step"]
 
@@ -167,7 +167,7 @@ def _end_cycles(
     if decision is None or measured is None:
         return measured
     found = (*decision.found, *measured.found)
-    return replace(decision, factors=measured.factors, norm=measured.norm, found=found)
+    return replace(decision, coefficients=measured.coefficients, norm=measured.norm, found=found)
 
 
 def _owned(part: Any, owners: dict[int, Owner]) -> Any:

@@ -16,9 +16,11 @@ from ampopt._step.accumulation import Accumulation, ClosedCycle, refuse_sparse
 from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere
 from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
+from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.step import Decision, Request, Work, run
+from ampopt_kernels.step import run
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Work
 
 __all__ = ["end_cycles"]
 

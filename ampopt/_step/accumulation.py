@@ -20,11 +20,13 @@ from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere, dev
 from ampopt._step.rank_messages import Call
 from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
+from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.found import Found, FoundByRanks
-from ampopt_kernels.step import Decision, Request, Row, Work, run
+from ampopt_kernels.step import run
 from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Row, Work
 
 __all__ = ["DROPS", "Accumulation", "ClosedCycle", "AccumulationCycle", "refuse_sparse"]
 

@@ -24,8 +24,8 @@ from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import SkipPolicy, skip_policy_of
+from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["RuleStep", "RuleRunner"]

@@ -24,7 +24,7 @@ from ampopt.loss_scale.arguments import (
 )
 from ampopt.loss_scale.base import LossScale
 from ampopt.results import StepResult, as_flag, found_behind
-from ampopt_kernels.step import Decision
+from ampopt_kernels.decision import Decision
 
 __all__ = ["evaluated", "step_with_closure", "step_with_unscaling_closure"]
 

@@ -15,9 +15,9 @@ from ampopt._step.ranks import Agreement
 from ampopt._step.sharding import dtensor
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
+from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import MASTER
-from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.tensors import overlaps_itself
 from ampopt_kernels.uploads import Uploads
 

@@ -16,7 +16,7 @@ from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
 from ampopt._step.transaction import SkipPolicy, skip_policy_of
-from ampopt_kernels.step import Decision, Request
+from ampopt_kernels.decision import Decision, Request
 
 __all__ = ["OrdinaryStep"]
 

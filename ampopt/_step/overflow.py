@@ -10,11 +10,13 @@ from torch import Tensor
 from ampopt._step import gradients, ranks
 from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
+from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Partials, Request, Row, Work, run
+from ampopt_kernels.step import run
 from ampopt_kernels.tensors import dense_like, overlaps_itself, widest
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Row, Work
 
 __all__ = [
     "SkipCauses",

@@ -26,9 +26,10 @@ from ampopt._step.rows import RuleRows
 from ampopt._step.settings import Settings
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.line_sums import LinesOfRanks
+from ampopt_kernels.decision import Coefficients, Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses, bump_versions
-from ampopt_kernels.step import Coefficients, Decision, Request, Work
+from ampopt_kernels.work import Work
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleRunner
@@ -138,7 +139,7 @@ class Plan:
         if request.write and not self._writes_gradients:
             asked = replace(asked, write=False)
         decision = decide(self.works, asked)
-        seen = decision.factors  # by the host, if these are numbers
+        seen = decision.coefficients  # by the host, if these are numbers
         self.finish(skipped=isinstance(seen, Coefficients) and seen.skip > 0)
         if request.write and not asked.write:  # in their own dtype, now that they were used
             unscale = Request(scale=request.scale, check=False)

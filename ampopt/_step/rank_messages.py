@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ampopt.backend import backend_for
+from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
 from ampopt_kernels.found import named_ranks
-from ampopt_kernels.step import Partials, Request
 from ampopt_kernels.tensors import widest
 
 __all__ = [

@@ -7,9 +7,9 @@ import torch
 
 from ampopt._step.ranks import Agreement
 from ampopt._step.sharding.dtensor import is_spread
-from ampopt_kernels.step import Work
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import widest
+from ampopt_kernels.work import Work
 
 __all__ = ["RankSums"]
 

@@ -25,8 +25,8 @@ from ampopt._step.sharding.fsdp1 import whole_parameters
 from ampopt._step.torch_private import flattened, is_flattened_by_fsdp1, root_of
 from ampopt.backend import backend_for
 from ampopt.loss_scale.arguments import check_bool
+from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.found import FoundByRanks
-from ampopt_kernels.step import Partials, Request
 
 __all__ = [
     "REPLICATED",

@@ -19,9 +19,9 @@ from ampopt.options import is_stochastic
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
-from ampopt_kernels.step import Row
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
+from ampopt_kernels.work import Row
 
 if TYPE_CHECKING:
     from ampopt._step.by_rule import RuleRunner

@@ -20,8 +20,8 @@ from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.arguments import as_loss_scale
 from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.results import as_flag
+from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.uploads import Uploads
 
 if TYPE_CHECKING:

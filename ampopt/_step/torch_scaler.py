@@ -16,7 +16,7 @@ from torch import Tensor
 from ampopt._step import ranks
 from ampopt._step.step_hooks import HEEDS, beneath_hooks, has_own_step, has_step
 from ampopt._step.torch_private import uncompiled
-from ampopt_kernels.step import Decision, Request
+from ampopt_kernels.decision import Decision, Request
 
 if TYPE_CHECKING:
     from ampopt._step.stepping import StepOutcome

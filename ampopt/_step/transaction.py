@@ -25,8 +25,8 @@ from ampopt._step.torch_private import (
     written_by,
 )
 from ampopt.backend import host_may_look
+from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.step import Decision
 
 __all__ = ["Mode", "SKIP_BY", "SkipPolicy", "CopyOnWriteMode", "skip_policy_of"]
 

@@ -19,7 +19,7 @@ from ampopt._step.torch_private import mark_as_called
 from ampopt.loss_scale.arguments import request_for, successor_of
 from ampopt.loss_scale.base import LossScale
 from ampopt.results import as_flag
-from ampopt_kernels.step import Request
+from ampopt_kernels.decision import Request
 
 __all__ = ["Record", "judge_gradients", "step", "unscale", "wants_scaler", "warn_of_scaler"]
 

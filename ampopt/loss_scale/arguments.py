@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.results import StepResult, Unscaled, is_flag
+from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.policy import PolicyConstants
-from ampopt_kernels.step import Decision, Request
 from ampopt_kernels.uploads import Uploads
 
 __all__ = [
@@ -330,7 +330,7 @@ def successor_of(scale: AnyScale | None, decision: Decision | None) -> Any:
         return scale._unstepped()
     decided: Any = decision  # has the next scale and counters if the scale has a policy
     successor = scale._successor(decided.scale, decided.counters)
-    seen = decision.factors  # not a tensor if the host has read it: then the scale is read, too
+    seen = decision.coefficients  # no tensor if the host has read it, and so the scale, too
     if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(successor, LossScale):
         successor._warn_if_collapsed()
     return successor

@@ -213,7 +213,7 @@ class Captured:
         decision = capture.decision
         ours.runner.decision = decision and replace(
             decision,
-            factors=decision.coefficients_on_device.clone(),
+            coefficients=decision.coefficients_on_device.clone(),
             scaled_by=None if scale is None else scale._value,
         )
         run_step_hooks(optimizer)

@@ -18,10 +18,10 @@ from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
 from ampopt.watching.reading import Reading, Taken, described, merged, take
+from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
 from ampopt_kernels.found import Found, FoundByRanks
 from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, ChunkRange, Ledger, RecordedStep, zeros
-from ampopt_kernels.step import Decision
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Watch"]

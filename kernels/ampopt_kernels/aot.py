@@ -32,6 +32,7 @@ import torch
 
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import gpu_target
+from ampopt_kernels.decision import Request
 from ampopt_kernels.found import Found
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.ledger import ChunkRange, RecordedStep, zeros
@@ -39,8 +40,9 @@ from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Request, Row, Work, run
+from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic
+from ampopt_kernels.work import Row, Work
 
 __all__ = ["Case", "Launch", "Report", "cases", "count_hyper", "launches", "main"]
 

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import torch_language
+from ampopt_kernels.decision import Coefficients, Decision, Partials, Request
 from ampopt_kernels.found import Found, measured
 from ampopt_kernels.marginals import LineSums, advance, sums_of
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Backend, Coefficients, Decision, Partials, Request, Row, Work
+from ampopt_kernels.step import Backend
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
+from ampopt_kernels.work import Row, Work
 
 __all__ = ["CHUNK", "Eager", "reciprocal"]
 
@@ -137,10 +139,12 @@ class Eager(Backend):
                 scale = scale.reshape(request.scale.shape)
             counters = make(new[1:], dtype=torch.int32, device=device)
 
-        factors = Coefficients(skip, inverse, coefficient)
+        coefficients: Any = Coefficients(skip, inverse, coefficient)
+        if not sees:
+            coefficients = make(coefficients, dtype=widest(device), device=device)
         return Decision(
             found_inf=make(found, dtype=torch.float32, device=device),
-            factors=factors if sees else make(factors, dtype=widest(device), device=device),
+            coefficients=coefficients,
             norm=norm,
             scale=scale,
             counters=counters,
@@ -181,7 +185,8 @@ class Eager(Backend):
             for tensors in _chunks(*read):
                 grad, param, *state = (t.to(dtype) for t in tensors)
                 end = start + grad.numel()
-                g, state = grad * factor[0] * factor[1], (*state, *row.factors(start, end))
+                g = grad * factor[0] * factor[1]
+                state = (*state, *row.row_column_factors(start, end))
                 terms = rule.torch_reduce_in(dtype)(param, g, state, h, row.flags)
                 start = end
                 total = total + torch.stack([term.to(wide).sum() for term in terms])
@@ -211,7 +216,7 @@ class Eager(Backend):
                 param, *state = (t.to(dtype) for t in stored[:n])
                 update = rule.torch_update_in(dtype)
                 at = rule.at(param, position)
-                read = (*state, *row.factors(start, end))
+                read = (*state, *row.row_column_factors(start, end))
                 param, state = update(param, g, read, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
                 if row.keys is not None and position is not None:

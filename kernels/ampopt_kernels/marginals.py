@@ -20,7 +20,7 @@ from ampopt_kernels.state import State
 from ampopt_kernels.tensors import widest
 
 if TYPE_CHECKING:
-    from ampopt_kernels.step import Work
+    from ampopt_kernels.work import Work
 
 __all__ = [
     "EVEN",

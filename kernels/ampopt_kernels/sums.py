@@ -10,7 +10,7 @@ from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import widest
 
 if TYPE_CHECKING:
-    from ampopt_kernels.step import Work
+    from ampopt_kernels.work import Work
 
 __all__ = ["AgreeOnSums", "Sums", "over_all"]
 

@@ -23,9 +23,11 @@ import ampopt
 from ampopt.testing.bits import bits, everything, state_of
 from ampopt_kernels import rules
 from ampopt_kernels.cpu.bundles import SMALL
+from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.language import HAS_TRITON
-from ampopt_kernels.step import Request, Row, Work, run
+from ampopt_kernels.step import run
+from ampopt_kernels.work import Row, Work
 
 every_way = pytest.mark.parametrize(
     "backend", ["eager", "eager on a device", "triton"], indirect=True

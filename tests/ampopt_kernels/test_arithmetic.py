@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ampopt_kernels import eager, torch_language
+from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.policy import PolicyConstants
-from ampopt_kernels.step import Request, run
+from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic, widest
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)

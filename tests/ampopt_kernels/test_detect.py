@@ -20,7 +20,7 @@ from support.kernel_rows import (
     works,
 )
 
-from ampopt_kernels.step import Request
+from ampopt_kernels.decision import Request
 
 SCALES = st.sampled_from([None, 1.0, 2.0**-10, 2.0**16, 3.0])
 

@@ -9,13 +9,15 @@ from support.langevin import Shaken
 from ampopt_kernels import torch_language
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.compiled import Compiled
+from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.random_numbers import rand
-from ampopt_kernels.step import Request, Row, Work, run
+from ampopt_kernels.step import run
 from ampopt_kernels.stochastic import stochastically
+from ampopt_kernels.work import Row, Work
 
 CPU = torch.device("cpu")
 NEAR = (Jump(1, 0, 2), Jump(7, 3, 5), Jump(70, 69, -1))

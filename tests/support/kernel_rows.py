@@ -15,7 +15,8 @@ from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.language import HAS_TRITON
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Backend, Row, Work
+from ampopt_kernels.step import Backend
+from ampopt_kernels.work import Row, Work
 
 __all__ = [
     "BLOCK",

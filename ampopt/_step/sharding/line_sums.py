@@ -16,8 +16,8 @@ from ampopt._step.sharding.dtensor import is_spread
 from ampopt._step.sharding.shards import Run, boxes, runs_of
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.state import State
-from ampopt_kernels.step import Work
 from ampopt_kernels.tensors import widest
+from ampopt_kernels.work import Work
 
 __all__ = ["LinesOfRanks", "SpreadMarginals", "on_each_rank", "replicated"]
 

@@ -16,13 +16,14 @@ from ampopt_kernels.cpu.blocks import Bundles
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.cpu.watch import found_in
+from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.eager import CHUNK, Eager, reciprocal
 from ampopt_kernels.found import Found
 from ampopt_kernels.marginals import LineSums, Marginals, advance, sums_of
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Decision, Partials, Request, Work
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.tensors import arithmetic, times
+from ampopt_kernels.work import Work
 
 __all__ = ["Cpu", "apply_rule", "updated"]
 

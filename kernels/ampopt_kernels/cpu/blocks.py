@@ -17,8 +17,8 @@ from torch import Tensor
 from ampopt_kernels.cpu.bundles import Bundle, adjoins, spanning
 from ampopt_kernels.cpu.numbers import common
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Row, Work
 from ampopt_kernels.sums import Sums
+from ampopt_kernels.work import Row, Work
 
 __all__ = ["Block", "Bundles"]
 

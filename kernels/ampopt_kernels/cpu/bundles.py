@@ -16,8 +16,8 @@ from torch import Tensor
 from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
-from ampopt_kernels.step import Row, Work
 from ampopt_kernels.tensors import flat
+from ampopt_kernels.work import Row, Work
 
 __all__ = ["BUNDLE", "SMALL", "BundleSlice", "Bundle", "adjoins", "spanning"]
 

@@ -26,14 +26,15 @@ from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.calls import CALLS
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
+from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.found import Found
 from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.cache import CacheError
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Partials, Request, Work
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Work
 
 __all__ = ["PATIENCE", "Compiled"]
 

@@ -13,7 +13,7 @@ from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.found import FLUSHED, Found, measured
 from ampopt_kernels.ledger import NOT_GIVEN, ChunkRange, Ledger, RecordedStep
-from ampopt_kernels.step import Work
+from ampopt_kernels.work import Work
 
 __all__ = ["found_in", "note"]
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.found import MEASURES, Found
 from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.native import objects
 from ampopt_kernels.rule import keep, keep_all
-from ampopt_kernels.step import Backend, Decision, Partials, Request, Work
+from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.accumulate import accumulate_kernel
 from ampopt_kernels.triton.control import control_kernel
@@ -26,6 +27,7 @@ from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
 from ampopt_kernels.triton.watch import watch_kernel
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.work import Work
 
 __all__ = ["BLOCK", "Triton"]
 
@@ -68,7 +70,7 @@ class Triton(Backend):
         if not self._compiles or table.prepared:
             return
         numbers = _h_table(work)  # in the place of every tensor of numbers: all are float64
-        decision = Decision(found_inf=numbers, factors=numbers, h=numbers)
+        decision = Decision(found_inf=numbers, coefficients=numbers, h=numbers)
         launch = functools.partial(self._launch, work.device)
         if _reduces(work):
             if not decides:
@@ -158,7 +160,7 @@ class Triton(Backend):
         norm = partials is not None and partials.squares is not None
         decision = Decision(
             found_inf=torch.empty((), dtype=torch.float32, device=device),
-            factors=torch.empty(3, dtype=torch.float64, device=device),
+            coefficients=torch.empty(3, dtype=torch.float64, device=device),
             norm=torch.empty(
                 (), dtype=torch.float64 if work.float64 else torch.float32, device=device
             )

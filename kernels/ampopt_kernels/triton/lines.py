@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ampopt_kernels.language import kernel, tl
 from ampopt_kernels.marginals import EVEN, LineSums, Marginals, advance_stack
-from ampopt_kernels.step import Row, Work
 from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.table import Table
+from ampopt_kernels.work import Row, Work
 
 __all__ = [
     "LineLaunch",

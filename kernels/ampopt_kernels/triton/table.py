@@ -26,7 +26,7 @@ from ampopt_kernels.marginals import EVEN
 from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Row, Work
+from ampopt_kernels.work import Row, Work
 
 if TYPE_CHECKING:
     from ampopt_kernels.triton.lines import Lines

@@ -22,7 +22,7 @@ from ampopt_kernels.cpu.numbers import (
 from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.eager import reciprocal
 from ampopt_kernels.native.build import cpp_compiler
-from ampopt_kernels.step import Row, Work
+from ampopt_kernels.work import Row, Work
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
 

@@ -9,15 +9,17 @@ from support.object_loops import need_object_loops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt_kernels import rules
+from ampopt_kernels.decision import Request
 from ampopt_kernels.native import objects
 from ampopt_kernels.policy import PolicyConstants
-from ampopt_kernels.step import Request, Row, Work, run
+from ampopt_kernels.step import run
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton import table
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
 from ampopt_kernels.triton.update import update_kernel
+from ampopt_kernels.work import Row, Work
 
 OFF = (False,) * 5
 HYPER = (0.1, 0.0, 0.0, 0.0)

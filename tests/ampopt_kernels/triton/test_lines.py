@@ -10,11 +10,11 @@ from support.kernel_rows import CPU
 import ampopt
 from ampopt_kernels import rules
 from ampopt_kernels.marginals import Marginals, sums_of
-from ampopt_kernels.step import Row, Work
 from ampopt_kernels.triton import backend as triton_backend
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.launch import launch
 from ampopt_kernels.triton.lines import line_kernel, line_launches
+from ampopt_kernels.work import Row, Work
 
 MATRIX = (False, False)
 LENGTHS = st.one_of(st.integers(0, 9), st.sampled_from([16, 48, 70, 300]))
