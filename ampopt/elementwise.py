@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ampopt._step import torch_scaler
-from ampopt._step.by_rule import RuleRunner, RuleStep
+from ampopt._step.by_rule import RuleStep
 from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import evaluated
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import OrdinaryStep
+from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.rule_state import shares_storage
 from ampopt._step.settings import kind_of
 from ampopt._step.sharding.dtensor import is_spread

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import gradients, ranks
+from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere, device_of, works_of
 from ampopt._step.rank_messages import Call
 from ampopt._step.sharding import dtensor
@@ -90,7 +91,7 @@ class _ReplacedGradient(NamedTuple):
     dtype: torch.dtype | None  # that gradients of it may have
 
 
-class Accumulation:
+class Accumulation(RefersToOptimizer):
     """The sums of one optimizer.
 
     Attributes:
@@ -106,7 +107,7 @@ class Accumulation:
         Args:
             optimizer: whose gradients these are, which is not kept alive.
         """
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self.cycle: AccumulationCycle | None = None
         self.swapped_in = False
         self._hook: Any = None  # while there is a cycle, for a plain step
@@ -154,7 +155,7 @@ class Accumulation:
             cycle = self.cycle = AccumulationCycle(
                 device_of(self.groups) or torch.device("cpu"), drop
             )
-            self._hook = self._owner.register_step_pre_hook(_end_cycle_in_plain_step)
+            self._hook = self.optimizer.register_step_pre_hook(_end_cycle_in_plain_step)
         elif drop != cycle.drop:
             raise ValueError(
                 f"accumulate(drop={drop!r}), but an earlier call since the last step had "
@@ -328,12 +329,8 @@ class Accumulation:
             self._hook = None
 
     @property
-    def _owner(self) -> Any:
-        return self._optimizer()
-
-    @property
     def groups(self) -> list[dict[str, Any]]:
-        return self._owner.param_groups
+        return self.optimizer.param_groups
 
 
 def _is_placed_like(total: Any, param: Any) -> bool:

@@ -3,7 +3,6 @@
 import inspect
 import numbers
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import gradients
 from ampopt._step.masters import has_masters, needs_master
+from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.settings import Variants, check_numbers, kind_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.state_checks import KEYS, Stepped, check_states
@@ -32,7 +32,7 @@ _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, tor
 """Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
 
 
-class Checks:
+class Checks(RefersToOptimizer):
     """Of the parameters and gradients of one optimizer, and of a rule."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -41,13 +41,9 @@ class Checks:
         Args:
             optimizer: to check, which is not kept alive.
         """
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self._dtypes = WeakIdKeyDictionary()  # weak, for an identity is used again
         self._warned_of_float16 = False
-
-    @property
-    def _owner(self) -> Any:
-        return self._optimizer()
 
     def need_torch(self) -> bool:
         """Whether this step has to be torch's own: differentiable, or sparse.
@@ -55,7 +51,7 @@ class Checks:
         Raises:
             RuntimeError: gradients are such, and neither the rule nor torch takes them.
         """
-        optimizer = self._owner
+        optimizer = self.optimizer
         if optimizer.defaults.get("differentiable"):
             return True
         for index, param in gradients.present(optimizer.param_groups):
@@ -91,7 +87,7 @@ class Checks:
             ValueError: there are more numbers than one, or fewer; a group is to be rounded in no
                 way that there is; see ``check_states``.
         """
-        optimizer = self._owner
+        optimizer = self.optimizer
         groups, name = optimizer.param_groups, type(optimizer).__name__
         check_rule(rule, name)
         for group in groups:
@@ -124,7 +120,7 @@ class Checks:
 
         See :func:`ampopt._step.state_checks.check_states`.
         """
-        optimizer = self._owner
+        optimizer = self.optimizer
         group, stepped = optimizer.param_groups[index], []
         for position in positions:
             param = group["params"][position]
@@ -136,14 +132,14 @@ class Checks:
 
     def remember_dtypes(self) -> None:
         """Remember the dtype of each parameter, to notice a model that is cast later."""
-        for group in self._owner.param_groups:
+        for group in self.optimizer.param_groups:
             for param in group["params"]:
                 self._dtypes.setdefault(param, param.dtype)
 
     def check_dtypes(self) -> None:
         """Refuse parameters that were cast since the optimizer was made."""
         self.remember_dtypes()
-        groups = self._owner.param_groups
+        groups = self.optimizer.param_groups
         for group in groups:
             for param in group["params"]:
                 made_with = self._dtypes[param]
@@ -159,7 +155,7 @@ class Checks:
         """Warn once of a state of ``rule`` that is to be kept in float16."""
         if self._warned_of_float16:
             return
-        optimizer = self._owner
+        optimizer = self.optimizer
         for index, param in gradients.present(optimizer.param_groups):
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_held, device_of
 from ampopt._step.ranks import Agreement
 from ampopt._step.sharding import dtensor
@@ -40,7 +41,7 @@ class _Reading(NamedTuple):
     version: int
 
 
-class Masters:
+class Masters(RefersToOptimizer):
     """The masters of one optimizer, which are in its state; see ``ElementwiseOptimizer``.
 
     Attributes:
@@ -56,7 +57,7 @@ class Masters:
             optimizer: whose they are, which is not kept alive.
             kept: ``False`` where ``optimizer`` knows no masters, whatever its param groups say.
         """
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self._kept = kept
         self.unscaled: tuple[_Unscaled, ...] = ()
         self.read_early: _Reading | None = None
@@ -68,7 +69,7 @@ class Masters:
         """The master of ``param``, made where it is missing; ``None`` if it needs none."""
         if not (self._kept and needs_master(group, param)):
             return None
-        state = self._state[param]
+        state = self.optimizer.state[param]
         if state.get(MASTER) is None:
             refuse_while_captured(
                 param.device, "master weights being made: each replay would make them anew"
@@ -80,7 +81,8 @@ class Masters:
         """Each parameter, and its master if it is trained and needs one, else itself again."""
         for group in groups:
             for param in group["params"]:
-                frozen = not param.requires_grad and MASTER not in self._state.get(param, {})
+                state = self.optimizer.state.get(param, {})
+                frozen = not param.requires_grad and MASTER not in state
                 master = None if frozen else self.of(group, param)
                 yield param, param if master is None else master
 
@@ -102,7 +104,7 @@ class Masters:
             return held
         if self.read_early is not None:
             self.warn_of_early_reading()
-        held, groups, unscaled = held.copy(), self._groups, []
+        held, groups, unscaled = held.copy(), self.optimizer.param_groups, []
         for index, param, owner in held:
             master = self.of(groups[index], param)
             if master is not None and master.shape != param.shape:
@@ -137,7 +139,7 @@ class Masters:
         Returns:
             The decision; ``None`` if there are no gradients.
         """
-        groups, write = self._groups, request.scale is not None
+        groups, write = self.optimizer.param_groups, request.scale is not None
         held, decision_device = gradients.held(groups), device_of(groups)
         if write:
             self.check_float16(held)  # before masters are made
@@ -169,11 +171,11 @@ class Masters:
         if self.unscaled:
             self.unscaled = ()
             for param in self._with_masters():
-                self._state[param][MASTER].grad = None
+                self.optimizer.state[param][MASTER].grad = None
 
     def unscaled_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
         """Gradients of parameters, and those that ``unscale`` left on their masters."""
-        masters = [(grad, self._state[p][MASTER].grad) for p, grad, _ in self.unscaled]
+        masters = [(grad, self.optimizer.state[p][MASTER].grad) for p, grad, _ in self.unscaled]
         both = [(grad, unscaled) for grad, unscaled in masters if unscaled is not None]
         return [grad for grad, _ in both], [unscaled for _, unscaled in both]
 
@@ -185,10 +187,10 @@ class Masters:
             yield
         except BaseException:
             for param in set(self._with_masters()) - known:  # a closure that unscales makes them
-                master = self._state[param].pop(MASTER)
+                master = self.optimizer.state[param].pop(MASTER)
                 master.grad = None
-                if not self._state[param]:
-                    del self._state[param]
+                if not self.optimizer.state[param]:
+                    del self.optimizer.state[param]
             raise
         finally:
             self.drop_gradients()
@@ -200,8 +202,8 @@ class Masters:
         """Somebody reads the masters, perhaps to clip: remember whether they lack gradients."""
         if self.unscaled or self._warned_of_reading or not self._kept:
             return
-        for index, param in gradients.present(self._groups):
-            if needs_master(self._groups[index], param):
+        for index, param in gradients.present(self.optimizer.param_groups):
+            if needs_master(self.optimizer.param_groups[index], param):
                 grad: Any = param.grad
                 self.read_early = _Reading(param, weakref.ref(grad), version(grad))
                 return
@@ -239,7 +241,7 @@ class Masters:
         for index, param, owner in held:
             if param.grad.dtype not in gradients.UNDERFLOWING:
                 continue
-            if not (self._kept and needs_master(self._groups[index], param)):
+            if not (self._kept and needs_master(self.optimizer.param_groups[index], param)):
                 raise RuntimeError(
                     f"the gradient of {owner.name} is "
                     f"{str(param.grad.dtype).removeprefix('torch.')}, where unscaled values would "
@@ -260,28 +262,19 @@ class Masters:
             if param.grad is None:  # it is left out
                 continue
             if param.grad is not grad or (seen is not None and version(grad) != seen):
+                name = gradients.name_of(self.optimizer.param_groups, param)
                 raise RuntimeError(
-                    f"the gradient of {gradients.name_of(self._groups, param)} was changed "
-                    "after unscale(), which put the unscaled gradients on the float32 masters, "
-                    "where the step finds them: clip or edit those of optimizer.master_params(), "
+                    f"the gradient of {name} was changed after unscale(), which put the "
+                    "unscaled gradients on the float32 masters, where the step finds them: clip or "
+                    "edit those of optimizer.master_params(), "
                     "as in torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm), or "
                     "let unscale_and_step(max_norm=...) clip. zero_grad() discards the unscale"
                 )
 
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        optimizer: Any = self._optimizer()
-        return optimizer.param_groups
-
-    @property
-    def _state(self) -> Any:
-        optimizer: Any = self._optimizer()
-        return optimizer.state
-
     def _with_masters(self) -> Iterator[Tensor]:
         if self._kept:
-            for group in filter(has_masters, self._groups):
-                yield from (p for p in group["params"] if MASTER in self._state.get(p, {}))
+            for group in filter(has_masters, self.optimizer.param_groups):
+                yield from (p for p in group["params"] if MASTER in self.optimizer.state.get(p, {}))
 
 
 def has_masters(group: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.by_rule import RuleRunner
+from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.snapshot import Snapshot
 from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written_step
 from ampopt._step.stepping import StepOutcome, StepStrategy

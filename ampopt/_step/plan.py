@@ -9,11 +9,13 @@ until something else changes. That it does hold is asked at every step, of its g
 import operator
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ampopt._step import ranks
+from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
     check_and_unscale_held,
     decide,
@@ -23,23 +25,17 @@ from ampopt._step.overflow import (
 )
 from ampopt._step.rank_sums import RankSums
 from ampopt._step.rows import RuleRows
+from ampopt._step.rule_state import StateCompleter
 from ampopt._step.settings import Settings
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.line_sums import LinesOfRanks
 from ampopt_kernels.decision import Coefficients, Decision, Request
-from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses, bump_versions
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Work
 
-if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleRunner
-
 __all__ = ["Plan"]
-
-_FIRST = (
-    "the first step of an optimizer, or one with other parameters, options or layouts than the "
-    "step before: each replay would make its states anew"
-)
 
 
 class Plan:
@@ -50,25 +46,34 @@ class Plan:
         reusable: whether it may serve a second step; not where it works on copies.
     """
 
-    def __init__(self, steps: "RuleRunner", *, needs_agreement: bool) -> None:
-        """Make state where it is missing, and the rows.
+    def __init__(
+        self,
+        optimizer: Any,
+        rule: Rule,
+        masters: Masters,
+        uploads: dict[torch.device, Uploads],
+        *,
+        complete_state: StateCompleter | None,
+        needs_agreement: bool,
+    ) -> None:
+        """Make missing states, and collect the tensors of each parameter.
 
         Args:
-            steps: whose.
-            needs_agreement: whether the first step asks other ranks for anything.
+            optimizer: the optimizer to step. Its gradients, options and states have passed
+                :meth:`ampopt._step.checks.Checks.check_plannable`.
+            rule: the update rule to run.
+            masters: the master weights of the optimizer.
+            uploads: constants that are on a device already, by device; kept from plan to plan.
+            complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
+            needs_agreement: whether the first step checks gradients or clips, which takes an
+                all-reduce over the ranks.
 
         Raises:
-            RuntimeError: a CUDA graph is captured, or see :func:`ampopt._step.gradients.held`, and
-                :func:`ampopt._step.ranks.agreement`; nothing has changed then.
+            RuntimeError: see :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
-        optimizer, rule = steps.optimizer, steps.rule
         groups = optimizer.param_groups
         self._home = device_of(groups)
-        if self._home is not None:
-            refuse_while_captured(self._home, _FIRST)
-        steps.checks.check_plannable(rule)
-        self._rule = rule
-        self._uploads = steps.uploads
+        self._rule, self._uploads = rule, uploads
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
         # nothing can be taken all the same.
         self._agreement: ranks.Agreement | None = None
@@ -89,8 +94,8 @@ class Plan:
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
-        made = RuleRows(steps, self._agreement)
-        self.works: list[Work] = works_of(made.rows, made.grads, steps.uploads, made.rule)
+        made = RuleRows(optimizer, rule, masters, self._agreement, complete_state)
+        self.works: list[Work] = works_of(made.rows, made.grads, uploads, made.rule)
         self._settings = Settings(rule, made.variants, groups)
         for work in self.works:
             work.hyper = self._settings.hyper
@@ -99,16 +104,19 @@ class Plan:
         self._present, self._held, self._copies = made.present, made.held, made.copies
         self._writes_gradients = made.gradients_are_written()
         self.reusable = not made.copies and not any(p.is_complex() for p in made.present)
-        self._guards = _Guards(steps, made)
+        self._guards = _Guards(optimizer, masters, made)
 
-    def revalidate(self, steps: "RuleRunner") -> bool:
-        """Take up the gradients and hyperparameters of this step, if nothing else has changed.
+    def revalidate(self, optimizer: Any, rule: Rule) -> bool:
+        """Update gradients and hyperparameters for this step, if nothing else has changed.
+
+        Args:
+            optimizer: the optimizer that the plan was made for.
+            rule: its rule now.
 
         Returns:
-            Whether nothing has; if not, another plan is needed.
+            Whether this plan can run the step. If not, the runner makes another plan.
         """
-        optimizer = steps.optimizer
-        same = self.reusable and steps.rule is self._rule
+        same = self.reusable and rule is self._rule
         if not (same and self._settings.revalidate(optimizer.param_groups)):
             return False
         grads = self._guards.gradients(optimizer)
@@ -181,16 +189,16 @@ class _Guards:
     how parameters and gradients are laid out in it; which parameters have gradients.
     """
 
-    def __init__(self, steps: "RuleRunner", made: RuleRows) -> None:
-        """Take it down.
+    def __init__(self, optimizer: Any, masters: Masters, made: RuleRows) -> None:
+        """Record what :meth:`gradients` compares later.
 
         Args:
-            steps: whose plan it is.
-            made: the rows.
+            optimizer: the optimizer of the plan.
+            masters: its master weights.
+            made: the rows of the plan.
         """
-        optimizer = steps.optimizer
         groups = optimizer.param_groups
-        self._keeper = steps.masters
+        self._keeper = masters
         self._present, self._masters = made.present, made.masters
         self._params = list(chain.from_iterable(group["params"] for group in groups))
         self._spread = any(map(dtensor.is_spread, self._params))  # over ranks

@@ -1,15 +1,14 @@
 """What a step of a rule does with each parameter: a row of tensors, made of it and its state."""
 
-import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks
-from ampopt._step.masters import needs_master
-from ampopt._step.rule_state import lay_end_to_end, state_of, widen_scalars
+from ampopt._step.masters import Masters, needs_master
+from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
 from ampopt._step.settings import Variants
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.line_sums import SpreadMarginals
@@ -19,12 +18,10 @@ from ampopt.options import is_stochastic
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
 from ampopt_kernels.work import Row
-
-if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleRunner
 
 __all__ = ["RuleRows", "keys_of"]
 
@@ -47,15 +44,27 @@ class RuleRows:
         copies: original and copy of what is not laid out as kernels take it.
     """
 
-    def __init__(self, steps: "RuleRunner", agreement: ranks.Agreement | None) -> None:
-        """Make them, and state where it is missing.
+    def __init__(
+        self,
+        optimizer: Any,
+        rule: Rule,
+        masters: Masters,
+        agreement: ranks.Agreement | None,
+        complete_state: StateCompleter | None,
+    ) -> None:
+        """Make the rows, and the states that are missing.
 
         Args:
-            steps: whose.
-            agreement: of the ranks that decide together.
+            optimizer: the optimizer to step.
+            rule: the update rule to run.
+            masters: the master weights of the optimizer.
+            agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
+                alone.
+            complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
         """
-        self._steps, self._agreement = steps, agreement
-        groups, rule, keeper = steps.optimizer.param_groups, steps.rule, steps.masters
+        self._optimizer, self._rule, self._keeper = optimizer, rule, masters
+        self._agreement = agreement
+        groups, keeper = optimizer.param_groups, masters
         self.held = gradients.held(groups)
         stepped = [
             one
@@ -74,7 +83,10 @@ class RuleRows:
             if (master := keeper.of(groups[one.group], one.tensor)) is not None
         ]
         flags = [self.flags[variant] for variant in of]
-        states = list(map(functools.partial(state_of, steps), self.present, flags))
+        states = [
+            state_of(optimizer, rule, param, own, complete_state)
+            for param, own in zip(self.present, flags, strict=True)
+        ]
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
         for part in (*rule.state, *rule.scalar_state):
             lay_end_to_end(self.present, states, part.name)
@@ -94,11 +106,11 @@ class RuleRows:
         self, held: gradients.ParamWithGrad, variant: int, state: dict[str, Any], place: int
     ) -> tuple[Row, Tensor]:
         """What a step does with a parameter, whose ``place`` is that among all; its gradient."""
-        (index, param, owner), steps = held, self._steps
-        rule, flags, local, dense = steps.rule, self.flags[variant], dtensor.local, self._dense
-        group = steps.optimizer.param_groups[index]
-        master, holder = steps.masters.of(group, param), steps.masters.holder(group, param)
-        keys = keys_of(steps.optimizer, group, param, place)
+        index, param, owner = held
+        rule, flags, local, dense = self._rule, self.flags[variant], dtensor.local, self._dense
+        group = self._optimizer.param_groups[index]
+        master, holder = self._keeper.of(group, param), self._keeper.holder(group, param)
+        keys = keys_of(self._optimizer, group, param, place)
         p = like = gradients.real(local(param.detach() if master is None else master))
         marginals = rule.marginals_for(flags)
         if marginals and not p.is_contiguous():  # where an element's row follows from its place

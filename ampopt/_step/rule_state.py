@@ -3,8 +3,8 @@
 And where it lives: small states, and step counts, end to end, so that a CPU can take them as one.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,35 +16,52 @@ from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
 from ampopt_kernels.tensors import overlaps_itself, real, widest
 
-if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleRunner
+__all__ = [
+    "StateCompleter",
+    "complete",
+    "convert",
+    "lay_end_to_end",
+    "shares_storage",
+    "state_of",
+    "widen_scalars",
+]
 
-__all__ = ["complete", "convert", "lay_end_to_end", "shares_storage", "state_of", "widen_scalars"]
+StateCompleter = Callable[[dict[str, Any]], None]
+"""Adds to the state of a parameter the scalar states that a checkpoint of torch's lacks."""
 
 
-def state_of(steps: "RuleRunner", param: Tensor, flags: tuple[bool, ...]) -> dict[str, Any]:
+def state_of(
+    optimizer: Any,
+    rule: Rule,
+    param: Tensor,
+    flags: tuple[bool, ...],
+    complete_state: StateCompleter | None,
+) -> dict[str, Any]:
     """The state of ``param``, made where it is missing, and converted as :func:`convert` does.
 
     What is there has passed :func:`ampopt._step.state_checks.check_states`.
     """
-    optimizer = steps.optimizer
-    if not steps.rule.all_state_for(flags):
+    if not rule.all_state_for(flags):
         return optimizer.state.get(param, {})  # as in torch's, where there is nothing to keep
     state = optimizer.state[param]
-    complete(steps, state, param, flags)
+    complete(rule, optimizer.param_groups, state, param, flags, complete_state)
     return state
 
 
 def complete(
-    steps: "RuleRunner", state: dict[str, Any], param: Tensor, flags: tuple[bool, ...]
+    rule: Rule,
+    groups: list[dict[str, Any]],
+    state: dict[str, Any],
+    param: Tensor,
+    flags: tuple[bool, ...],
+    complete_state: StateCompleter | None,
 ) -> None:
     """Convert what is in ``state``, and add what is missing, as it is before the first step."""
-    groups, rule = steps.optimizer.param_groups, steps.rule
     master = state.get(MASTER)
     like = param if master is None else master
     scalars = rule.scalar_state_for(flags)
-    if scalars and steps.complete_state is not None:
-        steps.complete_state(state)
+    if scalars and complete_state is not None:
+        complete_state(state)
     convert(rule, state, param, flags, has_master=master is not None)
     for part in rule.tensor_state_for(flags):
         if state.get(part.name) is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.accumulation import Accumulation
 from ampopt._step.masters import Masters
+from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
 from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.arguments import as_loss_scale
@@ -25,7 +26,7 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
 
 if TYPE_CHECKING:
-    from ampopt._step.by_rule import RuleRunner
+    from ampopt._step.rule_runner import RuleRunner
 
 __all__ = ["StrategyAttribute", "StepOutcome", "Pending", "StepStrategy", "overridable_property"]
 
@@ -61,7 +62,7 @@ class StepOutcome(NamedTuple):
     called: bool = True
 
 
-class StepStrategy(ABC):
+class StepStrategy(RefersToOptimizer, ABC):
     """How one optimizer steps, and what it remembers from one call to the next.
 
     Control points ask; :class:`~ampopt._step.ordinary.OrdinaryStep` answers for a ``step()`` that
@@ -106,7 +107,7 @@ class StepStrategy(ABC):
             step_has_collectives: whether ranks meet within its step; see
                 :class:`ampopt._step.ranks.Agreement`.
         """
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self.runner = runner
         self.second_runners: dict[Rule, RuleRunner] = {}
         self.masters = Masters(optimizer, kept=False) if runner is None else runner.masters
@@ -125,11 +126,6 @@ class StepStrategy(ABC):
         self._warned_without_gradients = False
         self._process_group: Any = None  # where the optimizer has another use for the name
         self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @property
-    def optimizer(self) -> Any:
-        """Whose stepping this is."""
-        return self._optimizer()
 
     @property
     def skip_by(self) -> str:
