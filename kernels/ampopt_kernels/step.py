@@ -44,6 +44,17 @@ class Backend(ABC):
                 from another device.
         """
 
+    def prepare_gradients(self, work: Work, request: Request, *, decides: bool) -> None:  # noqa: B027
+        """Do what may fail for :meth:`accumulate`, or :meth:`detect` that writes.
+
+        It is called for the work of every device before gradients or sums of any are changed.
+
+        Args:
+            work: the rows and gradients of one device.
+            request: has ``accumulate`` or ``write``, and no ``apply``.
+            decides: whether :meth:`control` makes the decision with this work.
+        """
+
     @abstractmethod
     def detect(self, work: Work, request: Request) -> Partials:
         """Read every gradient once; store it unscaled if ``request.write``."""
@@ -111,18 +122,22 @@ def run(
         works: one for each device.
         request: what is asked of all of them.
     """
-    backends = []
-    for work in works:
-        backends.append(backend_for(work.device))
-        if request.apply:
-            backends[-1].prepare(work, decides=work is works[0])
     first, *others = works
-    asked, partials = _on(first.device, request), None
-    if request.needs_agreement or request.write or request.measure or request.accumulate:
-        found = []
+    reads = request.needs_agreement or request.write or request.measure or request.accumulate
+    requests = [_on(work.device, request) for work in (works if reads else works[:1])]
+    backends = [backend_for(work.device) for work in works]
+    if request.apply:
         for backend, work in zip(backends, works, strict=True):
+            backend.prepare(work, decides=work is first)
+    if request.write or request.accumulate:
+        for backend, work, its_own in zip(backends, works, requests, strict=True):
+            backend.prepare_gradients(work, its_own, decides=work is first)
+    asked, partials = requests[0], None
+    if reads:
+        found = []
+        for backend, work, its_own in zip(backends, works, requests, strict=True):
             detect = backend.accumulate if request.accumulate else backend.detect
-            found.append(detect(work, asked if work is first else _on(work.device, request)))
+            found.append(detect(work, its_own))
         partials = found[0] if not others else _joined(found, first.device)
         if request.agree is not None:
             agreed = request.agree(partials, asked.found_inf, first.device)

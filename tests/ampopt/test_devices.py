@@ -230,6 +230,40 @@ def check_what_fails(name: str) -> None:
         assert not any(host(t).any() for t in states), f"{name}, compilation {failing}"
 
 
+def check_what_fails_of_gradients(way: str) -> None:
+    """Whichever compilation fails, gradients and their sums are changed on no device."""
+    scale = ampopt.DynamicLossScale(init_scale=2.0)
+
+    def call(optimizer: Any, launcher: Any) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.ones(3, 2).to(p.device)
+        with use_triton(launcher):
+            getattr(optimizer, way)(grads_scaled_by=scale)
+
+    for failing in range(100):
+        params = [Parameter(torch.ones(3, 2).to(d)) for d in ("pretend:0", "pretend:1")]
+        optimizer = ampopt.SGD(params, lr=1.0)
+        if way == "accumulate":
+            call(optimizer, launch)
+        failed = True
+        try:
+            call(optimizer, CompilerThatFails(failing))
+        except RuntimeError as error:
+            assert str(error) == "does not compile"
+            changed = [p for p in params if p.grad is None or not host(p.grad).eq(1).all()]
+            assert not changed, f"{way}, compilation {failing}"
+            call(optimizer, launch)
+        else:
+            failed = False
+        with use_triton(launch):
+            optimizer.step_after_unscale() if way == "unscale" else optimizer.step()
+        expected = 0.5 if way == "unscale" else 0.0  # 1 less a gradient of 1 / 2, or two of them
+        assert all(host(p).eq(expected).all() for p in params), f"{way}, compilation {failing}"
+        if not failed:
+            assert failing > 2  # the kernel that writes, on each device, and control
+            return
+
+
 @contextmanager
 def use_triton(launcher: Any) -> Iterator[None]:
     """Within this, pretended devices are accelerators, and ``launcher`` launches on them."""
@@ -290,6 +324,8 @@ def check_the_triton_backend() -> None:
         check_a_train_step()
         for name in ("AdamW", "LAMB", "Adafactor"):
             check_what_fails(name)
+        for way in ("unscale", "accumulate"):
+            check_what_fails_of_gradients(way)
 
 
 CHECKS = {"eager": check_the_eager_backend, "triton": check_the_triton_backend}

@@ -61,6 +61,7 @@ class Triton(Backend):
         """
         self._launch = launch if launcher is None else launcher
         self._compiles = launcher is None
+        self._prepared: set[Any] = set()  # the kinds of launches of `prepare_gradients`
         if launcher is None and not INTERPRETED:
             objects.loops.want()  # so that a step asks for hundreds of addresses at once
 
@@ -89,6 +90,30 @@ class Triton(Backend):
         for _, arguments in _updates(work, numbers, numbers):
             launch(update_kernel, 0, arguments)
         table.prepared = True
+
+    def prepare_gradients(self, work: Work, request: Request, *, decides: bool) -> None:
+        """See :meth:`Backend.prepare_gradients`. Compiles by empty launches."""
+        if not self._compiles:
+            return
+        table = Table.of(work)
+        tensors = (request.scale, request.found_inf)
+        kind = (
+            *(work.device, decides, table.columns, work.float64),
+            *((group.like.kind, group.align) for group in table.launches),
+            *(request.accumulate, request.write, request.measure, request.max_norm is None),
+            *(request.check, request.drop, request.policy is None, request.agree is None),
+            *(None if tensor is None else tensor.dtype for tensor in tensors),
+        )
+        if kind in self._prepared:
+            return
+        compiling = Triton(lambda on, kernel, _, given: self._launch(on, kernel, 0, given))
+        detect = compiling.accumulate if request.accumulate else compiling.detect
+        partials = detect(work, request)
+        if decides:
+            if request.agree is not None and request.check:
+                request = replace(request, found_inf=None)  # which the agreement includes
+            compiling.control(work, request, partials)
+        self._prepared.add(kind)
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a chunk."""
