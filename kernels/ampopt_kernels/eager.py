@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels import torch_language
-from ampopt_kernels.decision import Coefficients, Decision, Partials, Request
+from ampopt_kernels.control import as_tensor, decide, reciprocal, widened
+from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.found import Found, measured
 from ampopt_kernels.marginals import LineSums, advance, sums_of
-from ampopt_kernels.policy import next_scale
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend
 from ampopt_kernels.stochastic import stochastically
@@ -23,23 +22,64 @@ from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
 from ampopt_kernels.work import Row, Work
 
-__all__ = ["CHUNK", "Eager", "reciprocal"]
+__all__ = ["CHUNK", "Eager", "accumulate_gradients", "overflows"]
 
 CHUNK = 1 << 17
 """Elements of each tensor that a rule works on at a time, so that what it computes on the way stays
 in the cache; fewer, and threads would begin and end with each operation for too little."""
 
-_next_scale = torch_language.bind(next_scale)
+
+def overflows(grad: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
+    """Whether an element of ``grad``, not empty, is not finite once unscaled: bool, 0-d.
+
+    Args:
+        grad: the gradient, of any shape.
+        factor: the reciprocal of the scale, a number or a 0-d tensor.
+        dtype: the arithmetic dtype, in which ``grad`` is unscaled.
+    """
+    # Unscaling is monotone: if any element leaves the range, an extreme does. NaN is an extreme.
+    extremes = torch.stack(grad.aminmax()).to(dtype) * factor
+    return ~extremes.isfinite().all()
+
+
+def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partials:
+    """The method :meth:`Backend.accumulate` of backends that run torch operations.
+
+    The flags are those of chunks of at most :data:`CHUNK` elements.
+    """
+    look = Tensor.item if self.host_sees else widened
+    inverse = 1.0 if request.scale is None else reciprocal(look(request.scale))
+    rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
+    flags, rows = [], []
+    for place, (row, whole) in enumerate(zip(work.rows, work.grads, strict=True)):
+        dtype, (fresh,) = row.compute_dtype, row.flags
+        for grad, total in _chunks(whole, *row.written):
+            if not grad.numel():
+                continue
+            unscaled = grad.to(dtype) * _cast(inverse, dtype)
+            old = torch.zeros_like(total) if fresh else total
+            new = unscaled if fresh else total + unscaled
+            if rejected is not None:
+                new = torch.where(rejected, old, new)
+            # What was not finite before says nothing of this gradient.
+            spoilt = ~new.isfinite() & old.isfinite()
+            flags.append((spoilt | ~unscaled.isfinite()).any())
+            rows.append(place)
+            total.copy_(new)
+    judged = as_tensor(flags, torch.float32, work.device)
+    return Partials(judged, None, (Found(judged, rows, work.owners),))
 
 
 class Eager(Backend):
     """Torch operations, one parameter after another."""
 
     name = "eager"
+    control = decide
+    accumulate = accumulate_gradients
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. A part is a row."""
-        inverse = 1.0 if request.scale is None else reciprocal(_wide(request.scale))
+        inverse = 1.0 if request.scale is None else reciprocal(widened(request.scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
         norms = request.max_norm is not None
         for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
@@ -49,108 +89,22 @@ class Eager(Backend):
             factor = _cast(inverse, dtype)
             unscaled = grad.to(dtype) * factor if request.write or request.measure else grad
             if request.write:
-                low, high = unscaled.aminmax()
+                flags.append(overflows(unscaled, 1.0, dtype))
                 grad.copy_(unscaled)
                 norm = torch.linalg.vector_norm(unscaled, dtype=wide) if norms else None
             else:
-                # Unscaling is monotone: the extremes say whether any element leaves the range.
-                low, high = (x.to(dtype) * factor for x in grad.aminmax())
+                flags.append(overflows(grad, factor, dtype))
                 norm = torch.linalg.vector_norm(grad, dtype=wide) * inverse if norms else None
-            flags.append(~(low.isfinite() & high.isfinite()))
             rows.append(place)
             if request.measure:
                 measures.append(measured(unscaled, row.in_norm))
             if norm is not None and row.in_norm:
                 squares.append(norm * norm)
-        judged = _made(flags, torch.float32, work.device)
+        judged = as_tensor(flags, torch.float32, work.device)
         return Partials(
             judged,
-            _made(squares, wide, work.device) if norms else None,
+            as_tensor(squares, wide, work.device) if norms else None,
             (Found(judged, rows, work.owners, torch.stack(measures) if measures else None),),
-        )
-
-    def accumulate(self, work: Work, request: Request) -> Partials:
-        """See :meth:`Backend.accumulate`. A part is a chunk."""
-        look = Tensor.item if self.host_sees else _wide
-        inverse = 1.0 if request.scale is None else reciprocal(look(request.scale))
-        rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
-        flags, rows = [], []
-        for place, (row, whole) in enumerate(zip(work.rows, work.grads, strict=True)):
-            dtype, (fresh,) = row.compute_dtype, row.flags
-            for grad, total in _chunks(whole, *row.written):
-                if not grad.numel():
-                    continue
-                unscaled = grad.to(dtype) * _cast(inverse, dtype)
-                old = torch.zeros_like(total) if fresh else total
-                new = unscaled if fresh else total + unscaled
-                if rejected is not None:
-                    new = torch.where(rejected, old, new)
-                # What was not finite before says nothing of this gradient.
-                spoilt = ~new.isfinite() & old.isfinite()
-                flags.append((spoilt | ~unscaled.isfinite()).any())
-                rows.append(place)
-                total.copy_(new)
-        judged = _made(flags, torch.float32, work.device)
-        return Partials(judged, None, (Found(judged, rows, work.owners),))
-
-    def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
-        """See :meth:`Backend.control`."""
-        device, sees = work.device, self.host_sees
-        look = Tensor.item if sees else _wide
-        make: Any = torch.tensor if sees else _made
-
-        found: Any = 0.0
-        if request.check and partials is not None:
-            flags = partials.flags
-            if isinstance(flags, list):
-                found = float(any(flags))
-            elif flags.numel():
-                found = look(flags.max())
-        if request.found_inf is not None:
-            flag = look(request.found_inf)
-            found = torch_language.where(flag > 0, flag, found)
-        inverse: Any = 1.0
-        if request.scale is not None:
-            value = look(request.scale)
-            inverse = reciprocal(value)
-            if request.check:
-                usable = (value > 0) & (value < float("inf"))
-                found = torch_language.where(usable, found, 1.0)
-        if request.write:  # detect has unscaled them
-            inverse = 1.0
-        skip = found if request.drop else 0.0
-
-        norm, coefficient = None, 1.0
-        if request.max_norm is not None and partials is not None:
-            assert partials.squares is not None
-            norm = partials.squares.sum().sqrt()
-            if request.max_norm < float("inf"):  # which only measures
-                coefficient = request.max_norm / (look(norm) + 1e-6)
-                coefficient = torch_language.where(coefficient > 1.0, 1.0, coefficient)  # NaN stays
-            norm = norm.to(torch.float64 if work.float64 else torch.float32)
-
-        scale = counters = None
-        if request.policy is not None:
-            assert request.scale is not None and request.counters is not None
-            read = Tensor.tolist if sees else _unbound  # at once
-            new = _next_scale(look(request.scale), *read(request.counters), found, request.policy)
-            scale = make(new[0], dtype=request.scale.dtype, device=device)
-            if request.scale.ndim:
-                scale = scale.reshape(request.scale.shape)
-            counters = make(new[1:], dtype=torch.int32, device=device)
-
-        coefficients: Any = Coefficients(skip, inverse, coefficient)
-        if not sees:
-            coefficients = make(coefficients, dtype=widest(device), device=device)
-        return Decision(
-            found_inf=make(found, dtype=torch.float32, device=device),
-            coefficients=coefficients,
-            norm=norm,
-            scale=scale,
-            counters=counters,
-            found=() if partials is None else partials.found,
-            scaled_by=request.scale,
-            earlier_decision=request.earlier_decision,
         )
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
@@ -314,27 +268,3 @@ def _chunks(*tensors: Tensor):
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """A factor in the arithmetic dtype: a 0-d tensor would otherwise promote a 0-d parameter."""
     return value.to(dtype) if isinstance(value, Tensor) else value
-
-
-def reciprocal(value: Any) -> Any:
-    """Of a scale, a number or a tensor; infinity for 0."""
-    if isinstance(value, Tensor):
-        return value.reciprocal()
-    return 1.0 / value if value else float("inf")
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(()).to(widest(tensor.device))
-
-
-def _unbound(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.to(widest(tensor.device)).unbind()
-
-
-def _made(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As ``torch.tensor`` of numbers, and of what may be tensors on ``device``."""
-    if isinstance(value, Tensor):
-        return value.to(dtype=dtype, copy=True)
-    if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-        return torch.stack([_made(v, dtype, device) for v in value])
-    return torch.tensor(value, dtype=dtype, device=device)

@@ -6,43 +6,71 @@ skipped step returns at once.
 
 import functools
 import math
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ampopt_kernels.control import decide, reciprocal
 from ampopt_kernels.cpu.blocks import Bundles
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.decision import Decision, Partials, Request
-from ampopt_kernels.eager import CHUNK, Eager, reciprocal
+from ampopt_kernels.eager import CHUNK, accumulate_gradients, overflows
 from ampopt_kernels.found import Found
 from ampopt_kernels.marginals import LineSums, Marginals, advance, sums_of
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.step import Backend
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.tensors import arithmetic, times
 from ampopt_kernels.work import Work
 
-__all__ = ["Cpu", "apply_rule", "updated"]
+__all__ = ["Cpu", "CpuBackend", "apply_rule", "sums_are_finite", "torch_functions"]
 
 
-class Cpu(Eager):
-    """Torch operations on CPU tensors."""
+class CpuBackend(Backend):
+    """CPU tensors, a bundle of small ones at a time.
 
-    name = "eager"
+    :class:`Cpu` runs torch operations, :class:`~ampopt_kernels.cpu.compiled.Compiled` C++. They
+    implement the methods that are abstract here.
+    """
+
     host_sees = True
+    control = decide
+    accumulate = accumulate_gradients
+
+    @abstractmethod
+    def _prepare_functions(self, work: Work) -> bool:
+        """Set :attr:`Bundle.functions` of every bundle.
+
+        Returns:
+            Whether they are final. If not, the next step prepares them again.
+        """
+
+    @abstractmethod
+    def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
+        """Return the sum of squares of each gradient, in float64."""
+
+    @abstractmethod
+    def _surely_finite(self, grads: list[Tensor]) -> bool:
+        """Return whether every element is finite; ``False`` where only a slower test can tell."""
 
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`."""
         if not isinstance(work.table, Bundles):
             work.table = Bundles.of(work)
         if work.table.prepared_by is not self:
-            work.table.prepared_by = self if self._prepare(work) else None
+            work.table.prepared_by = self if self._prepare_functions(work) else None
 
-    def detect(self, work: Work, request: Request) -> Partials:
-        """See :meth:`Backend.detect`. A part is a piece, or a row if none were prepared."""
+    def _detect(self, work: Work, request: Request) -> Partials:
+        """Return what :meth:`Backend.detect` does.
+
+        A part is a bundle, or a row where no bundles were prepared.
+        """
         pieces = []
         if isinstance(work.table, Bundles):
             pieces = [piece for _, piece in work.table.pieces]
@@ -75,7 +103,7 @@ class Cpu(Eager):
             finite = 0 <= inverse <= 1 and (
                 self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
             )
-            flags = [not finite and _overflows(p.grad, inverse, p.dtype) for p in parts]
+            flags = [not finite and bool(overflows(p.grad, inverse, p.dtype)) for p in parts]
             if any(flags):
                 among = [
                     row
@@ -104,7 +132,7 @@ class Cpu(Eager):
                 h = (inverse, clip, *block.before_reduce(rule, work.hyper))
                 tensors = (piece.gather(work), piece.param, *piece.states)
                 rows = list(piece.each(h))
-                found[piece.among[0]] = self._averages_of(rule, piece, rows, tensors)
+                found[piece.among[0]] = piece.functions["averages"](rows, tensors)
         return found
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
@@ -125,15 +153,14 @@ class Cpu(Eager):
             if piece.copies is not None:
                 piece.copies.load()
             tensors = (grad, piece.param, *piece.states)
-            summed = piece.compiled.get("reduce") or functools.partial(self._sum, rule, piece)
             rows = list(piece.each(h))
             if piece.marginals:
                 of_lines = decision.lines.get(piece.among[0])
                 if of_lines is None:
-                    of_lines = self._averages_of(rule, piece, rows, tensors)
+                    of_lines = piece.functions["averages"](rows, tensors)
                 advance(rule, piece.marginals, piece.flags, of_lines, [row.h for row in rows])
             order += piece.among
-            found.append(summed(rows, tensors))
+            found.append(piece.functions["reduce"](rows, tensors))
         if found:
             sums[order] = torch.cat(found)  # at once: to index by each piece's would take as long
         return sums
@@ -168,63 +195,90 @@ class Cpu(Eager):
                 parts = list(piece.alike(h))
             else:
                 parts = [BundleSlice(0, grad.numel(), h)]
-            apply = piece.compiled.get("update") or functools.partial(self._apply, rule, piece)
-            apply(parts, tensors)
+            piece.functions["update"](parts, tensors)
             if piece.copies is not None:
                 piece.copies.store()
                 if piece.rounded is not None:
                     piece.rounded.store()
 
+
+class Cpu(CpuBackend):
+    """Torch operations on CPU tensors."""
+
+    name = "eager"
+    detect = CpuBackend._detect
+
+    def _prepare_functions(self, work: Work) -> bool:
+        assert work.rule is not None
+        for _, piece in work.table.pieces:
+            piece.functions = torch_functions(work.rule, piece)
+        return True
+
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
-        """Of each gradient, in float64."""
         return list(map(sum_of_squares, grads))
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
-        """Whether every element is finite; ``False`` if that takes more to tell."""
-        # A sum is finite only if all elements are, and it takes two thirds of the time of the
-        # extremes. That of a half-precision tensor would be half-precision.
-        return all(
-            grad.dtype in (torch.float32, torch.float64) and math.isfinite(grad.sum().item())
-            for grad in grads
-        )
+        return sums_are_finite(grads)
 
-    def _prepare(self, work: Work) -> bool:
-        """:meth:`prepare`; return whether that was all, for all steps."""
-        return True
 
-    def _sum(
-        self, rule: Rule, piece: Bundle, rows: Sequence[BundleSlice], tensors: Sequence[Tensor]
-    ) -> Tensor:
-        """The terms of the rule over each row of a piece, shape (rows, terms)."""
-        sums = [
-            sum_terms(rule, piece.flags, row.of(tensors), row.h, own)
-            for row, own in piece.beside(rows)
-        ]
-        return torch.stack(sums)
+def sums_are_finite(grads: list[Tensor]) -> bool:
+    """Return whether every element is finite; ``False`` for half precision, without a test."""
+    # A sum is finite only if all elements are, and it takes two thirds of the time of the
+    # extremes. That of a half-precision tensor would be half-precision.
+    return all(
+        grad.dtype in (torch.float32, torch.float64) and math.isfinite(grad.sum().item())
+        for grad in grads
+    )
 
-    def _averages_of(
-        self, rule: Rule, piece: Bundle, rows: Sequence[BundleSlice], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """As :meth:`_averages`, compiled if that is ready."""
-        averages = piece.compiled.get("averages") or functools.partial(self._averages, rule, piece)
-        return averages(rows, tensors)
 
-    def _averages(
-        self, rule: Rule, piece: Bundle, rows: Sequence[BundleSlice], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """The sums over lines, rows or columns, of each row of a piece; see :func:`sums_of`."""
-        sums = (
-            sums_of(rule, own, piece.flags, row.of(tensors), row.h)
-            for own, row in zip(piece.marginals, rows, strict=True)
-        )
-        return list(map(torch.cat, zip(*sums, strict=True)))
+def torch_functions(rule: Rule, bundle: Bundle) -> dict[str, Callable[..., Any]]:
+    """Return the torch operations for :attr:`Bundle.functions`."""
+    functions = {"update": _update, "reduce": _reduce, "averages": _averages}
+    # Not ``bundle`` itself, which would keep itself alive in a cycle, with all of its tensors.
+    bound = rule, bundle.flags, bundle.marginals
+    return {role: functools.partial(f, *bound) for role, f in functions.items()}
 
-    def _apply(
-        self, rule: Rule, piece: Bundle, parts: Sequence[BundleSlice], tensors: Sequence[Tensor]
-    ) -> None:
-        """Apply the rule to the parts of a piece."""
-        for part, own in piece.beside(parts):
-            apply_rule(rule, piece.flags, part.of(tensors), part, own)
+
+def _update(
+    rule: Rule,
+    flags: tuple[bool, ...],
+    marginals: list[Marginals],
+    slices: Sequence[BundleSlice],
+    tensors: Sequence[Tensor],
+) -> None:
+    """Apply the rule to slices of a bundle."""
+    for part, own in zip(slices, marginals or repeat(None), strict=False):
+        apply_rule(rule, flags, part.of(tensors), part, own)
+
+
+def _reduce(
+    rule: Rule,
+    flags: tuple[bool, ...],
+    marginals: list[Marginals],
+    slices: Sequence[BundleSlice],
+    tensors: Sequence[Tensor],
+) -> Tensor:
+    """Return the terms of the rule summed over each slice: float64, shape (slices, terms)."""
+    sums = [
+        sum_terms(rule, flags, part.of(tensors), part.h, own)
+        for part, own in zip(slices, marginals or repeat(None), strict=False)
+    ]
+    return torch.stack(sums)
+
+
+def _averages(
+    rule: Rule,
+    flags: tuple[bool, ...],
+    marginals: list[Marginals],
+    slices: Sequence[BundleSlice],
+    tensors: Sequence[Tensor],
+) -> list[Tensor]:
+    """Return the sums over matrix rows or columns of each slice; see :func:`sums_of`."""
+    sums = (
+        sums_of(rule, own, flags, part.of(tensors), part.h)
+        for own, part in zip(marginals, slices, strict=True)
+    )
+    return list(map(torch.cat, zip(*sums, strict=True)))
 
 
 class _Read(NamedTuple):
@@ -263,7 +317,7 @@ def apply_rule(
             position = part.places.after(start).of(grad.numel(), grad.device)
         factors = () if marginals is None else marginals.at(start, start + grad.numel())
         given = g, [t.to(dtype) for t in stored], tuple(rest), position, factors
-        new = updated(rule, flags, *given)
+        new = _updated(rule, flags, *given)
         if part.key is not None and position is not None:
             new = (stochastically(new[0], position, part.key), *new[1:])
         for old, value in zip(stored, new, strict=True):
@@ -284,22 +338,12 @@ def _multiply(grads: list[Tensor], factor: float) -> None:
 def _found(work: Work, among: Sequence[int], inverse: float) -> Found:
     """Which of some rows of ``work`` overflow, one or more of which do."""
     held = [row for row in among if work.grads[row].numel()]
-    flags = [_overflows(work.grads[r], inverse, work.rows[r].compute_dtype) for r in held]
+    dtypes = work.compute_dtypes
+    flags = [bool(overflows(work.grads[r], inverse, dtypes[r])) for r in held]
     return Found(flags, held, work.owners)
 
 
-def _overflows(grad: Tensor, inverse: float, dtype: torch.dtype) -> bool:
-    """Whether an element of ``grad``, not empty, is not finite once unscaled.
-
-    ``inverse`` is the reciprocal of the scale, before it is rounded to ``dtype``, in which the
-    arithmetic is.
-    """
-    # Unscaling is monotone: the extremes say whether any element leaves the range.
-    extremes = torch.stack(grad.aminmax()).to(dtype) * inverse
-    return not extremes.isfinite().all()
-
-
-def updated(
+def _updated(
     rule: Rule,
     flags: tuple[bool, ...],
     grad: Tensor,

@@ -66,8 +66,8 @@ class Bundle:
         rounded: from the scratch to low-precision copies, of a bundle that has them.
         marginals: of each row, with factors that lie end to end; of a rule without any, empty.
         gathered_at: the stamp of the work whose gradients ``grad`` holds.
-        compiled: what the compiled backend has made of functions of the rule for this piece, by
-            their names.
+        functions: ``"update"``, ``"reduce"`` and ``"averages"`` of the rule for this bundle, as
+            torch operations or compiled. Each takes slices and the tensors of the bundle.
     """
 
     rows: list[Row]
@@ -81,7 +81,7 @@ class Bundle:
     rounded: Copies | None = None
     marginals: list[Marginals] = field(default_factory=list)
     gathered_at: int | None = None
-    compiled: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
     def all_of(rows: list[Row], start: int) -> "list[Bundle]":
@@ -172,12 +172,6 @@ class Bundle:
         for size, *own in zip(sizes, *columns, strict=False):  # of which some have no end
             yield BundleSlice(start, start + size, tuple(own))
             start += size
-
-    def beside(
-        self, parts: Sequence[BundleSlice]
-    ) -> Iterator[tuple[BundleSlice, Marginals | None]]:
-        """Each of some parts with the marginals of its row, if there are any."""
-        return zip(parts, self.marginals or repeat(None), strict=False)
 
 
 def _params(rows: Sequence[Row]) -> list[Tensor]:

@@ -74,7 +74,7 @@ class CompiledSums:
     def __call__(
         self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], beside: Iterable[int] = ()
     ) -> Tensor:
-        """Of gradient, parameter and states; see :meth:`Cpu._sum` and :class:`Loop`."""
+        """Of gradient, parameter and states; see :class:`Loop`."""
         sums = torch.empty(len(rows), self._n_terms, dtype=torch.float64, device="cpu")
         self._loop(rows, tensors, sums.data_ptr(), beside=beside)
         return sums
@@ -91,7 +91,7 @@ class Averages:
     def __call__(
         self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], own: Marginals
     ) -> list[Tensor]:
-        """Of gradient, parameter and states; see :meth:`Cpu._averages` and :class:`Loop`.
+        """Of gradient, parameter and states; see :class:`Loop`.
 
         ``own`` are the marginals of the first row, as which the others are shaped.
         """

@@ -14,18 +14,19 @@ import ctypes
 import functools
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu import numbers, watch
-from ampopt_kernels.cpu.backend import Cpu
+from ampopt_kernels.cpu.backend import CpuBackend, sums_are_finite, torch_functions
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.calls import CALLS
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
+from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.found import Found
 from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep
@@ -60,7 +61,7 @@ class _Key(NamedTuple):
     jumps: int
 
 
-class Compiled(Cpu):
+class Compiled(CpuBackend):
     """CPU tensors, with each rule compiled once for its flags and dtypes.
 
     Sizes, learning rates and all other scalars are arguments of the compiled function, so nothing
@@ -89,11 +90,11 @@ class Compiled(Cpu):
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`."""
         if numbers.loaded is not None or work.rule is not None:  # which has loops prepared
-            return super().detect(work, request)
+            return self._detect(work, request)
         if self._loaded(numbers.library(), self._detecting >= self._patience) is not None:
             numbers.loops()
         start = time.perf_counter()
-        found = super().detect(work, request)
+        found = self._detect(work, request)
         self._detecting += time.perf_counter() - start
         return found
 
@@ -113,39 +114,33 @@ class Compiled(Cpu):
         else:
             watch.note(numbers.loaded, ledger, attempt, found, parts, notes_step=notes_step)
 
-    def _apply(
-        self, rule: Rule, piece: Bundle, parts: Sequence[BundleSlice], tensors: Sequence[Tensor]
-    ) -> None:
-        start = time.perf_counter()
-        super()._apply(rule, piece, parts, tensors)
-        self._note_spent(_key(rule, piece, len(parts[0].h), "update"), start)
+    def _timed(self, function: Callable[..., Any], key: _Key) -> Callable[..., Any]:
+        """``function`` with the time that it takes added to what ``key`` has taken."""
 
-    def _sum(
-        self, rule: Rule, piece: Bundle, rows: Sequence[BundleSlice], tensors: Sequence[Tensor]
-    ) -> Tensor:
-        start = time.perf_counter()
-        sums = super()._sum(rule, piece, rows, tensors)
-        self._note_spent(_key(rule, piece, len(rows[0].h), "reduce"), start)
-        return sums
+        def run(slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> Any:
+            start = time.perf_counter()
+            result = function(slices, tensors)
+            self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
+            return result
 
-    def _note_spent(self, key: _Key, start: float) -> None:
-        self._spent[key] = self._spent.get(key, 0.0) + time.perf_counter() - start
+        return run
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
         if numbers.loaded is not None:
             return numbers.sums_of_squares(grads)
-        return super()._sums_of_squares(grads)
+        return list(map(sum_of_squares, grads))
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
         if numbers.loaded is not None:
             return numbers.all_finite(grads)
-        return super()._surely_finite(grads)
+        return sums_are_finite(grads)
 
-    def _prepare(self, work: Work) -> bool:
+    def _prepare_functions(self, work: Work) -> bool:
         rule = work.rule
         assert rule is not None
         decided, used = True, False
         for block, piece in work.table.pieces:
+            piece.functions = torch_functions(rule, piece)
             if piece.param.numel():
                 widths = rule.widths(len(work.hyper[block.group]))
                 keys = [_key(rule, piece, 2 + widths.update, "update")]
@@ -153,9 +148,12 @@ class Compiled(Cpu):
                     keys.append(_key(rule, piece, 2 + widths.reduce, "reduce"))
                 if piece.marginals:
                     keys.append(_key(rule, piece, 2 + widths.reduce, "averages"))
-                found = {key.role: self._function_for(piece, key) for key in keys}
-                piece.compiled = {role: made for role, made in found.items() if made is not None}
-                used = used or bool(piece.compiled)
+                for key in keys:
+                    function = self._function_for(piece, key)
+                    used = used or function is not None
+                    piece.functions[key.role] = function or self._timed(
+                        piece.functions[key.role], key
+                    )
                 decided = decided and all(
                     key in self._functions or self._libraries[key][0] is None for key in keys
                 )

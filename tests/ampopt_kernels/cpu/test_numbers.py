@@ -8,6 +8,7 @@ import torch
 from hypothesis import example, given
 from support.kernel_rows import edge_numbers, fingerprint
 
+from ampopt_kernels.control import reciprocal
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
@@ -20,7 +21,6 @@ from ampopt_kernels.cpu.numbers import (
     sums_of_squares,
 )
 from ampopt_kernels.cpu.watch import found_in
-from ampopt_kernels.eager import reciprocal
 from ampopt_kernels.native.build import cpp_compiler
 from ampopt_kernels.work import Row, Work
 
