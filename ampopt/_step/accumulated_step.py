@@ -1,7 +1,8 @@
-"""The step that ends windows of ``accumulate``: of one optimizer, or of several that step together.
+"""The step that ends accumulation cycles, of one optimizer or of several that step together.
 
-Where several step together and one of them has accumulated, all have windows: the others' are what
-is in ``p.grad``. So what is decided and clipped are sums everywhere, which carry no scale.
+If several optimizers step together and one of them has accumulated, all get a cycle: the others'
+``p.grad`` is unscaled into sums of its own. So the gradients to check and to clip are unscaled sums
+in every optimizer.
 """
 
 from collections.abc import Sequence
@@ -34,29 +35,31 @@ def end_cycles(
     *,
     wide: Sequence[bool],
 ) -> Decision | None:
-    """End the windows: their sums, with the gradients that are there, take the place of those.
+    """Add ``p.grad`` to the sums, end the cycles, and swap the sums in for the gradients.
 
-    Until :meth:`Accumulation.restore_gradients`. Does not synchronize.
+    They stay there until :meth:`Accumulation.restore_gradients`. Does not synchronize.
 
     Args:
-        sums: of each optimizer, one of which has a window.
-        request: of what ends it. Without a scale nothing is judged. Its causes are judged by the
-            sums, and the scale hears nothing of such a skip, but of an overflow it does.
-        agreement: of the ranks that decide together.
-        decision_device: where the decision is made.
-        wide: of each optimizer, whether its step reads gradients of another dtype than the
-            parameters'.
+        sums: the accumulation of each optimizer, at least one with an open cycle.
+        request: the request of the step. Without a scale nothing is checked. Its skip conditions
+            (``causes``) are evaluated on the sums; such a skip leaves the scale as it is, while an
+            overflow lowers it.
+        agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
+        decision_device: the device on which the decision is made.
+        wide: whether the step accepts gradients of another dtype than the parameters', one for
+            each optimizer.
 
     Returns:
-        The decision on all windows; ``None`` if there is none to make.
+        The decision on all cycles; ``None`` if there is nothing to decide.
 
     Raises:
+        RuntimeError: a parameter was resized or moved since its cycle began.
         TypeError: a gradient is sparse. Nothing has changed then.
     """
     groups = [group for each in sums for group in each.groups]
     refuse_sparse(groups)
     uploads, causes = sums[0].uploads, request.causes
-    # The step measures the sums, and they are judged for other causes below.
+    # The step measures the norm of the sums, and the skip conditions are evaluated below.
     request = replace(request, max_norm=None, write=False, apply=False, measure=False, causes=())
     closed = [each.close(request, agreement) for each in sums]
     decided = None
@@ -67,14 +70,14 @@ def end_cycles(
         each.swap_in_sums(wide=reads_wide)
     if decided is None or skip is None:
         return None
-    heard = decided.found_inf  # by the scale
+    overflow = decided.found_inf  # the flag from which the next scale is computed
     found = [part for each in closed for part in each.cycle.found]
     if any(each.skip is None for each in closed):
-        found += decided.found  # else ranks have said of each micro-batch whether theirs overflowed
+        found += decided.found  # else the flags of each micro-batch were all-reduced already
     decision = replace(decided, found_inf=skip, found=tuple(found))
     if not causes:
         return decision
-    judged: Any = check_and_unscale_held(  # the sums, which stand for the gradients by now
+    skipped: Any = check_and_unscale_held(  # of the sums, which are in p.grad by now
         gradients.held(groups),
         Request(found_inf=skip, causes=causes),
         agreement,
@@ -83,8 +86,8 @@ def end_cycles(
         uploads=uploads["causes"],
         call=Call.CAUSES_OF_CYCLE,
     )
-    decision = decision.with_schedule_where((judged.cause == 0) | (heard > 0), request)
-    return replace(decision, found_inf=judged.found_inf, cause=judged.cause)
+    decision = decision.with_schedule_where((skipped.cause == 0) | (overflow > 0), request)
+    return replace(decision, found_inf=skipped.found_inf, cause=skipped.cause)
 
 
 def _decided(
@@ -94,7 +97,7 @@ def _decided(
     decision_device: torch.device,
     uploads: dict[torch.device, Uploads],
 ) -> Decision | None:
-    """What is found in all of the windows, of which the scale is told."""
+    """The decision from the flags of all cycles, which updates the scale."""
     asked = replace(
         request, found_inf=_any_of([each.cycle.flag for each in closed], decision_device)
     )
@@ -111,17 +114,25 @@ def _decided(
 
 def _skip(
     closed: list[ClosedCycle],
-    heard: Tensor,
+    found_inf: Tensor,
     agreement: ranks.Agreement | None,
     decision_device: torch.device,
 ) -> Tensor:
-    """More than 0 if the step is to be skipped for an overflow, of which ``heard`` tells."""
+    """A tensor, more than 0 if an overflow skips the step.
+
+    Args:
+        closed: the cycle of each optimizer.
+        found_inf: more than 0 after an overflow in any cycle, on any rank.
+        agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
+        decision_device: the device of the result.
+    """
     skips = [each.skip for each in closed if each.skip is not None]
     whole = [each.cycle.flag for each in closed if each.skip is None]
     if not skips:
-        return heard
+        return found_inf
     overflow = _any_of(whole, decision_device)
-    if whole and agreement is not None:  # what was agreed on is of the other windows, too
+    # found_inf also counts the rejected micro-batches of the other cycles, so it cannot be used.
+    if whole and agreement is not None:
         overflow = agreement.flag(0 if overflow is None else overflow, decision_device)
     skip = _any_of([*skips, overflow], decision_device)
     assert skip is not None

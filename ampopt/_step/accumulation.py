@@ -32,7 +32,7 @@ from ampopt_kernels.work import Row, Work
 __all__ = ["DROPS", "Accumulation", "ClosedCycle", "AccumulationCycle", "refuse_sparse"]
 
 DROPS = ("window", "micro_batch")
-"""What an overflow costs: all that is accumulated, or the part that it is in."""
+"""What an overflow drops: the whole accumulation cycle, or only its own micro-batch."""
 
 
 @dataclass
@@ -40,13 +40,14 @@ class AccumulationCycle:
     """What was accumulated since the last step.
 
     Attributes:
-        decision_device: where decisions about it are made.
-        drop: one of :data:`DROPS`.
-        params: those that have a sum, by their ``id``.
-        flag: more than 0 if there was an overflow; ``None`` before there were gradients.
-        found: where.
-        calls: how many micro-batches there were, where they are rejected one by one.
-        kept: how many of them were not.
+        decision_device: the device on which the overflow flag is kept.
+        drop: what an overflow drops, one of :data:`DROPS`.
+        params: the parameters that have a sum, by ``id``.
+        flag: a 0-d tensor, more than 0 after an overflow; ``None`` before the first gradients.
+        found: the records that tell which parameters overflowed.
+        calls: the number of micro-batches. Counted with ``drop="micro_batch"`` only.
+        kept: the number of micro-batches without overflow, a float32 0-d tensor. With
+            ``drop="micro_batch"`` only; else ``None``.
     """
 
     decision_device: torch.device
@@ -58,25 +59,25 @@ class AccumulationCycle:
     kept: Tensor | None = None
 
     def add_flag(self, decision: Decision) -> None:
-        """Join the flag of a part of it."""
+        """Combine the overflow flag of ``decision`` with that of the cycle, by their maximum."""
         flag = to_device(decision.found_inf, self.decision_device)
         self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
         self.found += decision.found
 
     def count(self, decision: Decision) -> None:
-        """Count a micro-batch, which was rejected if it overflowed."""
+        """Count a micro-batch, and count it as kept unless it overflowed."""
         kept = to_device(decision.found_inf <= 0, self.decision_device, torch.float32)
         self.kept = kept if self.kept is None else self.kept + kept
         self.calls += 1
 
 
 class ClosedCycle(NamedTuple):
-    """A window that nothing is added to any more.
+    """A cycle to which nothing is added any more.
 
     Attributes:
-        cycle: all that was added up.
-        skip: more than 0 if no micro-batch is left, or their sum overflowed; ``None`` where an
-            overflow anywhere in the cycle skips the step.
+        cycle: the cycle.
+        skip: with ``drop="micro_batch"``, a 0-d tensor: more than 0 if every micro-batch overflowed
+            or the sum of those that did not overflows. Else ``None``: ``cycle.flag`` decides.
     """
 
     cycle: AccumulationCycle
@@ -84,36 +85,35 @@ class ClosedCycle(NamedTuple):
 
 
 class _ReplacedGradient(NamedTuple):
-    """The gradient of a parameter whose sum stands there for a step."""
+    """The gradient of a parameter while ``p.grad`` is its sum."""
 
     param: Tensor
     grad: Tensor | None
-    dtype: torch.dtype | None  # that gradients of it may have
+    dtype: torch.dtype | None  # ``param.grad_dtype`` before the swap
 
 
 class Accumulation(RefersToOptimizer):
-    """The sums of one optimizer.
+    """The accumulation buffers of one optimizer.
 
     Attributes:
-        cycle: in which they are filled; ``None`` while nothing is accumulated that no step has
-            taken yet.
-        taken: whether they stand in the place of the gradients, for a step.
-        uploads: what devices hold of earlier calls, by what they were for.
+        cycle: the open accumulation cycle; ``None`` if there is none.
+        swapped_in: whether ``p.grad`` is the sum now, for the duration of a step.
+        uploads: the constants cached on each device, by the purpose of the call.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin without a window.
+        """Store a weak reference to ``optimizer``.
 
         Args:
-            optimizer: whose gradients these are, which is not kept alive.
+            optimizer: the optimizer of the accumulated gradients.
         """
         super().__init__(optimizer)
         self.cycle: AccumulationCycle | None = None
         self.swapped_in = False
-        self._hook: Any = None  # while there is a cycle, for a plain step
+        self._hook: Any = None  # on a plain step, while a cycle is open
         self._replaced: list[_ReplacedGradient] = []
         self._sums = WeakIdKeyDictionary()
-        self._latest = WeakIdKeyDictionary()  # a weak reference to the gradient added last
+        self._latest = WeakIdKeyDictionary()  # parameter → weak reference to its last gradient
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
     # --- filling ----------------------------------------------------------------------------------
@@ -122,30 +122,31 @@ class Accumulation(RefersToOptimizer):
     def add(
         self, request: Request, agreement: ranks.Agreement | None, drop: str
     ) -> Decision | None:
-        """Add the gradients, unscaled, to the sums, and clear them. Does not synchronize.
+        """Unscale the gradients, add them to the sums, and clear them. Does not synchronize.
 
         Args:
-            request: what is asked; nothing is stepped.
-            agreement: of the ranks that decide together.
-            drop: one of :data:`DROPS`, the same in all of a cycle.
+            request: the request of the call, with the scale of the gradients.
+            agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
+            drop: one of :data:`DROPS`, the same in all calls of a cycle.
 
         Returns:
             The decision on these gradients; ``None`` if there are none.
 
         Raises:
-            TypeError: one is sparse. Nothing has changed then.
-            ValueError: ``drop`` is another than in this cycle before. Likewise.
+            RuntimeError: a parameter was resized or moved since the cycle began.
+            TypeError: a gradient is sparse. Nothing has changed then.
+            ValueError: ``drop`` differs from that of an earlier call. Nothing has changed then.
         """
         refuse_sparse(self.groups)
         decision = self._add(self._open_cycle(drop), request, agreement)
-        stay = []
+        reused = []
         for _, param in gradients.present(self.groups):
             if self._is_reused(param):
-                stay.append(dtensor.local(param.grad))
+                reused.append(dtensor.local(param.grad))
             else:
                 param.grad = None
-        if stay:
-            torch._foreach_zero_(stay)  # pyright: ignore[reportPrivateImportUsage]
+        if reused:
+            torch._foreach_zero_(reused)  # pyright: ignore[reportPrivateImportUsage]
         return decision
 
     def _open_cycle(self, drop: str) -> AccumulationCycle:
@@ -182,7 +183,7 @@ class Accumulation(RefersToOptimizer):
                 cycle.count(decision)
         if present:
             reject = None if decision is None else decision.found_inf
-            # Whoever asked for no judgement may end the cycle with one.
+            # Check even if this call has no scale: the step that ends the cycle may have one.
             asked = replace(request, found_inf=reject, check=True, accumulate=True, apply=False)
             added = run(backend_for, self._works_of_sums(cycle, present), asked)
             decision = added if decision is None else decision
@@ -205,9 +206,10 @@ class Accumulation(RefersToOptimizer):
         return works_of(rows, grads, self.uploads["add"])
 
     def _sum_of(self, param: Any, fresh: bool) -> Any:
-        """Where the gradients of ``param`` are added up.
+        """The buffer to which the gradients of ``param`` are added, made if it is missing.
 
-        If ``fresh``, nothing was added in this window, and what is in it may be anything.
+        With ``fresh``, nothing was added in this cycle yet, and the first addition overwrites the
+        contents of the buffer.
         """
         wide = torch.promote_types(param.dtype, param.grad.dtype)
         wide = torch.promote_types(wide, torch.float32)
@@ -220,10 +222,10 @@ class Accumulation(RefersToOptimizer):
         return total
 
     def _check_sums(self, cycle: AccumulationCycle) -> None:
-        """Refuse sums of parameters that were resized or moved in their window.
+        """Refuse sums of parameters that were resized or moved during the cycle.
 
         Raises:
-            RuntimeError: there is one. Nothing has changed then.
+            RuntimeError: a parameter was resized or moved. Nothing has changed then.
         """
         for _, param, owner in cycle.params.values():
             total = self._sums[param]
@@ -232,24 +234,27 @@ class Accumulation(RefersToOptimizer):
                     f"accumulate: the sum of the gradients of {owner.name} has shape "
                     f"{tuple(total.shape)} on {total.device}, and the parameter shape "
                     f"{tuple(param.shape)} on {param.device} now: resize or move a parameter only "
-                    "after the step that takes the sum, or call zero_grad() to discard it"
+                    "after the step that applies the sum, or call zero_grad() to discard it"
                 )
 
     def _is_reused(self, param: Tensor) -> bool:
-        """Whether ``param`` has the gradient that it had last time, as a CUDA graph needs it."""
+        """Whether ``p.grad`` is the tensor that it was at the last call.
+
+        Then a CUDA graph may write to it, so it is set to zero, not to ``None``.
+        """
         grad: Any = param.grad
         latest = self._latest.get(param)
         self._latest[param] = weakref.ref(grad)
         return latest is not None and latest() is grad
 
-    # --- taking -----------------------------------------------------------------------------------
+    # --- the step ---------------------------------------------------------------------------------
 
     def close(self, request: Request, agreement: ranks.Agreement | None) -> "ClosedCycle":
-        """End the window, with what is in ``p.grad`` by now; without a window, that is all of it.
+        """Add what is in ``p.grad`` to the sums and end the cycle; open one if there is none.
 
         Args:
-            request: of the scale that ``p.grad`` carries; nothing is stepped.
-            agreement: of the ranks that decide together.
+            request: the request of the step, with the scale of ``p.grad``.
+            agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         """
         cycle = self._open_cycle("window") if self.cycle is None else self.cycle
         if gradients.present(self.groups):
@@ -263,12 +268,13 @@ class Accumulation(RefersToOptimizer):
         """Put the sums in the place of the gradients, until :meth:`restore_gradients`.
 
         Args:
-            wide: whether the step reads gradients of another dtype than the parameters'.
+            wide: whether the step accepts gradients of another dtype than the parameters'. Else
+                the sums are cast to ``p.grad_dtype``.
         """
         assert self.cycle is not None
         for _, param, _ in self.cycle.params.values():
             if param.grad is not None:
-                self._is_reused(param)  # where it is put back
+                self._is_reused(param)  # restore_gradients puts the same tensor back
             total, dtype = self._sums[param], param.grad_dtype
             self._replaced.append(_ReplacedGradient(param, param.grad, dtype))
             if wide and dtype is not None:
@@ -279,14 +285,17 @@ class Accumulation(RefersToOptimizer):
     def _renormalise(
         self, cycle: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
     ) -> Tensor:
-        """Have the sums stand for all micro-batches; more than 0 where they cannot.
+        """Multiply the sums by ``calls / kept``, in place of the micro-batches that overflowed.
 
-        As if they carried the share of those that were kept for a scale.
+        This is an unscale by the scale ``kept / calls``.
+
+        Returns:
+            A 0-d tensor, more than 0 if no micro-batch was kept or a sum overflows.
         """
         assert cycle.kept is not None
-        judged = request.scale is not None
+        checked = request.scale is not None
         share = cycle.kept.clamp(min=1) / cycle.calls
-        asked = Request(scale=share, check=judged, write=True, apply=False)
+        asked = Request(scale=share, check=checked, write=True, apply=False)
         held = cycle.params.values()
         sums = [real(dtensor.local(self._sums[param])) for _, param, _ in held]
         if sums:
@@ -294,7 +303,7 @@ class Accumulation(RefersToOptimizer):
                 Row(total.dtype, owner=owner) for total, (*_, owner) in zip(sums, held, strict=True)
             ]
             agree = None
-            if agreement is not None and judged:
+            if agreement is not None and checked:
                 agree = ranks.FlagAllReduce(agreement, asked, call=Call.RENORMALISES)
             works = works_of(rows, sums, self.uploads["renormalise"])
             decision = run(backend_for, works, replace(asked, agree=agree))
@@ -302,28 +311,28 @@ class Accumulation(RefersToOptimizer):
             decision = decided_elsewhere(
                 asked, agreement, cycle.decision_device, call=Call.RENORMALISES
             )
-        if decision is None:  # no rank has judged
+        if decision is None:  # no rank has checked anything
             return torch.zeros_like(share)
         cycle.add_flag(decision)
-        nothing_is_left = (cycle.kept <= 0) & judged
+        nothing_is_left = (cycle.kept <= 0) & checked
         return torch.maximum(to_device(decision.found_inf, cycle.decision_device), nothing_is_left)
 
-    # --- what becomes of it -----------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------
 
     def restore_gradients(self) -> None:
-        """The step has taken the sums: parameters get back the gradients they replaced."""
+        """Restore the gradients that the sums replaced, after the step."""
         self.unhook()
         for param, grad, dtype in self._replaced:
             _put(param, grad, dtype)
         self._replaced, self.swapped_in = [], False
 
     def discard(self) -> None:
-        """Forget the window, or that a step was to take it."""
+        """Drop the open cycle, and restore the gradients if the sums are swapped in."""
         self.restore_gradients()
         self.cycle = None
 
     def unhook(self) -> None:
-        """A control point steps, and not a plain step, which would have to take the window."""
+        """Remove the hook that ends the cycle in a plain ``step()``: another step will end it."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -339,29 +348,29 @@ def _is_placed_like(total: Any, param: Any) -> bool:
 
 
 def _end_cycle_in_plain_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Have a step that no control point takes find the sums, whatever their flag."""
+    """Step pre-hook: in a plain ``step()``, swap in the sums, even after an overflow."""
     ours = optimizer._ampopt
     if ours.accumulation.cycle is None:
         return
     if any(map(callable, (*args, *kwargs.values()))):
         raise RuntimeError(
-            "step(closure): accumulate() was called, and the closure would make other gradients. "
+            "step(closure): accumulate() was called, but the closure would compute new gradients. "
             "Call step() or unscale_and_step() without one first, or zero_grad() to discard what "
             "was accumulated"
         )
     if {"found_inf", "grad_scale"} <= vars(optimizer).keys():
         del optimizer.found_inf, optimizer.grad_scale
         raise RuntimeError(
-            "torch.amp.GradScaler steps an optimizer whose accumulate() was called, and knows "
-            "nothing of that. Call optimizer.unscale_and_step(grads_scaled_by=scale) in place of "
-            "scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
+            "torch.amp.GradScaler steps an optimizer whose accumulate() was called, but does not "
+            "support accumulate(). Call optimizer.unscale_and_step(grads_scaled_by=scale) instead "
+            "of scaler.step(optimizer), or use ampopt.GradScaler; zero_grad() discards what was "
             "accumulated"
         )
     ours.end_cycle(Request(check=False))
 
 
 def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:
-    """Give ``param`` a gradient, and say of what dtype it may be."""
+    """Set ``param.grad``, and ``param.grad_dtype`` if it differs from ``dtype``."""
     param.grad = None
     if param.grad_dtype != dtype:
         param.grad_dtype = dtype
@@ -369,10 +378,10 @@ def _put(param: Any, grad: Any, dtype: torch.dtype | None) -> None:
 
 
 def refuse_sparse(groups: list[dict[str, Any]]) -> None:
-    """Refuse gradients that cannot be added up.
+    """Refuse sparse gradients: the sums are dense.
 
     Raises:
-        TypeError: one is sparse.
+        TypeError: a gradient is sparse.
     """
     for _, param in gradients.present(groups):
         assert param.grad is not None

@@ -30,7 +30,7 @@ __all__ = ["evaluated", "step_with_closure", "step_with_unscaling_closure"]
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """What ``closure`` returns, called as torch's optimizers do; ``None`` without one."""
+    """Call ``closure`` with gradients enabled, as torch's optimizers do; ``None`` without one."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -47,16 +47,19 @@ def step_with_closure(
     max_replays: int,
     preserve_rng: bool,
 ) -> StepResult:
-    """See ``Optimizer.unscale_and_step``, for whose closure gradients are judged here.
+    """``Optimizer.unscale_and_step`` with a closure, which leaves scaled gradients.
 
     Args:
-        optimizer: to step; nothing is pending.
-        closure: leaves gradients scaled.
-        given: the scale to begin with, as the caller gave it.
-        max_norm: to clip to.
-        write: leave unscaled gradients in ``p.grad``.
-        max_replays: how often an evaluation may be run again.
-        preserve_rng: give replays the random state of the first attempt.
+        optimizer: the optimizer to step, with no unscale pending.
+        closure: ``closure(scale) -> loss``, which calls ``backward`` on the scaled loss.
+        given: the loss scale of the first evaluation, as the user passed it.
+        max_norm: the norm to which gradients are clipped; ``None`` for no clipping.
+        write: whether ``p.grad`` is unscaled in place.
+        max_replays: the number of times that an evaluation may be repeated.
+        preserve_rng: whether replays start from the random state of the first evaluation.
+
+    Returns:
+        The loss of the last evaluation, whether it overflowed, and the next scale.
     """
     ours = optimizer._ampopt
     ours.refuse_unfinished("unscale_and_step(closure)")
@@ -67,8 +70,9 @@ def step_with_closure(
         loss = closure(now)
         if ours.accumulation.cycle is not None:
             raise RuntimeError(
-                "the closure of unscale_and_step called accumulate, whose sums no replay can take "
-                "back: let its backward passes add up under the scale that it is given"
+                "the closure of unscale_and_step called accumulate, which a replay cannot undo: "
+                "let the backward passes add gradients up in p.grad, all under the scale that the "
+                "closure takes"
             )
         if ours.pending is not None:
             raise RuntimeError(
@@ -106,20 +110,24 @@ def step_with_unscaling_closure(
     max_replays: int,
     preserve_rng: bool,
 ) -> StepResult:
-    """See ``Optimizer.step_after_unscale``, whose closure has gradients judged by ``unscale``.
+    """``Optimizer.step_after_unscale`` with a closure, which calls ``unscale`` itself.
 
     Args:
-        optimizer: to step; nothing is pending.
-        closure: unscales its gradients.
-        given: the scale to begin with, as the caller gave it.
-        max_replays: how often an evaluation may be run again.
-        preserve_rng: give replays the random state of the first attempt.
+        optimizer: the optimizer to step, with no unscale pending.
+        closure: ``closure(scale) -> (loss, *optimizer.unscale(scale))``.
+        given: the loss scale of the first evaluation, as the user passed it.
+        max_replays: the number of times that an evaluation may be repeated.
+        preserve_rng: whether replays start from the random state of the first evaluation.
+
+    Returns:
+        The loss of the last evaluation, whether it overflowed, and the next scale.
     """
     ours = optimizer._ampopt
     if ours.causes:
         raise RuntimeError(
-            "step_after_unscale(closure): the closure would be run again after a skip_when, which "
-            "no smaller scale mends: use unscale_and_step(closure, grads_scaled_by=scale)"
+            "step_after_unscale(closure) does not work with skip_when: the closure would be "
+            "evaluated again after such a skip, though a smaller scale does not help. Use "
+            "unscale_and_step(closure, grads_scaled_by=scale)"
         )
     agreement = None if ours.scale(given) is None else ours.agreement()
 
@@ -130,7 +138,7 @@ def step_with_unscaling_closure(
             if agreement is not None and ours.pending is None:
                 agreement.join_without_gradients(
                     ours.decision_device
-                )  # from the unscale of the others
+                )  # which takes part in the all-reduce that the others' unscale runs
             raise
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(
@@ -161,7 +169,17 @@ def _step_with_replays(
     max_replays: int,
     preserve_rng: bool,
 ) -> StepResult:
-    """``optimizer.step`` with a closure that evaluates until the verdict is that all is finite."""
+    """Call ``optimizer.step`` with a closure that repeats ``evaluate`` until nothing overflows.
+
+    Args:
+        optimizer: the optimizer to step.
+        closure: the user's closure.
+        evaluate: calls ``closure`` once; see :class:`Replay`.
+        given: the loss scale of the first evaluation, as the user passed it.
+        agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
+        max_replays: the number of times that an evaluation may be repeated.
+        preserve_rng: whether replays start from the random state of the first evaluation.
+    """
     _check_closure(closure)
     if isinstance(max_replays, bool) or not isinstance(max_replays, int) or max_replays < 0:
         raise ValueError(f"max_replays must be a whole number, 0 or more, got {max_replays!r}")
@@ -176,7 +194,7 @@ def _step_with_replays(
         finally:
             ours.in_closure = False
         if agreement is not None:
-            ours.check_gradients()  # while the other ranks can still be told
+            ours.check_gradients()  # an error here is still all-reduced to the other ranks
         return loss, verdict
 
     replay = Replay(
@@ -202,12 +220,12 @@ def _step_with_replays(
 
 
 def _call_step(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-    """Call an optimizer's ``step`` with ``closure``; if it takes none, evaluate that first.
+    """Call ``step(closure)``, or ``closure()`` and ``step()`` if ``step`` takes no closure.
 
     Returns:
         The loss.
     """
-    # A scheduler's wrapper around step shows the self that it fills in.
+    # The signature of a learning-rate scheduler's wrapper around step includes self.
     names = [name for name in inspect.signature(step).parameters if name != "self"]
     if "closure" in names[1:]:
         return step(closure=closure)
@@ -222,7 +240,7 @@ def _check_closure(closure: Any) -> None:
     """Refuse a closure that cannot take the scale, before anything has run.
 
     Raises:
-        TypeError: it is not callable, or not with one argument.
+        TypeError: ``closure`` is not callable with one argument.
     """
     if not callable(closure):
         raise TypeError(
@@ -231,7 +249,7 @@ def _check_closure(closure: Any) -> None:
         )
     try:
         signature = inspect.signature(closure)
-    except ValueError:  # some built-in callables have none to show
+    except ValueError:  # some built-in callables have no signature
         return
     try:
         signature.bind(object())
@@ -244,10 +262,10 @@ def _check_closure(closure: Any) -> None:
 
 
 def _check_loss(loss: Any) -> None:
-    """Refuse what a closure returned in place of a loss.
+    """Check the loss that a closure returned.
 
     Raises:
-        TypeError: it is neither a number nor a tensor of one element.
+        TypeError: ``loss`` is neither a number nor a tensor of one element.
     """
     if isinstance(loss, Tensor):
         if loss.numel() == 1:
@@ -263,11 +281,11 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_verdict(loss: Any, found_inf: Any, scale: Any) -> None:
-    """Refuse what a closure returned in place of ``(loss, found_inf, scale)``.
+    """Check the ``(loss, found_inf, scale)`` that a closure returned.
 
     Raises:
-        TypeError: one of them is of the wrong kind.
-        ValueError: the scale is a number that cannot be one.
+        TypeError: one of the three has the wrong type.
+        ValueError: ``scale`` is a number, but not a positive, finite one.
     """
     _check_loss(loss)
     flag = isinstance(found_inf, Tensor) and found_inf.numel() == 1

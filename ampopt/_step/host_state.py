@@ -1,4 +1,4 @@
-"""What of an optimizer is not the contents of a tensor: seen, compared and put back."""
+"""A snapshot of an optimizer's Python-side state, to detect and restore changes of a step."""
 
 import copyreg
 import ctypes
@@ -26,8 +26,8 @@ from ampopt_kernels.devices import captures
 __all__ = ["HostState"]
 
 _ATTEMPT = frozenset({"_ampopt", "found_inf", "grad_scale", "step", CALLED, *HOOKS})
-"""Attributes of an optimizer that belong to the attempt at a step: ours, what torch's schedulers
-and scaler put there, ``step`` as schedulers patch it, and hooks, which run around the step."""
+"""Attributes of an optimizer that a rollback leaves alone: ampopt's own, those that torch's
+schedulers and scaler set, ``step`` as schedulers patch it, and hooks, which run around the step."""
 
 _PLAIN = (
     bool,
@@ -57,18 +57,26 @@ _ATOMS = (
     weakref.ref,
     *([torch.distributed.ProcessGroup] if torch.distributed.is_available() else []),
 )
-"""Kinds of objects in which nothing changes, or nothing that a step depends on."""
+"""Types of objects that are immutable, or have no state that a step depends on."""
 
 
 @dataclass
 class _Kept:
-    """A piece of it: how it was, and how to read and write it."""
+    """One mutable object of the snapshot.
+
+    Attributes:
+        what: its name for messages, such as ``AdamW.state[...]``.
+        read: returns its value now.
+        write: sets its value.
+        was: its value when the snapshot was taken.
+        grows: whether it is a mapping, to which a first step may add keys.
+    """
 
     what: str
     read: Callable[[], Any]
     write: Callable[[Any], Any]
     was: Any
-    grows: bool  # it holds names, to which a first step may add some
+    grows: bool
 
     def differs(self) -> bool:
         return not _same(self.was, self.read())
@@ -89,24 +97,23 @@ class _Kept:
 
 
 class HostState:
-    """What of an optimizer no select on a device can put back, as it was.
+    """A snapshot of what a select on the device cannot restore.
 
-    That is everything but the contents of tensors: which tensors and other objects stand in its
-    state, its param groups and its attributes, however deep, and what is in those, and the random
-    generators of Python, NumPy and torch. Not seen is what is kept elsewhere: in globals and on
-    classes.
+    It covers all objects that are reachable from the optimizer through its state, param groups and
+    attributes, and the random generators of Python, NumPy and torch; of tensors, their identity and
+    layout, not their contents. It does not cover globals and class attributes.
 
     Attributes:
-        tensors: those that stand there, each of them one piece of memory.
-        hidden: the name of an object that cannot be seen into, if there is one.
+        tensors: the strided tensors that were found, ``DTensor``s as their local shards.
+        hidden: the name of the first object that cannot be inspected; ``None`` if there is none.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember."""
+        """Take the snapshot."""
         self.tensors: list[Tensor] = []
         self.hidden: str | None = None
         self._kept: list[_Kept] = []
-        self._seen: dict[int, Any] = {}  # and keeps alive, so that no id is used again
+        self._seen: dict[int, Any] = {}  # by id; keeps objects alive, so that no id is reused
         self._unseen: list[tuple[Any, str]] = []
         self._add(optimizer, type(optimizer).__name__)
         self._find()
@@ -115,16 +122,19 @@ class HostState:
         self._find()
 
     def changed(self) -> str | None:
-        """The name of something that is different now, or ``None``. Names only added come last."""
+        """The name of an object that has changed, or ``None`` if none has.
+
+        An object whose entries have changed is preferred to one that only gained keys.
+        """
         found = [(kept.only_grew(), kept.difference()) for kept in self._kept if kept.differs()]
         return min(found, key=operator.itemgetter(0))[1] if found else None
 
     def only_grew(self) -> bool:
-        """Whether all that is different is names that were not there before."""
+        """Whether the only changes are new keys in mappings."""
         return all(kept.only_grew() for kept in self._kept)
 
     def restore(self) -> None:
-        """Put it back. Tensors that stood there do again, with the contents that they have now."""
+        """Restore everything but the contents of tensors."""
         for kept in self._kept:
             if kept.differs():
                 kept.write(kept.was)
@@ -135,7 +145,7 @@ class HostState:
             self._unseen.append((value, what))
 
     def _find(self) -> None:
-        """Remember everything that was added and all that it refers to."""
+        """Add all objects that are reachable from those in ``_unseen`` to the snapshot."""
         while self._unseen:
             value, what = self._unseen.pop()
             if dtensor.is_spread(value):
@@ -153,7 +163,7 @@ class HostState:
                 self.hidden = self.hidden or f"{what}, a {type(value).__name__}"
 
     def _find_contents(self, value: Any, what: str) -> bool:
-        """Remember what ``value`` holds as an object of its kind; ``False`` if that is unknown."""
+        """Add the contents of ``value`` to the snapshot; ``False`` if its type is unknown."""
         numpy = sys.modules.get("numpy")
         if isinstance(value, Tensor):
             self._find_tensor(value, what)
@@ -209,16 +219,16 @@ class HostState:
     def _find_tensor(self, tensor: Tensor, what: str) -> None:
         dispatch = "__torch_dispatch__"
         special = getattr(type(tensor), dispatch) is not getattr(Tensor, dispatch)
-        if special or tensor.layout != torch.strided:  # it is not one piece of memory
+        if special or tensor.layout != torch.strided:  # not one storage that can be copied
             self.hidden = self.hidden or f"{what}, a {type(tensor).__name__} of {tensor.layout}"
             return
         self.tensors.append(tensor)
-        # An assignment to ``tensor.data`` leaves the object and takes the memory away from it.
+        # An assignment to ``tensor.data`` keeps the object but replaces its memory.
         alias = tensor.detach()
         self._keep(what, lambda: _layout(tensor), lambda _: setattr(tensor, "data", alias))
 
     def _find_spread(self, tensor: Any, what: str) -> None:
-        """Remember the part that is here: what is around it has no memory of its own."""
+        """Add the local shard of a ``DTensor``: the wrapper around it has no memory of its own."""
         part = functools.partial(setattr, tensor, LOCAL_TENSOR)
         self._keep(what, lambda: dtensor.local(tensor), part)
         self._add(dtensor.local(tensor), what)
@@ -264,7 +274,7 @@ class HostState:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two values are one object, or alike with nothing in them that could change."""
+    """Whether two values are one object, or equal immutable values (containers: elementwise)."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -322,14 +332,14 @@ def _slots(value: Any) -> list[str]:
 
 @dataclass
 class _Bytes:
-    """The state of a generator of torch's, and its bytes, which are compared faster."""
+    """The state of a ``torch.Generator``, and its bytes, which are faster to compare."""
 
     state: Tensor
     data: bytes
 
 
 def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """How to read and write the state of ``generator``."""
+    """Functions that get and set the state of ``generator``."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
 
@@ -341,7 +351,7 @@ def _accessors(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Any]]:
-    """The generators that a step on ``devices`` may draw from without having one of its own."""
+    """The global random generators that a step on ``devices`` may draw from, with their names."""
     yield "Python's random state", random._inst  # type: ignore[attr-defined]
     yield "torch's random state", torch.default_generator
     numpy = sys.modules.get("numpy")
@@ -349,5 +359,5 @@ def _generators(devices: Iterable[torch.device]) -> Iterator[tuple[str, Any]]:
         yield "NumPy's random state", numpy.random.mtrand._rand
     for device in sorted({d for d in devices if d.type != "cpu"}, key=str):
         generators = getattr(torch.get_device_module(device), "default_generators", ())
-        if generators and not captures(device):  # while a graph is captured it has the generator
+        if generators and not captures(device):  # during capture a CUDA graph owns the generator
             yield f"the random state of {device}", generators[device.index]

@@ -1,4 +1,4 @@
-"""Judge, and unscale, the gradients of optimizers of any class, of one or several at once."""
+"""Check the gradients of one or several optimizers of any class for inf/NaN, and unscale them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,21 +37,21 @@ def check_and_unscale(
     uploads: dict[torch.device, Uploads] | None = None,
     process_group: Any = None,
 ) -> Decision | None:
-    """Judge all gradients under one decision. Does not synchronize.
+    """Check all gradients for inf/NaN, and make one decision. Does not synchronize.
 
     Args:
-        param_groups: of one or several optimizers.
-        request: what is asked; nothing is stepped.
-        write: unscale the gradients in place.
-        uploads: what the devices hold of earlier calls.
-        process_group: of the ranks that decide together; see :func:`ampopt._step.ranks.agreement`.
+        param_groups: the param groups of one or several optimizers.
+        request: the scale and what else to check; nothing is stepped.
+        write: whether to unscale the gradients in place.
+        uploads: the constants cached on each device by earlier calls.
+        process_group: the ranks that decide together; see :func:`ampopt._step.ranks.agreement`.
 
     Returns:
         The decision; ``None`` if there are no gradients.
 
     Raises:
-        RuntimeError: see :func:`ampopt._step.gradients.held`; nothing has changed then.
-        TypeError: likewise.
+        RuntimeError: see :func:`ampopt._step.gradients.held`. Nothing has changed then.
+        TypeError: see :func:`ampopt._step.gradients.held`. Nothing has changed then.
     """
     held, decision_device = gradients.held(param_groups), device_of(param_groups)
     agreement = ranks.agreement(param_groups, process_group)
@@ -69,10 +69,19 @@ def decided_elsewhere(
     present: bool = False,
     call: Call = Call.JUDGES,
 ) -> Decision | None:
-    """The decision of other ranks, on one without gradients; ``None`` if there are no others.
+    """The decision from the all-reduced flags, on a rank with no gradients to check.
 
-    The scale learns nothing if no rank has gradients; nor is this one without, if ``present`` says
-    that those were judged already. For ``call`` see :class:`ampopt._step.rank_messages.Call`.
+    The scale stays as it is if no rank has gradients.
+
+    Args:
+        request: the request of the call.
+        agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
+        device: the device of the decision; ``None`` if there are no parameters.
+        present: whether this rank had gradients, and checked them earlier.
+        call: the call that this rank takes part in, for messages.
+
+    Returns:
+        The decision; ``None`` if there are no other ranks.
     """
     if agreement is None or device is None or not request.needs_agreement:
         return None
@@ -96,16 +105,19 @@ def check_and_unscale_held(
     uploads: dict[torch.device, Uploads],
     call: Call = Call.JUDGES,
 ) -> Decision | None:
-    """As :func:`check_and_unscale`, of gradients that were checked.
+    """Do what :func:`check_and_unscale` does, for gradients that ``gradients.held`` returned.
 
     Args:
-        held: those gradients.
-        request: as for :func:`check_and_unscale`.
-        agreement: of the ranks that decide together.
-        decision_device: where the decision is made if there are no gradients here.
-        write: likewise.
-        uploads: likewise.
-        call: what this rank was called for.
+        held: the parameters with gradients.
+        request: see :func:`check_and_unscale`.
+        agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
+        decision_device: the device of the decision if there are no gradients on this rank.
+        write: see :func:`check_and_unscale`.
+        uploads: see :func:`check_and_unscale`.
+        call: the call that this rank takes part in, for messages.
+
+    Returns:
+        The decision; ``None`` if there are no gradients.
     """
     if not held:
         return decided_elsewhere(request, agreement, decision_device, call=call)
@@ -113,7 +125,7 @@ def check_and_unscale_held(
     for group, tensor, owner in held:
         values = gradients.values_of(tensor)
         if write and overlaps_itself(values):
-            # An expanded gradient has one element in several places: it cannot be written.
+            # Elements of an expand()ed gradient share memory, so it cannot be written in place.
             tensor.grad = tensor.grad.clone(memory_format=torch.contiguous_format)
             values = gradients.values_of(tensor)
         grad = dense_like(values, values)
@@ -133,10 +145,9 @@ def check_and_unscale_held(
 
 
 def decide(works: list[Work], request: Request) -> Decision:
-    """The decision on ``works``, for overflow and for what else ``request`` says.
+    """Run ``request`` on ``works``, with its skip conditions if it has any.
 
-    Whoever measures gradients of many ranks is told the norm of all of them, which the all-reduce
-    brings.
+    With several ranks, a ``measure`` of the norm is of the gradients of all ranks.
     """
     if request.measure and request.agree is not None and request.max_norm is None:
         request = replace(request, max_norm=float("inf"))  # which clips nothing
@@ -151,7 +162,7 @@ def works_of(
     uploads: dict[torch.device, Uploads],
     rule: Rule | None = None,
 ) -> list[Work]:
-    """The rows and their gradients by device, the first parameter's first."""
+    """Group rows and their gradients by device, the device of the first parameter first."""
     works: dict[torch.device, Work] = {}
     for row, grad in zip(rows, grads, strict=True):
         device = grad.device
@@ -165,7 +176,10 @@ def works_of(
 
 
 def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
-    """Where the decisions about these parameters are made; ``None`` if there are none."""
+    """The device for decisions about these parameters; ``None`` if there are no parameters.
+
+    It is the device of the first parameter with a gradient, else of the first parameter.
+    """
     first = None
     for group in param_groups:
         for param in group["params"]:
@@ -176,15 +190,18 @@ def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
 
 
 class SkipCauses:
-    """Joins further causes to the flag of a step, and keeps them from the loss scale."""
+    """Evaluates skip conditions (``skip_when``) between the check for inf/NaN and the decision.
+
+    A condition that holds skips the step; the scale is updated from overflows alone.
+    """
 
     def __init__(self, request: Request) -> None:
-        """Have the causes of ``request``."""
+        """Store ``request``, whose ``causes`` are the skip conditions."""
         self._request = request
         self._cause: Tensor | None = None
 
     def run(self, works: Sequence[Work]) -> Decision:
-        """As :func:`ampopt_kernels.step.run`, but that the scale learns nothing of a cause."""
+        """Run ``works``; where a skip condition held, leave the scale as it was."""
         request = self._request
         measures = any(cause.needs_norm for cause, _ in request.causes)
         max_norm = float("inf") if request.max_norm is None and measures else request.max_norm
@@ -194,8 +211,16 @@ class SkipCauses:
         return replace(decision, cause=cause).with_schedule_where(cause == 0, request)
 
     def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
-        """What all ranks have found, with a flag for whatever the step is to be skipped for."""
-        vote: Any = self._request.agree  # a ranks.Vote
+        """All-reduce ``found`` and raise its flags if a skip condition holds.
+
+        ``ampopt_kernels.step`` calls this between the check and the decision.
+
+        Args:
+            found: the flags and squared norms of this rank.
+            flag: a flag from an earlier check; ``None`` without one.
+            device: the device of the decision.
+        """
+        vote: Any = self._request.agree  # a ranks.FlagAllReduce
         loss_of_all = None
         if vote is not None:
             found, flag = vote(found, flag, device), None
@@ -208,20 +233,20 @@ class SkipCauses:
         if found.squares is not None:
             values["norm"] = found.squares.sum().sqrt()
         total: Any = torch.zeros((), dtype=widest(device), device=device)
-        said = []
+        evaluated = []
         for cause, loss in self._request.causes:
             if loss_of_all is not None:
                 values["loss"] = loss_of_all
             elif loss is not None:
                 values["loss"] = to_device(loss.detach().reshape(()), device, widest(device))
-            why, judged = cause.evaluate(values)
-            said.append((cause, dict(values), judged))
-            total = torch.where(total > 0, total, why)
+            reason, result = cause.evaluate(values)
+            evaluated.append((cause, dict(values), result))
+            total = torch.where(total > 0, total, reason)
         self._cause = torch.where(bad, 0.0, total)
-        for cause, its_values, judged in said:
-            cause.update_from(its_values, judged, self._cause, bad)
+        for cause, used, result in evaluated:
+            cause.update_from(used, result, self._cause, bad)
         joined, squares = (bad | (self._cause > 0)).to(torch.float32).reshape(1), found.squares
-        if squares is not None:  # a flag for each part, of which there may be none
+        if squares is not None:  # one flag for each partial norm; a rank may have none
             squares = squares if squares.numel() else squares.new_zeros(1)
             joined = joined.repeat(squares.numel())
         return Partials(joined, squares, found.found)

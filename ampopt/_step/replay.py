@@ -1,4 +1,4 @@
-"""Replay: the same closure again under a smaller scale until its gradients are finite."""
+"""Replay: evaluate a closure again at a smaller scale until its gradients are finite."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -16,31 +16,31 @@ from ampopt_kernels.devices import ACCELERATORS
 __all__ = ["Replay", "Verdict"]
 
 Verdict = Callable[[], tuple[Any, Any, Decision | None]]
-"""Gives ``found_inf``, the successor of the scale, and the decision behind them, if there is one;
-for which it may judge gradients first."""
+"""Returns ``found_inf``, the next scale, and the decision they come from (or ``None``). May have to
+check the gradients first."""
 
 
 class Replay:
-    """A closure without arguments, for a ``step`` that knows nothing of scaling.
+    """A closure without arguments, for a ``step`` that does not know of loss scaling.
 
-    Each call is one evaluation that the inner algorithm asked for::
+    The inner ``step`` calls it once for each evaluation that it needs (L-BFGS: several)::
 
         for _ in range(1 + max_replays):
             loss, verdict = evaluate(scale)
-            found_inf, successor, decision = verdict()
+            found_inf, next_scale, decision = verdict()
             if not found_inf: return loss
             discard(decision)
-            scale = successor
+            scale = next_scale
         raise NonFiniteGradientError
 
-    Every call synchronizes: the host looks at ``found_inf`` and at the loss.
+    Every call synchronizes, to read ``found_inf`` and the loss.
 
     Attributes:
-        scale: the scale that the next evaluation starts from, which is that of the last finite
-            one.
-        successor: what follows ``scale`` after the last evaluation.
-        overflowed: whether the last evaluation overflowed and was let pass.
-        found_inf: its flag, as the verdict gave it.
+        scale: the scale of the last evaluation, with which the next one starts.
+        successor: the next scale, as computed from the last evaluation.
+        overflowed: whether the last evaluation overflowed and was accepted, as a scale with
+            ``drop_overflow_update=False`` demands.
+        found_inf: the overflow flag of the last evaluation.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Replay:
         """Prepare the evaluations of one step.
 
         Args:
-            evaluate: ``evaluate(scale) -> (loss, verdict)``; ``verdict() -> (found_inf, successor,
-                decision)`` judges the gradients and leaves them ready for the step.
-            scale: to begin with; ``None`` for no scaling, when nothing is checked.
-            max_replays: of one evaluation.
-            preserve_rng: give every replay the random state of the first attempt. See also
-                :meth:`restore_rng`.
-            devices: whose random state that is, besides the CPU's.
-            offenders: names of the parameters whose gradients are not finite now.
-            discard: called with the decision on gradients that no step takes.
-            meet: ``meet(evaluation, finite=, raised=)``, of this rank and of its so many-th
-                evaluation: whether it is finite on all of those that evaluate together, and whether
-                any has raised. ``None`` if it is alone.
+            evaluate: ``evaluate(scale) -> (loss, verdict)``; ``verdict() -> (found_inf, next_scale,
+                decision)`` checks the gradients and leaves them ready for the step.
+            scale: the scale of the first evaluation; ``None`` for no scaling and no checks.
+            max_replays: the number of replays allowed for one evaluation.
+            preserve_rng: whether every replay starts from the random state of the first attempt.
+                See also :meth:`restore_rng`.
+            devices: the devices of the random states to preserve, in addition to the CPU.
+            offenders: returns the names of the parameters with non-finite gradients.
+            discard: called with the decision on gradients that are dropped.
+            meet: ``meet(evaluation, finite=, raised=) -> (finite, raised)``, a collective: whether
+                the loss of evaluation number ``evaluation`` is finite on all ranks, and whether the
+                closure has raised on any. ``None`` on one rank.
         """
         self._evaluate = evaluate
         self.scale = self.successor = scale
@@ -84,7 +84,8 @@ class Replay:
         """Evaluate until finite; return the loss.
 
         Raises:
-            NonFiniteGradientError: no replay can help, or none is left.
+            NonFiniteGradientError: the loss is not finite, the scale cannot be lowered, or the last
+                of ``max_replays`` replays overflowed.
             RuntimeError: the closure has raised on another rank.
         """
         state = None if self._rng_before is None else self._rng_state()
@@ -97,9 +98,9 @@ class Replay:
             if self.scale is None:
                 return loss
             if not everywhere:
-                whose = "the loss of another rank is not finite"
-                whose = whose if finite else f"the loss is {_shown(loss)}"
-                raise self._error("loss", f"{whose}, which no scale can mend")
+                what = "the loss of another rank is not finite"
+                what = what if finite else f"the loss is {_shown(loss)}"
+                raise self._error("loss", f"{what}, which no loss scale can fix")
             self.overflowed = bool(self.found_inf > 0)
             if not self.overflowed or not drops(self.scale):
                 return loss
@@ -113,7 +114,11 @@ class Replay:
         )
 
     def _evaluated(self) -> tuple[Any, bool, bool, Verdict]:
-        """Loss, whether it is finite here and on all ranks, and what gives the verdict."""
+        """Evaluate once.
+
+        Returns:
+            The loss, whether it is finite on this rank, whether on all ranks, and the verdict.
+        """
         self._evaluations += 1
         try:
             loss, verdict = self._evaluate(self.scale)
@@ -127,13 +132,13 @@ class Replay:
         everywhere, raised = self._meet(self._evaluations, finite=finite, raised=False)
         if raised:
             raise RuntimeError(
-                "the closure has raised on another rank, which says why; parameters and state are "
-                "as before the call"
+                "the closure has raised on another rank: see the error there. Parameters and state "
+                "are as before the call"
             )
         return loss, finite, everywhere, verdict
 
     def restore_rng(self) -> None:
-        """Put the random state back that the step began with, if it was to be preserved."""
+        """Restore the random state of before the step, if ``preserve_rng`` was set."""
         if self._rng_before is not None:
             self._set_rng_state(self._rng_before)
 
@@ -152,8 +157,8 @@ class Replay:
         )
 
     def _rng_state(self) -> list[Tensor]:
-        there = (torch.get_device_module(d).get_rng_state(d) for d in self._devices)
-        return [torch.get_rng_state(), *there]
+        states = (torch.get_device_module(d).get_rng_state(d) for d in self._devices)
+        return [torch.get_rng_state(), *states]
 
     def _set_rng_state(self, state: list[Tensor]) -> None:
         torch.set_rng_state(state[0])

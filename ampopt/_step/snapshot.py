@@ -1,4 +1,4 @@
-"""Parameters and optimizer state put back bitwise: after a step that gave up, and after loading."""
+"""Restore parameters and optimizer state bitwise: after a failed step, and after loading."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,20 +14,19 @@ __all__ = ["Snapshot", "loaded_uncast"]
 
 
 class Snapshot:
-    """Everything that ``step`` may change, as it was.
+    """A copy of parameters, optimizer state and param-group entries.
 
-    Tensors are restored in place, so that whoever holds them sees the old values again; state
-    that was created since is dropped. Containers of tensors may be nested. Costs a copy of
-    parameters and state.
+    Tensors are restored in place, so that other references to them have the old values, too; state
+    that was created since is dropped. State may be nested containers of tensors.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, shared: frozenset[str] = frozenset()):
-        """Copy.
+        """Copy everything that ``step`` may change.
 
         Args:
-            optimizer: whose parameters, state and param-group entries are copied.
-            shared: keys of the state whose tensors ``step`` replaces and never writes, so that
-                holding on to them is enough.
+            optimizer: the optimizer.
+            shared: keys of the state whose tensors ``step`` replaces but never writes to. They are
+                kept without a copy.
         """
         self._optimizer = optimizer
         self._params = [
@@ -42,7 +41,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, bitwise."""
+        """Restore everything, bitwise."""
         groups = self._optimizer.param_groups
         for group, entries, (params, kept) in zip(groups, self._groups, self._params, strict=True):
             group.clear()
@@ -54,7 +53,7 @@ class Snapshot:
 
 
 class _Kept:
-    """A tensor and its values, or any other object."""
+    """One leaf: a tensor with a copy of its values, or any other object."""
 
     def __init__(self, value: Any, *, share: bool = False) -> None:
         self._value = value
@@ -70,7 +69,7 @@ def _kept(tree: Any, *, share: bool = False) -> Any:
 
 
 def _kept_state(state: Any, shared: frozenset[str]) -> Any:
-    if not isinstance(state, dict):  # some keep numbers there, under names
+    if not isinstance(state, dict):  # some optimizers store numbers in ``state``, by name
         return _kept(state)
     return {k: _kept(v, share=k in shared) for k, v in state.items()}
 
@@ -81,13 +80,12 @@ def _restored(tree: Any) -> Any:
 
 @contextmanager
 def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """State tensors that ``load_state_dict`` loads here keep the dtypes they were saved with.
+    """Context manager: ``load_state_dict`` copies state tensors, and keeps their saved dtypes.
 
-    They are copies: torch shares what it need not cast with whoever saved it, so that the steps of
-    two optimizers would write to one state.
+    Torch casts state tensors to the parameter's dtype; this undoes the cast. It also shares tensors
+    that need no cast with the state dict, so that two optimizers would write to one state.
 
-    Done between the user's hooks: after the last that may change what is loaded, and before the
-    first that looks at what was.
+    This runs after the user's load-state-dict pre-hooks and before the user's post-hooks.
     """
     given: list[dict[str, Any]] = []
 
@@ -114,7 +112,7 @@ def loaded_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _uncast(loaded: Any, saved: Any) -> Any:
-    """``loaded`` as it was saved, but for what the optimizer's class has made of it in loading."""
+    """``loaded`` with the saved dtypes, except where the optimizer's class has restructured it."""
     if isinstance(loaded, dict) and isinstance(saved, dict):
         for key in loaded.keys() & saved.keys():
             loaded[key] = _uncast(loaded[key], saved[key])
@@ -126,7 +124,7 @@ def _uncast(loaded: Any, saved: Any) -> Any:
 
 def _uncast_copy(loaded: Any, saved: Any) -> Any:
     if not (isinstance(loaded, Tensor) and isinstance(saved, Tensor)):
-        return loaded  # a number in an older state dict, which torch has made a tensor, included
+        return loaded  # torch makes tensors of the numbers in older state dicts: they stay tensors
     if loaded.dtype != saved.dtype:
         return saved.to(loaded.device, copy=True)
     return loaded.clone() if loaded is saved else loaded

@@ -1,8 +1,8 @@
-"""Torch's wrapper around the ``step`` of a class, which runs step hooks, told from what is in it.
+"""Tell torch's wrapper around ``step``, which runs step hooks, from the function inside it.
 
-Torch puts it there when the class makes its first instance: around the step that its author wrote,
-or around the one that it inherits, which from then on stands in the class itself. So what a class
-has depends on what was made before; what these functions answer does not.
+When a class makes its first instance, torch replaces ``cls.step``, written or inherited, by a
+wrapper (``profile_hook_step``). So ``vars(cls)`` depends on which instances were made before. The
+functions here return the same before and after.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from ampopt._step import torch_private
 
 __all__ = [
-    "HEEDS",
+    "SCALER_WRAPPER",
     "beneath_hooks",
     "has_own_step",
     "has_step",
@@ -24,62 +24,62 @@ __all__ = [
 ]
 
 hooked = torch.optim.Optimizer.profile_hook_step
-"""Put that wrapper around a function."""
+"""Torch's decorator that puts the wrapper around a function."""
 
 _WRAPPER = hooked(lambda self: None).__code__
 
 
 def beneath_hooks(step: Any) -> Any:
-    """The function ``step`` without torch's wrapper, if it is in one.
+    """The function inside torch's wrapper; ``step`` itself if it is not wrapped.
 
-    Torch marks its wrappers, but ``functools.wraps`` copies the mark to what an author makes of
-    one, so they are told by their code.
+    Wrappers are recognised by their code object. Torch also marks them by an attribute, but
+    ``functools.wraps`` copies that to other functions.
     """
     while getattr(step, "__code__", None) is _WRAPPER:
         step = step.__wrapped__
     return step
 
 
-HEEDS = "_heeds_scaler"
-"""Of what heeds a scaler around a step (see ``torch_scaler``): itself, as ``wraps`` copies this."""
+SCALER_WRAPPER = "_scaler_wrapper"
+"""Attribute of ampopt's own wrapper around a step (see ``torch_scaler``). Its value is the wrapper
+itself: on another function, the attribute is a copy that ``functools.wraps`` made."""
 
 
 def written_step(cls: type[torch.optim.Optimizer]) -> Any:
-    """The ``step`` of ``cls`` as its author wrote it, which no scaler and no hook is to see."""
+    """The ``step`` of ``cls`` as its author wrote it, without torch's and ampopt's wrappers."""
     step = beneath_hooks(cls.step)
-    return step.__wrapped__ if getattr(step, HEEDS, None) is step else step
+    return step.__wrapped__ if getattr(step, SCALER_WRAPPER, None) is step else step
 
 
 def has_own_step(cls: type) -> bool:
-    """Whether ``cls`` itself defines a ``step``, and does not merely have hooks around another."""
+    """Whether ``cls`` itself defines ``step``, and not only torch's wrapper of an inherited one."""
     inherited = getattr(super(cls, cls), "step", None)
     return "step" in vars(cls) and beneath_hooks(cls.step) is not beneath_hooks(inherited)  # type: ignore[attr-defined]
 
 
 def has_step(cls: type[torch.optim.Optimizer]) -> bool:
-    """Whether anybody wrote a ``step`` for ``cls``: torch's base has one that only raises."""
+    """Whether ``cls`` has a ``step`` other than that of torch's base class, which only raises."""
     return beneath_hooks(cls.step) is not beneath_hooks(torch.optim.Optimizer.step)
 
 
 def is_replaced(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the instance has a step of its own, but for a scheduler's wrapper."""
-    given = vars(optimizer).get("step")
-    if given is None:
+    """Whether ``step`` was replaced on the instance, other than by a learning-rate scheduler."""
+    step = vars(optimizer).get("step")
+    if step is None:
         return False
-    scheduled = torch_private.is_wrapped_by_scheduler(given)
-    return not (scheduled and given.__wrapped__ is type(optimizer).step)
+    scheduled = torch_private.is_wrapped_by_scheduler(step)
+    return not (scheduled and step.__wrapped__ is type(optimizer).step)
 
 
 def is_watched(optimizer: torch.optim.Optimizer, step: Any) -> bool:
-    """Whether anybody would miss a ``step`` that is not taken through ``optimizer.step``.
+    """Whether the step has to go through ``optimizer.step`` and torch's wrapper.
 
-    Hooks would, a profiler, which is shown each step, and who has put another step on the instance
-    or, since it was made, on its class. Going through torch's wrapper for none of them is a tenth
-    of a small network's step.
+    That is so if there are step hooks, if a profiler is on, or if ``step`` was replaced on the
+    instance or on the class. Otherwise the wrapper is skipped, because it costs time.
 
     Args:
-        optimizer: about to step.
-        step: what its class defines.
+        optimizer: the optimizer that is about to step.
+        step: the function that its class defines.
     """
     return bool(
         any(torch_private.hooks_of(optimizer))
@@ -92,10 +92,10 @@ def is_watched(optimizer: torch.optim.Optimizer, step: Any) -> bool:
 
 
 def run_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """What an attempt that does not step still does: hooks run, and schedulers see a step."""
+    """Run the step hooks without a step, and mark ``step`` as called for torch's schedulers."""
     _no_step(optimizer)
     torch_private.mark_as_called(optimizer)
 
 
-# A step hook may hand the step other arguments.
+# A step pre-hook may replace the arguments of the step, so it takes any.
 _no_step = hooked(lambda self, *args, **kwargs: None)

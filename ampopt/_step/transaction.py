@@ -1,11 +1,11 @@
-"""Skip any optimizer's step on the device: run it, and put back what it wrote if it must not count.
+"""Skip any optimizer's step on the device: run it, and roll it back if it must not count.
 
 The step runs under a dispatch mode that copies each parameter and state tensor at its first write;
-afterwards a select on the overflow flag keeps the new values or puts the old ones back. That is
-exact where the step changes nothing but the contents of tensors, by operators that torch's
-dispatcher sees. Where it changes anything else (a counter in Python, the entries of its state, a
-random generator), that is noticed, the host looks at the flag after all, and the rest is put back
-too.
+afterwards a select on the overflow flag keeps the new values or restores the old ones. That is
+exact where the step changes nothing but the contents of tensors, by operators that pass through
+torch's dispatcher. Where it changes anything else (a counter in Python, the entries of its state, a
+random generator), the change is detected, the flag is read after all, with a synchronization, and
+that is restored too.
 """
 
 import logging
@@ -33,22 +33,28 @@ __all__ = ["Mode", "SKIP_BY", "SkipPolicy", "CopyOnWriteMode", "skip_policy_of"]
 Mode = Literal["host", "probation", "transaction"]
 
 SKIP_BY = ("auto", "host", "transaction", "step")
-"""What :attr:`ampopt.Optimizer.skip_by` may be."""
+"""The values of :attr:`ampopt.Optimizer.skip_by`."""
 
 _IN_HOST_MEMORY = "tensors in the host's memory"
 _GROWTHS = 32
-"""Steps that may each add state, as where parameters get their first gradients one by one."""
+"""The number of steps that may add state: parameters can get their first gradients one by one."""
 
 _log = logging.getLogger(__name__)
 
 
 class CopyOnWriteMode(TorchDispatchMode):
-    """Copies each of the given tensors at its first write, through whatever view it comes."""
+    """Copies each of the given tensors before the first write to its storage, through any view."""
 
     supports_higher_order_operators = True
 
     def __init__(self, tensors: list[Tensor], *, unseen: bool = False) -> None:
-        """Watch the storages of ``tensors``; copy them now if they may be written to unseen."""
+        """Watch the storages of ``tensors``; with ``unseen``, copy all of them now.
+
+        Args:
+            tensors: the tensors that the step may write to.
+            unseen: whether the step writes to tensors without torch's dispatcher, as custom kernels
+                may.
+        """
         super().__init__()
         self._watched = {storage_key(t): t for t in tensors}
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -62,7 +68,7 @@ class CopyOnWriteMode(TorchDispatchMode):
             for tensor in pytree.tree_leaves(list(written_by(func, args, kwargs))):
                 if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                     self._keep(storage_key(dtensor.local(tensor)))
-        else:  # a higher-order operator does not say what it writes
+        else:  # a higher-order operator has no schema that names the arguments it writes
             self._keep_all()
         return func(*args, **kwargs)
 
@@ -80,22 +86,26 @@ class CopyOnWriteMode(TorchDispatchMode):
         return storage_key(tensor) in self._copies
 
     def undo(self) -> None:
-        """Put everything back, bitwise."""
+        """Restore all written tensors, bitwise."""
         for whole, copy in self._copies.values():
             whole.copy_(copy)
 
     def undo_where(self, skip: Tensor) -> None:
-        """Put everything back, bitwise, if ``skip``, a boolean on a device. Does not look at it."""
-        here = {skip.device: skip}
+        """Restore all written tensors, bitwise, where ``skip`` is true. Does not synchronize.
+
+        Args:
+            skip: a 0-d bool tensor on any device.
+        """
+        skips = {skip.device: skip}
         for whole, copy in self._copies.values():
-            if whole.device not in here:
-                here[whole.device] = to_device(skip, whole.device)
-            torch.where(here[whole.device], copy, whole, out=whole)
+            if whole.device not in skips:
+                skips[whole.device] = to_device(skip, whole.device)
+            torch.where(skips[whole.device], copy, whole, out=whole)
 
     def on_host(self, skip: Tensor) -> bool:
-        """Whether some of what was written is in the host's memory, and ``skip`` is not.
+        """Whether a CPU tensor was written while ``skip`` is on an accelerator.
 
-        Torch's optimizers keep step counts there for parameters on an accelerator.
+        Torch's optimizers keep step counts on the CPU for parameters on an accelerator.
         """
         return skip.device.type != "cpu" and any(
             whole.device.type == "cpu" for whole, _ in self._copies.values()
@@ -103,26 +113,31 @@ class CopyOnWriteMode(TorchDispatchMode):
 
 
 class SkipPolicy:
-    """Decides for one optimizer how its overflowed steps are skipped, and takes or skips them.
+    """Decides how one optimizer's overflowed steps are skipped, and runs or skips them.
 
-    In the mode ``"probation"`` the host looks at the flag, and what a finite step changed is
-    compared with what the dispatch mode saw of it. If that was all, later steps are transactions.
-    If the step keeps state on the host, or writes past the dispatcher as custom kernels may, the
-    host looks before each step.
+    There are three modes:
+
+    * ``"host"``: read the flag first, which synchronizes, and call ``step()`` only if it is 0.
+    * ``"transaction"``: call ``step()`` and roll it back on the device.
+    * ``"probation"``: read the flag first, and compare what a finite step changed with the writes
+      that the dispatch mode recorded. If they agree, later steps are transactions. If the step
+      changes Python state, or writes without torch's dispatcher as custom kernels may, the mode
+      becomes ``"host"``.
 
     Attributes:
         mode: how the next step is skipped.
-        reason: why the host looks before each step, if that was found out; else ``None``.
+        reason: why the mode became ``"host"``; ``None`` if it was so from the start, or is not.
     """
 
     def __init__(self, mode: Mode, *, settled: bool = False, unseen: bool = False) -> None:
-        """Begin.
+        """Store how to skip the first step.
 
         Args:
-            mode: to begin with.
-            settled: that is how it stays. Transactions then still notice what they cannot undo on
-                the device, and have the host look.
-            unseen: the step is known to write where torch's dispatcher is not told.
+            mode: the mode of the first step.
+            settled: whether the mode never changes: the user chose it, or reading the flag is free.
+                A transaction that cannot be rolled back on the device still reads the flag.
+            unseen: whether the step is known to write tensors without torch's dispatcher. Then all
+                of them are copied before it.
         """
         self.mode: Mode = mode
         self.reason: str | None = None
@@ -132,20 +147,20 @@ class SkipPolicy:
     def step(
         self, optimizer: torch.optim.Optimizer, step: Callable[[], Any], decision: Decision
     ) -> tuple[bool, Any]:
-        """Take ``step()``, unless ``decision`` is to skip it.
+        """Run ``step()``, unless ``decision`` says to skip it.
 
         Args:
-            optimizer: whose parameters and state the step changes.
-            step: to take.
-            decision: on the parameters' device.
+            optimizer: the optimizer to step.
+            step: the step to run.
+            decision: the decision, on the parameters' device.
 
         Returns:
-            Whether ``step()`` was called, which it was not if the host has looked first; and what
-            it returned.
+            Whether ``step()`` was called, and what it returned. A step that was rolled back was
+            called; a step that was skipped on the host was not.
         """
         host = None if self.mode == "host" else HostState(optimizer)
         if host is not None and host.hidden is not None and not self._settled:
-            self._look_from_now_on(optimizer, f"cannot see what changes in {host.hidden}")
+            self._read_flag_first(optimizer, f"has state that cannot be inspected: {host.hidden}")
             host = None
         if host is not None and self.mode == "transaction":
             return True, self._transact(optimizer, step, decision.skip > 0, host)
@@ -167,14 +182,14 @@ class SkipPolicy:
         try:
             with writes:
                 returned = step()
-        except Exception as error:  # perhaps of the very gradients for which it is to be skipped
+        except Exception as error:  # perhaps because of the non-finite gradients
             failure = error
         changed = host.changed() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
         if failure is None and changed is None:
             writes.undo_where(skip)
             return returned
         if failure is None and changed is not None and not self._settled:
-            self._judge(optimizer, host, changed)
+            self._choose_mode(optimizer, host, changed)
         if bool(skip):
             host.restore()
             writes.undo()
@@ -195,25 +210,25 @@ class SkipPolicy:
             returned = step()
         changed = host.changed() or (_IN_HOST_MEMORY if writes.on_host(skip) else None)
         if changed is not None:
-            self._judge(optimizer, host, changed)
+            self._choose_mode(optimizer, host, changed)
         elif all(torch.equal(_whole(t), old) for t, old in before if not writes.saw(t)):
             self.mode = "transaction"
         else:
-            self._look_from_now_on(optimizer, "writes tensors where torch's dispatcher is not told")
+            self._read_flag_first(optimizer, "writes tensors without torch's dispatcher")
         return returned
 
-    def _judge(self, optimizer: torch.optim.Optimizer, host: HostState, changed: str) -> None:
-        """What a step that changed more than tensors means for later ones."""
+    def _choose_mode(self, optimizer: torch.optim.Optimizer, host: HostState, changed: str) -> None:
+        """Choose the mode of later steps, after a step changed more than tensors."""
         if changed != _IN_HOST_MEMORY and host.only_grew() and self._growths < _GROWTHS:
-            self.mode = "probation"  # as where state is made
+            self.mode = "probation"  # the step has created state
             self._growths += 1
         else:
-            self._look_from_now_on(optimizer, f"changes {changed}")
+            self._read_flag_first(optimizer, f"changes {changed}")
 
-    def _look_from_now_on(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+    def _read_flag_first(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         self.mode, self.reason = "host", reason
         _log.info(
-            "%s.step %s: the host waits for the overflow flag before each step",
+            "%s.step %s: every step synchronizes to read the overflow flag first",
             type(optimizer).__name__,
             reason,
         )
@@ -222,13 +237,16 @@ class SkipPolicy:
 def skip_policy_of(
     skip_by: str, device: torch.device, *, transacts: bool = False, unseen: bool = False
 ) -> SkipPolicy:
-    """How to skip a step that cannot be told to; see :attr:`ampopt.Optimizer.skip_by`.
+    """How to skip a step that does not read the flag itself.
 
     Args:
-        skip_by: what that says.
-        device: where decisions are made.
-        transacts: whether the step is known to allow transactions.
+        skip_by: the value of :attr:`ampopt.Optimizer.skip_by`.
+        device: the device of the decision.
+        transacts: whether the step is known to work as a transaction.
         unseen: see :class:`SkipPolicy`.
+
+    Raises:
+        ValueError: ``skip_by`` is not one of :data:`SKIP_BY`.
     """
     if skip_by not in SKIP_BY:
         raise ValueError(
@@ -242,7 +260,7 @@ def skip_policy_of(
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All bytes of the storage of ``tensor``, in as few elements as they make."""
+    """All bytes of the storage of ``tensor``, as a 1-d tensor of the widest integer that fits."""
     storage = tensor.untyped_storage()
     for dtype in (torch.int64, torch.int32, torch.int16):
         if (storage.nbytes() | storage.data_ptr()) % dtype.itemsize == 0:

@@ -71,9 +71,9 @@ def test_a_step_that_does_not_makes_the_host_look(cls):
         (InState, "changes InState.state[...]['step']"),
         (Attribute, "changes Attribute['taken']"),
         (Noise, "changes torch's random state"),
-        (PastTheDispatcher, "writes tensors where torch's dispatcher is not told"),
-        (Sparse, "cannot see what changes in Sparse.held, a Tensor of torch.sparse_coo"),
-        (Iterating, "cannot see what changes in Iterating.held, a list_iterator"),
+        (PastTheDispatcher, "writes tensors without torch's dispatcher"),
+        (Sparse, "has state that cannot be inspected: Sparse.held, a Tensor of torch.sparse_coo"),
+        (Iterating, "has state that cannot be inspected: Iterating.held, a list_iterator"),
     ],
 )
 def test_what_makes_the_host_look_is_named(cls, reason):
@@ -81,7 +81,10 @@ def test_what_makes_the_host_look_is_named(cls, reason):
         found = after_steps(cls).reason
     assert found is not None
     assert found == reason
-    assert f"{cls.__name__}.step {found}: the host waits" in "\n".join(logged.output)
+    assert (
+        f"{cls.__name__}.step {found}: every step synchronizes to read the overflow flag"
+        in "\n".join(logged.output)
+    )
 
 
 @pytest.mark.parametrize("skip_by", ["host", "transaction"])
