@@ -1,7 +1,7 @@
-"""What a step is asked to do, what its passes found, and what was decided from that.
+"""The data that passes between the caller and the passes of a step.
 
-:class:`Request` is the caller's; ``detect`` returns :class:`Partials`; ``control`` returns a
-:class:`Decision`, which ``update`` follows.
+The caller makes a :class:`Request`. ``detect`` returns :class:`Partials`, flags and sums of
+squares; ``control`` returns a :class:`Decision`, which ``update`` carries out.
 """
 
 import functools
@@ -24,28 +24,34 @@ __all__ = ["Coefficients", "Decision", "Partials", "Request"]
 
 @dataclass(frozen=True)
 class Request:
-    """What the caller asks of one step.
+    """Options of one step.
 
     Attributes:
-        scale: the factor the gradients carry, a one-element tensor, or ``None`` for 1.
-        policy: the schedule, if ``scale`` has a successor.
-        counters: int32, shape (2,): the schedule's counters, with ``policy``.
-        check: judge the gradients; otherwise ``found_inf`` is what ``found_inf`` says.
-        found_inf: a flag from elsewhere, one element, more than 0 for overflow; joined to ours.
-        drop: do not apply an overflowed update.
-        max_norm: clip the unscaled gradients to this global norm; ``None`` to leave the norm
-            alone.
-        write: store the unscaled gradients where they came from (detect), so that nothing is left
-            for the update to unscale.
-        accumulate: add the unscaled gradients to sums, in place of detect; nothing is applied.
-        apply: advance the scalars and update the parameters.
-        agree: makes of what was found here, and of :attr:`found_inf`, what all ranks have found,
-            as one part on the device that it is given.
-        agree_on_sums: likewise of what a rule has summed up over parameters.
-        agree_on_lines: likewise of what it has summed up over their rows and columns.
-        measure: measure the gradients for who watches them; see :class:`Found`.
-        earlier_decision: the decision that was made of these gradients before, whose step this is.
-        causes: for which to skip besides, each with the loss, if it is to know that.
+        scale: the loss scale that gradients are multiplied by: one element, of a floating-point
+            dtype; ``None`` for 1.
+        policy: the schedule that computes the next scale; ``None`` for a scale that stays.
+        counters: the schedule's growth count and hysteresis budget: int32, shape (2,). Required
+            with ``policy``.
+        check: whether to test gradients for inf/NaN. If not, ``found_inf`` alone decides.
+        found_inf: an overflow flag from elsewhere, such as torch's scaler: one element, more than
+            0 for overflow. Combined with the flags of this step.
+        drop: whether an overflow skips the update.
+        max_norm: the global norm to clip the unscaled gradients to; ``inf`` to compute the norm and
+            clip nothing; ``None`` for no norm.
+        write: whether detect stores the unscaled gradients in place of the scaled ones, so that
+            ``update`` need not unscale.
+        accumulate: whether to add the unscaled gradients to sums instead of detect. No update is
+            applied then.
+        apply: whether to advance scalar states and update parameters.
+        agree: ``agree(partials, found_inf, device) -> partials``: all-reduces flags and sums of
+            squares over ranks, and returns one flag and one sum, on ``device``.
+        agree_on_sums: all-reduces the sums that ``Rule.reduce`` asks for.
+        agree_on_lines: all-reduces the sums over rows and columns that ``Rule.averages`` asks for.
+        measure: whether to measure gradients for :mod:`ampopt.watching`; see :class:`Found`.
+        earlier_decision: the decision that ``unscale`` made about the same gradients before this
+            step, if there is one.
+        causes: further skip conditions (:func:`ampopt.skip_when`), each with the loss if it needs
+            the loss: one element.
     """
 
     scale: Tensor | None = None
@@ -67,23 +73,23 @@ class Request:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether there is anything to agree on: an overflow, or a norm."""
+        """Whether ranks have something to all-reduce: an overflow flag, or a norm."""
         return self.check or self.max_norm is not None
 
 
 @dataclass(frozen=True)
 class Partials:
-    """What detect found, part by part; a part is a tensor or a piece of one.
+    """The results of detect, one for each chunk; a chunk is a tensor or a slice of one.
 
-    ``widest`` is float64 where the device has it; see ``precision``.
+    ``widest`` is float64, or float32 on devices without float64; see ``tensors``.
 
     Attributes:
-        flags: float32, shape (parts,): 1 where a part has a non-finite unscaled gradient. Truths,
-            of a backend whose host sees them.
-        squares: ``widest``, shape (parts,): sums of squares of unscaled gradients, if asked for;
-            0 where a row is not counted.
-        found: whose they are, for each device; nothing where a host has seen that none overflowed.
-            Of several ranks, also which of them found an overflow.
+        flags: 1 for each chunk that has a non-finite unscaled gradient, else 0: float32, shape
+            (chunks,). A list of bool from a backend that computes on the host.
+        squares: sum of squares of the unscaled gradients of each chunk: ``widest``, shape
+            (chunks,); 0 for rows that are not ``in_norm``. ``None`` if no norm was requested.
+        found: for each device, which parameter each chunk belongs to; after an all-reduce, also
+            which ranks overflowed. Empty if the host knows that no gradient overflowed.
     """
 
     flags: Tensor | list[bool]
@@ -98,37 +104,39 @@ class Partials:
 
 
 class Coefficients(NamedTuple):
-    """What update does with every gradient, as numbers of the host."""
+    """The three numbers that update needs, as Python floats."""
 
     skip: float
-    """More than 0 to leave every bit as it is."""
+    """More than 0 if the step is skipped: no bit of parameters and states changes."""
     inverse: float
-    """The reciprocal of the scale that the gradients still carry."""
+    """Reciprocal of the loss scale that the gradients still carry."""
     clip: float
-    """The clip coefficient."""
+    """Clip coefficient, at most 1."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What control decided; its tensors are all new, and on the device.
+    """The result of control. All tensors are new, and on the device of the first work.
 
-    ``widest`` is float64 where the device has it; see ``precision``.
+    ``widest`` is float64, or float32 on devices without float64; see ``tensors``.
 
     Attributes:
-        found_inf: float32, 0-d; more than 0 for overflow.
-        coefficients: :class:`Coefficients`, of a backend whose host sees them; else a tensor of the
-            same three on the device: ``widest``, shape (3,).
-        norm: 0-d global norm of the unscaled gradients, if asked for.
-        scale: the successor of the scale, of its shape and dtype, if it has one.
-        counters: int32, shape (2,), with ``scale``.
-        h: what ``rule.scalars`` gave for each row, where control has advanced them already; of a
-            rule that reduces, what ``rule.before_reduce`` gave.
-        found: see :class:`Partials`.
-        sums: what the rule has summed up over parameters, once all have it.
-        lines: what it has summed up over rows and columns, where ranks have to agree on that.
-        scaled_by: the factor that the gradients carried.
-        earlier_decision: see :class:`Request`.
-        cause: for which it is skipped if not for overflow, as counted in ``ledger``; 0 for none.
+        found_inf: more than 0 for overflow, or if a skip condition held: float32, 0-d.
+        coefficients: :class:`Coefficients` from a backend that computes on the host; else a tensor
+            of the same three numbers on the device: ``widest``, shape (3,).
+        norm: global norm of the unscaled gradients, 0-d, if requested.
+        scale: the next scale, with shape and dtype of ``request.scale``, if there is a policy.
+        counters: the next counters, int32, shape (2,), with ``scale``.
+        h: the numbers that ``rule.scalars`` returned, shape (rows, width), if control has advanced
+            the scalar states; for a rule that reduces, those of ``rule.before_reduce``.
+        found: as :attr:`Partials.found`.
+        sums: the sums over whole parameters, once all ranks and devices have added theirs, if the
+            rule reduces.
+        lines: the sums over rows and columns, all-reduced, of sharded parameters.
+        scaled_by: the loss scale that the gradients carried; ``None`` if they carried none.
+        earlier_decision: as :attr:`Request.earlier_decision`.
+        cause: index in ``ledger.CAUSES``, counted from 1, of the skip condition that held; 0, or
+            ``None``, if none did.
     """
 
     found_inf: Tensor
@@ -146,35 +154,40 @@ class Decision:
 
     @property
     def overflow(self) -> Tensor:
-        """:attr:`found_inf`, but 0 where another cause has made it."""
+        """:attr:`found_inf`, but 0 if a skip condition set it: float32, 0-d."""
         found_inf = self.found_inf
         return found_inf if self.cause is None else found_inf * (self.cause == 0)
 
-    def with_schedule_where(self, learns: Tensor, request: Request) -> "Decision":
-        """This one, but with the schedule as ``request`` has it unless ``learns``, a 0-d bool."""
+    def with_schedule_where(self, advances: Tensor, request: Request) -> "Decision":
+        """A copy whose scale and counters advance only if ``advances``.
+
+        Args:
+            advances: bool, 0-d. Where it is false, the copy has scale and counters of ``request``.
+            request: of this step.
+        """
         if self.scale is None or self.counters is None:
             return self
         assert request.scale is not None and request.counters is not None
         device = self.scale.device
         return replace(
             self,
-            scale=torch.where(learns, self.scale, to_device(request.scale, device)),
-            counters=torch.where(learns, self.counters, to_device(request.counters, device)),
+            scale=torch.where(advances, self.scale, to_device(request.scale, device)),
+            counters=torch.where(advances, self.counters, to_device(request.counters, device)),
         )
 
     @property
     def overflow_details(self) -> tuple[Found | FoundByRanks, ...]:
-        """:attr:`found`, if it was judged, as gradients without a scale are not."""
+        """:attr:`found`; empty without a loss scale, as such gradients are not tested."""
         return () if self.scaled_by is None else self.found
 
     @property
     def measured(self) -> bool:
-        """Whether the gradients were measured; see :class:`Found`."""
+        """Whether :attr:`found` has measures of the gradients."""
         return any(part.measures is not None for part in self.found)
 
     @functools.cached_property
     def coefficients_on_device(self) -> Tensor:
-        """:attr:`coefficients` as a tensor."""
+        """:attr:`coefficients` as a tensor on the device: ``widest``, shape (3,)."""
         if isinstance(self.coefficients, Tensor):
             return self.coefficients
         device = self.found_inf.device
@@ -182,22 +195,22 @@ class Decision:
 
     @property
     def coefficients_on_host(self) -> Coefficients:
-        """:attr:`coefficients` as numbers, for which the host waits if they are on a device."""
+        """:attr:`coefficients` as numbers. Synchronizes if they are on an accelerator."""
         if isinstance(self.coefficients, Tensor):
             return Coefficients(*self.coefficients.tolist())
         return self.coefficients
 
     @property
     def skip(self) -> Tensor:
-        """See :class:`Coefficients`; 0-d, on the device."""
+        """More than 0 if the step is skipped: ``widest``, 0-d, on the device."""
         return self.coefficients_on_device[0]
 
     @property
     def inverse(self) -> Tensor:
-        """See :class:`Coefficients`; 0-d, on the device."""
+        """Reciprocal of the loss scale: ``widest``, 0-d, on the device."""
         return self.coefficients_on_device[1]
 
     @property
     def clip(self) -> Tensor:
-        """See :class:`Coefficients`; 0-d, on the device."""
+        """Clip coefficient: ``widest``, 0-d, on the device."""
         return self.coefficients_on_device[2]

@@ -1,4 +1,4 @@
-"""What detect found of each parameter, for those who ask later which of them it was."""
+"""Overflow flags and measures of single gradients, to report later which parameters overflowed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +24,15 @@ __all__ = [
 FLUSHED = 2.0**-25
 """The largest magnitude that float16 rounds to zero."""
 MEASURES = 4
-"""What is measured of gradients: see :attr:`Found.measures`."""
+"""How many numbers a chunk has in :attr:`Found.measures`."""
 
 
 class Owner(NamedTuple):
-    """Whose gradient a row has.
+    """The parameter that a row belongs to.
 
     Attributes:
-        name: what messages call the parameter.
-        key: its ``id``.
+        name: name of the parameter in messages.
+        key: ``id`` of the parameter.
     """
 
     name: str
@@ -44,16 +44,19 @@ NOBODY = Owner("unknown parameter", 0)
 
 @dataclass(frozen=True)
 class Found:
-    """What there is in the gradients of one device, on this rank, whatever others found.
+    """Flags and measures of the gradients of one device, on this rank alone.
+
+    A gradient is read in chunks; a chunk is a tensor or a slice of one.
 
     Attributes:
-        flags: shape (parts,), more than 0 where a part has a non-finite unscaled gradient; or
-            truths, of a backend whose host sees them.
-        rows: of each part, the row that it is a part of. Parts of a row follow each other.
-        owners: of each row.
-        measures: ``widest``, shape (parts, 4), if asked for. Of the finite unscaled gradients the
-            largest magnitude; how many are not 0; how many of these are ``FLUSHED`` or less; the
-            sum of squares, 0 where a row is not counted, and of no use where a part overflows.
+        flags: more than 0 for each chunk that has a non-finite unscaled gradient: float32, shape
+            (chunks,). A list of bool from a backend that computes on the host.
+        rows: index of the row that each chunk belongs to; chunks of a row are adjacent.
+        owners: the parameter of each row.
+        measures: four numbers for each chunk, if requested: ``widest``, shape (chunks, 4). Over
+            the finite unscaled gradients: the largest magnitude; the count of those that are not
+            0; the count of those that are not 0 and at most ``FLUSHED``; the sum of squares. The
+            sum is 0 for rows that are not ``in_norm``, and undefined if the chunk overflows.
     """
 
     flags: Tensor | Sequence[bool]
@@ -63,23 +66,23 @@ class Found:
 
     @property
     def surely_finite(self) -> bool:
-        """Whether the host sees, without waiting, that no part has overflowed."""
+        """Whether the host knows, without synchronizing, that no chunk overflowed."""
         return not isinstance(self.flags, Tensor) and not any(self.flags)
 
     def overflowed(self) -> list[str]:
-        """The names of the parameters that did, in their order. Synchronizes."""
+        """The names of the parameters that overflowed, in the order of the rows. Synchronizes."""
         flags = self.flags.tolist() if isinstance(self.flags, Tensor) else self.flags
         rows = {row for row, flag in zip(self.rows, flags, strict=True) if flag}
         return [self.owners[row].name for row in sorted(rows)]
 
     def flags_on(self, device: torch.device) -> Tensor:
-        """:attr:`flags` as a tensor on ``device``."""
+        """:attr:`flags` as a tensor on ``device``: float32, shape (chunks,)."""
         if isinstance(self.flags, Tensor):
             return to_device(self.flags, device, torch.float32)
         return torch.tensor(self.flags, dtype=torch.float32, device=device)
 
     def kept(self) -> "Found":
-        """The flags alone, in memory that no replayed graph writes over."""
+        """A copy without measures, whose flags a replayed CUDA graph does not overwrite."""
         flags = self.flags
         flags = flags.clone() if isinstance(flags, Tensor) else flags
         return replace(self, flags=flags, measures=None)
@@ -87,13 +90,13 @@ class Found:
 
 @dataclass(frozen=True)
 class FoundByRanks:
-    """Which of the ranks that decide together have found an overflow.
+    """The overflow flag of each rank of the process group.
 
     Attributes:
-        flags: shape (ranks,), more than 0 where a rank has.
-        ranks: their numbers.
-        here: the place of this rank among them.
-        measures: none; see :class:`Found`.
+        flags: more than 0 for each rank that found an overflow: shape (ranks,).
+        ranks: global rank numbers.
+        here: index of this rank in ``ranks``.
+        measures: always ``None``; :class:`Found` has measures.
     """
 
     flags: Tensor
@@ -102,17 +105,17 @@ class FoundByRanks:
     measures: None = None
 
     def others(self) -> list[int]:
-        """The numbers of the ranks that have, but for this one. Synchronizes."""
+        """The numbers of the other ranks that found an overflow. Synchronizes."""
         pairs = zip(self.ranks, self.flags.tolist(), strict=True)
         return [rank for rank, flag in pairs if flag > 0 and rank != self.ranks[self.here]]
 
     def kept(self) -> "FoundByRanks":
-        """A copy, in memory that no replayed graph writes over."""
+        """A copy that a replayed CUDA graph does not overwrite."""
         return replace(self, flags=self.flags.clone())
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """``ranks``, in rising order, for people: ``"rank 1"``, or ``"ranks 0, 2-5"``."""
+    """Ascending rank numbers as text: ``"rank 1"``, or ``"ranks 0, 2-5"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -124,7 +127,12 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def measured(unscaled: Tensor, in_norm: bool) -> Tensor:
-    """The measures of a part that is not empty, by torch's operations; see :class:`Found`."""
+    """The measures of one chunk that is not empty; see :attr:`Found.measures`.
+
+    Args:
+        unscaled: unscaled gradients, of any floating-point dtype.
+        in_norm: whether the sum of squares is wanted, or 0.
+    """
     wide = widest(unscaled.device)
     magnitudes = unscaled.abs()
     finite: Any = torch.where(magnitudes.isfinite(), magnitudes, 0.0)

@@ -1,11 +1,13 @@
-"""What a watch keeps on a device: numbers of each parameter and of each step, and how they add up.
+"""Statistics of parameters and steps that :mod:`ampopt.watching` keeps on a device.
 
-All of them are in one vector, so that one copy brings them to the host::
+One vector holds them all, so that one copy brings them to the host::
 
-    largest, overflows, used, flushed, and in a ring     of each parameter
-        the attempts in which it overflowed lately
-    skips in a row, skips by each cause                  of the steps
-    cause, scale, norm, squares                          of each of the last steps, in a ring
+    parameters   COLUMNS numbers each: largest gradient magnitude; overflows; gradients that were
+                 not 0; those of them that float16 would flush to 0; then a ring buffer of the
+                 numbers of the last 16 steps in which the parameter overflowed
+    totals       skips in a row; skips by each cause
+    steps        RING numbers for each of the last steps, a ring buffer: cause of the skip, loss
+                 scale, global norm, sum of squares of the watched gradients
 """
 
 from collections.abc import Sequence
@@ -33,24 +35,24 @@ __all__ = [
 ]
 
 COUNTS = 4
-"""Numbers of each parameter before the attempts, which are counted from 1, and 0 is none."""
+"""Numbers of a parameter before its ring buffer of steps; steps count from 1, and 0 is empty."""
 COLUMNS = COUNTS + 16
-"""All of them. So many overflows of the shards of a parameter are told apart when ranks are read:
-those of one attempt are one."""
+"""Numbers of a parameter. The step numbers let a report over ranks count an overflow of several
+shards in one step once."""
 CAUSES = ("overflow", "norm", "loss")
-"""Why a step is skipped; counted from 1, and 0 is a step that was taken."""
+"""Reasons to skip a step, counted from 1; 0 is a step that was applied."""
 RING = 4
-"""Numbers of each step; what it has not is ``NOT_GIVEN``."""
+"""Numbers of a step; a number that the step does not have is ``NOT_GIVEN``."""
 NOT_GIVEN = -1.0
 
 
 class ChunkRange(NamedTuple):
-    """Where what was found of one parameter is, and where it goes.
+    """The chunks of one parameter in :class:`Found`, and its row in the ledger.
 
     Attributes:
-        first: of its parts.
-        parts: how many they are.
-        place: of the parameter in the ledger.
+        first: index of the first chunk.
+        parts: number of chunks.
+        place: index of the parameter in :attr:`Ledger.parameters`.
     """
 
     first: int
@@ -60,11 +62,11 @@ class ChunkRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Ledger:
-    """The vector of one device, and its parts as views.
+    """The statistics of one device: one vector, and views of it.
 
     Attributes:
-        numbers: ``widest``, all that there is.
-        places: how many parameters there is room for.
+        numbers: the whole vector: ``widest``, 1-d.
+        places: number of parameters.
     """
 
     numbers: Tensor
@@ -72,37 +74,38 @@ class Ledger:
 
     @property
     def parameters(self) -> Tensor:
-        """Shape (places, COLUMNS)."""
+        """The numbers of each parameter: shape (places, COLUMNS)."""
         return self.numbers[: COLUMNS * self.places].view(-1, COLUMNS)
 
     @property
     def totals(self) -> Tensor:
-        """Skips in a row, and skips by cause."""
+        """Skips in a row, then skips by each cause: shape (1 + len(CAUSES),)."""
         start = COLUMNS * self.places
         return self.numbers[start : start + 1 + len(CAUSES)]
 
     @property
     def ring(self) -> Tensor:
-        """Shape (last, RING)."""
+        """The numbers of the last steps: shape (last, RING). Step n is in row (n - 1) % last."""
         return self.numbers[COLUMNS * self.places + 1 + len(CAUSES) :].view(-1, RING)
 
 
 def zeros(places: int, last: int, device: torch.device) -> Ledger:
-    """A ledger of nothing yet, with a ring for ``last`` steps."""
+    """An empty ledger of ``places`` parameters and the ``last`` steps, on ``device``."""
     size = COLUMNS * places + 1 + len(CAUSES) + RING * last
     return Ledger(torch.zeros(size, dtype=widest(device), device=device), places)
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One step that was taken or skipped, as a ledger notes it. Tensors are of one element.
+    """One step, applied or skipped. Tensors have one element, of any dtype.
 
     Attributes:
-        number: counted from 1.
-        skip: more than 0 if it was skipped; ``None`` if certainly not.
-        cause: of a skip for something else, counted as in ``CAUSES``; 0 or ``None`` for none.
-        scale: that the gradients carried; ``None`` for none.
-        norm: of all gradients, if somebody asked for it.
+        number: number of the step, counted from 1.
+        skip: more than 0 if the step was skipped; ``None`` if it was certainly applied.
+        cause: index in ``CAUSES``, counted from 1, if a skip condition other than overflow held;
+            0 or ``None`` otherwise.
+        scale: the loss scale of the gradients; ``None`` if they had none.
+        norm: global norm of the unscaled gradients; ``None`` if it was not computed.
     """
 
     number: int
@@ -121,15 +124,16 @@ def note(
     *,
     notes_step: bool,
 ) -> None:
-    """Add one step to a ledger, by torch's operations. Does not synchronize.
+    """Record one step in a ledger, in torch operations. Does not synchronize.
 
     Args:
-        ledger: to add to.
-        attempt: that was made; its tensors are on the ledger's device.
-        found: in the gradients, measured, part by part a row; ``None`` if nobody has looked.
-        parts: of parameters of this ledger.
-        uploads: what the device holds of earlier steps.
-        notes_step: whether the step itself is noted here too.
+        ledger: the ledger to update in place.
+        attempt: the step; its tensors are on the ledger's device.
+        found: flags and measures of the gradients, one chunk for each row; ``None`` if the
+            gradients were not measured.
+        parts: the chunk of each parameter of this ledger.
+        uploads: tables that are on the device already.
+        notes_step: whether to update totals and ring too; one of several ledgers of a step does.
     """
     device, wide = ledger.numbers.device, ledger.numbers.dtype
     zero = torch.zeros((), dtype=wide, device=device)
@@ -164,12 +168,13 @@ def note(
 
 
 def _in_order(squares: Tensor) -> Tensor:
-    """The sum, on the CPU to the bit as a loop has it.
+    """The sum of a 1-d tensor; on the CPU, in order, with the bits of the compiled backend's loop.
 
-    CUDA has no deterministic ``cumsum``, and refuses it where somebody asked for such operations.
+    Not so on CUDA: its ``cumsum`` raises under ``torch.use_deterministic_algorithms``.
     """
     return squares.cumsum(0)[-1] if squares.device.type == "cpu" else squares.sum()
 
 
 def _given(value: Tensor | None, like: Tensor) -> Tensor:
+    """``value`` as a 0-d tensor with dtype and device of ``like``; ``NOT_GIVEN`` for ``None``."""
     return torch.full_like(like, NOT_GIVEN) if value is None else value.reshape(()).to(like)

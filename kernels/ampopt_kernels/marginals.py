@@ -1,9 +1,13 @@
-"""States with one value for each row, or column, of a parameter: its marginals.
+"""Marginals: states with one value for each row, or column, of a parameter, as Adafactor has them.
 
-What becomes of the few values that there are is torch's operations, on every backend; so are the
-sums that they are averages of, but that the CPU has them compiled (``cpu.calls``) and that Triton
-has a kernel for them (``triton.lines``). Kernels read *factors* of them, each for the whole of its
-row or column.
+A step sums terms over rows and columns (:func:`sums_of`), divides the sums by the lengths, and
+computes new states and *factors* from these means (:func:`advance`). ``reduce`` and ``update`` read
+the factors, broadcast over the parameter. The states are small, so all backends advance them with
+torch operations. The sums read whole gradients: the CPU backend has a compiled loop for them
+(``cpu.calls``), Triton a kernel (``triton.lines``).
+
+A *line* is a row or a column. Rows and columns here are those of matrices: the last two dimensions
+of a parameter.
 """
 
 import functools
@@ -33,33 +37,35 @@ __all__ = [
 ]
 
 LineSums = dict[int, list[Tensor]]
-"""What :func:`sums_of` gives for rows of a work that are averaged together, joined, by the number
-of the first of them."""
+"""Sums over lines. The key is the index of a row of a work. Parameters of one shape may share an
+entry, under the first one's index: their results of :func:`sums_of`, joined in dimension 0."""
 AgreeOnLines = Callable[[Sequence["Work"], Sequence[LineSums]], list[LineSums]]
-"""Makes of the sums over what is here of parameters, of each work, those over whole parameters. All
-ranks that parameters are spread over have to come by, once."""
+"""All-reduces sums over the shards of this rank, for each work, to sums over whole parameters. A
+collective: every rank that has a shard calls it once."""
 
 _CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
-"""Elements whose terms are held at a time: on a CPU what fits the cache of a core."""
+"""Elements whose terms are in memory at a time; on a CPU, as many as fit the cache of a core."""
 
 
 EVEN = 1 << 4
-"""What divides the length of most rows: so many neighbours are in one row, and are read at once."""
+"""A number that divides most row lengths: that many neighbours are in one row, and are read at
+once."""
 
 
 @dataclass
 class Marginals:
-    """Those of one parameter of two dimensions or more.
+    """The row and column states of one parameter, which has two dimensions or more.
 
     Attributes:
-        parts: what they are, as the rule declares them.
-        states: of the whole parameter, each of ``part.beside`` of its shape.
-        factors: what kernels read in place of each: of what is here of the parameter, contiguous,
-            in the arithmetic dtype; written anew by each step.
-        shape: of what is here of the parameter.
-        size: rows and columns of the whole.
-        spread: of a parameter that is spread over ranks: ``here(part, factors)`` are the factors
-            of what is here.
+        parts: the declaration of each state.
+        states: the states, of the whole parameter, also if it is sharded: for a parameter of shape
+            ``[..., m, n]``, shape ``[..., m, 1]`` (rows) or ``[..., 1, n]`` (columns).
+        factors: for each state, the tensor that kernels read: shaped like a state of this rank's
+            shard, contiguous, in the arithmetic dtype. Each step overwrites it.
+        shape: shape of this rank's shard.
+        size: row count m and column count n of the whole parameter.
+        spread: for a sharded parameter, an object whose ``here(part, factors)`` returns the slice
+            of whole-parameter factors that belongs to this rank's shard; else ``None``.
     """
 
     parts: tuple[State, ...]
@@ -78,14 +84,23 @@ class Marginals:
         size: tuple[int, int],
         spread: Any = None,
     ) -> "Marginals":
-        """Those beside ``param``, with room for factors of ``dtype``."""
+        """The marginals of ``param``, with factors of 0.
+
+        Args:
+            parts: the declaration of each state.
+            states: the states of the whole parameter.
+            param: this rank's shard, or the whole parameter.
+            dtype: dtype of the factors.
+            size: row and column count of the whole parameter.
+            spread: as :attr:`spread`.
+        """
         shape = tuple(param.shape)
         factors = [torch.zeros(p.beside(shape), dtype=dtype, device=param.device) for p in parts]
         return Marginals(parts, tuple(states), tuple(factors), shape, size, spread)
 
     @property
     def numel(self) -> int:
-        """Elements that are here of the parameter."""
+        """Number of elements of this rank's shard."""
         return math.prod(self.shape)
 
     @property
@@ -94,39 +109,41 @@ class Marginals:
         return self.shape[-1] % EVEN == 0
 
     def lines(self, place: int) -> int:
-        """How many rows, or columns, the marginal at ``place`` has here."""
+        """How many rows, or columns, of the shard the state number ``place`` has a value for."""
         return math.prod(self.parts[place].beside(self.shape))
 
     @functools.cached_property
     def of_rows(self) -> tuple[bool, ...]:
-        """Of each, whether it is of rows, not columns."""
+        """For each state, whether it has a value for each row, not for each column."""
         return tuple(part.shape == "rows" for part in self.parts)
 
     @functools.cached_property
     def dims(self) -> tuple[int, ...]:
-        """Of each, the dimension that it is averaged over."""
+        """For each state, the dimension that its terms are averaged over: -1 or -2."""
         return tuple(-1 if of_rows else -2 for of_rows in self.of_rows)
 
     @functools.cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Where the factors are, and how many rows and columns a matrix has here."""
+        """The addresses of the factors, then row and column count of the shard."""
         return (*map(Tensor.data_ptr, self.factors), *self.shape[-2:])
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no elements anywhere, which have no means."""
+        """Whether the whole parameter has no elements, and so no means."""
         return 0 in self.size or not self.states[0].numel()
 
     def means(self, sums: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the whole parameter, of ``sums`` over it; see :func:`sums_of`.
+        """The means over rows and columns, from the sums over the whole parameter.
 
-        Also of others that are alike, behind the first dimension.
+        Args:
+            sums: for each state, as :func:`sums_of` returns them; several parameters of one shape
+                may be joined in dimension 0.
         """
         dtype = self.factors[0].dtype
         return [(s / self.size[dim]).to(dtype) for s, dim in zip(sums, self.dims, strict=True)]
 
     def at(self, start: int, end: int) -> tuple[Tensor, ...]:
-        """The factors of the elements from ``start`` to ``end``, flat."""
+        """The factors of the elements from ``start`` to ``end``, each 1-d."""
         m, n = self.shape[-2:]
         places = torch.arange(start, end, device=self.factors[0].device)
         rows = places // n
@@ -145,16 +162,17 @@ def advance(
     h: Sequence[Sequence[Any]],
     skip: Tensor | None = None,
 ) -> None:
-    """Advance the states by the means of this step's terms, and make the factors of it.
+    """Compute new states and factors from the sums of this step, and store them.
 
     Args:
-        rule: whose.
-        several: of one parameter each, all of one shape; of one alone if it is spread.
-        flags: of the rule.
-        sums: what :func:`sums_of` gives for each of them, joined; of a parameter that is spread
-            over ranks, what :data:`AgreeOnLines` makes of that.
-        h: as :func:`sums_of` takes it, for each of them.
-        skip: more than 0 to store nothing; ``None`` where the host has seen that it is not so.
+        rule: the update rule.
+        several: marginals of parameters of one shape; only one if it is sharded.
+        flags: values of ``rule.flags``.
+        sums: for each state, the results of :func:`sums_of` for all of ``several``, joined in
+            dimension 0; all-reduced if the parameter is sharded.
+        h: for each of ``several``, ``h`` as in :func:`sums_of`.
+        skip: more than 0 to keep the old states: 0-d. ``None`` if the host knows that the step is
+            not skipped.
     """
     first = several[0]
     if first.is_empty:
@@ -162,7 +180,7 @@ def advance(
     assert rule.factors is not None
     dtype, spread = first.factors[0].dtype, first.spread
     means = first.means(sums)
-    # Each by itself: torch's functions may have other bits on a stack.
+    # One at a time: on a stack, torch may sum in another order, and so round differently.
     for own, numbers, *mean in zip(several, h, *means, strict=True):
         old = tuple(state.to(dtype) for state in own.states)
         new, factors = rule.factors(tuple(mean), old, tuple(numbers[2:]), flags)
@@ -183,17 +201,17 @@ def advance_stack(
     h: Tensor,
     skip: Tensor,
 ) -> None:
-    """As :func:`advance`, by as many operations as for one, however many there are.
+    """As :func:`advance`, on stacks of states: as many launches as for one parameter.
 
-    A mean within ``factors`` may be rounded otherwise than alone, as torch sums in another order.
+    A mean that ``Rule.factors`` computes may be rounded differently than for one parameter.
 
     Args:
-        rule: whose.
-        several: as for :func:`advance`.
-        flags: likewise.
-        sums: likewise.
-        h: what ``reduce`` takes, of each: shape (several, width).
-        skip: whether to store nothing: bool, 0-d.
+        rule: as in :func:`advance`.
+        several: as in :func:`advance`.
+        flags: as in :func:`advance`.
+        sums: as in :func:`advance`.
+        h: the numbers that ``reduce`` takes, for each parameter: shape (len(several), width).
+        skip: whether to keep the old states: bool, 0-d.
     """
     first = several[0]
     if first.is_empty:
@@ -223,19 +241,19 @@ def sums_of(
     tensors: Sequence[Tensor],
     h: Sequence[Any],
 ) -> list[Tensor]:
-    """Of each marginal, its term summed over what is here of rows, or columns.
+    """For each state, the term of ``rule.averages`` summed over the rows, or columns, of the shard.
 
     Args:
-        rule: whose.
-        own: of one parameter.
-        flags: of the rule.
-        tensors: gradient, parameter and elementwise states, all contiguous.
-        h: the reciprocal of the scale, the clip coefficient, then what ``reduce`` takes as ``h``;
-            numbers, or 0-d tensors of the arithmetic dtype.
+        rule: the update rule.
+        own: marginals of one parameter.
+        flags: values of ``rule.flags``.
+        tensors: gradient, parameter and elementwise states of the shard, all contiguous.
+        h: the reciprocal of the loss scale, the clip coefficient, then what ``reduce`` takes as
+            ``h``; numbers, or 0-d tensors of the arithmetic dtype.
 
     Returns:
-        ``widest``, each of the shape of its factors behind a first dimension of 1, in which those
-        of several parameters can be joined.
+        One tensor for each state: ``widest``, shape ``(1, *factor.shape)``. Sums of several
+        parameters can be joined in dimension 0.
     """
     dtype, device = own.factors[0].dtype, tensors[0].device
     wide, averages = widest(device), rule.torch_averages_in(dtype)

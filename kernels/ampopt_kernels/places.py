@@ -1,6 +1,6 @@
-"""The place of each element of a row in the whole parameter, as one process would count it.
+"""The place of each element of a row: its index in the whole, contiguous parameter.
 
-Random numbers follow from it. So they are the same however a parameter is divided among ranks.
+Random numbers are computed from places, so that they do not depend on how a parameter is sharded.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ __all__ = ["CPP", "NUMBERS", "Jump", "Places"]
 
 
 class Jump(NamedTuple):
-    """Places of the parameter that a row leaves out, again and again.
+    """A gap that recurs: places of the parameter that another shard has.
 
     Attributes:
-        period: how many elements of the row there are from one gap to the next; 1 or more.
-        phase: how many elements before the first one of the row the count begins; 0 or more.
-        size: how many places each gap leaves out. May be negative.
+        period: number of elements of the row from one gap to the next; 1 or more.
+        phase: number of elements of the first period that come before the row; 0 or more.
+        size: number of places that each gap skips. May be negative.
     """
 
     period: int
@@ -27,7 +27,7 @@ class Jump(NamedTuple):
 
 
 NUMBERS = len(Jump._fields)
-"""Of each jump, in what compiled code reads."""
+"""Numbers that compiled code reads for each jump."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,23 @@ class Places:
 
     The element ``i`` of the row has the place ``first + i + sum((i + phase) // period * size)``,
     over all jumps. A row that is a whole parameter, or a shard of its first dimension, has no
-    jumps; a shard of columns has one, behind each of its rows.
+    jumps; a shard of columns has one, after each of its rows.
 
     Attributes:
-        first: see above.
-        jumps: see above.
+        first: the place of the first element, if the jumps before it are 0.
+        jumps: gaps of different periods, whose sizes add up.
     """
 
     first: int = 0
     jumps: tuple[Jump, ...] = ()
 
     def after(self, start: int) -> "Places":
-        """Those of the elements from ``start`` on."""
+        """The places of the elements from ``start`` on."""
         jumps = tuple(jump._replace(phase=jump.phase + start) for jump in self.jumps)
         return Places(self.first + start, jumps)
 
     def of(self, n: int, device: torch.device) -> Tensor:
-        """Those of the first ``n`` elements: int64, shape (n,)."""
+        """The places of the first ``n`` elements: int64, shape (n,), on ``device``."""
         places = torch.arange(self.first, self.first + n, device=device)
         for period, phase, size in self.jumps:
             places += torch.arange(phase, phase + n, device=device) // period * size
@@ -73,4 +73,4 @@ static inline void places_of(
     }
 }
 """
-"""The same in C++; the numbers are those of each jump."""
+"""The same in C++. ``numbers`` are period, phase and size of each jump."""

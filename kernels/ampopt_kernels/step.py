@@ -1,9 +1,10 @@
 """The passes of one step, and their order.
 
-A step is three passes, each one launch on an accelerator: *detect* reads the gradients once,
-*control* decides from what was found and advances the per-parameter scalars, *update* applies the
-rule or returns at once. :func:`run` is their order; a :class:`Backend` carries them out. A rule
-that sums something up over parameters has a further pass before update, *reduce*.
+A step has three passes, each one launch on an accelerator. *detect* reads the gradients once, for
+overflow flags and norms. *control* decides whether to skip, computes the next scale, and advances
+the scalar states. *update* applies the rule, or returns at once. If the rule needs sums over whole
+parameters, a fourth pass, *reduce*, computes them before update. :func:`run` calls the passes in
+order; a :class:`Backend` carries them out.
 """
 
 from abc import ABC, abstractmethod
@@ -29,25 +30,25 @@ __all__ = ["Backend", "run"]
 
 
 class Backend(ABC):
-    """How the three passes are carried out; see ``eager``, ``multi_tensor`` and others."""
+    """How the passes of a step are carried out; the backends are ``eager``, ``cpu``, ``triton``."""
 
     name: ClassVar[str]
     host_sees: ClassVar[bool] = False
-    """Whether the host reads this backend's tensors at no cost, so that it need not avoid it."""
+    """Whether tensors are on the host, so that reading one does not synchronize."""
 
     def prepare(self, work: Work, *, decides: bool) -> None:  # noqa: B027  # most need nothing
-        """Do for :meth:`reduce` and :meth:`update` what may fail, before anything is changed.
+        """Run the part of :meth:`reduce` and :meth:`update` that may fail, before any change.
 
         Args:
-            work: to be stepped.
-            decides: whether :meth:`control` decides with this work. Otherwise the decision comes
+            work: the rows of one device.
+            decides: whether :meth:`control` is called with this work. Otherwise the decision comes
                 from another device.
         """
 
     def prepare_gradients(self, work: Work, request: Request, *, decides: bool) -> None:  # noqa: B027
-        """Do what may fail for :meth:`accumulate`, or :meth:`detect` that writes.
+        """Run the part of :meth:`accumulate`, or of a writing :meth:`detect`, that may fail.
 
-        It is called for the work of every device before gradients or sums of any are changed.
+        Called for the works of all devices before any gradient or sum changes.
 
         Args:
             work: the rows and gradients of one device.
@@ -57,42 +58,47 @@ class Backend(ABC):
 
     @abstractmethod
     def detect(self, work: Work, request: Request) -> Partials:
-        """Read every gradient once; store it unscaled if ``request.write``."""
+        """Read every gradient once: test it for inf/NaN, sum its squares, measure it.
+
+        Stores it unscaled if ``request.write``.
+        """
 
     @abstractmethod
     def accumulate(self, work: Work, request: Request) -> Partials:
-        """Add every gradient, unscaled, to the sum that its row has in place of a parameter.
+        """Add every gradient, unscaled, to ``row.param``, which holds a sum.
 
-        Judges as :meth:`detect` does, and the sum too. The flag of a row says that nothing is in
-        its sum yet, which then is only written. With ``request.found_inf`` more than 0, all sums
-        stay as they are, and are 0 where nothing was in them.
+        Tests gradients as :meth:`detect` does, and the sums too. A sum whose flag says that it is
+        empty is overwritten without being read. If ``request.found_inf`` is more than 0, no sum
+        changes, but empty ones become 0.
         """
 
     @abstractmethod
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
-        """Decide from what was found. May advance the scalars of ``work`` if ``request.apply``."""
+        """Decide whether to skip, and compute clip coefficient and next scale.
+
+        May advance the scalar states of ``work`` if ``request.apply``.
+        """
 
     @abstractmethod
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
-        """Sum up terms over rows and columns, of what is here of parameters.
+        """Sum the terms of ``rule.averages`` over rows and columns, of sharded parameters at least.
 
-        Of those that are spread over ranks, at least; and nothing of a step that the host sees to
-        be skipped.
+        The sums are over the shards of this rank. Empty if the host knows that the step is skipped.
         """
 
     @abstractmethod
     def reduce(self, work: Work, decision: Decision) -> Tensor:
-        """Sum up the terms of the rule over each row, without a change to any.
+        """Sum the terms of ``rule.reduce`` over each parameter. Changes no parameter or state.
 
         Returns:
-            ``widest``, shape (rows, terms). The same bits each time.
+            ``widest``, shape (rows, terms); the same bits in each run.
         """
 
     @abstractmethod
     def update(self, work: Work, decision: Decision) -> None:
-        """Apply the rule to every row, or leave every bit as it was.
+        """Apply the rule to every row, or change nothing if the decision is to skip.
 
-        Advances the scalars first, unless ``decision.h`` says that control did.
+        Advances the scalar states first, unless control did: then ``decision.h`` is set.
         """
 
     def note(
@@ -105,22 +111,25 @@ class Backend(ABC):
         *,
         notes_step: bool,
     ) -> None:
-        """Add a step to a ledger; see :func:`ampopt_kernels.ledger.note`."""
+        """Record a step in a ledger; see :func:`ampopt_kernels.ledger.note`."""
         note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
 
 
 def run(
     backend_for: Callable[[torch.device], Backend], works: Sequence[Work], request: Request
 ) -> Decision:
-    """One step over the work of each device, under one decision.
+    """Run one step over the works of all devices, with one decision for all of them.
 
-    The decision is made on the first device from what all of them found, so that all of them
-    skip, clip and rescale alike. Does not synchronize, unless the host is one of several devices.
+    The first device decides, from the flags and norms of all devices. Does not synchronize, unless
+    the CPU is one of several devices.
 
     Args:
-        backend_for: gives the backend for a device.
+        backend_for: returns the backend for a device.
         works: one for each device.
-        request: what is asked of all of them.
+        request: options of the step.
+
+    Returns:
+        The decision, on the device of the first work.
     """
     first, *others = works
     reads = request.needs_agreement or request.write or request.measure or request.accumulate
@@ -130,21 +139,21 @@ def run(
         for backend, work in zip(backends, works, strict=True):
             backend.prepare(work, decides=work is first)
     if request.write or request.accumulate:
-        for backend, work, its_own in zip(backends, works, requests, strict=True):
-            backend.prepare_gradients(work, its_own, decides=work is first)
-    asked, partials = requests[0], None
+        for backend, work, on_device in zip(backends, works, requests, strict=True):
+            backend.prepare_gradients(work, on_device, decides=work is first)
+    first_request, partials = requests[0], None
     if reads:
-        found = []
-        for backend, work, its_own in zip(backends, works, requests, strict=True):
+        results = []
+        for backend, work, on_device in zip(backends, works, requests, strict=True):
             detect = backend.accumulate if request.accumulate else backend.detect
-            found.append(detect(work, its_own))
-        partials = found[0] if not others else _joined(found, first.device)
+            results.append(detect(work, on_device))
+        partials = results[0] if not others else _joined(results, first.device)
         if request.agree is not None:
-            agreed = request.agree(partials, asked.found_inf, first.device)
-            partials = replace(agreed, found=(*partials.found, *agreed.found))
-            if request.check:  # else nothing is judged but the norm, and the flag is known to all
-                asked = replace(asked, found_inf=None)
-    decision = backends[0].control(first, asked, partials)
+            reduced = request.agree(partials, first_request.found_inf, first.device)
+            partials = replace(reduced, found=(*partials.found, *reduced.found))
+            if request.check:  # if not, it was not all-reduced: every rank has the same flag
+                first_request = replace(first_request, found_inf=None)
+    decision = backends[0].control(first, first_request, partials)
     if request.apply:
         decisions = [decision]
         for work in others:
@@ -154,28 +163,28 @@ def run(
         steps = list(zip(backends, works, decisions, strict=True))
         if first.rule is not None and first.rule.reduces:
             if request.agree_on_lines is not None:
-                found = [backend.line_sums(work, its_own) for backend, work, its_own in steps]
-                lines = request.agree_on_lines(works, found)
+                here = [backend.line_sums(work, decided) for backend, work, decided in steps]
                 steps = [
-                    (*step[:2], replace(step[2], lines=own))
-                    for step, own in zip(steps, lines, strict=True)
+                    (*step[:2], replace(step[2], lines=lines))
+                    for step, lines in zip(steps, request.agree_on_lines(works, here), strict=True)
                 ]
-            sums = [backend.reduce(work, its_own) for backend, work, its_own in steps]
-            known = over_all(works, sums, request.agree_on_sums)
+            sums = [backend.reduce(work, decided) for backend, work, decided in steps]
+            over_devices = over_all(works, sums, request.agree_on_sums)
             steps = [
-                (*step[:2], replace(step[2], sums=s)) for step, s in zip(steps, known, strict=True)
+                (*step[:2], replace(step[2], sums=totals))
+                for step, totals in zip(steps, over_devices, strict=True)
             ]
-        for backend, work, its_own in steps:
+        for backend, work, decided in steps:
             if work.keys:
-                take_keys(work.keys, its_own.skip)
-            backend.update(work, its_own)
+                take_keys(work.keys, decided.skip)
+            backend.update(work, decided)
     for work in works:
         work.uploads.keep_while_captured(work.device, work.row_column_factors)
     return decision
 
 
 def _on(device: torch.device, request: Request) -> Request:
-    """``request`` with the scale and the flag from elsewhere where a kernel can read them."""
+    """``request`` with scale and ``found_inf`` copied to ``device``."""
     scale, flag = request.scale, request.found_inf
     if (scale is None or scale.device == device) and (flag is None or flag.device == device):
         return request
@@ -184,6 +193,7 @@ def _on(device: torch.device, request: Request) -> Request:
 
 
 def _joined(parts: list[Partials], device: torch.device) -> Partials:
+    """The partials of several devices as one, on ``device``."""
     squares = None
     if all(p.squares is not None for p in parts):
         wide = widest(device)

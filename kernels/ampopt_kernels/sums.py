@@ -1,4 +1,4 @@
-"""Sums over parameters, as ``Rule.reduce`` asks for them: those of all devices, and all ranks."""
+"""The sums that ``Rule.reduce`` asks for, over the shards and devices of all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,13 +16,13 @@ __all__ = ["AgreeOnSums", "Sums", "over_all"]
 
 
 class Sums(NamedTuple):
-    """What was summed up, in ``widest``; see ``tensors``.
+    """Sums of the terms of ``Rule.reduce``; undefined in a skipped step.
 
-    Of a skipped step they may be anything.
+    ``widest`` is float64, or float32 on devices without float64; see ``tensors``.
 
     Attributes:
-        each: shape (rows, terms): over each parameter.
-        totals: shape (terms,): over all of them.
+        each: sums over each parameter: ``widest``, shape (rows, terms).
+        totals: sums over all parameters: ``widest``, shape (terms,).
     """
 
     each: Tensor
@@ -30,34 +30,37 @@ class Sums(NamedTuple):
 
 
 AgreeOnSums = Callable[[Sequence["Work"], Sums], Sums]
-"""Makes of what was summed up here, over the rows of the works in their order, the sums over whole
-parameters and over those of all ranks, on the device where they are."""
+"""All-reduces the sums of this rank, over the rows of all works in their order. Returns the sums
+over whole parameters, and totals over the parameters of all ranks, on the same device."""
 
 
 def over_all(
     works: Sequence["Work"], sums: Sequence[Tensor], agree: AgreeOnSums | None
 ) -> list[Sums]:
-    """The sums for each work, of what is on all devices, and on all ranks.
+    """The sums over all devices and ranks, for each work on its device.
 
     Args:
         works: one for each device.
-        sums: of the rows of each: shape (rows, terms).
-        agree: of the ranks, if there are several.
+        sums: for each work, the sums over its rows: ``widest``, shape (rows, terms).
+        agree: all-reduces over ranks; ``None`` for one rank.
     """
-    home = sums[0].device
-    each = torch.cat([to_device(s, home, widest(home)) for s in sums]) if len(sums) > 1 else sums[0]
+    device = sums[0].device
+    each = sums[0]
+    if len(sums) > 1:
+        each = torch.cat([to_device(s, device, widest(device)) for s in sums])
     in_norm = each
     if not all(row.in_norm for work in works for row in work.rows):
+        # Replicated parameters count once in the totals.
         counts = [float(row.in_norm) for work in works for row in work.rows]
-        mask = works[0].uploads.get("counted rows", counts, torch.float32, home)
+        mask = works[0].uploads.get("counted rows", counts, torch.float32, device)
         in_norm = torch.where(mask[:, None] > 0, each, 0.0)
-    found = Sums(each, in_norm.sum(0))
+    over_ranks = Sums(each, in_norm.sum(0))
     if agree is not None:
-        found = agree(works, found)
+        over_ranks = agree(works, over_ranks)
     if len(works) == 1:
-        return [found]
-    parts = found.each.split([len(work.rows) for work in works])
+        return [over_ranks]
+    parts = over_ranks.each.split([len(work.rows) for work in works])
     return [
-        Sums(*(to_device(x, work.device, widest(work.device)) for x in (part, found.totals)))
+        Sums(*(to_device(x, work.device, widest(work.device)) for x in (part, over_ranks.totals)))
         for work, part in zip(works, parts, strict=True)
     ]

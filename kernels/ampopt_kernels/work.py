@@ -1,4 +1,4 @@
-"""The tensors of one step: :class:`Row`, one parameter's, and :class:`Work`, one device's rows."""
+"""The tensors of one step: a :class:`Row` for each parameter, a :class:`Work` for each device."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -20,17 +20,33 @@ __all__ = ["Row", "Work"]
 
 @dataclass(slots=True)
 class Row:
-    """One parameter's tensors, all real, dense and laid out alike, but for the gradient.
+    """The tensors of one parameter in a step, but for its gradient, which changes at every step.
 
-    That is another one at every step, laid out alike too, and among :attr:`Work.grads`. ``state``
-    follows ``rule.state_for(flags)``; ``scalars`` follows ``rule.scalar_state``, with
-    ``None`` where the flags leave one out. A row that is only to be read has no ``param``. Where
-    ``param`` is a float32 master, ``copy`` is the low-precision parameter that gets it rounded.
-    Where several ranks hold a parameter alike, it is ``in_norm`` towards the norm on one of them.
-    A bfloat16 parameter that is rounded stochastically has ``keys``, of which each step takes one,
-    0-d int64; see ``stochastic``. The chances of its elements, and random numbers of a rule, follow
-    from their ``places`` in the whole parameter; where there are neither, ``places`` say nothing.
-    Beside states of rows and columns, its ``marginals``, all tensors are contiguous.
+    The gradient is in :attr:`Work.grads`. All tensors are real (a complex parameter has its real
+    view), dense, and have the strides of the parameter; they are contiguous if the row has
+    ``marginals``. ``n`` is the number of elements that this rank has of the parameter.
+
+    Attributes:
+        grad_dtype: dtype of the gradient.
+        param: the parameter, or its float32 master weight: n elements, float16, bfloat16, float32
+            or float64. ``None`` in a row whose gradient is only read.
+        state: elementwise states, in the order of ``rule.state_for(flags)``: n elements each, in
+            the dtype that the rule declares.
+        copy: the low-precision parameter that gets ``param`` rounded, if ``param`` is a master
+            weight: n elements, float16 or bfloat16.
+        scalars: scalar states, 0-d, float32 or float64, in the order of ``rule.scalar_state``;
+            ``None`` for each that does not exist under ``flags``.
+        flags: values of ``rule.flags``. In a step that accumulates, one flag: whether the sum,
+            which is then ``param``, is still empty.
+        group: index of the param group in :attr:`Work.hyper`.
+        in_norm: whether this rank adds the gradient to the global norm. One of the ranks that
+            replicate a parameter does.
+        owner: name and ``id`` of the parameter, for messages.
+        keys: the key that stochastic rounding to bfloat16 uses in this step, and advances: 0-d
+            int64. ``None`` if the parameter is rounded to nearest. See ``stochastic``.
+        places: indices of the elements in the whole parameter, from which random numbers are
+            computed. Unused if nothing is drawn.
+        marginals: states of one value for each matrix row or column, if the rule has any.
     """
 
     grad_dtype: torch.dtype
@@ -48,44 +64,46 @@ class Row:
 
     @property
     def written(self) -> tuple[Tensor, ...]:
-        """Parameter, states and copy: what ``update`` writes, in its order."""
+        """The tensors that ``update`` writes, in its order: parameter, states, copy."""
         return tuple(t for t in (self.param, *self.state, self.copy) if t is not None)
 
     def row_column_factors(self, start: int, end: int) -> tuple[Tensor, ...]:
-        """What a rule reads of rows and columns for the elements from ``start`` to ``end``."""
+        """The row and column factors of the elements from ``start`` to ``end``, each 1-d."""
         return () if self.marginals is None else self.marginals.at(start, end)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the gradient and of what is written."""
+        """The dtypes of the gradient and of the tensors in :attr:`written`."""
         return (self.grad_dtype, *(t.dtype for t in self.written))
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What one launch must have in common: all that is compiled for a row."""
+        """Everything about a row that is compiled in: rows of one launch have the same kind."""
         jumps = len(self.places.jumps)
         return self.dtypes, self.flags, self.copy is not None, self.keys is not None, jumps
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The arithmetic dtype: float64 for float64 gradients or parameters, else float32."""
-        given = (self.grad_dtype,) if self.param is None else (self.grad_dtype, self.param.dtype)
-        return arithmetic(*given)
+        dtypes = (self.grad_dtype,) if self.param is None else (self.grad_dtype, self.param.dtype)
+        return arithmetic(*dtypes)
 
 
 @dataclass
 class Work:
-    """The rows of one device.
+    """The rows of one device, and the gradients and hyperparameters of one step.
 
     Attributes:
-        rows: in any order; a row may have no elements.
-        grads: of the rows in their order, in this step; none between steps.
-        hyper: the hyperparameters of each group, as ``rule.hyper_values`` gives them.
-        rule: ``None`` where gradients are only read.
-        uploads: what the device already holds of the tables, kept from step to step.
-        table: the backend's own form of the rows, once it has made one. It outlasts the
-            gradients of one step.
-        grads_version: changes whenever there are other gradients.
+        device: where all tensors of the rows are.
+        rows: one for each parameter that has a gradient, in any order. A row may have no elements.
+        grads: the gradient of each row, with the strides of its ``param``; empty between steps.
+        rule: the update rule; ``None`` if gradients are only read or accumulated.
+        hyper: for each param group, the numbers that ``rule.hyper_values`` returns.
+        uploads: tables that are on the device already, kept from step to step.
+        table: the backend's own form of the rows, kept from step to step; ``None`` until the
+            backend makes it.
+        grads_version: a count that goes up when ``grads`` are replaced, so that a backend knows
+            when addresses in its table are out of date.
     """
 
     device: torch.device
@@ -99,12 +117,12 @@ class Work:
 
     @functools.cached_property
     def owners(self) -> list[Owner]:
-        """Whose each row is."""
+        """The owner of each row."""
         return [row.owner for row in self.rows]
 
     @functools.cached_property
     def keys(self) -> list[Tensor]:
-        """Of the rows that are rounded stochastically."""
+        """The keys of the rows that are rounded stochastically: 0-d int64 each."""
         return [row.keys for row in self.rows if row.keys is not None]
 
     @functools.cached_property
@@ -113,18 +131,26 @@ class Work:
         return [row.compute_dtype for row in self.rows]
 
     def take(self, grads: list[Tensor], hyper: Sequence[Sequence[float | Tensor]]) -> None:
-        """Work on these from now on, each gradient laid out as the one in its place before."""
+        """Replace gradients and hyperparameters.
+
+        Args:
+            grads: one for each row, with the strides and dtype of the one that it replaces.
+            hyper: as :attr:`hyper`.
+        """
         self.grads, self.hyper = grads, hyper
         self.grads_version += 1
 
     @property
     def row_column_factors(self) -> Iterator[Tensor]:
-        """What kernels read of rows and columns, made for these rows alone."""
+        """The row and column factors of all rows; see :attr:`Marginals.factors`."""
         return (f for row in self.rows if row.marginals is not None for f in row.marginals.factors)
 
     @functools.cached_property
     def scalar_dtypes(self) -> tuple[torch.dtype, ...]:
-        """What each of the scalar states is kept in, in every row that has it."""
+        """The dtype of each scalar state, the same in every row that has it.
+
+        float32 for one that no row has.
+        """
         n = 0 if self.rule is None else len(self.rule.scalar_state)
         columns = ((s for row in self.rows for s in row.scalars[i : i + 1]) for i in range(n))
         return tuple(
@@ -133,5 +159,5 @@ class Work:
 
     @property
     def float64(self) -> bool:
-        """Whether all of the arithmetic is float64. None is not."""
+        """Whether all rows compute in float64; ``False`` if there are no rows."""
         return bool(self.rows) and all(row.compute_dtype == torch.float64 for row in self.rows)

@@ -280,7 +280,7 @@ def test_declarations_that_lack_a_part_are_refused(changes, message):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"shape": "diagonal"}, "choose 'rows' or 'columns'"), ({"init": "param"}, "cannot begin")],
+    [({"shape": "diagonal"}, "choose 'rows' or 'columns'"), ({"init": "param"}, "init='param'")],
 )
 def test_states_that_cannot_be_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
