@@ -1,8 +1,8 @@
 """Check the gradients of one or several optimizers of any class for inf/NaN, and unscale them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.skip_checks import CheckSettings, SkipChecks
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import dense_like, overlaps_itself, widest
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Row, Work
 
 __all__ = [
+    "Check",
     "SkipCauses",
     "check_and_unscale",
     "check_and_unscale_held",
@@ -189,6 +191,23 @@ def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
     return None if first is None else first.device
 
 
+class Check(NamedTuple):
+    """One check of a step, as an :class:`ampopt.skip_when` asks for it.
+
+    Attributes:
+        settings: cause and limits.
+        value: to check, ``widest``, 0-d; ``None`` for the norm of the gradients.
+        statistics: ``widest``, shape (3,), see :class:`ampopt_kernels.skip_checks.SkipChecks`;
+            ``None`` if the check has none.
+        then: called after the decision with whether no gradient overflowed, a bool, 0-d.
+    """
+
+    settings: CheckSettings
+    value: Tensor | None = None
+    statistics: Tensor | None = None
+    then: Callable[[Tensor], None] | None = None
+
+
 class SkipCauses:
     """Evaluates skip conditions (``skip_when``) between the check for inf/NaN and the decision.
 
@@ -198,11 +217,12 @@ class SkipCauses:
     def __init__(self, request: Request) -> None:
         """Store ``request``, whose ``causes`` are the skip conditions."""
         self._request = request
+        self._works: Sequence[Work] = ()
         self._cause: Tensor | None = None
 
     def run(self, works: Sequence[Work]) -> Decision:
         """Run ``works``; where a skip condition held, leave the scale as it was."""
-        request = self._request
+        request, self._works = self._request, works
         measures = any(cause.needs_norm for cause, _ in request.causes)
         max_norm = float("inf") if request.max_norm is None and measures else request.max_norm
         decision = run(backend_for, works, replace(request, agree=self, max_norm=max_norm))
@@ -225,28 +245,46 @@ class SkipCauses:
         if vote is not None:
             found, flag = vote(found, flag, device), None
             loss_of_all = vote.loss
-        flags = found.flags_on(device)
-        bad = flags.amax() > 0 if flags.numel() else torch.zeros((), device=device) > 0
-        if flag is not None:
-            bad = bad | (flag.reshape(()) > 0)
-        values: dict[str, Tensor] = {}
-        if found.squares is not None:
-            values["norm"] = found.squares.sum().sqrt()
-        total: Any = torch.zeros((), dtype=widest(device), device=device)
-        evaluated = []
+        checks: list[Check] = []
         for cause, loss in self._request.causes:
             if loss_of_all is not None:
-                values["loss"] = loss_of_all
+                loss = loss_of_all
             elif loss is not None:
-                values["loss"] = to_device(loss.detach().reshape(()), device, widest(device))
-            reason, result = cause.evaluate(values)
-            evaluated.append((cause, dict(values), result))
-            total = torch.where(total > 0, total, reason)
-        self._cause = torch.where(bad, 0.0, total)
-        for cause, used, result in evaluated:
-            cause.update_from(used, result, self._cause, bad)
-        joined, squares = (bad | (self._cause > 0)).to(torch.float32).reshape(1), found.squares
-        if squares is not None:  # one flag for each partial norm; a rank may have none
-            squares = squares if squares.numel() else squares.new_zeros(1)
-            joined = joined.repeat(squares.numel())
-        return Partials(joined, squares, found.found)
+                loss = to_device(loss.detach().reshape(()), device, widest(device))
+            checks += cause.checks(found.squares, loss, device)
+        stored = [check.statistics for check in checks]
+        together = self._together(checks, device)
+        result = backend_for(device).find_cause(found, flag, together)
+        if together.statistics is not None and len(checks) > 1:
+            pairs = zip(stored, together.statistics.unbind(), strict=True)
+            rows = [(old, new) for old, new in pairs if old is not None]
+            copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+            copy([old for old, _ in rows], [new for _, new in rows])
+        then = [check.then for check in checks if check.then is not None]
+        if then:
+            finite = (result.flag.reshape(()) <= 0) | (result.cause > 0)
+            for update in then:
+                update(finite)
+        self._cause = result.cause
+        return Partials(result.flag, result.squares, found.found)
+
+    def _together(self, checks: Sequence[Check], device: torch.device) -> SkipChecks:
+        """All of ``checks``, each a row of the tensors."""
+        numbers = [number for check in checks for number in check.settings]
+        uploads = self._works[0].uploads
+        settings = uploads.get("skip checks", numbers, widest(device), device)
+        return SkipChecks(
+            settings.view(len(checks), -1),
+            _stacked([check.value for check in checks]),
+            _stacked([check.statistics for check in checks]),
+        )
+
+
+def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """The tensors as rows of one, with some other row where there is none; a view if of one."""
+    anything = next((row for row in rows if row is not None), None)
+    if anything is None:
+        return None
+    if len(rows) == 1:
+        return anything.unsqueeze(0)
+    return torch.stack([anything if row is None else row for row in rows])

@@ -1,5 +1,6 @@
 """Further causes for which steps are skipped, judged on the device."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -7,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._step.overflow import Check
 from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.skipping.histories import Running, RunningStatistics, WindowStatistics
 from ampopt_kernels.ledger import CAUSES
+from ampopt_kernels.skip_checks import CheckSettings
+from ampopt_kernels.tensors import widest
 
 __all__ = ["skip_when"]
 
@@ -174,32 +178,36 @@ class skip_when:
         """Whether the loss is to be had."""
         return "loss" in self._watched
 
-    def evaluate(self, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Why to skip a step with these ``values``, and what each history says of its own.
+    def checks(
+        self, squares: Tensor | None, loss: Tensor | None, device: torch.device
+    ) -> list[Check]:
+        """The checks of one step.
 
-        Returns:
-            The cause, counted as in :data:`ampopt_kernels.ledger.CAUSES`, 0 for none; 0-d.
+        Args:
+            squares: sums of squares of parts of the gradients, if this needs the norm.
+            loss: of the step, ``widest``, 0-d, if this needs it.
+            device: where the step is decided on.
         """
-        cause: Tensor | None = None
-        judged = {}
+        checks = []
         for what in self._watched:
-            value, limit = values[what], self._limits[what]
-            # So that NaN, which is neither more nor less than anything, is bad.
-            bad = torch.zeros_like(value, dtype=torch.bool) if limit is None else ~(value <= limit)
-            if what in self._histories:
-                judged[what] = self._histories[what].evaluate(value)
-                bad = bad | judged[what]
-            mine = bad * float(1 + CAUSES.index(what))
-            cause = mine if cause is None else torch.where(cause > 0, cause, mine)
-        assert cause is not None
-        return cause, judged
-
-    def update_from(
-        self, values: Mapping[str, Tensor], judged: Mapping[str, Tensor], cause: Tensor, bad: Tensor
-    ) -> None:
-        """Take in ``values``, ``judged`` so, of a step skipped for ``cause``, or ``bad``."""
-        for what, history in self._histories.items():
-            history.update_from(values[what], judged[what], taken=(cause == 0) & ~bad, finite=~bad)
+            history, limit = self._histories.get(what), self._limits[what] or -1.0
+            cause, of_norm = float(1 + CAUSES.index(what)), float(what == "norm")
+            value = None if of_norm else loss
+            if isinstance(history, WindowStatistics):  # which torch operations evaluate
+                if squares is not None and of_norm:
+                    value = squares.sum().sqrt()
+                assert value is not None
+                outlier = history.evaluate(value)
+                settings = CheckSettings(cause, 0.5, 0.0, math.inf, of_norm=0.0)
+                then = functools.partial(history.update_from, value, outlier)
+                checks.append(Check(settings, outlier.to(widest(device)), then=then))
+            elif isinstance(history, Running):
+                settings = CheckSettings(cause, limit, history.deviations, history.warmup, of_norm)
+                checks.append(Check(settings, value, history.numbers_on(device)))
+            else:
+                settings = CheckSettings(cause, limit, 0.0, math.inf, of_norm)
+                checks.append(Check(settings, value))
+        return checks
 
     def _begin(
         self,

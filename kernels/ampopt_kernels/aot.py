@@ -32,7 +32,7 @@ import torch
 
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import gpu_target
-from ampopt_kernels.decision import Request
+from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.found import Found
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.ledger import ChunkRange, RecordedStep, zeros
@@ -40,6 +40,7 @@ from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.skip_checks import SkipChecks
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.work import Row, Work
@@ -51,6 +52,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 REQUESTS = (
     "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned", "watched",
     "accumulate", "accumulate anew", "accumulate or reject", "by chance", "by chance in columns",
+    "skip checks",
 )  # fmt: skip
 """What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
 QUICK = "of flags, only none and all, in turn but for float32; of targets, one in turn"
@@ -94,7 +96,7 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The pass: detect, accumulate, control, line, reduce and its sum, or update."""
+        """The pass: detect, accumulate, skip_checks, control, line, reduce, its sum, or update."""
         return self.kernel.fn.__name__.removesuffix("_kernel")
 
     def variant(self, case: Case) -> str:
@@ -170,7 +172,7 @@ class Report:
         if self.error:
             return f"{line} failed {self.error}"
         line += f" ok registers={self.registers} spills={self.spills}"
-        if self.kernel in ("control", "sum", "watch"):
+        if self.kernel in ("control", "skip_checks", "sum", "watch"):
             return line  # reads a few numbers for each parameter
         vectorized = "yes" if self.vectorized else "no"
         return f"{line} vectorized={vectorized} barriers={self.barriers} bytes={self.bytes:g}"
@@ -224,6 +226,7 @@ def launches(case: Case) -> list[Launch]:
         "unscale": Request(scale=scale, write=True, apply=False),
         "unaligned": Request(scale=scale),
         "watched": Request(scale=scale, measure=True),
+        "skip checks": Request(scale=scale, max_norm=1.0),
         "by chance": Request(check=False),
         "by chance in columns": Request(check=False),
         "accumulate": Request(scale=scale, accumulate=True, apply=False),
@@ -241,6 +244,10 @@ def launches(case: Case) -> list[Launch]:
         (found,) = (part for part in decision.found if isinstance(part, Found))
         where = (zeros(1, 1, work.device), attempt, found, [ChunkRange(0, 1, 0)])
         backend.note(*where, work.uploads, notes_step=True)
+    if case.request == "skip checks":
+        numbers = torch.zeros(1, 5, dtype=torch.float64)
+        partials = Partials(torch.zeros(1), numbers[0])
+        backend.find_cause(partials, scale, SkipChecks(numbers, numbers[0], numbers[:, :3]))
     return recorded
 
 

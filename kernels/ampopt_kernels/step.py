@@ -20,6 +20,7 @@ from ampopt_kernels.devices import to_device
 from ampopt_kernels.found import Found
 from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep, note
 from ampopt_kernels.marginals import LineSums
+from ampopt_kernels.skip_checks import FoundCause, SkipChecks, find_cause
 from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import over_all
 from ampopt_kernels.tensors import widest
@@ -100,6 +101,16 @@ class Backend(ABC):
 
         Advances the scalar states first, unless control did: then ``decision.h`` is set.
         """
+
+    def find_cause(
+        self, partials: Partials, found_inf: Tensor | None, checks: SkipChecks
+    ) -> FoundCause:
+        """Check norm and loss of a step; see :func:`ampopt_kernels.skip_checks.find_cause`.
+
+        On the device of ``checks``.
+        """
+        flags = partials.flags_on(checks.settings.device)
+        return find_cause(flags, partials.squares, found_inf, checks)
 
     def note(
         self,

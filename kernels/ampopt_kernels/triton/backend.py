@@ -15,6 +15,7 @@ from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, Ledger, RecordedS
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.native import objects
 from ampopt_kernels.rule import keep, keep_all
+from ampopt_kernels.skip_checks import FoundCause, SkipChecks
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.triton.accumulate import accumulate_kernel
@@ -23,6 +24,7 @@ from ampopt_kernels.triton.detect import detect_kernel
 from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, Launcher, launch
 from ampopt_kernels.triton.lines import Lines, advance_marginals, line_kernel, line_launches
 from ampopt_kernels.triton.reduce import reduce_kernel, sum_kernel
+from ampopt_kernels.triton.skip_checks import skip_checks_kernel
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
 from ampopt_kernels.triton.watch import watch_kernel
@@ -243,6 +245,44 @@ class Triton(Backend):
         arguments = _sum_over_parts(work, parts, sums)
         self._launch(work.device, sum_kernel, len(work.rows), arguments)
         return sums
+
+    def find_cause(
+        self, partials: Partials, found_inf: Tensor | None, checks: SkipChecks
+    ) -> FoundCause:
+        """See :meth:`Backend.find_cause`. One launch."""
+        settings, values, statistics = checks
+        device, squares = settings.device, partials.squares
+        flags = partials.flags_on(device)
+        cause = torch.empty((), dtype=torch.float64, device=device)
+        found = FoundCause(
+            flag=torch.empty(1, dtype=torch.float32, device=device),
+            cause=cause,
+            squares=None if squares is None else torch.empty_like(cause).reshape(1),
+        )
+
+        def given(tensor: Tensor | None) -> Tensor:
+            return cause if tensor is None else tensor  # any address serves for one never read
+
+        arguments = {
+            "flags": flags,
+            "squares": given(squares),
+            "n_parts": flags.numel(),
+            "external": given(found_inf),
+            "settings": settings,
+            "values": given(values),
+            "statistics": given(statistics),
+            "n_checks": settings.shape[0],
+            "flag_out": found.flag,
+            "cause_out": cause,
+            "squares_out": given(found.squares),
+            "HAS_EXTERNAL": found_inf is not None,
+            "HAS_NORM": squares is not None,
+            "HAS_VALUES": values is not None,
+            "HAS_STATISTICS": statistics is not None,
+            "PARTS": PARTS,
+        }
+        self._launch(device, skip_checks_kernel, 1, arguments)
+        return found
 
     def note(
         self,

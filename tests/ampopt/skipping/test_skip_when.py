@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.counted_operations import counted, silent_launches
 from support.optimizers import Plain
 from support.strategies import fewer
 from torch.nn import Parameter
@@ -355,6 +356,52 @@ def test_nothing_is_waited_for():
             give(param, norm, 1.0)
             result = optimizer.unscale_and_step(grads_scaled_by=1.0, loss=torch.tensor(norm))
     assert result.skipped
+
+
+@pytest.mark.parametrize(
+    ("limits", "at_most"),
+    [
+        ({"norm": 2.0}, 3),
+        ({"norm": 2.0, "norm_deviations": 6.0}, 3),
+        ({"loss_deviations": 6.0}, 4),
+        ({"norm_deviations": 6.0, "loss": 2.0, "loss_deviations": 6.0}, 7),
+    ],
+)
+def test_checks_are_one_launch_and_a_handful_of_operations(backend, monkeypatch, limits, at_most):
+    if backend != "triton":
+        return  # whose launches are torch operations
+    param = Parameter(torch.ones(4))
+    optimizer = ampopt.AdamW([param])
+    ampopt.skip_when(optimizer, **limits)
+    scale: Any = ampopt.DynamicLossScale()
+    loss = torch.tensor(1.0)
+    param.grad = torch.ones_like(param)
+
+    def step() -> None:
+        nonlocal scale
+        scale = optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss).scale
+
+    with silent_launches(monkeypatch) as launches:
+        step()
+        operations = counted(step)
+    assert operations.total() <= at_most
+    assert launches["skip_checks_kernel"] == 2
+
+
+def test_several_causes_tell_the_first_and_learn_only_from_steps_that_none_skips():
+    optimizer, param = made(ampopt.SGD)
+    watch = ampopt.Watch(optimizer)
+    ampopt.skip_when.like("llm.c", optimizer, loss_deviations=6.0)
+    deviations = ampopt.skip_when(optimizer, norm=8.0, norm_deviations=2.0, warmup=3)
+    ampopt.skip_when(optimizer, loss=4.0)
+    skipped = []
+    for norm, loss in ((1.0, 1.0), (1.5, 9.0), (1.5, 1.0), (1.25, 1.0), (9.0, 9.0), (2.5, 1.0)):
+        give(param, norm, 1.0)
+        result = optimizer.unscale_and_step(grads_scaled_by=1.0, loss=torch.tensor(loss))
+        skipped.append(result.skipped)
+    assert skipped == [False, True, False, False, True, True]
+    assert watch.read()["skipped_by"] == {"overflow": 0, "norm": 2, "loss": 1}
+    assert deviations.state_dict() == {"norm": [3.0, 1.25, 0.125]}
 
 
 def test_several_optimizers_skip_together():
