@@ -58,6 +58,7 @@ def expected(checks, norm, overflow, reads_statistics):
 )
 @example([(CheckSettings(2.0, 2.0, 0.0, INF, 1.0), 0.0, (0.0, 0.0, 0.0))], [2.0], "none", False)
 @example([(CheckSettings(3.0, -1.0, 2.0, 2.0, 0.0), NAN, (2.0, 1.5, 0.5))], [], "none", True)
+@example([(CheckSettings(3.0, -1.0, 2.0, 3.0, 0.0), INF, (1.0, 1.5, 0.0))], [], "none", True)
 def test_finds_the_first_cause_and_updates_the_statistics(
     engine, checks, roots, flags, reads_statistics
 ):
