@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
+from ampopt._step.all_reduce import Agreement
 from ampopt._step.overflow import check_and_unscale, check_and_unscale_held, device_of
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, request_for, successor_of
@@ -134,7 +135,7 @@ def _device_of(optimizers: list[Optimizer]) -> torch.device:
 def _end_cycles(
     optimizers: list[Optimizer],
     request: Request,
-    agreement: ranks.Agreement | None,
+    agreement: Agreement | None,
     device: torch.device,
 ) -> Decision | None:
     """End the accumulation cycles of all optimizers; check, and measure, all sums together.

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, ranks
+from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, ClosedCycle, refuse_sparse
+from ampopt._step.all_reduce import Agreement
 from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere
 from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
@@ -30,7 +31,7 @@ __all__ = ["end_cycles"]
 def end_cycles(
     sums: Sequence[Accumulation],
     request: Request,
-    agreement: ranks.Agreement | None,
+    agreement: Agreement | None,
     decision_device: torch.device,
     *,
     wide: Sequence[bool],
@@ -93,7 +94,7 @@ def end_cycles(
 def _decided(
     closed: list[ClosedCycle],
     request: Request,
-    agreement: ranks.Agreement | None,
+    agreement: Agreement | None,
     decision_device: torch.device,
     uploads: dict[torch.device, Uploads],
 ) -> Decision | None:
@@ -115,7 +116,7 @@ def _decided(
 def _skip(
     closed: list[ClosedCycle],
     found_inf: Tensor,
-    agreement: ranks.Agreement | None,
+    agreement: Agreement | None,
     decision_device: torch.device,
 ) -> Tensor:
     """A tensor, more than 0 if an overflow skips the step.

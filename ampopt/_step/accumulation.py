@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ampopt._step import gradients, ranks
+from ampopt._step import gradients
+from ampopt._step.all_reduce import Agreement, FlagAllReduce
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere, device_of, works_of
 from ampopt._step.rank_messages import Call
@@ -119,9 +120,7 @@ class Accumulation(RefersToOptimizer):
     # --- filling ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def add(
-        self, request: Request, agreement: ranks.Agreement | None, drop: str
-    ) -> Decision | None:
+    def add(self, request: Request, agreement: Agreement | None, drop: str) -> Decision | None:
         """Unscale the gradients, add them to the sums, and clear them. Does not synchronize.
 
         Args:
@@ -165,7 +164,7 @@ class Accumulation(RefersToOptimizer):
         return cycle
 
     def _add(
-        self, cycle: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
+        self, cycle: AccumulationCycle, request: Request, agreement: Agreement | None
     ) -> Decision | None:
         decision, present = None, gradients.held(self.groups)
         self._check_sums(cycle)
@@ -249,7 +248,7 @@ class Accumulation(RefersToOptimizer):
 
     # --- the step ---------------------------------------------------------------------------------
 
-    def close(self, request: Request, agreement: ranks.Agreement | None) -> "ClosedCycle":
+    def close(self, request: Request, agreement: Agreement | None) -> "ClosedCycle":
         """Add what is in ``p.grad`` to the sums and end the cycle; open one if there is none.
 
         Args:
@@ -283,7 +282,7 @@ class Accumulation(RefersToOptimizer):
         self.cycle, self.swapped_in = None, True
 
     def _renormalise(
-        self, cycle: AccumulationCycle, request: Request, agreement: ranks.Agreement | None
+        self, cycle: AccumulationCycle, request: Request, agreement: Agreement | None
     ) -> Tensor:
         """Multiply the sums by ``calls / kept``, in place of the micro-batches that overflowed.
 
@@ -304,7 +303,7 @@ class Accumulation(RefersToOptimizer):
             ]
             agree = None
             if agreement is not None and checked:
-                agree = ranks.FlagAllReduce(agreement, asked, call=Call.RENORMALISES)
+                agree = FlagAllReduce(agreement, asked, call=Call.RENORMALISES)
             works = works_of(rows, sums, self.uploads["renormalise"])
             decision = run(backend_for, works, replace(asked, agree=agree))
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import ranks
+from ampopt._step.all_reduce import Agreement
 from ampopt._step.replay import Replay, Verdict
 from ampopt.loss_scale.arguments import (
     check_bool,
@@ -165,7 +165,7 @@ def _step_with_replays(
     closure: Callable[[Any], Any],
     evaluate: Callable[[Any], tuple[Any, Verdict]],
     given: Any,
-    agreement: ranks.Agreement | None,
+    agreement: Agreement | None,
     max_replays: int,
     preserve_rng: bool,
 ) -> StepResult:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
+from ampopt._step.all_reduce import Agreement
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_held, device_of
-from ampopt._step.ranks import Agreement
 from ampopt._step.sharding import dtensor
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version

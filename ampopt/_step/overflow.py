@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients, ranks
+from ampopt._step.all_reduce import Agreement, FlagAllReduce
 from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Partials, Request
@@ -65,7 +66,7 @@ def check_and_unscale(
 
 def decided_elsewhere(
     request: Request,
-    agreement: ranks.Agreement | None,
+    agreement: Agreement | None,
     device: torch.device | None,
     *,
     present: bool = False,
@@ -87,7 +88,7 @@ def decided_elsewhere(
     """
     if agreement is None or device is None or not request.needs_agreement:
         return None
-    vote = ranks.FlagAllReduce(agreement, request, present, call)
+    vote = FlagAllReduce(agreement, request, present, call)
     asked = replace(request, write=False, apply=False, agree=vote)
     decision = decide([Work(device, [])], asked)
     if decision.scale is None:
@@ -100,7 +101,7 @@ def decided_elsewhere(
 def check_and_unscale_held(
     held: Sequence[gradients.ParamWithGrad],
     request: Request,
-    agreement: ranks.Agreement | None,
+    agreement: Agreement | None,
     decision_device: torch.device | None,
     *,
     write: bool,
@@ -138,7 +139,7 @@ def check_and_unscale_held(
         rows.append(Row(grad.dtype, group=group, in_norm=in_norm, owner=owner))
     vote = None
     if agreement is not None and request.needs_agreement:
-        vote = ranks.FlagAllReduce(agreement, request, len(held), call)
+        vote = FlagAllReduce(agreement, request, len(held), call)
     asked = replace(request, write=write, apply=False, agree=vote)
     decision = decide(works_of(rows, grads, uploads), asked)
     for values, unscaled in copies:
@@ -240,7 +241,7 @@ class SkipCauses:
             flag: a flag from an earlier check; ``None`` without one.
             device: the device of the decision.
         """
-        vote: Any = self._request.agree  # a ranks.FlagAllReduce
+        vote: Any = self._request.agree  # a FlagAllReduce
         loss_of_all = None
         if vote is not None:
             found, flag = vote(found, flag, device), None

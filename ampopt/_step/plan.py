@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import ranks
+from ampopt._step.all_reduce import Agreement, FlagAllReduce
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
     check_and_unscale_held,
@@ -76,13 +77,10 @@ class Plan:
         self._rule, self._uploads = rule, uploads
         # Of the ranks that decide together, or why they cannot, where a step that asks them for
         # nothing can be taken all the same.
-        self._agreement: ranks.Agreement | None = None
+        self._agreement: Agreement | None = None
         self._apart: ranks.NoCommonGroupError | None = None
         try:
-            step_has_collectives = rule.averages is not None
-            self._agreement = ranks.agreement(
-                groups, optimizer.process_group, step_has_collectives=step_has_collectives
-            )
+            self._agreement = optimizer._ampopt.agreement()
         except ranks.NoCommonGroupError as error:
             if needs_agreement or rule.reduces:
                 raise
@@ -137,7 +135,7 @@ class Plan:
         if self._agreement is not None:
             vote = None
             if request.needs_agreement:
-                vote = ranks.FlagAllReduce(self._agreement, request, len(self._present))
+                vote = FlagAllReduce(self._agreement, request, len(self._present))
             asked = replace(
                 asked,
                 agree=vote,

@@ -28,7 +28,7 @@ __all__ = [
     "difference",
     "digest",
     "row_of",
-    "seen",
+    "with_found",
     "write_found",
 ]
 
@@ -121,7 +121,7 @@ def _smallest(limits: Iterable[float | None]) -> float:
     return min((limit for limit in limits if limit is not None), default=NOT_GIVEN)
 
 
-def seen(row: Row, request: Request, found: Partials, flag: Tensor | None) -> Row:
+def with_found(row: Row, request: Request, found: Partials, flag: Tensor | None) -> Row:
     """``row`` with what this rank has found, where the host sees it.
 
     Args:
@@ -144,7 +144,7 @@ def seen(row: Row, request: Request, found: Partials, flag: Tensor | None) -> Ro
 
 
 def write_found(mine: Tensor, request: Request, found: Partials, flag: Tensor | None) -> None:
-    """As :func:`seen`, to the row of this rank on a device."""
+    """As :func:`with_found`, to the row of this rank on a device."""
     flags = found.flags
     if isinstance(flags, list):
         if any(flags):

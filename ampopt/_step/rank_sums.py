@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ampopt._step.ranks import Agreement
+from ampopt._step.all_reduce import Agreement
 from ampopt._step.sharding.dtensor import is_spread
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import widest

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, ranks
+from ampopt._step import gradients
+from ampopt._step.all_reduce import Agreement
 from ampopt._step.masters import Masters, needs_master
 from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
 from ampopt._step.settings import Variants
@@ -49,7 +50,7 @@ class RuleRows:
         optimizer: Any,
         rule: Rule,
         masters: Masters,
-        agreement: ranks.Agreement | None,
+        agreement: Agreement | None,
         complete_state: StateCompleter | None,
     ) -> None:
         """Make the rows, and the states that are missing.

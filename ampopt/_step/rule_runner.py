@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt._step import gradients, ranks
+from ampopt._step import gradients
 from ampopt._step.checks import Checks
 from ampopt._step.masters import Masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
@@ -161,8 +161,7 @@ class RuleRunner(RefersToOptimizer):
                     group = optimizer.param_groups[index]
                     flags = rule.flag_values(group, kind_of(group, param))
                     state_of(optimizer, rule, param, flags, self._complete_state)
-        agreement = ranks.agreement(optimizer.param_groups, optimizer.process_group)
-        decision = self.masters.unscale(request, agreement, self.uploads)
+        decision = self.masters.unscale(request, optimizer._ampopt.agreement(), self.uploads)
         # Hooks of torch's class have run around ours.
         step = beneath_hooks(self._torchs_step(optimizer).__func__)
         if decision is None:

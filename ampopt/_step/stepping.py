@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.accumulation import Accumulation
+from ampopt._step.all_reduce import Agreement
 from ampopt._step.masters import Masters
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
@@ -105,7 +106,7 @@ class StepStrategy(RefersToOptimizer, ABC):
             optimizer: to step, which is not kept alive.
             runner: see above.
             step_has_collectives: whether ranks meet within its step; see
-                :class:`ampopt._step.ranks.Agreement`.
+                :class:`ampopt._step.all_reduce.Agreement`.
         """
         super().__init__(optimizer)
         self.runner = runner
@@ -341,9 +342,9 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Where decisions are made."""
         return device_of(self.optimizer.param_groups) or torch.device("cpu")
 
-    def agreement(self) -> ranks.Agreement | None:
+    def agreement(self) -> Agreement | None:
         """The ranks that decide with this one; ``None`` if it decides alone."""
-        return self._agreement.now(self.optimizer.param_groups, self.process_group)
+        return self._agreement.get(self.optimizer.param_groups, self.process_group)
 
     def no_overflow(self) -> Tensor:
         """A flag that says so."""

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ampopt._step import ranks
 from ampopt._step.rank_messages import SameGradients
 from ampopt._step.sharding import dtensor
+from ampopt._step.sharding.meshes import group_of
 from ampopt._step.sharding.whole_matrices import WholeMatrices
 from ampopt._step.torch_private import adjusted_lr, orthogonalized
 
@@ -90,7 +90,7 @@ class _Meeting:
         """That for these parameters; ``None`` if no process group reaches all of their ranks."""
         last = _LAST.get(optimizer)
         if last is None or not _are(last._params, params):
-            group = ranks.group_of([param.device_mesh for param in params])
+            group = group_of([param.device_mesh for param in params])
             if group is None:
                 return None
             last = _LAST[optimizer] = _Meeting(params, group)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._step.all_reduce import Agreement
 from ampopt._step.rank_messages import SameGradients
-from ampopt._step.ranks import Agreement
 from ampopt._step.sharding.dtensor import is_spread
 from ampopt._step.sharding.shards import Run, boxes, runs_of
 from ampopt_kernels.marginals import LineSums

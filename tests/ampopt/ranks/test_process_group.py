@@ -12,7 +12,7 @@ from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
-from ampopt._step import ranks
+from ampopt._step import all_reduce, ranks
 
 START = (torch.tensor([1.0, -2.0, 0.5]), torch.tensor([4.0, 0.25]))
 STEPS = ((None, 2.0), ("nan", 1.0), (None, 4.0))
@@ -223,7 +223,7 @@ def digested(digests: list[int]) -> str:
     optimizer = ampopt.SGD([p], lr=0.5, process_group=world())
     p.grad = torch.ones(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranks, "_digest", lambda _: digests[torch.distributed.get_rank()])
+        patch.setattr(all_reduce, "_digest", lambda _: digests[torch.distributed.get_rank()])
         try:
             optimizer.unscale_and_step(grads_scaled_by=2.0)
         except RuntimeError as error:
@@ -255,7 +255,7 @@ def waiting() -> str:
 def test_a_rank_that_waits_in_vain_is_told_who_has_to_come(two_ranks):
     first, _ = two_ranks.run(waiting, timeout=10)
     assert "the all-reduce by which 2 ranks decide together has failed" in first
-    assert "each has to make every call" in first
+    assert "every rank has to make every call" in first
     assert 'accumulate(drop="micro_batch")' in first
     assert "grads_scaled_by=None" in first
 

@@ -1,0 +1,347 @@
+"""The all-reduces by which ranks share one decision to step or to skip.
+
+:mod:`rank_messages` has the contents of the tensors, :mod:`ranks` says which ranks take part.
+"""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ampopt._step.rank_messages import (
+    Call,
+    Column,
+    Comparison,
+    RowsOnDevices,
+    digest,
+    row_of,
+    with_found,
+    write_found,
+)
+from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.fsdp1 import whole_parameters
+from ampopt._step.sharding.meshes import groups_of, ranks_of
+from ampopt.backend import backend_for
+from ampopt_kernels.decision import Partials, Request
+from ampopt_kernels.found import FoundByRanks
+
+__all__ = ["Agreement", "FlagAllReduce"]
+
+
+class Agreement:
+    """The ranks that share one decision, and the all-reduces between them.
+
+    A group of one rank makes no collective.
+    """
+
+    def __init__(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        replicated: Sequence[bool],
+        groups: Sequence[Any],
+        mesh: Any,
+        *,
+        names_ranks: bool,
+        step_has_collectives: bool,
+    ) -> None:
+        """Find the place of this rank; makes no collective, but see :func:`groups_of`.
+
+        Args:
+            param_groups: the param groups of one optimizer, or of several.
+            replicated: for each param group, whether each rank has a copy of its parameters.
+            groups: process groups to all-reduce over, one after another, so that every rank is
+                reached. There are several only for a mesh that has no group of all its ranks.
+            mesh: a mesh that contains the meshes of all ``DTensor`` parameters; ``None`` without.
+            names_ranks: whether ``groups`` is what the user passed as ``process_group``, or the
+                default group for FSDP1. Ordinary tensors are then shards of the model, unless
+                ``replicated``; otherwise they are copies.
+            step_has_collectives: whether the step itself makes a collective for each ``DTensor``
+                gradient, so that all ranks of a mesh need gradients of the same parameters.
+        """
+        self._groups = groups
+        self._names_ranks, self._mesh = names_ranks, mesh
+        self._step_has_collectives = step_has_collectives and mesh is not None
+        self._replicated = replicated
+        here = torch.distributed.get_rank()
+        of_group = torch.distributed.get_process_group_ranks
+        self._is_first = here == min(of_group(groups[0]) if names_ranks else ranks_of(mesh))
+        self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
+        self._in_norm: dict[Any, bool] = {}  # by mesh and placements
+        params = [param for group in param_groups for param in group["params"]]
+        self._whole = whole_parameters(params)
+        self._ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
+        self._place = self._ranks.index(here)
+        self._rows = RowsOnDevices(len(self._ranks), self._place)
+        # Of the parameters that all ranks have, as copies or shards.
+        self._params = _digest(
+            param
+            for group, is_copy in zip(param_groups, replicated, strict=True)
+            for param in group["params"]
+            if is_copy or (is_spread(param) and not names_ranks)
+        )
+
+    def in_norm(self, tensor: Any, group: int, key: int) -> bool:
+        """Whether this rank's elements of ``tensor`` are counted in the global gradient norm.
+
+        Of several copies on different ranks one is counted: of an ordinary replicated tensor, and
+        of a ``DTensor`` that is replicated along some dimensions of the mesh.
+
+        Args:
+            tensor: a parameter, its gradient, or its master weight.
+            group: the index of the parameter's param group.
+            key: the ``id`` of the parameter.
+        """
+        if not is_spread(tensor):
+            is_shard = self._names_ranks and not self._replicated[group] and key not in self._whole
+            return self._is_first or is_shard
+        where = tensor.device_mesh, tensor.placements
+        if where not in self._in_norm:
+            self._in_norm[where] = self._is_counted_copy(*where)
+        return self._in_norm[where]
+
+    def _is_counted_copy(self, mesh: Any, placements: Sequence[Any]) -> bool:
+        here = mesh.get_coordinate()
+        # Of several equal submeshes, that with the first rank is counted.
+        if here is None or self._first_of_mesh not in (None, *ranks_of(mesh)):
+            return False
+        copies = zip(here, placements, strict=True)
+        return not any(place and placement.is_replicate() for place, placement in copies)
+
+    # --- overflow flag, norm and loss ---------------------------------------------------------
+
+    def exchange(
+        self,
+        request: Request,
+        call: Call,
+        found: Partials,
+        flag: Tensor | None,
+        device: torch.device,
+        *,
+        present: int,
+    ) -> Tensor:
+        """All-reduce what every rank has found, by one collective on the device.
+
+        Args:
+            request: the request of this rank.
+            call: the control point of this rank.
+            found: overflow flags and squared norms of this rank's gradients.
+            flag: a further overflow flag, more than 0 for overflow.
+            device: the device on which the step is decided.
+            present: how many gradients this rank has.
+
+        Returns:
+            The rows of all ranks, equal on every rank: dtype ``widest``, shape (ranks, columns);
+            see :class:`ampopt._step.rank_messages.Column`.
+
+        Raises:
+            RuntimeError: ranks make different requests (where that takes a synchronization, it is
+                raised in a later step), or have different parameters; or the all-reduce failed.
+        """
+        row = row_of(
+            request,
+            call,
+            params=self._params,
+            present=present > 0,
+            gradients=present if self._step_has_collectives else 0,
+        )
+        host_sees = backend_for(device).host_sees
+        if host_sees:
+            rows = self._rows.matrix(with_found(row, request, found, flag), device)
+        else:
+            rows = self._rows.matrix(row, device)
+            write_found(rows[self._place], request, found, flag)
+        self._all_reduce(rows, self._groups)
+        self._comparison.compare(rows, row, self._ranks, at_once=host_sees)
+        return rows
+
+    def found_by_ranks(self, overflows: Tensor) -> FoundByRanks:
+        """The ranks that found an overflow, from a flag for each rank: shape (ranks,)."""
+        return FoundByRanks(overflows, self._ranks, self._place)
+
+    def flag(self, flag: Any, device: torch.device) -> Tensor:
+        """All-reduce ``flag``, which is more than 0 for overflow, by one collective on the device.
+
+        Returns:
+            A tensor of one element, more than 0 if the flag of any rank is.
+        """
+        tensor = torch.as_tensor(flag, device=device)
+        all_reduce = FlagAllReduce(self, Request(), call=Call.FLAG)
+        return all_reduce(Partials([], None), tensor, device).flags_on(device)
+
+    def join_without_gradients(self, device: torch.device) -> None:
+        """Take part in the all-reduce of the other ranks after the closure of this rank raised."""
+        with contextlib.suppress(RuntimeError):  # the error of the closure is the one to show
+            empty = Partials([], None)
+            self.exchange(Request(), Call.ABSTAINS, empty, None, device, present=0)
+
+    def closures(
+        self, device: torch.device, evaluation: int, *, finite: bool, raised: bool
+    ) -> tuple[bool, bool]:
+        """All-reduce the outcome of one evaluation of the closure. Synchronizes.
+
+        Args:
+            device: the device on which the step is decided.
+            evaluation: the number of the evaluation, from 1.
+            finite: whether the loss is finite on this rank.
+            raised: whether the closure raised on this rank.
+
+        Returns:
+            Whether the loss is finite on every rank; whether the closure raised on any.
+
+        Raises:
+            RuntimeError: see :meth:`exchange`.
+        """
+        row = row_of(Request(), Call.CLOSURE, params=self._params, evaluation=evaluation)
+        rows = self._rows.matrix(row, device)
+        rows[self._place, Column.OVERFLOW] = float(not finite)
+        rows[self._place, Column.SQUARES] = float(raised)
+        self._all_reduce(rows, self._groups)
+        self._comparison.compare(rows, row, self._ranks, at_once=True)
+        not_finite, raises = rows[:, [Column.OVERFLOW, Column.SQUARES]].sum(0).tolist()
+        return not not_finite, raises > 0
+
+    # --- sums of rules ----------------------------------------------------------------------------
+
+    def add_up_sums(self, each: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+        """Add up sums over all ranks, by one all-reduce on the device.
+
+        By two, if the user named more ranks than the parameters are sharded over.
+
+        Args:
+            each: the sums of each sharded parameter, shape (parameters, terms).
+            totals: the sums over all parameters, shape (terms,).
+
+        Raises:
+            RuntimeError: see :meth:`add_up_parameters`.
+        """
+        sums = torch.cat([each.reshape(-1), totals])
+        if self._names_ranks and each.numel():
+            self.add_up_parameters(each)
+            sums = totals.clone()
+        self._all_reduce(sums, self._groups)
+        n = totals.numel()
+        return (each if len(sums) == n else sums[:-n].view_as(each)), sums[-n:]
+
+    def add_up_parameters(self, each: Tensor) -> None:
+        """Add ``each`` up, in place, over the ranks that the parameters are sharded over.
+
+        Raises:
+            RuntimeError: no known mesh contains the meshes of all parameters.
+        """
+        if self._names_ranks and self._mesh is None:
+            raise RuntimeError(
+                "a rule that sums up over parameters needs them on one mesh; these are on "
+                "several, of which none covers the others: make an optimizer for each"
+            )
+        self._all_reduce(each, groups_of(self._mesh) if self._names_ranks else self._groups)
+
+    # --- collectives ------------------------------------------------------------------------------
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """The objects of all ranks, of which ``mine`` is this rank's. A collective; synchronizes.
+
+        Args:
+            mine: an object that can be pickled.
+        """
+        objects = [mine]
+        for group in self._groups:
+            size = torch.distributed.get_world_size(group)
+            if size == 1:
+                continue
+            of_ranks: list[Any] = [None] * size
+            torch.distributed.all_gather_object(of_ranks, objects, group)
+            objects = [one for of_rank in of_ranks for one in of_rank]
+        return objects
+
+    def _all_reduce(self, tensor: Tensor, groups: Sequence[Any]) -> None:
+        """Add up ``tensor``, in place, over the ranks of ``groups``.
+
+        Raises:
+            RuntimeError: the all-reduce failed, for example by the timeout of the process group.
+        """
+        try:
+            for group in groups:
+                if torch.distributed.get_world_size(group) == 1:
+                    continue
+                torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM, group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the all-reduce by which {len(self._ranks)} ranks decide together has failed: "
+                f"{error}. If it timed out, some rank did not make the same call: every rank has "
+                'to make every call of unscale, unscale_and_step, accumulate(drop="micro_batch") '
+                "and a scaler's step, with gradients or without. grads_scaled_by=None without "
+                "max_norm makes no all-reduce, so all ranks have to pass a scale, or none"
+            ) from error
+
+    @property
+    def _comparison(self) -> Comparison:
+        return _COMPARISONS.setdefault(self._groups[0], Comparison())
+
+
+_COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
+"""By process group, since an :class:`Agreement` is remade whenever parameters change."""
+
+
+def _digest(params: Iterable[Any]) -> int:
+    """A number that is equal on all ranks if shapes, dtypes and placements of ``params`` are."""
+    layouts = [(*p.shape, p.dtype, p.placements if is_spread(p) else ()) for p in params]
+    return digest(layouts) if layouts else 0
+
+
+@dataclass
+class FlagAllReduce:
+    """The all-reduce of one decision: what :attr:`ampopt_kernels.decision.Request.agree` calls.
+
+    Attributes:
+        agreement: the ranks that take part.
+        request: the request of this rank.
+        present: how many gradients this rank has; 1 where only "some" is known.
+        call: the control point of this rank.
+        rows: what :meth:`Agreement.exchange` returned; ``None`` before the call.
+    """
+
+    agreement: Agreement
+    request: Request
+    present: int = 1
+    call: Call = Call.JUDGES
+    rows: Tensor | None = None
+
+    @property
+    def ranks(self) -> Tensor:
+        """How many ranks have gradients: 0-d. Only after the call."""
+        assert self.rows is not None
+        return self.rows[:, Column.PRESENT].sum()
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The mean of the losses that ranks passed: 0-d; ``None`` if no cause needs the loss."""
+        if self.rows is None or not any(cause.needs_loss for cause, _ in self.request.causes):
+            return None
+        return self.rows[:, Column.LOSS].sum() / self.rows[:, Column.GIVES_LOSS].sum()
+
+    def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
+        """The overflow flag and squared norm of all ranks; see :meth:`Agreement.exchange`.
+
+        Args:
+            found: overflow flags and squared norms of this rank's gradients.
+            flag: a further overflow flag, more than 0 for overflow.
+            device: the device on which the step is decided.
+
+        Returns:
+            One flag, and one squared norm if ``found`` has any.
+        """
+        rows = self.agreement.exchange(
+            self.request, self.call, found, flag, device, present=self.present
+        )
+        self.rows, overflows = rows, rows[:, Column.OVERFLOW]
+        by_ranks = (self.agreement.found_by_ranks(overflows),)
+        squares = None if found.squares is None else rows[:, Column.SQUARES].sum(0, keepdim=True)
+        if backend_for(device).host_sees:
+            overflowed = any(overflows.tolist())
+            return Partials([overflowed], squares, by_ranks if overflowed else ())
+        one = overflows.amax(0, keepdim=True).clamp(max=1.0).to(torch.float32)
+        return Partials(one, squares, by_ranks)

@@ -1,0 +1,56 @@
+"""Device meshes: their ranks, and the process groups that reach all of these ranks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ampopt._step.torch_private import flattened, root_of
+
+__all__ = ["covering", "group_of", "groups_of", "ranks_of"]
+
+
+def ranks_of(mesh: Any) -> list[int]:
+    """The global ranks in ``mesh``. Does not synchronize: ``mesh.mesh`` is a CPU tensor."""
+    return mesh.mesh.flatten().tolist()
+
+
+def covering(meshes: list[Any]) -> Any:
+    """The smallest known mesh that contains every rank of ``meshes``; ``None`` if there is none."""
+    if not meshes:
+        return None
+    largest = max(meshes, key=lambda mesh: mesh.size())
+    every = set(ranks_of(largest))
+    if all(every.issuperset(ranks_of(mesh)) for mesh in meshes):
+        return largest
+    # Submeshes of one mesh, such as mesh["dp"] and mesh["tp"]: the submesh with all their names.
+    roots = [root_of(mesh) for mesh in meshes]
+    names = {name for mesh in meshes for name in mesh.mesh_dim_names or ()}
+    if all(root == roots[0] for root in roots) and names <= set(roots[0].mesh_dim_names or ()):
+        return roots[0][tuple(name for name in roots[0].mesh_dim_names if name in names)]
+    return None
+
+
+def groups_of(mesh: Any) -> list[Any]:
+    """Process groups which, all-reduced over one after another, reach every rank of ``mesh``.
+
+    One group, unless the mesh has several dimensions without names. May create a process group,
+    which is a collective call.
+    """
+    if mesh.ndim == 1:
+        return [mesh.get_group()]
+    if mesh.size() == torch.distributed.get_world_size():
+        return [torch.distributed.group.WORLD]
+    if mesh.mesh_dim_names:
+        return [flattened(mesh).get_group()]
+    return mesh.get_all_groups()
+
+
+def group_of(meshes: Sequence[Any]) -> Any:
+    """One process group of every rank of ``meshes``; ``None`` if torch has no such group.
+
+    May create the group, which is a collective call.
+    """
+    mesh = covering(list(dict.fromkeys(meshes)))
+    groups = [] if mesh is None else groups_of(mesh)
+    return groups[0] if len(groups) == 1 else None
