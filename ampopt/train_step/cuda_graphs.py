@@ -248,7 +248,7 @@ class Captured:
             if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
                 return False
         with torch.no_grad():  # as in a step, because a plan also depends on the grad mode
-            return plan.revalidate(steps)
+            return plan.revalidate(steps.optimizer, steps.rule)
 
     def _hyper_tensors(self) -> list[Tensor]:
         optimizer = self._optimizer
