@@ -1,7 +1,4 @@
-"""How a step that is a rule is taken: unscaled, judged, clipped and skipped as it runs.
-
-It is planned once and run in a few launches; where no rule can, it is torch's own.
-"""
+"""How the step of an update rule runs: one pass unscales, checks, clips and updates."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,24 +19,29 @@ __all__ = ["RuleStep"]
 
 
 class RuleStep(StepStrategy):
-    """Does in one pass, and without a look, what :class:`OrdinaryStep` does in two."""
+    """The strategy of an optimizer with a rule: checked and skipped on the device.
+
+    One pass over the gradients does what :class:`~ampopt._step.ordinary.OrdinaryStep` does in two,
+    without synchronizing.
+    """
 
     runner: RuleRunner
 
     def __init__(self, optimizer: torch.optim.Optimizer, runner: RuleRunner, step: Any) -> None:
-        """Begin.
+        """Store the runner.
 
         Args:
-            optimizer: to step.
+            optimizer: the optimizer to step.
             runner: runs its rule.
-            step: the ``step`` of its class, which passes :attr:`step_request` to ``runner``.
+            step: ``ElementwiseOptimizer.step`` without hooks, which passes :attr:`step_request` to
+                ``runner``.
         """
         super().__init__(optimizer, runner, step_has_collectives=runner.rule.averages is not None)
         self._step = step
 
     @property
     def skip_policy(self) -> SkipPolicy:
-        """How torch's own step is skipped, where that is to be taken."""
+        """How torch's own step is skipped, if it runs in place of the rule."""
         return self.runner.skip_policy
 
     def attempt(self, request: Request) -> StepOutcome:
@@ -61,7 +63,7 @@ class RuleStep(StepStrategy):
 
     @torch.no_grad()
     def check_closure_gradients(self, request: Request) -> Decision | None:
-        """See :class:`StepStrategy`. Gradients stay scaled, but for torch's own step."""
+        """See :class:`StepStrategy`. Gradients stay scaled, unless torch's own step follows."""
         if self.runner.checks.need_torch():
             decision = self.unscale(request)
             self.step_request = Request(
@@ -80,7 +82,7 @@ class RuleStep(StepStrategy):
         if decision is None:
             self.note_norm(request, None)
             return None
-        # The step that follows unscales and clips as it reads the gradients.
+        # The step that follows unscales and clips when it reads the gradients.
         self.step_request = Request(
             scale=request.scale,
             check=False,
@@ -96,7 +98,7 @@ class RuleStep(StepStrategy):
         self.runner.check_gradients()
 
     def snapshot(self) -> None:
-        """Nothing: the step evaluates a closure before it updates anything."""
+        """``None``: the step evaluates the closure before it updates anything."""
         return None
 
     @property
@@ -106,5 +108,5 @@ class RuleStep(StepStrategy):
 
 
 def _other(decision: Decision | None) -> Tensor | None:
-    """More than 0 if the step is to be skipped for something else than overflow."""
+    """A flag that is more than 0 if a ``skip_when``, and not an overflow, skips the step."""
     return None if decision is None else decision.cause

@@ -1,4 +1,4 @@
-"""How an ordinary ``step()``, which knows nothing of scaling, is taken or skipped."""
+"""How a hand-written ``step()``, which knows nothing of loss scales, is run or skipped."""
 
 import functools
 import warnings
@@ -24,7 +24,15 @@ StateMaker = Callable[[Any, Tensor], None]
 
 
 class OrdinaryStep(StepStrategy):
-    """Unscales in one pass, and then steps or skips; what a rule does in one."""
+    """The strategy of a hand-written ``step()``: unscale the gradients, then run or skip the step.
+
+    A :class:`~ampopt._step.by_rule.RuleStep` does both in one pass.
+
+    Attributes:
+        _decision: the decision of a control point, while its step and hooks run; else ``None``.
+        _around: the decision of a scaler's step, or of a closure, until the post-hooks run.
+        _decided: what :attr:`decided` returns to post-hooks: ``_decision``, else ``_around``.
+    """
 
     def __init__(
         self,
@@ -36,51 +44,53 @@ class OrdinaryStep(StepStrategy):
         step_has_collectives: bool = False,
         runner: RuleRunner | None = None,
     ) -> None:
-        """Begin.
+        """Store what is known of the step.
 
         Args:
-            optimizer: to step.
-            own_step: whether its step is another than that of the class that the next three are of.
-            make_state: ``make_state(optimizer, param)`` makes the state that a first step would, as
-                it would be before; after which the step allows transactions.
-            never_written: keys of the state whose tensors the step replaces and never writes (see
-                :class:`Snapshot`).
-            step_has_collectives: whether it works on whole ``DTensor``s, so that ranks meet within
-                it.
-            runner: that ``super().step()`` runs, in a step around one.
+            optimizer: the optimizer to step.
+            own_step: whether its class overrides the ``step`` that the next three arguments
+                describe, so that they do not apply.
+            make_state: ``make_state(optimizer, param)`` creates the state of a parameter with the
+                values it has before the first step. With it, every step can be rolled back.
+            never_written: keys of state tensors that the step replaces, and never writes in place
+                (see :class:`Snapshot`).
+            step_has_collectives: whether the step works on whole ``DTensor``s, and so calls
+                collectives.
+            runner: runs the rule in ``super().step()``, if ``step`` overrides that of a rule-based
+                optimizer.
         """
         super().__init__(
             optimizer, runner, step_has_collectives=step_has_collectives and not own_step
         )
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
-        self._decision: Decision | None = None  # of a control point, while step and hooks run
-        self._around: Decision | None = None  # of a scaler's step, or closure's, until hooks run
-        self._decided: Decision | None = None  # that of the two, or none, which these hooks follow
+        self._decision: Decision | None = None
+        self._around: Decision | None = None
+        self._decided: Decision | None = None
 
     @functools.cached_property
     def skip_policy(self) -> SkipPolicy | None:
-        """How the step is skipped, chosen before the first; ``None`` if it skips by itself."""
+        """How the step is skipped; ``None`` if it reads ``found_inf`` itself."""
         skip_by = self.skip_by
         if skip_by == "step":
             return None
         if self.runner is not None and skip_by == "auto" and self.decision_device.type != "cpu":
             _warn_of_own_step(type(self.optimizer).__name__)
         transacts = self._make_state is not None
-        # Rules are run by kernels, which torch's dispatcher does not see.
+        # Kernels of a rule write to tensors without torch's dispatcher.
         unseen = self.runner is not None
         return skip_policy_of(skip_by, self.decision_device, transacts=transacts, unseen=unseen)
 
-    # --- what control points ask ----------------------------------------------------------------
+    # --- called by control points -----------------------------------------------------------------
 
     def attempt(self, request: Request, step: Callable[[], Any] | None = None) -> StepOutcome:
-        """Step as ``request`` says, or skip. Step hooks run in any case, after unscaling.
+        """Run or skip a step, as ``request`` says. Step hooks run in both cases, after unscaling.
 
-        What they do is not part of the step, so it is neither undone nor a reason to look.
+        What hooks change is not part of the step: a skip does not roll it back.
 
         Args:
-            request: what is asked.
-            step: to call, where hooks run around this already.
+            request: what to do.
+            step: the function to call, if step hooks already run around this call.
         """
         self.check_step()
         decision = self.unscale(request)
@@ -94,17 +104,17 @@ class OrdinaryStep(StepStrategy):
             self._decision = None
 
     def around(self, step: Callable[[], Any], request: Request) -> StepOutcome:
-        """Unscale and call ``step``, within the hooks, as ``request`` says, or skip it."""
+        """Unscale, and call or skip ``step``, when step hooks already run around this call."""
         attempt = self.attempt(request, step)
         self._around = attempt.decision
         return attempt
 
     def check_closure_gradients(self, request: Request) -> Decision | None:
-        """Judge what a closure left in the gradients, and make them ready for ``step()``."""
+        """See :class:`StepStrategy`. Gradients are unscaled in place."""
         if self.causes:
             raise RuntimeError(
                 f"{type(self.optimizer).__name__}.step(closure) cannot be skipped once it has "
-                "evaluated the closure, as skip_when wants it: step without a closure, with "
+                "evaluated the closure, as skip_when needs: step without a closure, with "
                 "unscale_and_step(grads_scaled_by=scale, loss=loss)"
             )
         self._around = self.unscale(request)
@@ -112,7 +122,7 @@ class OrdinaryStep(StepStrategy):
 
     @contextmanager
     def restored_on_failure(self, restore_rng: Callable[[], None]) -> Iterator[None]:
-        """See :class:`StepStrategy`. The next step does not see the decision of a failed one."""
+        """See :class:`StepStrategy`. The decision of a step that raised is dropped."""
         try:
             with super().restored_on_failure(restore_rng):
                 yield
@@ -136,8 +146,9 @@ class OrdinaryStep(StepStrategy):
     def skip_flag(self) -> Tensor | None:
         """See :class:`StepStrategy`.
 
-        Not while the step runs: those of torch's, which skip where they see one, may see none.
-        Nor of a scaler, which has left its own on the optimizer.
+        ``None`` while the step itself runs: fused optimizers of torch skip if they find
+        ``found_inf``, and must not find ours. ``None`` as well in a step of a scaler, which sets
+        its own attribute.
         """
         if self._decision is None or self._decided is None:
             return None
@@ -149,11 +160,11 @@ class OrdinaryStep(StepStrategy):
         self._decided = self._around if self._decision is None else self._decision
         self._around = None
 
-    # --- a step, or none --------------------------------------------------------------------------
+    # --- calling the step -------------------------------------------------------------------------
 
     def _step_and_hooks(self, decision: Decision | None) -> StepOutcome:
         optimizer = self.optimizer
-        if is_replaced(optimizer):  # by a step whose hooks cannot be told from it
+        if is_replaced(optimizer):  # by a function that may run the step hooks itself
             attempt = self._step_or_skip(optimizer.step, decision)
             if not attempt.called:
                 run_step_hooks(optimizer)
@@ -168,7 +179,7 @@ class OrdinaryStep(StepStrategy):
         return attempt
 
     def _step_in_hooks(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
-        """As :meth:`_step_or_skip`, where hooks are run around it."""
+        """Like :meth:`_step_or_skip`, when step hooks already run around this call."""
         self.is_stepping = True
         try:
             return self._step_or_skip(step, decision)
@@ -176,10 +187,11 @@ class OrdinaryStep(StepStrategy):
             self.is_stepping = False
 
     def _step_or_skip(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
-        """Call ``step`` or skip it.
+        """Call ``step``, or skip it.
 
-        An ordinary step cannot be told of a flag on the device: the host looks, or the step is a
-        transaction (see :attr:`ampopt.Optimizer.skip_by`).
+        A hand-written step cannot read a flag on the device. So either the flag is copied to the
+        CPU, which synchronizes, or the step runs and is rolled back (see
+        :attr:`ampopt.Optimizer.skip_by`).
         """
         if decision is None:
             return StepOutcome(None, called=False)
@@ -193,7 +205,7 @@ class OrdinaryStep(StepStrategy):
         return StepOutcome(decision, returned, called)
 
     def _step_told(self, step: Callable[[], Any], skip: Tensor) -> Any:
-        """Call a ``step`` that skips by itself where ``found_inf`` says so; a rule in it does."""
+        """Call a ``step`` that reads ``optimizer.found_inf``, or whose rule does."""
         optimizer = self.optimizer
         optimizer.found_inf = flag = skip.to(torch.float32)
         if self.runner is not None:
@@ -206,11 +218,11 @@ class OrdinaryStep(StepStrategy):
 
 
 def _warn_of_own_step(name: str) -> None:
-    """What the step of a rule loses by another around it, which can be skipped as a whole alone."""
+    """Warn that skipping an overridden ``step`` of a rule costs a rollback or a synchronization."""
     warnings.warn(
-        f"the step of {name} is around that of a rule, so both are taken and undone where they "
-        "are to be skipped, or the host waits for the overflow flag. If it only refuses some "
-        "steps, define check_step() in its place; if what it does need not be skipped, say "
+        f"{name}.step overrides the step of a rule, so a step that overflows is run and rolled "
+        "back, or every step waits for the overflow flag. If it only refuses some steps, define "
+        "check_step() instead; if what it adds need not be skipped, set "
         'skip_by = "step" in the class; else skip_by = "transaction" or "host"',
         UserWarning,
         stacklevel=2,

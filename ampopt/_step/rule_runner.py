@@ -1,4 +1,4 @@
-"""Runs the rule of an optimizer: makes a plan, reuses it at later steps, or has torch step."""
+"""Runs the rule of an optimizer: makes a plan and reuses it, or calls torch's own step."""
 
 import contextlib
 import functools
@@ -32,14 +32,16 @@ _FIRST = (
 
 
 class RuleRunner(RefersToOptimizer):
-    """The steps of one :class:`ampopt.ElementwiseOptimizer`.
+    """Runs one rule of an :class:`ampopt.ElementwiseOptimizer`.
 
     Attributes:
-        checks: what is refused before a step.
-        masters: of its parameters.
-        uploads: what devices hold of earlier steps.
-        plan: what the last step worked on; ``None`` before the first.
-        decision: of the last step; ``None`` if it had no gradients, and while torch's step runs.
+        checks: checks of parameters, options and states before a step.
+        masters: the master weights of the parameters.
+        uploads: constants that earlier steps have copied to a device, by device.
+        plan: the plan of the last step; ``None`` before the first, and after
+            :meth:`StepStrategy.invalidate_plan`.
+        decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
+            own step runs.
     """
 
     def __init__(
@@ -51,15 +53,16 @@ class RuleRunner(RefersToOptimizer):
         complete_state: StateCompleter | None = None,
         torch_needs_state: bool = False,
     ) -> None:
-        """Begin.
+        """Store how to run the rule.
 
         Args:
-            optimizer: to step, which is not kept alive.
-            torchs_step: gives the method ``step`` of its class of torch's.
-            rule: of the steps; ``None`` for that of the optimizer.
-            complete_state: adds the scalar states that a checkpoint of torch's lacks to the state
-                of a parameter, if the flags ask for any.
-            torch_needs_state: whether torch's step has to find the state of each parameter.
+            optimizer: the optimizer to step; stored as a weak reference.
+            torchs_step: ``torchs_step(optimizer)`` is the bound ``step`` that the class inherits
+                from torch.
+            rule: the rule to run; ``None`` for ``optimizer.rule``.
+            complete_state: adds scalar states that a checkpoint of torch lacks to the state of a
+                parameter, if the flags need any.
+            torch_needs_state: whether torch's own step needs a state of each parameter to exist.
         """
         super().__init__(optimizer)
         self._torchs_step, self._rule = torchs_step, rule
@@ -72,7 +75,7 @@ class RuleRunner(RefersToOptimizer):
 
     @property
     def rule(self) -> Rule:
-        """What a step does."""
+        """The rule to run."""
         return self.optimizer.rule if self._rule is None else self._rule
 
     @functools.cached_property
@@ -83,13 +86,17 @@ class RuleRunner(RefersToOptimizer):
         return skip_policy_of(optimizer.skip_by, decision_device)
 
     def step(self, request: Request) -> Decision | None:
-        """Step, or skip, with what is in the gradients. ``None`` if no rank has any."""
+        """Run or skip a step with the present gradients.
+
+        Returns:
+            The decision; ``None`` if no rank has gradients.
+        """
         on_masters = bool(self.masters.unscaled)
         if on_masters:
             self.masters.check_unedited()
         elif self.masters.read_early is not None:
             self.masters.warn_of_early_reading()
-        self.decision = None  # torch's own step is not to see that of the last one
+        self.decision = None  # hooks in torch's own step must not read the last one
         plan = self.plan
         if plan is None or not plan.revalidate(self.optimizer, self.rule):
             plan = self._planned(request.needs_agreement)
@@ -99,7 +106,7 @@ class RuleRunner(RefersToOptimizer):
         return self.decision
 
     def check_gradients(self) -> None:
-        """Refuse gradients that no step can take, before anything changes."""
+        """Raise for gradients that no step can use, before anything changes."""
         held = gradients.held(self.optimizer.param_groups)
         self.checks.warn_of_float16(self.rule)
         if self.checks.need_torch():
@@ -109,7 +116,7 @@ class RuleRunner(RefersToOptimizer):
             self.checks.check_plannable(self.rule)
 
     def convert_states(self) -> None:
-        """Convert the states that were loaded as a step would, but for those that it refuses."""
+        """Convert loaded states as a step would. States that a step refuses stay as they are."""
         optimizer, rule, converted = self.optimizer, self.rule, []
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -125,14 +132,14 @@ class RuleRunner(RefersToOptimizer):
     def completed(
         self, state: dict[str, Any], group: dict[str, Any], param: Tensor
     ) -> dict[str, Any]:
-        """A copy of ``state`` of ``param``, with what a first step would add to it."""
+        """A copy of ``state``, with the states of ``param`` that a first step would add."""
         state, rule = state.copy(), self.rule
         flags, groups = rule.flag_values(group, kind_of(group, param)), self.optimizer.param_groups
         complete(rule, groups, state, param, flags, self._complete_state)
         return state
 
     def _planned(self, needs_agreement: bool) -> Plan | None:
-        """What this step and the next work on; ``None`` if torch's own step has to do this one."""
+        """A new plan, kept for the next step; ``None`` if torch's own step has to run."""
         self.checks.warn_of_float16(self.rule)
         if self.checks.need_torch():
             return None
@@ -152,7 +159,7 @@ class RuleRunner(RefersToOptimizer):
         return self.plan
 
     def _step_as_torch(self, request: Request) -> Decision | None:
-        """Take torch's own step, unless the request says to skip it; see ``skip_by``."""
+        """Run torch's own step, or skip it as ``optimizer.skip_by`` says."""
         optimizer = self.optimizer
         if self._torch_needs_state:
             rule = self.rule
@@ -162,7 +169,7 @@ class RuleRunner(RefersToOptimizer):
                     flags = rule.flag_values(group, kind_of(group, param))
                     state_of(optimizer, rule, param, flags, self._complete_state)
         decision = self.masters.unscale(request, optimizer._ampopt.agreement(), self.uploads)
-        # Hooks of torch's class have run around ours.
+        # Without hooks: those of the class run around our step already.
         step = beneath_hooks(self._torchs_step(optimizer).__func__)
         if decision is None:
             step(optimizer)

@@ -1,4 +1,21 @@
-"""How an optimizer steps, and what it remembers between calls: one object, its ``_ampopt``."""
+"""The object ``optimizer._ampopt``: how an optimizer steps, and its state between two calls.
+
+Between two calls, an optimizer is in one of three states::
+
+               accumulate()
+       idle ----------------> accumulating
+         |                         |
+         +-----------+-------------+
+                     | unscale()
+                     v
+                  pending
+
+Every step, and ``zero_grad``, returns to *idle*. *Accumulating* is
+``StepStrategy.accumulation.cycle is not None``: sums of gradients wait for a step. *Pending* is
+``StepStrategy.pending is not None``: gradients are unscaled, and no step has used them yet. A call
+that the state does not allow raises an error: see :meth:`StepStrategy.refuse_pending` and
+:meth:`StepStrategy.refuse_unfinished`.
+"""
 
 import inspect
 import warnings
@@ -34,13 +51,15 @@ __all__ = ["StrategyAttribute", "StepOutcome", "Pending", "StepStrategy", "overr
 
 @dataclass(frozen=True)
 class Pending:
-    """An unscale that no step has followed yet.
+    """The result of an ``unscale`` that no step has followed yet.
 
     Attributes:
-        found_inf: what it found.
-        scale: that it was given.
-        successor: of it.
-        decision: what it has decided; ``None`` without gradients or scale.
+        found_inf: float32 flag, more than 0 if a gradient was inf or NaN; what ``unscale``
+            returned.
+        scale: the loss scale that was passed to ``unscale``; ``None`` for gradients without a
+            scale.
+        successor: the next loss scale, which ``unscale`` returned.
+        decision: the result of the check; ``None`` without gradients, or without a scale.
     """
 
     found_inf: Tensor
@@ -50,12 +69,12 @@ class Pending:
 
 
 class StepOutcome(NamedTuple):
-    """A step that was taken or skipped.
+    """The result of a step that was run or skipped.
 
     Attributes:
-        decision: ``None`` if there were no gradients.
-        returned: by the step; ``None`` if it was not called.
-        called: whether it was.
+        decision: whether to skip, and the coefficients; ``None`` if there were no gradients.
+        returned: the return value of ``step()``; ``None`` if it was not called.
+        called: whether ``step()`` was called.
     """
 
     decision: Decision | None
@@ -64,29 +83,33 @@ class StepOutcome(NamedTuple):
 
 
 class StepStrategy(RefersToOptimizer, ABC):
-    """How one optimizer steps, and what it remembers from one call to the next.
+    """How one optimizer steps, and its state between two calls.
 
-    Control points ask; :class:`~ampopt._step.ordinary.OrdinaryStep` answers for a ``step()`` that
-    knows nothing of scaling, and :class:`~ampopt._step.by_rule.RuleStep` for one that is a rule.
+    The overflow-aware methods of ``ampopt.Optimizer`` delegate to it. There are two subclasses:
+    :class:`~ampopt._step.ordinary.OrdinaryStep` for a hand-written ``step()``, and
+    :class:`~ampopt._step.by_rule.RuleStep` for an update rule that kernels run.
 
     Attributes:
-        runner: that ``ElementwiseOptimizer.step`` runs; ``None`` for other optimizers.
-        second_runners: steps of the rules that it has besides, by rule.
-        masters: float32 masters of half-precision parameters.
-        needs_closure: whether ``step`` cannot be called without one.
-        pending: an unscale that no step has followed yet.
-        accumulation: what ``accumulate`` has added up that no step has taken yet.
-        grad_norm: of the last step that was to clip; see :attr:`ampopt.Optimizer.grad_norm`.
-        uploads: what devices hold of earlier calls.
-        step_request: what the next call of ``optimizer.step`` is to do. The one value that cannot
-            be an argument: between a control point and our step there may be hooks, a wrapper that
-            somebody has put on the instance, or a closure. ``None`` outside of a control point.
-        watch: who notes what there is in the gradients, an :class:`ampopt.Watch`.
-        causes: for which steps are skipped besides, each an :class:`ampopt.skip_when`.
-        loss: of the step that a control point takes, if the caller gave it.
-        is_stepping: whether a control point runs the step now. Hooks that are run meanwhile are
-            those of a step within it, as ``super().step()`` has them.
-        in_closure: whether a closure runs now that is run again, under a smaller scale, if its
+        runner: runs the rule in ``ElementwiseOptimizer.step``; ``None`` for an optimizer without a
+            rule.
+        second_runners: the runners of the rules that ``run_rule`` was called with, by rule.
+        masters: the float32 master weights of half-precision parameters.
+        needs_closure: whether ``step`` requires a closure.
+        pending: the result of an unscale that no step has followed yet; else ``None``.
+        accumulation: the sums that ``accumulate`` has filled and no step has used yet.
+        grad_norm: the gradient norm of the last step with ``max_norm``; see
+            :attr:`ampopt.Optimizer.grad_norm`.
+        uploads: constants that earlier calls have copied to a device, by device.
+        step_request: the request for the next call of ``optimizer.step``, set by a control point
+            and cleared after the call. It is not an argument because hooks, a wrapper that a user
+            put on the instance, or a closure may be between the control point and our ``step``.
+        watch: the :class:`ampopt.Watch` that records statistics of the gradients, or ``None``.
+        causes: further conditions that skip a step, each an :class:`ampopt.skip_when`.
+        loss: the loss that the caller passed to the running control point, for ``causes``; else
+            ``None``.
+        is_stepping: True while a control point runs the step. Hooks that run meanwhile belong to a
+            nested ``super().step()``, and are ignored.
+        in_closure: True while a closure runs that is evaluated again, with a smaller scale, if its
             gradients overflow.
     """
 
@@ -100,13 +123,13 @@ class StepStrategy(RefersToOptimizer, ABC):
         *,
         step_has_collectives: bool = False,
     ) -> None:
-        """Begin, with nothing pending.
+        """Start in the state *idle*.
 
         Args:
-            optimizer: to step, which is not kept alive.
-            runner: see above.
-            step_has_collectives: whether ranks meet within its step; see
-                :class:`ampopt._step.all_reduce.Agreement`.
+            optimizer: the optimizer to step; stored as a weak reference.
+            runner: see the class.
+            step_has_collectives: whether the step itself calls collectives, as operations on
+                ``DTensor``s do; see :class:`ampopt._step.all_reduce.Agreement`.
         """
         super().__init__(optimizer)
         self.runner = runner
@@ -125,29 +148,29 @@ class StepStrategy(RefersToOptimizer, ABC):
         self._agreement = ranks.AgreementCache(step_has_collectives=step_has_collectives)
         self._reserved_names: set[str] = set()
         self._warned_without_gradients = False
-        self._process_group: Any = None  # where the optimizer has another use for the name
+        self._process_group: Any = None  # if the optimizer uses the name for something else
         self._stepped_with: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def skip_by(self) -> str:
-        """How an ordinary step is skipped."""
+        """How a hand-written step is skipped; see :attr:`ampopt.Optimizer.skip_by`."""
         return "auto" if "skip_by" in self._reserved_names else self.optimizer.skip_by
 
     @property
     def process_group(self) -> Any:
-        """The ranks that decide together, as far as the user has named them."""
+        """The process group that all-reduces the overflow flag, if the user has set one."""
         named = "process_group" not in self._reserved_names
         return self.optimizer.process_group if named else self._process_group
 
     def decide_with(self, process_group: Any) -> None:
-        """The user names these ranks."""
+        """Set :attr:`process_group`."""
         if "process_group" in self._reserved_names:
             self._process_group = process_group
         else:
             self.optimizer.process_group = process_group
 
     def reserve_name(self, name: str) -> None:
-        """What the optimizer has under ``name`` is not meant for us."""
+        """Ignore the attribute ``name`` of the optimizer, whose class uses it otherwise."""
         self._reserved_names.add(name)
 
     def __reduce__(self) -> Any:
@@ -155,41 +178,41 @@ class StepStrategy(RefersToOptimizer, ABC):
         self.refuse_unfinished("copying or pickling")
         return type(None), ()
 
-    # --- how a step is taken ------------------------------------------------------------------
+    # --- running a step ---------------------------------------------------------------------------
 
     @abstractmethod
     def attempt(self, request: Request) -> StepOutcome:
-        """Step as ``request`` says, or skip. Step hooks run in any case."""
+        """Run or skip a step, as ``request`` says. Step hooks run in both cases."""
 
     @abstractmethod
     def check_closure_gradients(self, request: Request) -> Decision | None:
-        """Judge what a closure left in the gradients, and prepare the step that called it."""
+        """Check the gradients that a closure has computed, and prepare the step that called it."""
 
     @abstractmethod
     def check_gradients(self) -> None:
-        """Refuse gradients that cannot be unscaled and stepped with, before anything changes."""
+        """Raise for gradients that cannot be unscaled or stepped with, before anything changes."""
 
     def check_step(self) -> None:
-        """Raise if the optimizer is a rule and says that there is to be no step now."""
+        """Call ``ElementwiseOptimizer.check_step``, which raises if no step is allowed now."""
         if self.runner is not None:
             self.optimizer.check_step()
 
     @abstractmethod
     def snapshot(self) -> Snapshot | None:
-        """What to restore if ``step(closure)`` fails half way; ``None`` if nothing changes then."""
+        """What to restore if ``step(closure)`` raises; ``None`` if it raises before any change."""
 
     @property
     @abstractmethod
     def decided(self) -> Decision | None:
-        """In a step post-hook: the decision that its step was taken under, if it was under one."""
+        """In a step post-hook: the decision that the step followed; ``None`` if there was none."""
 
     @property
     def skip_flag(self) -> Tensor | None:
-        """In a step post-hook: more than 0 if its step was skipped; ``None`` if certainly not."""
+        """In a step post-hook: more than 0 if the step was skipped; ``None`` if it surely ran."""
         return None if self.decided is None else self.decided.skip
 
     def with_watch_and_causes(self, request: Request) -> Request:
-        """``request`` with what is to be found out besides, unless that was."""
+        """Add to ``request`` what :attr:`watch` and :attr:`causes` need and do not have yet."""
         judged = request.earlier_decision
         if self.watch is not None and not (judged is not None and judged.measured):
             request = replace(request, measure=True)
@@ -200,24 +223,24 @@ class StepStrategy(RefersToOptimizer, ABC):
         return request
 
     def _loss_for(self, cause: Any) -> Tensor | None:
-        """The loss that ``cause`` judges, with those of other ranks; ``None`` if it needs none.
+        """The loss for ``cause``; ``None`` if it needs none, or other ranks supply theirs.
 
         Raises:
-            RuntimeError: this rank decides alone and has no loss; or other ranks train as well, and
-                nothing says which of them have the same model.
+            RuntimeError: no process group is known, and this rank has no loss; or there are several
+                ranks, and nothing says which of them train the same model.
         """
         if not cause.needs_loss:
             return None
         if self.agreement() is None:
             if self.loss is None:
                 raise RuntimeError(
-                    "skip_when(loss=...) needs the loss of the step: give it to the control "
+                    "skip_when(loss=...) needs the loss of the step: pass it to the control "
                     "point, optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or use "
                     "ampopt.TrainStep"
                 )
             if ranks.are_several():
                 raise RuntimeError(
-                    "skip_when(loss=...) judges the mean loss of all ranks that train one model, "
+                    "skip_when(loss=...) tests the mean loss of all ranks that train one model, "
                     "and nothing says which they are: give the optimizer process_group="
                     "torch.distributed.group.WORLD, and, under DistributedDataParallel, "
                     "replicated=True in its param groups. A model that this rank trains alone "
@@ -227,10 +250,10 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     @contextmanager
     def with_loss(self, loss: Any) -> Iterator[None]:
-        """Within this, gradients are judged that are those of ``loss``.
+        """Context manager: pass ``loss`` to the conditions in :attr:`causes`.
 
         Raises:
-            TypeError: it is no loss.
+            TypeError: ``loss`` is neither a number nor a tensor of one element.
         """
         if isinstance(loss, (int, float)):
             loss = torch.tensor(float(loss), device="cpu")
@@ -244,16 +267,16 @@ class StepStrategy(RefersToOptimizer, ABC):
             self.loss = None
 
     def invalidate_plan(self) -> None:
-        """Something else is to be found out from now on: a captured step is captured again."""
+        """Have the next step make a new plan, and a CUDA graph of the step be captured again."""
         if self.runner is not None:
             self.runner.plan = None
 
     def step_is_over(self) -> None:
-        """``optimizer.step`` was called, whoever did, and its post-hooks are about to run."""
+        """Called after every ``optimizer.step``, before its post-hooks, whoever called it."""
         self.end_pending()
 
     def attempt_with_sums(self, request: Request) -> StepOutcome:
-        """As :meth:`attempt`, with what was accumulated; the decision is that on all of it."""
+        """Like :meth:`attempt`, on the accumulated sums. The decision covers all micro-batches."""
         self.check_gradients()
         decision = self.end_cycle(self.with_watch_and_causes(request))
         self.accumulation.unhook()
@@ -270,16 +293,16 @@ class StepStrategy(RefersToOptimizer, ABC):
         finally:
             self.accumulation.restore_gradients()
 
-    # --- gradients ------------------------------------------------------------------------------
+    # --- gradients --------------------------------------------------------------------------------
 
     def unscale(self, request: Request) -> Decision | None:
-        """Unscale, judge and clip the gradients, in place or on their masters.
+        """Unscale, check and clip the gradients, in place or on the master weights.
 
         Returns:
             The decision; ``None`` if there are no gradients.
         """
         if self.runner is not None and request.scale is not None:
-            self.runner.checks.need_torch()  # refuses sparse gradients where the step would
+            self.runner.checks.need_torch()  # raises for sparse gradients if the step would
         decision = self.masters.unscale(
             self.with_watch_and_causes(request), self.agreement(), self.uploads
         )
@@ -287,13 +310,13 @@ class StepStrategy(RefersToOptimizer, ABC):
         return decision
 
     def fill_masters(self) -> None:
-        """Put gradients that carry no scale on their masters, as :meth:`unscale` does others."""
+        """Copy gradients without a scale to the master weights, as :meth:`unscale` does others."""
         if self.runner is not None:
             self.runner.checks.need_torch()
         self.masters.take(gradients.held(self.optimizer.param_groups))
 
     def end_cycle(self, request: Request) -> Decision | None:
-        """Put the accumulated sums in the place of the gradients; see ``accumulated_step``."""
+        """Assign the accumulated sums to ``p.grad``; see ``accumulated_step``."""
         assert self.accumulation.cycle is not None
         decision_device, wide = self.accumulation.cycle.decision_device, [self.takes_wide_sums]
         return accumulated_step.end_cycles(
@@ -302,7 +325,7 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     @property
     def takes_wide_sums(self) -> bool:
-        """Whether the step reads gradients of another dtype than the parameters'."""
+        """Whether the step accepts gradients in another dtype than the parameters'."""
         return self.runner is not None and not self.runner.checks.need_torch()
 
     def offenders(self) -> Iterator[str]:
@@ -311,18 +334,18 @@ class StepStrategy(RefersToOptimizer, ABC):
         return gradients.offenders(self.optimizer.param_groups, scale, self.masters.holder)
 
     def discard(self, decision: Decision | None) -> None:
-        """A closure is run again, so that no step takes the gradients that this was decided of."""
+        """Tell :attr:`watch` that no step uses these gradients, since their closure runs again."""
         if self.watch is not None:
             self.watch._note_discarded(decision)
 
     def note_norm(self, request: Request, decision: Decision | None) -> None:
-        """Set :attr:`grad_norm` if ``request`` asks for it; without gradients it is 0."""
+        """Set :attr:`grad_norm` if ``request`` clips. Without gradients the norm is 0."""
         if request.max_norm is not None:
             self.grad_norm = self.no_overflow() if decision is None else decision.norm
 
     @contextmanager
     def restored_on_failure(self, restore_rng: Callable[[], None]) -> Iterator[None]:
-        """What ``step(closure)`` does within is undone if it fails."""
+        """Context manager: roll back what ``step(closure)`` has changed if it raises."""
         snapshot = self.snapshot()
         with self.masters.restored_on_failure():
             try:
@@ -335,23 +358,23 @@ class StepStrategy(RefersToOptimizer, ABC):
                 restore_rng()
                 raise
 
-    # --- where decisions are made -----------------------------------------------------------------
+    # --- device and ranks -------------------------------------------------------------------------
 
     @property
     def decision_device(self) -> torch.device:
-        """Where decisions are made."""
+        """The device on which overflow flag and scale are computed: that of the first parameter."""
         return device_of(self.optimizer.param_groups) or torch.device("cpu")
 
     def agreement(self) -> Agreement | None:
-        """The ranks that decide with this one; ``None`` if it decides alone."""
+        """The ranks that all-reduce the overflow flag; ``None`` if this rank decides alone."""
         return self._agreement.get(self.optimizer.param_groups, self.process_group)
 
     def no_overflow(self) -> Tensor:
-        """A flag that says so."""
+        """A new flag that is 0."""
         return torch.zeros((), dtype=torch.float32, device=self.decision_device)
 
     def flag(self, decision: Decision | None) -> Tensor:
-        """The flag of ``decision`` as callers get it; ``None`` stands for one without gradients."""
+        """The ``found_inf`` that callers get: that of ``decision``, or 0 if it is ``None``."""
         if decision is None:
             return as_flag(self.no_overflow())
         return as_flag(decision.found_inf, decision.overflow_details)
@@ -372,13 +395,13 @@ class StepStrategy(RefersToOptimizer, ABC):
                 stacklevel=4,
             )
 
-    # --- scales, and what may follow what ---------------------------------------------------------
+    # --- scales, and the order of calls -----------------------------------------------------------
 
     def scale(self, given: Any) -> AnyScale | None:
-        """The scale that a caller gave.
+        """Convert the argument ``grads_scaled_by`` to a loss scale.
 
         Raises:
-            RuntimeError: it was stepped with already.
+            RuntimeError: an earlier step has used the scale.
             TypeError: see :func:`ampopt.loss_scale.arguments.as_loss_scale`, as for ``ValueError``.
         """
         scale = as_loss_scale(given, self.decision_device, self.uploads, in_closure=self.in_closure)
@@ -386,26 +409,26 @@ class StepStrategy(RefersToOptimizer, ABC):
         return scale
 
     def refuse_stepped(self, scale: AnyScale | None) -> None:
-        """Refuse a scale that was stepped with already, of a kind that moves on."""
+        """Raise if an earlier step has used ``scale``, and its kind changes with each step."""
         if scale is not None and scale._generation in self._stepped_with:
             raise RuntimeError(
                 f"this {type(scale).__name__} was stepped with already: every control point "
-                "returns the scale to use next, so rebind it, as in `_, _, scale = "
+                "returns the scale to use next, so assign it, as in `_, _, scale = "
                 "optimizer.unscale_and_step(grads_scaled_by=scale)`"
             )
 
     def mark_given(self, given: Any, successor: Any) -> None:
-        """As :meth:`mark_stepped`, of what a caller gave, who may have given a bare number."""
+        """Like :meth:`mark_stepped`, for an argument of a caller, which may be a plain number."""
         if isinstance(given, LossScale):
             self.mark_stepped(given, successor)
 
     def mark_stepped(self, scale: AnyScale | None, successor: Any) -> None:
-        """Remember that ``scale`` was stepped with; it was not if it is its own successor."""
+        """Record that a step has used ``scale``, unless the next scale is the same object."""
         if scale is not None and scale._generation is not None and successor is not scale:
             self._stepped_with.add(scale._generation)
 
     def end_pending(self) -> None:
-        """What was unscaled, or accumulated, is stepped with."""
+        """Return to the state *idle*: a step has used the unscaled gradients, or the sums."""
         if self.accumulation.swapped_in:
             self.accumulation.restore_gradients()
         if self.pending is not None:
@@ -413,20 +436,21 @@ class StepStrategy(RefersToOptimizer, ABC):
             self.pending = None
 
     def refuse_unfinished(self, call: str) -> None:
-        """Refuse ``call`` between an unscale or ``accumulate`` and the step."""
+        """Raise, naming ``call``, in the states *pending* and *accumulating*."""
         self.refuse_pending(call)
         if self.accumulation.cycle is not None:
             raise RuntimeError(
-                f"{call}: accumulate() was called, and no step has taken what it added up. Call "
-                "unscale_and_step() first, or zero_grad() to discard it"
+                f"{call}: accumulate() was called, and no step has used the sums yet. Call "
+                "unscale_and_step() first, or zero_grad() to discard them"
             )
 
     def refuse_pending(self, call: str) -> None:
-        """Refuse ``call`` between an unscale and its step."""
+        """Raise, naming ``call``, in the state *pending*."""
         if self.pending is not None:
             raise RuntimeError(
-                f"{call}: an unscale is pending. Call step_after_unscale() first (if a scaler has "
-                "unscaled, scaler.step(optimizer)), or zero_grad() to discard it"
+                f"{call}: an unscale is pending. Call step_after_unscale() first, to step with the "
+                "unscaled gradients (if a scaler has unscaled them, scaler.step(optimizer)), or "
+                "zero_grad() to discard them"
             )
 
 
@@ -434,39 +458,39 @@ _T = TypeVar("_T")
 
 
 class StrategyAttribute:
-    """``_ampopt``, the one name that an optimizer has for us: its :class:`StepStrategy`.
+    """Descriptor that creates ``optimizer._ampopt``, a :class:`StepStrategy`, at its first use.
 
-    Made at its first use, for optimizers come about in other ways than by our constructor:
-    unpickled, patched, or as wrappers that take over the attributes of another.
+    A constructor would not do: optimizers are also unpickled, patched by ``patch_optimizer``, or
+    wrappers that share the attributes of another optimizer.
 
     Attributes:
-        step: of the class that this is of, without hooks.
+        step: the ``step`` function of the class that has this attribute, without hooks.
     """
 
     def __init__(self, make: Callable[..., StepStrategy], **facts: Any) -> None:
-        """Say how a class steps.
+        """Store how to make a strategy.
 
         Args:
-            make: ``make(optimizer, **facts)``.
-            facts: what is known of the step of the class; see ``make``.
+            make: called as ``make(optimizer, **facts)``; returns the strategy.
+            facts: keyword arguments of ``make``, which describe the ``step`` of the class.
         """
         self._make, self._facts = make, facts
         self.step: Any = None
 
     def for_another_step(self) -> "StrategyAttribute":
-        """The same for a class that derives from the one this is of, and has another step."""
+        """The descriptor for a subclass that overrides ``step``."""
         return self.with_options(own_step=True)
 
     def with_options(self, **facts: Any) -> "StrategyAttribute":
-        """The same for a class of whose step more is known."""
+        """A copy of the descriptor with more keyword arguments for ``make``."""
         return StrategyAttribute(self._make, **{**self._facts, **facts})
 
     def new(self, optimizer: Any) -> StepStrategy:
-        """A stepping for ``optimizer``, which remembers nothing."""
+        """A new strategy for ``optimizer``, in the state *idle*."""
         return self._make(optimizer, **self._facts)
 
     def __get__(self, optimizer: Any, cls: Any) -> Any:
-        """The stepping of ``optimizer``."""
+        """The strategy of ``optimizer``; of the class, this descriptor."""
         if optimizer is None:
             return self
         stepping = vars(optimizer).get("_ampopt")
@@ -475,18 +499,18 @@ class StrategyAttribute:
         return stepping
 
     def __set__(self, optimizer: Any, stepping: StepStrategy) -> None:
-        """Have ``optimizer`` step otherwise than its class."""
+        """Give ``optimizer`` a strategy of its own."""
         vars(optimizer)["_ampopt"] = stepping
 
 
 class overridable_property(Generic[_T]):
-    """A property that gives way to an attribute of its name, on the instance or in a class behind.
+    """A property that an instance attribute, or a class attribute later in the MRO, overrides.
 
-    So that an optimizer of someone else's that uses the name for itself keeps it.
+    So an optimizer of another library keeps an attribute that happens to have the same name.
     """
 
     def __init__(self, read: Callable[[Any], _T]) -> None:
-        """Read by ``read(optimizer)``."""
+        """Compute the property with ``read(optimizer)``."""
         self._read = read
         self.__doc__ = read.__doc__
 
@@ -496,9 +520,9 @@ class overridable_property(Generic[_T]):
     def __get__(self, optimizer: object, cls: Any) -> _T: ...
 
     def __get__(self, optimizer: Any, cls: Any) -> Any:
-        """What is read."""
+        """The value that ``read`` returns."""
         return self if optimizer is None else self._read(optimizer)
 
-    if TYPE_CHECKING:  # or it would hide what stands on an instance
+    if TYPE_CHECKING:  # at run time, __set__ would hide instance attributes
 
         def __set__(self, optimizer: Any, value: _T) -> None: ...

@@ -274,7 +274,7 @@ def test_a_step_around_a_rule_may_leave_the_skip_to_it(split, backend):
 def test_a_step_around_a_rule_is_warned_of_where_the_host_would_wait(monkeypatch):
     monkeypatch.setattr(OrdinaryStep, "decision_device", torch.device("cuda"))
     optimizer = Shrinking([Parameter(torch.ones(3))])
-    with pytest.warns(UserWarning, match="the step of Shrinking is around that of a rule"):
+    with pytest.warns(UserWarning, match="Shrinking.step overrides the step of a rule"):
         _ = optimizer._ampopt.skip_policy
     optimizer = Shrinking([Parameter(torch.ones(3))])
     optimizer.skip_by = "host"
