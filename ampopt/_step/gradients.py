@@ -1,4 +1,4 @@
-"""The gradients of an optimizer: which there are, whose, and what is in the memory of each."""
+"""The gradients of an optimizer: which parameters have one, and the tensor with its values."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -35,11 +35,11 @@ _DTYPES = frozenset(
 )
 
 UNDERFLOWING = (torch.float16, torch.complex32)
-"""Dtypes of gradients that cannot be unscaled in place: small ones would become zero."""
+"""Dtypes of gradients that cannot be unscaled in place: small values would become zero."""
 
 
 def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
-    """``(group, parameter)`` for every parameter that has a gradient."""
+    """``(group index, parameter)`` for every parameter that has a gradient."""
     return [
         (index, param)
         for index, group in enumerate(param_groups)
@@ -51,7 +51,7 @@ def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:
 def with_groups(
     param_groups: Iterable[dict[str, Any]],
 ) -> list[tuple[dict[str, Any], Tensor, Tensor]]:
-    """``(group, parameter, gradient)`` for every parameter that has one."""
+    """``(group, parameter, gradient)`` for every parameter that has a gradient."""
     return [
         (group, param, param.grad)
         for group in param_groups
@@ -61,7 +61,7 @@ def with_groups(
 
 
 def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:
-    """How messages call ``param``: its name if the optimizer was given names, else its place."""
+    """The name of ``param`` in messages: from ``param_names`` if given, else group and position."""
     for index, group in enumerate(param_groups):
         for position, candidate in enumerate(group["params"]):
             if candidate is param:
@@ -70,17 +70,17 @@ def name_of(param_groups: list[dict[str, Any]], param: Tensor) -> str:
 
 
 def name_at(group: dict[str, Any], index: int, position: int) -> str:
-    """:func:`name_of` the parameter at ``position`` in ``group``, which is number ``index``."""
+    """Like :func:`name_of`, for the parameter at ``position`` in ``group``, of number ``index``."""
     return _name(group.get("param_names"), index, position)
 
 
 class ParamWithGrad(NamedTuple):
-    """A gradient that is to be judged.
+    """A tensor with a gradient, and the parameter it stands for.
 
     Attributes:
         group: index of the param group.
-        tensor: whose ``grad`` it is: the parameter, or its master.
-        owner: the parameter.
+        tensor: the tensor that has the gradient: the parameter, or its master.
+        owner: name and id of the parameter.
     """
 
     group: int
@@ -92,9 +92,9 @@ def held(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithGrad]:
     """The gradient of every parameter that has one, in the order of :func:`present`.
 
     Raises:
-        RuntimeError: one is on another device than its parameter.
-        ValueError: one has another shape than its parameter.
-        TypeError: one, or its parameter, is of a dtype or layout that no kernel takes.
+        RuntimeError: a gradient is on another device than its parameter.
+        ValueError: a gradient has another shape than its parameter.
+        TypeError: a gradient or parameter has a dtype or layout that kernels do not support.
     """
     found = []
     for index, group in enumerate(param_groups):
@@ -136,12 +136,11 @@ def _check(param: Tensor, grad: Tensor, name: str) -> None:
 
 
 def values_of(param: Tensor) -> Tensor:
-    """The gradient of ``param`` as the tensor that holds its values, real and strided.
+    """The values of ``param.grad`` as a real, strided tensor; of a ``DTensor``, the local shard.
 
-    Where memory does not hold the values, ``param.grad`` is replaced by one that does: a sparse
-    gradient is coalesced, as duplicates may overflow where they are summed, and a lazy conjugate
-    or negative, such as autograd leaves on complex parameters, is carried out. Of a gradient that
-    is spread over ranks, these are the values that are here, placed as the parameter is.
+    If no memory holds the values, ``param.grad`` is replaced: a sparse gradient is coalesced, since
+    a sum of duplicates may overflow; a lazy conjugate or negative, which autograd leaves on complex
+    parameters, is resolved; a ``DTensor`` is redistributed to the placements of the parameter.
     """
     if spread := dtensor.is_spread(param.grad):
         dtensor.settle(param)
@@ -164,9 +163,10 @@ def offenders(
     """Names of the parameters whose gradients are not finite once unscaled. Synchronizes.
 
     Args:
-        param_groups: of the optimizer.
-        scale: what the gradients still carry; ``None`` if they were unscaled in place.
-        holder: of a group and a parameter: whose ``grad`` that is, the parameter's or its master's.
+        param_groups: the param groups of the optimizer.
+        scale: the factor that the gradients still have; ``None`` if they were unscaled in place.
+        holder: ``holder(group, param)`` is the tensor whose ``grad`` to test: the parameter or its
+            master.
     """
     inverse = 1.0 if scale is None else 1.0 / float(scale)
     for index, param in present(param_groups):

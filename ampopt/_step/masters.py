@@ -26,36 +26,52 @@ __all__ = ["Masters", "has_masters", "needs_master"]
 
 
 class _Unscaled(NamedTuple):
-    """The gradient of a parameter, as it was when its master got it unscaled."""
+    """The gradient of a parameter, as it was when its unscaled copy was put on the master.
+
+    Attributes:
+        param: the parameter.
+        grad: its gradient.
+        version: the version counter of ``grad`` then, to detect edits; ``None`` if parameter and
+            master share the gradient, so that an edit reaches the step.
+    """
 
     param: Tensor
     grad: Tensor
-    version: int | None  # None where it is the master's too, so that edits reach that
+    version: int | None
 
 
 class _Reading(NamedTuple):
-    """A gradient of a parameter, as it was when a user read the masters, which had none."""
+    """The gradient of a parameter, as it was when a user read master weights without gradients.
+
+    Attributes:
+        param: the parameter.
+        grad: a weak reference to its gradient.
+        version: the version counter of the gradient then.
+    """
 
     param: Tensor
-    grad: Any  # a weak reference
+    grad: Any
     version: int
 
 
 class Masters(RefersToOptimizer):
-    """The masters of one optimizer, which are in its state; see ``ElementwiseOptimizer``.
+    """The float32 master weights of one optimizer, kept in ``state[p]["master_param"]``.
+
+    See :class:`ampopt.ElementwiseOptimizer` for what users know of them.
 
     Attributes:
-        unscaled: where the gradients come from that masters have now; empty between a step and the
-            next unscale.
-        read_early: a gradient that was there when a user read masters that had none; else ``None``.
+        unscaled: the gradients whose unscaled copies are on the masters now; empty between a step
+            and the next unscale.
+        read_early: a gradient that was there when a user read masters without gradients; else
+            ``None``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, kept: bool = True) -> None:
-        """Begin.
+        """Store the optimizer.
 
         Args:
-            optimizer: whose they are, which is not kept alive.
-            kept: ``False`` where ``optimizer`` knows no masters, whatever its param groups say.
+            optimizer: the optimizer to keep masters for; stored as a weak reference.
+            kept: False for an optimizer that has no masters, whatever its param groups say.
         """
         super().__init__(optimizer)
         self._kept = kept
@@ -63,10 +79,10 @@ class Masters(RefersToOptimizer):
         self.read_early: _Reading | None = None
         self._warned_of_reading = False
 
-    # --- which parameter has one ----------------------------------------------------------------
+    # --- which parameter has one ------------------------------------------------------------------
 
     def of(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
-        """The master of ``param``, made where it is missing; ``None`` if it needs none."""
+        """The master of ``param``, made if it is missing; ``None`` if ``param`` needs none."""
         if not (self._kept and needs_master(group, param)):
             return None
         state = self.optimizer.state[param]
@@ -78,7 +94,7 @@ class Masters(RefersToOptimizer):
         return state[MASTER]
 
     def pairs(self, groups: list[dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter, and its master if it is trained and needs one, else itself again."""
+        """Each parameter with its master; with itself if it has none, or is frozen."""
         for group in groups:
             for param in group["params"]:
                 state = self.optimizer.state.get(param, {})
@@ -86,19 +102,19 @@ class Masters(RefersToOptimizer):
                 master = None if frozen else self.of(group, param)
                 yield param, param if master is None else master
 
-    # --- whose gradients steps read -------------------------------------------------------------
+    # --- the gradients that steps read ------------------------------------------------------------
 
     def holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        """Whose ``grad`` to step with: after :meth:`take`, the master's, if there is one."""
+        """The tensor whose ``grad`` the step reads: after :meth:`take`, the master if there is one."""
         if not self.unscaled:
             return param
         return param if (master := self.of(group, param)) is None else master
 
     def take(self, held: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
-        """Copy gradients of parameters that have masters to those, to be unscaled there.
+        """Copy the gradients of parameters that have masters to the masters, to be unscaled there.
 
         Returns:
-            ``held``, with masters in the place of their parameters.
+            ``held``, with masters in place of their parameters.
         """
         if not self._kept:
             return held
@@ -129,12 +145,12 @@ class Masters(RefersToOptimizer):
         agreement: Agreement | None,
         uploads: dict[torch.device, Uploads],
     ) -> Decision | None:
-        """Unscale, judge and clip the gradients, in place or on their masters.
+        """Unscale, check and clip the gradients, in place or on the masters.
 
         Args:
-            request: what is asked; nothing is stepped.
-            agreement: of the ranks that decide together.
-            uploads: what devices hold of earlier calls.
+            request: the scale and what to measure; no step is run.
+            agreement: the ranks that all-reduce the overflow flag; ``None`` for this rank alone.
+            uploads: constants that earlier calls have copied to a device, by device.
 
         Returns:
             The decision; ``None`` if there are no gradients.
@@ -153,9 +169,9 @@ class Masters(RefersToOptimizer):
 
     @torch.no_grad()
     def show_unscaled(self) -> None:
-        """Write the unscaled gradients to ``p.grad`` too, in its dtype, for those who look there.
+        """Copy the unscaled gradients to ``p.grad`` too, in its dtype, for code that logs them.
 
-        Steps still read those of the masters, so that an edit of ``p.grad`` is refused.
+        Steps still read the gradients of the masters, so an edit of ``p.grad`` raises at the step.
         """
         if not self.unscaled:
             return
@@ -167,21 +183,25 @@ class Masters(RefersToOptimizer):
         )
 
     def drop_gradients(self) -> None:
-        """Forget what :meth:`take` has put on the masters."""
+        """Remove the gradients that :meth:`take` has put on the masters."""
         if self.unscaled:
             self.unscaled = ()
             for param in self._with_masters():
                 self.optimizer.state[param][MASTER].grad = None
 
     def unscaled_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Gradients of parameters, and those that ``unscale`` left on their masters."""
+        """The gradients of parameters, and the unscaled gradients on their masters."""
         masters = [(grad, self.optimizer.state[p][MASTER].grad) for p, grad, _ in self.unscaled]
         both = [(grad, unscaled) for grad, unscaled in masters if unscaled is not None]
         return [grad for grad, _ in both], [unscaled for _, unscaled in both]
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
-        """Masters that are made within go if it fails; gradients on them, that no step took, do."""
+        """Context manager: on an exception, delete the masters that were made within the block.
+
+        A closure that unscales makes masters. In any case, gradients on masters are removed at the
+        end.
+        """
         known = set(self._with_masters())
         try:
             yield
@@ -195,11 +215,11 @@ class Masters(RefersToOptimizer):
         finally:
             self.drop_gradients()
 
-    # --- what is refused, or warned of ------------------------------------------------------------
+    # --- checks and warnings ----------------------------------------------------------------------
 
     @uncompiled
     def note_reading(self) -> None:
-        """Somebody reads the masters, perhaps to clip: remember whether they lack gradients."""
+        """A user reads the masters, perhaps to clip: remember whether they lack gradients."""
         if self.unscaled or self._warned_of_reading or not self._kept:
             return
         for index, param in gradients.present(self.optimizer.param_groups):
@@ -209,9 +229,10 @@ class Masters(RefersToOptimizer):
                 return
 
     def warn_of_early_reading(self) -> None:
-        """Warn, once, that who read the masters before this step has found no gradients on them.
+        """Warn once that a user has read the masters when they had no gradients yet.
 
-        Not if a backward pass has brought others since, as where weights are averaged after a step.
+        No warning if a backward pass has computed other gradients since, as when weights are
+        averaged after a step.
         """
         early, self.read_early = self.read_early, None
         assert early is not None
@@ -223,20 +244,21 @@ class Masters(RefersToOptimizer):
             "optimizer.master_params() was read after backward() and before the gradients were "
             "unscaled: the masters had no gradients yet, so clip_grad_norm_() of them has clipped "
             "nothing. Give max_norm= to unscale_and_step(), or call "
-            "optimizer.unscale(grads_scaled_by=scale) before it and step_after_unscale() behind it "
+            "optimizer.unscale(grads_scaled_by=scale) before it and step_after_unscale() after it "
             "(with a scaler, scaler.unscale_(optimizer) before it)",
             UserWarning,
             stacklevel=2,
         )
 
     def check_float16(self, held: list[gradients.ParamWithGrad]) -> None:
-        """Refuse gradients that would be unscaled in float16, for want of a master.
+        """Raise for float16 gradients of parameters that have no master to unscale them in float32.
 
         Args:
-            held: of parameters.
+            held: the gradients of parameters.
 
         Raises:
-            RuntimeError: unscaled values would underflow to zero.
+            RuntimeError: a gradient is float16 or complex32, and its parameter has no master, so
+                unscaled values would underflow to zero.
         """
         for index, param, owner in held:
             if param.grad.dtype not in gradients.UNDERFLOWING:
@@ -252,14 +274,14 @@ class Masters(RefersToOptimizer):
                 )
 
     def check_unedited(self) -> None:
-        """Refuse gradients that were changed where no step looks, once they are on the masters.
+        """Raise if ``p.grad`` was changed after its unscaled copy was put on the master.
 
         Raises:
-            RuntimeError: a parameter has another gradient than ``unscale`` read, or one that was
-                written to since.
+            RuntimeError: a parameter has another gradient than ``unscale`` read, or its gradient
+                was written to since.
         """
         for param, grad, seen in self.unscaled:
-            if param.grad is None:  # it is left out
+            if param.grad is None:  # the step leaves this parameter unchanged
                 continue
             if param.grad is not grad or (seen is not None and version(grad) != seen):
                 name = gradients.name_of(self.optimizer.param_groups, param)
@@ -278,7 +300,7 @@ class Masters(RefersToOptimizer):
 
 
 def has_masters(group: dict[str, Any]) -> bool:
-    """Whether parameters of ``group`` have masters, if they are of a dtype that needs them."""
+    """Whether the option ``master_weights`` of ``group`` is set."""
     return group.get("master_weights", False)
 
 
@@ -288,7 +310,7 @@ def needs_master(group: dict[str, Any], param: Tensor) -> bool:
 
 
 def _writable(unscaled: _Unscaled) -> _Unscaled:
-    """The same, of a gradient that has a place in memory for each of its elements."""
+    """The same for a gradient with memory for each element: a copy of an expanded one."""
     param, grad, _ = unscaled
     if not overlaps_itself(dtensor.local(grad)):
         return unscaled
@@ -297,7 +319,7 @@ def _writable(unscaled: _Unscaled) -> _Unscaled:
 
 
 def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Each in place, in its own dtype; all of one device and dtype in one call."""
+    """Multiply ``tensors`` in place, each in its own dtype; one call per device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)

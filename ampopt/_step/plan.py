@@ -1,9 +1,9 @@
-"""What a step of a rule works on, kept from one step to the next.
+"""The plan of a step: the tensors and groups that the kernels need, kept from step to step.
 
-Going through every parameter, state and layout in Python costs more than a small network's whole
-step, and next to nothing changes between steps but the gradients. A plan is made once and holds
-until something else changes. That it does hold is asked at every step, of its guards: like those of
-``torch.compile``, they cost less than preparing by far.
+To traverse every parameter, state and layout in Python costs more than the whole step of a small
+network, and between steps usually nothing changes but gradients and hyperparameters. So a plan is
+made once, and reused until something else changes. Each step checks that with guards, like those of
+``torch.compile``, which cost far less than a new plan.
 """
 
 import operator
@@ -40,11 +40,12 @@ __all__ = ["Plan"]
 
 
 class Plan:
-    """A step of every parameter that has a gradient, ready to be taken.
+    """Runs the step of every parameter that has a gradient.
 
     Attributes:
-        works: what to run, the first parameter's device first; empty without gradients.
-        reusable: whether it may serve a second step; not where it works on copies.
+        works: the rows of each device, with their gradients; empty without gradients. The first
+            work is on the device where the decision is made.
+        reusable: whether a later step may use the plan; False if it works on copies of tensors.
     """
 
     def __init__(
@@ -75,8 +76,8 @@ class Plan:
         groups = optimizer.param_groups
         self._home = device_of(groups)
         self._rule, self._uploads = rule, uploads
-        # Of the ranks that decide together, or why they cannot, where a step that asks them for
-        # nothing can be taken all the same.
+        # If the ranks have no common process group, steps that need no all-reduce still run; the
+        # error is raised by the first one that does.
         self._agreement: Agreement | None = None
         self._apart: ranks.NoCommonGroupError | None = None
         try:
@@ -126,7 +127,11 @@ class Plan:
         return True
 
     def run(self, request: Request) -> Decision | None:
-        """Step, or skip, all parameters that have gradients; ``None`` if no rank has any."""
+        """Run or skip a step of all parameters that have gradients.
+
+        Returns:
+            The decision; ``None`` if no rank has gradients.
+        """
         if request.needs_agreement and self._apart is not None:
             raise self._apart
         if not self.works:
@@ -145,9 +150,9 @@ class Plan:
         if request.write and not self._writes_gradients:
             asked = replace(asked, write=False)
         decision = decide(self.works, asked)
-        seen = decision.coefficients  # by the host, if these are numbers
+        seen = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(seen, Coefficients) and seen.skip > 0)
-        if request.write and not asked.write:  # in their own dtype, now that they were used
+        if request.write and not asked.write:  # in place, after the update has read them
             unscale = Request(scale=request.scale, check=False)
             check_and_unscale_held(
                 self._held, unscale, None, None, write=True, uploads=self._uploads
@@ -155,7 +160,7 @@ class Plan:
         return decision
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
-        """Take part in what other ranks decide and sum up, on one without gradients."""
+        """On a rank without gradients: take part in the all-reduces of the other ranks."""
         decision = decided_elsewhere(request, self._agreement, self._home)
         for sums in (self._lines_of_ranks, self._rank_sums):
             if sums is not None and self._home is not None:
@@ -163,28 +168,29 @@ class Plan:
         return decision
 
     def finish(self, *, skipped: bool = False) -> None:
-        """What follows a step: copies go where they belong, and gradients are let go of.
+        """Finish a step: write copies back, record the writes with autograd, and release gradients.
 
-        Autograd is told of the writes, which kernels make behind its back, so that a backward pass
-        through a graph that needs the old values is refused, as after a step of torch's.
+        Kernels write to parameters without autograd. To increment the version counters lets
+        autograd refuse a backward pass that needs the old values, as it does after a step of torch.
 
         Args:
-            skipped: whether the host knows that nothing was written; such a pass is right then. On
-                an accelerator the host does not know of a skip, and autograd is told of a write.
+            skipped: whether the CPU knows that nothing was written, so that such a pass is still
+                right. On an accelerator the CPU does not know of a skip, and the counters are
+                always incremented.
         """
         if not skipped:
             for original, copy in self._copies:
                 original.copy_(copy)
             bump_versions(self._present)
         for work in self.works:
-            work.grads = []  # whose memory the next backward pass may need
+            work.grads = []  # so that zero_grad can free their memory before the next pass
 
 
 class _Guards:
-    """What a plan takes for granted.
+    """What must not change while a plan is reused.
 
-    That is the very parameters, each in its group, and states; where all of them are in memory and
-    how parameters and gradients are laid out in it; which parameters have gradients.
+    That is: the identity of each parameter, its group, and its states; the addresses of parameters,
+    masters and states; the layouts of parameters and gradients; which parameters have a gradient.
     """
 
     def __init__(self, optimizer: Any, masters: Masters, made: RuleRows) -> None:
@@ -199,18 +205,18 @@ class _Guards:
         self._keeper = masters
         self._present, self._masters = made.present, made.masters
         self._params = list(chain.from_iterable(group["params"] for group in groups))
-        self._spread = any(map(dtensor.is_spread, self._params))  # over ranks
+        self._spread = any(map(dtensor.is_spread, self._params))  # sharded, or replicated DTensors
         kept = set(made.present)
         self._absent = [p for p in self._params if p not in kept]
         self._process_group, self._state = optimizer.process_group, optimizer.state
-        # Users may keep other things there than the state of a parameter.
+        # Users may store other things in optimizer.state than states of parameters.
         of_params = [state for state in self._state.values() if isinstance(state, dict)]
         members = [group["params"] for group in groups]
         self._contents = IdentityGuard([*members, self._state, *of_params])
-        # An object may stay and what it refers to be exchanged, as by an assignment to its data.
+        # `param.data = ...` keeps the object and changes its memory.
         self._held = [*self._params, *(master for _, master in made.masters), *made.states]
         held, params = self._held, self._params
-        if self._spread:  # of such a tensor, the part that is here counts
+        if self._spread:  # kernels work on the local shards
             held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
         self._addresses, self._params_laid_out = addresses(held), LayoutGuard(params)
         self._grads_laid_out = LayoutGuard(made.grads)
@@ -218,7 +224,7 @@ class _Guards:
         self._placements = dtensor.placements(grads) if self._spread else []
 
     def gradients(self, optimizer: Any) -> list[Tensor] | None:
-        """The gradients of this step as kernels see them; ``None`` if anything else has changed."""
+        """The gradients of this step, as kernels read them; ``None`` if anything else changed."""
         for param in self._absent:
             if param.grad is not None:
                 return None

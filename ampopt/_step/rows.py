@@ -1,4 +1,4 @@
-"""What a step of a rule does with each parameter: a row of tensors, made of it and its state."""
+"""The rows of a step: for each parameter, the tensors that kernels read and write."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,21 +28,22 @@ __all__ = ["RuleRows", "keys_of"]
 
 
 class RuleRows:
-    """The rows of every parameter that has a gradient, group by group, in each by variants.
+    """The rows of every parameter that has a gradient, sorted by variant of its param group.
 
-    Not to be kept from step to step: it holds on to the gradients.
+    They hold references to the gradients, so they are not kept after the plan is made.
 
     Attributes:
-        rule: to be run on them: that of the steps, or the same with scalar states of float64.
-        variants: of the param groups.
-        flags: of the rule, for each of them.
-        held: the gradients of all parameters that have one.
-        present: the parameters that are stepped.
-        masters: of these, each behind its place among them.
-        rows: one for each.
-        grads: of each, as kernels see it.
-        states: what else is written, whole.
-        copies: original and copy of what is not laid out as kernels take it.
+        rule: the rule to run on the rows; with float64 scalar states if a scalar state is float64.
+        variants: the variants of the param groups; see :class:`ampopt._step.settings.Variants`.
+        flags: the flags of the rule, for each variant.
+        held: the gradient of each parameter that has one.
+        present: the parameters to step.
+        masters: ``(index, master)`` for each parameter of ``present`` that has a master.
+        rows: one row for each parameter of ``present``.
+        grads: the gradient of each row, as kernels read it.
+        states: all state tensors that the step writes, before a reshape or copy for the kernels.
+        copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
+            the copy, and :meth:`Plan.finish` writes it back.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class RuleRows:
             if keeper.holder(groups[one.group], one.tensor).grad is not None
         ]
         self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped])
-        # Those of one variant beside each other, so that backends take them together.
+        # Parameters of one variant are adjacent, so that a backend runs them in one launch.
         order = sorted(range(len(stepped)), key=self.variants.of.__getitem__)
         stepped = [stepped[i] for i in order]
         self.flags, of = self.variants.flags(groups), [self.variants.of[i] for i in order]
@@ -106,7 +107,14 @@ class RuleRows:
     def _row(
         self, held: gradients.ParamWithGrad, variant: int, state: dict[str, Any], place: int
     ) -> tuple[Row, Tensor]:
-        """What a step does with a parameter, whose ``place`` is that among all; its gradient."""
+        """The row of one parameter, and its gradient.
+
+        Args:
+            held: the parameter and its name.
+            variant: index of its variant.
+            state: its state, complete.
+            place: its index among all parameters of the optimizer.
+        """
         index, param, owner = held
         rule, flags, local, dense = self._rule, self.flags[variant], dtensor.local, self._dense
         group = self._optimizer.param_groups[index]
@@ -114,12 +122,12 @@ class RuleRows:
         keys = keys_of(self._optimizer, group, param, place)
         p = like = gradients.real(local(param.detach() if master is None else master))
         marginals = rule.marginals_for(flags)
-        if marginals and not p.is_contiguous():  # where an element's row follows from its place
+        if marginals and not p.is_contiguous():  # an index must give row and column
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
         stepped, places = dense(p, like), Places()
         if keys is not None or rule.draws:
             places = places_of(param, stepped, contiguous=bool(marginals))
-        if rule.draws:  # each parameter its own numbers
+        if rule.draws:  # different random numbers for each parameter
             places = replace(places, first=places.first + place * PLACE_STRIDE)
         copy = None if master is None else dense(local(param.detach()), like)
         grad = dense_like(gradients.values_of(holder), like)
@@ -150,16 +158,17 @@ class RuleRows:
         return row, grad
 
     def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """``tensor`` laid out as ``like``: where it is not, a copy, which a step copies back."""
+        """``tensor`` if its layout is that of ``like``; else a copy, noted in :attr:`copies`."""
         copy = dense_like(tensor, like)
         if copy is not tensor:
             self.copies.append((tensor, copy))
         return copy
 
     def gradients_are_written(self) -> bool:
-        """Whether a step may unscale them before it uses them, and no bit of it changes.
+        """Whether unscaling in place, before the update, leaves every bit of the step unchanged.
 
-        Not those of a dtype that is narrower than the arithmetic, nor copies of gradients.
+        It does not for gradients of a narrower dtype than the arithmetic, and for copies of
+        gradients.
         """
         return all(
             row.grad_dtype == row.compute_dtype
@@ -169,9 +178,9 @@ class RuleRows:
 
 
 def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor, place: int) -> Tensor | None:
-    """The keys of ``param``, made where they are missing; ``None`` if it is rounded as usual.
+    """The rounding key of ``param``, made if it is missing; ``None`` if it is rounded to nearest.
 
-    Each parameter has keys of its own, by its ``place`` among all.
+    Each parameter has a key of its own, which depends on its index ``place`` among all parameters.
     """
     of_bfloat16 = param.dtype == torch.bfloat16 and not needs_master(group, param)
     if not (of_bfloat16 and is_stochastic(group)):

@@ -1,6 +1,7 @@
-"""The state that a rule keeps of a parameter: made, completed, converted from what was loaded.
+"""The states of parameters: creates missing ones, converts loaded ones, and packs small ones.
 
-And where it lives: small states, and step counts, end to end, so that a CPU can take them as one.
+Small state tensors and step counts share one contiguous buffer, so that the CPU backend updates
+them as one tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 StateCompleter = Callable[[dict[str, Any]], None]
-"""Adds to the state of a parameter the scalar states that a checkpoint of torch's lacks."""
+"""Adds scalar states that a checkpoint of torch lacks to the state of a parameter, in place."""
 
 
 def state_of(
@@ -37,12 +38,12 @@ def state_of(
     flags: tuple[bool, ...],
     complete_state: StateCompleter | None,
 ) -> dict[str, Any]:
-    """The state of ``param``, made where it is missing, and converted as :func:`convert` does.
+    """The state of ``param``, with missing states created, and others converted by :func:`convert`.
 
-    What is there has passed :func:`ampopt._step.state_checks.check_states`.
+    Present states have passed :func:`ampopt._step.state_checks.check_states`.
     """
     if not rule.all_state_for(flags):
-        return optimizer.state.get(param, {})  # as in torch's, where there is nothing to keep
+        return optimizer.state.get(param, {})  # like torch, add no empty state
     state = optimizer.state[param]
     complete(rule, optimizer.param_groups, state, param, flags, complete_state)
     return state
@@ -56,7 +57,16 @@ def complete(
     flags: tuple[bool, ...],
     complete_state: StateCompleter | None,
 ) -> None:
-    """Convert what is in ``state``, and add what is missing, as it is before the first step."""
+    """Convert the values in ``state``, and add missing ones as they are before the first step.
+
+    Args:
+        rule: the update rule.
+        groups: the param groups of the optimizer, for initial values that are hyperparameters.
+        state: the state of ``param``; changed in place.
+        param: the parameter.
+        flags: the flags of the rule for ``param``.
+        complete_state: see :data:`StateCompleter`.
+    """
     master = state.get(MASTER)
     like = param if master is None else master
     scalars = rule.scalar_state_for(flags)
@@ -84,9 +94,10 @@ def convert(
     *,
     has_master: bool,
 ) -> None:
-    """Replace what ``state`` has otherwise than a step takes it: from torch, or another setting.
+    """Convert values of ``state`` that a step cannot use: loaded from torch, or with other options.
 
-    States without a dtype of their own stay in theirs, but for a parameter with a master.
+    A tensor state for which the rule declares no dtype keeps its dtype, unless the parameter has a
+    master.
     """
     for part in rule.tensor_state_for(flags):
         if (value := state.get(part.name)) is None:
@@ -98,7 +109,7 @@ def convert(
             value = value.to(_dtype_of(part, torch.float32 if has_master else param.dtype))
         if part.shape is not None:
             value = on_each_rank(value).contiguous()
-        if value.is_conj() or value.is_neg():  # on reading, which kernels know nothing of
+        if value.is_conj() or value.is_neg():  # kernels read memory without the lazy sign
             value = value.resolve_conj().resolve_neg()
         if overlaps_itself(dtensor.local(value)):
             value = value.clone(memory_format=torch.contiguous_format)
@@ -109,9 +120,12 @@ def convert(
 
 
 def widen_scalars(rule: Rule, states: Sequence[dict[str, Any]]) -> bool:
-    """Make a scalar state float64 in all ``states`` if it is in one; whether any is.
+    """If a scalar state is float64 in one of ``states``, make it float64 in all of them.
 
-    But for those with a dtype of their own. Backends want each alike in all rows.
+    States with a declared dtype keep it. Backends need one dtype per scalar state in all rows.
+
+    Returns:
+        Whether a scalar state is float64.
     """
     widened = False
     for part in rule.scalar_state:
@@ -125,7 +139,14 @@ def widen_scalars(rule: Rule, states: Sequence[dict[str, Any]]) -> bool:
 
 
 def _made(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> Tensor:
-    """The state ``part`` of a parameter, or master, ``like``; a copy of it without ``initial``."""
+    """A new tensor for the state ``part``.
+
+    Args:
+        part: the declaration of the state.
+        like: the parameter or its master, for shape, device and sharding.
+        dtype: the dtype of the new tensor.
+        initial: its value; ``None`` to copy ``like``.
+    """
     if part.shape is not None:
         made = torch.empty(part.beside(like.shape), dtype=dtype, device=like.device).fill_(initial)
         return replicated(made, like) if dtensor.is_spread(like) else made
@@ -138,18 +159,18 @@ def _made(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> Tensor
 
 
 def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:
-    """Move ``state[name]`` of CPU parameters, where it is small, into one buffer, as views of it.
+    """Move ``state[name]`` of small CPU parameters into one buffer, as views of it.
 
-    Values, shapes and dtypes stay. A tensor that shares its storage already, such as one that was
-    moved before, stays where it is: parameters whose gradients come and go do not make it move
-    at every step. The buffer lives as long as any of its views.
+    Values, shapes and dtypes stay. A tensor that shares its storage already, such as one moved
+    before, is not moved again, so that parameters whose gradients come and go are not moved at
+    every step. The buffer lives as long as any of its views.
     """
     moved = [
         (state, state[name], part)
         for param, state in zip(params, states, strict=True)
         if param.device.type == "cpu"
         and isinstance(state.get(name), Tensor)
-        # Of large parameters, step counts.
+        # Small states, and the step counts of large parameters.
         and 0 < (part := dtensor.local(state[name])).numel() <= SMALL
         and not shares_storage(part)
         and part.is_contiguous()
@@ -167,41 +188,41 @@ def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], n
 
 
 def shares_storage(tensor: Tensor) -> bool:
-    """Whether there is more in the memory of ``tensor`` than ``tensor``."""
+    """Whether the storage of ``tensor`` is larger than ``tensor``."""
     tensor = dtensor.local(tensor)
-    if tensor.layout != torch.strided:  # as the momentum of sparse gradients, which has no storage
+    if tensor.layout != torch.strided:  # a sparse momentum has no storage
         return False
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def _initial(part: State, groups: list[dict[str, Any]], param: Tensor) -> Any:
-    """The value of ``part`` before the first step. Reads no device tensor."""
+    """The initial value of the state ``part``. Does not synchronize."""
     if not isinstance(part.init, str):
         return part.init
     group = next(g for g in groups if any(p is param for p in g["params"]))
     if part.init not in group:
         raise KeyError(
-            f"State {part.name!r} begins with the entry {part.init!r} of each param group, which "
-            f"has {sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults, "
-            "or have it begin with a number, or as a copy of the parameter, 'param'"
+            f"State {part.name!r} has init={part.init!r}, an entry of the param group, which has "
+            f"only {sorted(k for k in group if k != 'params')}: add it to the optimizer's "
+            "defaults, or make init a number, or 'param' for a copy of the parameter"
         )
     value = group[part.init]
     return value.detach().reshape(()) if isinstance(value, Tensor) else value
 
 
 def _dtype_of(part: State, own: torch.dtype) -> torch.dtype:
-    """Of the state ``part`` beside a parameter, or master, that has the dtype ``own``."""
+    """The dtype of the state ``part`` for a parameter, or master, of dtype ``own``."""
     dtype = part.dtype or own
-    # Of bfloat16 that is complex64, on a torch that has a narrower one, which fills none, too.
+    # complex64 for bfloat16, also in a torch with a narrower complex dtype, which it cannot fill.
     return torch.promote_types(dtype, torch.complex32) if own.is_complex else dtype
 
 
 def _own_dtype(value: Any) -> torch.dtype:
-    """What a scalar state is kept in that was loaded: float32, unless that would lose digits."""
+    """The dtype for a loaded scalar state: float32, or float64 if float32 would lose digits."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             return torch.float64 if value.dtype == torch.float64 else torch.float32
-        if value.device.type != "cpu":  # which would have to be waited for
+        if value.device.type != "cpu":  # reading its value would synchronize
             return torch.float32
     whole = isinstance(value, Tensor | int)
     return torch.float64 if whole and abs(int(value)) > 2**24 else torch.float32
@@ -212,7 +233,7 @@ def _held_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar state, from wherever a checkpoint of torch's may keep it."""
+    """Convert a scalar state, from any type or device that a checkpoint of torch uses."""
     dtype = _held_in(dtype, device)
     if not isinstance(value, Tensor):
         return torch.full((), float(value), dtype=dtype, device=device)

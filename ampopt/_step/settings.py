@@ -1,4 +1,7 @@
-"""What a plan takes of the param groups: flags and options, which stay, and numbers, which move."""
+"""The entries of param groups that a plan depends on.
+
+Flags and options must not change while a plan is reused; hyperparameters may change every step.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -17,25 +20,29 @@ __all__ = ["Settings", "Variants", "check_numbers", "forms_of", "kind_of"]
 
 
 def kind_of(group: dict[str, Any], param: Tensor) -> Kind:
-    """What ``Rule.entries`` is told of ``param``."""
+    """``(ndim, dtype)`` of ``param``, which ``Rule.entries`` takes; float32 if it has a master."""
     return param.ndim, torch.float32 if needs_master(group, param) else param.dtype
 
 
 class Variants:
-    """The groups, each once for every kind of its parameters that a step works on.
+    """The param groups, split by the kinds ``(ndim, dtype)`` of their parameters.
 
-    They are the groups themselves for a rule without ``entries``.
+    A rule with ``entries`` may have other flags and hyperparameters for each kind. For a rule
+    without, the variants are the param groups.
+
+    Attributes:
+        of: for each parameter of ``present``, the index of its variant.
     """
 
     def __init__(
         self, rule: Rule, groups: Sequence[dict[str, Any]], present: Sequence[tuple[int, Tensor]]
     ) -> None:
-        """Begin.
+        """Find the variants.
 
         Args:
-            rule: whose.
-            groups: of the optimizer.
-            present: ``(group, parameter)`` of all that a step works on.
+            rule: the update rule.
+            groups: the param groups of the optimizer.
+            present: ``(group index, parameter)`` for each parameter to step.
         """
         self._rule = rule
         self.of = [group for group, _ in present]
@@ -47,53 +54,57 @@ class Variants:
             self.of = [places[kind] for kind in kinds]
 
     def seen(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """The group of each, and the entries that the rule sees."""
+        """For each variant, the index of its group, and the entries that the rule reads."""
         for group, kind in self._kinds:
             yield group, groups[group] if kind is None else self._rule.seen(groups[group], kind)
 
     def flags(self, groups: Sequence[dict[str, Any]]) -> list[tuple[bool, ...]]:
-        """The flags of each."""
+        """The flags of the rule for each variant."""
         flags = self._rule.flag_values
         return [flags(groups[group], kind) for group, kind in self._kinds]
 
     def hyper(self, groups: Sequence[dict[str, Any]]) -> list[list[float | Tensor]]:
-        """The hyperparameters of each."""
+        """The hyperparameters of each variant."""
         hyper = self._rule.hyper_values
         return [hyper(groups[group], kind) for group, kind in self._kinds]
 
 
 _OPTIONS = ("master_weights", PARAM_ROUNDING, REPLICATED)
-"""Of param groups, besides those of their rule."""
+"""Entries of param groups, besides those of the rule, on which a plan depends."""
 
 Hyper = list[list[Any]]
 
 
 class Settings:
-    """The entries of the param groups that a plan was made for.
+    """The flags, options and hyperparameters that a plan was made with.
 
     Attributes:
-        hyper: the hyperparameters of each variant, as ``rule.hyper_values`` gives them.
+        hyper: the hyperparameters of each variant, as ``rule.hyper_values`` returns them.
     """
 
     def __init__(self, rule: Rule, variants: Variants, groups: list[dict[str, Any]]) -> None:
-        """Take them down.
+        """Store the present entries.
 
         Args:
-            rule: of the plan.
-            variants: of ``groups``.
-            groups: of the optimizer.
+            rule: the rule of the plan.
+            variants: the variants of ``groups``.
+            groups: the param groups of the optimizer.
         """
         self._rule, self._variants = rule, variants
         self._members = [group["params"] for group in groups]
         self.hyper = variants.hyper(groups)
         self._others = self._told_of(groups, self.hyper)
         self._groups, self._entries = groups, None
-        # A tensor may be another number inside, and what ``Rule.entries`` reads may be anything.
+        # A tensor may change in place, and ``Rule.entries`` may read any entry of the group.
         of_numbers = not any(isinstance(value, Tensor) for value in chain(*self.hyper))
         self._by_identity = of_numbers and rule.entries is None
 
     def revalidate(self, groups: list[dict[str, Any]]) -> bool:
-        """Take up the hyperparameters of this step; whether nothing else has changed."""
+        """Update :attr:`hyper` for this step.
+
+        Returns:
+            Whether the plan is still valid: only hyperparameters have changed.
+        """
         if self._entries is not None and groups is self._groups and self._entries.unchanged():
             return True
         if len(groups) != len(self._members):
@@ -104,34 +115,36 @@ class Settings:
         hyper = self._variants.hyper(groups)
         if self._told_of(groups, hyper) != self._others:
             return False
-        # Not for numbers that move at each step, as those of a scheduler do.
+        # A guard would not pay if a scheduler changes numbers at every step.
         stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
         self._entries = IdentityGuard([groups, *groups]) if stays else None
         self._groups, self.hyper = groups, hyper
         return True
 
     def _told_of(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
-        """What makes another plan necessary: flags, options, what is no longer a number."""
+        """What requires a new plan when it changes: flags, options, types of hyperparameters."""
         options = [list(map(group.get, _OPTIONS)) for group in groups]
         return self._variants.flags(groups), options, forms_of(hyper)
 
     def _has_lists(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether a list of hyperparameters may stay and hold other numbers."""
+        """Whether a hyperparameter is a list, whose elements may change in place."""
         names = self._rule.hyper
         return any(isinstance(group.get(name), list) for group in groups for name in names)
 
 
 def check_numbers(name: str, value: Any, like: Any) -> None:
-    """Refuse what is no number, or not as many as ``like`` has. Reads no tensor.
+    """Raise unless ``value`` is a number, or a tuple of as many numbers as ``like`` has.
+
+    Reads no tensor, and so does not synchronize.
 
     Args:
-        name: what messages call the value.
-        value: a number, or a tensor of one element; or a tuple of these, if ``like`` is one.
-        like: a value that is right.
+        name: the name of the value for messages.
+        value: a number, a tensor of one element, or a tuple of these if ``like`` is one.
+        like: a valid value.
 
     Raises:
-        TypeError: it is something else, such as a string.
-        ValueError: there are more or fewer, or a tensor has not one element.
+        TypeError: ``value`` has another type, such as a string.
+        ValueError: ``value`` has another length than ``like``, or a tensor has not one element.
     """
     several = isinstance(like, (tuple, list))
     given = value if isinstance(value, (tuple, list)) else (value,)
@@ -148,7 +161,7 @@ def check_numbers(name: str, value: Any, like: Any) -> None:
 
 
 def forms_of(hyper: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """What :func:`check_numbers` depends on, of the hyperparameters of each group, laid flat."""
+    """The type of each hyperparameter, or shape and dtype of a tensor: what fixes a plan."""
     return [
         [(x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in values]
         for values in hyper
@@ -158,7 +171,7 @@ def forms_of(hyper: Sequence[Sequence[Any]]) -> list[list[Any]]:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_complex()
-    return hasattr(value, "__float__") and not getattr(value, "shape", ())  # as NumPy's have
+    return hasattr(value, "__float__") and not getattr(value, "shape", ())  # so NumPy scalars pass
 
 
 def _is_long(value: Any) -> bool:

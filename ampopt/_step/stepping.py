@@ -362,7 +362,7 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     @property
     def decision_device(self) -> torch.device:
-        """The device on which overflow flag and scale are computed: that of the first parameter."""
+        """The device on which overflow flag and scale are computed; see :func:`device_of`."""
         return device_of(self.optimizer.param_groups) or torch.device("cpu")
 
     def agreement(self) -> Agreement | None:

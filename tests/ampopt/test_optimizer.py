@@ -106,7 +106,7 @@ def test_a_plain_step_after_unscale_counts_as_stepping_with_the_scale(param):
     scale = ampopt.DynamicLossScale(init_scale=2.0)
     optimizer.unscale(grads_scaled_by=scale)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="rebind"):
+    with pytest.raises(RuntimeError, match="so assign it"):
         optimizer.unscale(grads_scaled_by=scale)
 
 

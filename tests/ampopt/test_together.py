@@ -398,7 +398,7 @@ def test_the_scale_is_the_next_ones():
         lambda: ampopt.unscale_and_step(optimizers, grads_scaled_by=scale),
         lambda: optimizers[1].unscale_and_step(grads_scaled_by=scale),
     ):
-        with pytest.raises(RuntimeError, match="rebind it"):
+        with pytest.raises(RuntimeError, match="so assign it"):
             again()
     optimizers[0].unscale_and_step(grads_scaled_by=following)
     optimizers[1].unscale_and_step(grads_scaled_by=following)

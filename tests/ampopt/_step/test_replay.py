@@ -185,7 +185,7 @@ def test_a_scale_that_a_closure_was_given_is_not_to_be_used_again(form):
         if used is not result.scale:
             assert used.item() in (16.0, 8.0)
     for stale in (scale, training.scales[-1]):
-        with pytest.raises(RuntimeError, match="rebind"):
+        with pytest.raises(RuntimeError, match="so assign it"):
             training.step(form, stale)
     training.step(form, result.scale)
 
