@@ -1,4 +1,4 @@
-"""What a rule cannot step with: refused, or warned of, before a step has changed anything."""
+"""Checks before a step has changed anything: what a rule cannot step with raises or warns."""
 
 import inspect
 import numbers
@@ -26,30 +26,30 @@ from ampopt_kernels.tensors import overlaps_itself
 __all__ = ["Checks", "check_loaded", "check_options", "check_rule"]
 
 _DROP_INS = "ampopt.optim."
-"""Of the names of modules whose classes have constructors that know what settings may be."""
+"""Prefix of the modules of classes whose constructors check hyperparameters."""
 
 _FUSED_IN_TORCH = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Classes whose ``fused=True`` torch refuses for some parameters, at the first step."""
+"""Classes for which torch refuses ``fused=True`` with some parameters, at the first step."""
 
 
 class Checks(RefersToOptimizer):
-    """Of the parameters and gradients of one optimizer, and of a rule."""
+    """Checks of the parameters, gradients, options and states of one optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin.
+        """Store the optimizer.
 
         Args:
-            optimizer: to check, which is not kept alive.
+            optimizer: the optimizer to check; stored as a weak reference.
         """
         super().__init__(optimizer)
-        self._dtypes = WeakIdKeyDictionary()  # weak, for an identity is used again
+        self._dtypes = WeakIdKeyDictionary()  # not by id(), which is reused
         self._warned_of_float16 = False
 
     def need_torch(self) -> bool:
-        """Whether this step has to be torch's own: differentiable, or sparse.
+        """Whether torch's own step has to run: differentiable, or with a sparse gradient.
 
         Raises:
-            RuntimeError: gradients are such, and neither the rule nor torch takes them.
+            RuntimeError: a gradient is sparse, and the optimizer does not support that.
         """
         optimizer = self.optimizer
         if optimizer.defaults.get("differentiable"):
@@ -73,19 +73,20 @@ class Checks(RefersToOptimizer):
         return False
 
     def check_plannable(self, rule: Rule) -> None:
-        """Refuse what no plan can be made for, before anything has changed.
+        """Raise for what no plan can be made for, before anything has changed.
 
         Args:
-            rule: to step by.
+            rule: the update rule to run.
 
         Raises:
-            RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast, or is
-                expanded; ``fused=True`` with one that torch's fused step refuses; the rule breaks
-                its word; see :func:`ampopt._step.state_checks.check_states`.
-            TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is no number,
-                or an option no bool, or the rule none; see ``check_states``.
-            ValueError: there are more numbers than one, or fewer; a group is to be rounded in no
-                way that there is; see ``check_states``.
+            RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast since the
+                optimizer was made, or is expanded; torch's fused step refuses a parameter and
+                ``fused=True`` is set; ``update`` or another function of the rule does not do what
+                the rule declares; see :func:`ampopt._step.state_checks.check_states`.
+            TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is not a number, an
+                option is not a bool, or ``rule`` is not a ``Rule``; see ``check_states``.
+            ValueError: a tuple of hyperparameters has another length than the default;
+                ``param_rounding`` is unknown; see ``check_states``.
         """
         optimizer = self.optimizer
         groups, name = optimizer.param_groups, type(optimizer).__name__
@@ -116,9 +117,16 @@ class Checks(RefersToOptimizer):
         check_states(rule, stepped)
 
     def check_states(self, rule: Rule, index: int, positions: Iterable[int]) -> None:
-        """Refuse states of parameters by their ``positions`` in the param group ``index``.
+        """Raise for invalid states of some parameters of a group.
 
-        See :func:`ampopt._step.state_checks.check_states`.
+        Args:
+            rule: the update rule, which declares the states.
+            index: index of the param group.
+            positions: positions of the parameters in the group.
+
+        Raises:
+            TypeError: see :func:`ampopt._step.state_checks.check_states`, as for ``ValueError`` and
+                ``RuntimeError``.
         """
         optimizer = self.optimizer
         group, stepped = optimizer.param_groups[index], []
@@ -131,13 +139,13 @@ class Checks(RefersToOptimizer):
         check_states(rule, stepped)
 
     def remember_dtypes(self) -> None:
-        """Remember the dtype of each parameter, to notice a model that is cast later."""
+        """Record the dtype of each parameter, to detect a model that is cast later."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 self._dtypes.setdefault(param, param.dtype)
 
     def check_dtypes(self) -> None:
-        """Refuse parameters that were cast since the optimizer was made."""
+        """Raise if a parameter was cast since the optimizer was made."""
         self.remember_dtypes()
         groups = self.optimizer.param_groups
         for group in groups:
@@ -152,7 +160,7 @@ class Checks(RefersToOptimizer):
                     )
 
     def warn_of_float16(self, rule: Rule) -> None:
-        """Warn once of a state of ``rule`` that is to be kept in float16."""
+        """Warn once if a state of ``rule`` is kept in float16."""
         if self._warned_of_float16:
             return
         optimizer = self.optimizer
@@ -177,10 +185,10 @@ class Checks(RefersToOptimizer):
 
 
 def check_rule(rule: Any, owner: str) -> None:
-    """Refuse what an optimizer of the class ``owner`` has in place of a rule.
+    """Raise unless ``rule``, the attribute of the optimizer class ``owner``, is a ``Rule``.
 
     Raises:
-        TypeError: it is none.
+        TypeError: ``rule`` is not a ``Rule``.
     """
     if not isinstance(rule, Rule):
         raise TypeError(
@@ -190,13 +198,13 @@ def check_rule(rule: Any, owner: str) -> None:
 
 
 def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
-    """Refuse to load states that are neither tensors nor numbers, and impossible hyperparameters.
+    """Raise for a state dict with states or hyperparameters that no step can use.
 
-    These are tried on the constructor of the class of :mod:`ampopt.optim` that ``optimizer`` is of,
-    if it is of one. The learning rate is left out: a schedule may take it anywhere.
+    Hyperparameters are checked by the constructor of the :mod:`ampopt.optim` class of
+    ``optimizer``, if there is one. ``lr`` is not checked: a schedule may set it to any value.
 
     Raises:
-        TypeError: a state is neither tensor nor number.
+        TypeError: a state is neither a tensor nor a number.
         ValueError: the constructor refuses a hyperparameter.
     """
     rule = optimizer.rule
@@ -207,7 +215,7 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                 raise TypeError(
                     f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
                     f"{name!r} of parameter {key}, which must be a tensor or a number. Nothing was "
-                    "loaded: mend the entry in state_dict['state']"
+                    "loaded: fix the entry in state_dict['state']"
                 )
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_DROP_INS))
     if (cls := next(classes, None)) is None:
@@ -219,16 +227,16 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the state to be loaded has what {cls.__name__} refuses, in param group {index}: "
-                f"{error}. Nothing was loaded: mend the entry in state_dict['param_groups']"
+                f"{error}. Nothing was loaded: fix the entry in state_dict['param_groups']"
             ) from error
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Refuse options of a param group that are none.
+    """Raise for invalid options of a param group.
 
     Raises:
-        TypeError: ``master_weights`` is no bool.
-        ValueError: ``param_rounding`` is no way to round.
+        TypeError: ``master_weights`` is not a bool.
+        ValueError: ``param_rounding`` is unknown.
     """
     check_bool("master_weights", group.get("master_weights", False))
     check_rounding(group.get(PARAM_ROUNDING, "nearest"))
@@ -240,12 +248,12 @@ def _check_written_once(param: Tensor, name: str) -> None:
         how = "is expanded" if 0 in own.stride() else "overlaps itself"
         raise RuntimeError(
             f"{name} {how}: several of its elements share one place in memory, and each would be "
-            "updated; make it of expanded.clone()"
+            "updated; make the parameter from expanded.clone()"
         )
 
 
 def _check_rows(param: Tensor, name: str, marginals: Sequence[State], optimizer: str) -> None:
-    """Refuse a parameter that has no rows, where states are of rows, or that is complex."""
+    """Raise if states are row and column statistics, and the parameter is complex or below 2-d."""
     if param.is_complex():
         raise RuntimeError(
             f"{optimizer} does not support complex parameters, as {name} is: leave it to another "
@@ -254,7 +262,7 @@ def _check_rows(param: Tensor, name: str, marginals: Sequence[State], optimizer:
     if marginals and param.ndim < 2:
         kept = ", ".join(part.name for part in marginals)
         raise RuntimeError(
-            f"{optimizer} keeps {kept} of rows and columns, which {name}, of shape "
-            f"{tuple(param.shape)}, has not: give the rule a flag for such parameters, by "
-            "Rule.entries, and these states when='not FLAG'"
+            f"{optimizer} keeps the row and column statistics {kept}, but {name} has shape "
+            f"{tuple(param.shape)} and so no rows and columns: add a flag for such parameters to "
+            "the rule, by Rule.entries, and declare these states with when='not FLAG'"
         )

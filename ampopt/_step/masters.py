@@ -105,7 +105,7 @@ class Masters(RefersToOptimizer):
     # --- the gradients that steps read ------------------------------------------------------------
 
     def holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        """The tensor whose ``grad`` the step reads: after :meth:`take`, the master if there is one."""
+        """The tensor whose ``grad`` the step reads: after :meth:`take`, the master, if any."""
         if not self.unscaled:
             return param
         return param if (master := self.of(group, param)) is None else master

@@ -1,8 +1,8 @@
-"""The states that a step is handed, compared with what the rule declares for each parameter.
+"""Checks that the states of parameters are what the rule declares.
 
-Kernels read and write as many elements of a state as its parameter has, whatever its own size: a
-smaller state would be read and written past its end. States come from checkpoints and from users,
-and a parameter may be resized between steps, so they are checked whenever rows are made.
+Kernels read and write as many elements of a state as its parameter has, so a state that is too
+small would be accessed out of bounds. States come from checkpoints and from users, and a parameter
+may be resized between steps, so states are checked whenever a plan is made.
 """
 
 import numbers
@@ -20,24 +20,25 @@ from ampopt_kernels.tensors import is_dense, memory_of, share_memory
 __all__ = ["KEYS", "Stepped", "check_master", "check_states"]
 
 KEYS = "rounding_key"
-"""Where ``optimizer.state[p]`` keeps the key of the last step of ``p``; see ``stochastic``."""
+"""Key of ``optimizer.state[p]`` for the rounding key of ``p``; see ``ampopt_kernels.stochastic``.
+"""
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WITH_ADDRESSES = ("cpu", "cuda", "xpu")
-"""Types of devices whose ``data_ptr`` is an address in bytes."""
+"""Device types whose ``data_ptr`` is an address in bytes."""
 
 
 class Stepped(NamedTuple):
-    """A parameter that a step is to update, and what it is handed for it.
+    """A parameter that a step updates, and what its state is checked against.
 
     Attributes:
-        name: how messages call it.
+        name: the name of the parameter in messages.
         param: the parameter.
-        state: of it; empty where there is none yet.
-        flags: of the rule, for it.
-        has_master: whether the step updates a master of it.
+        state: its state; an empty dict before the first step.
+        flags: the flags of the rule for the parameter.
+        has_master: whether the parameter has a float32 master.
     """
 
     name: str
@@ -48,16 +49,17 @@ class Stepped(NamedTuple):
 
 
 def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
-    """Refuse states, masters among them, that are not what ``rule`` declares. Changes nothing.
+    """Raise for states, masters included, that are not what ``rule`` declares. Changes nothing.
 
-    What is missing or ``None`` is made by the step; a dtype that can be kept, a scalar of another
-    dtype or device, and a state whose elements share memory with each other, are converted by it.
+    A step makes states that are missing or ``None``. It converts a dtype that it can convert, a
+    scalar of another dtype or device, and a state whose own elements overlap in memory: these do
+    not raise.
 
     Raises:
-        TypeError: a state is no tensor, or of a dtype or layout that no kernel takes.
-        ValueError: its shape is another than declared, or it shares memory with another tensor that
-            the step writes.
-        RuntimeError: it is on another device than its parameter, or spread over ranks otherwise.
+        TypeError: a state is not a tensor, or has a dtype or layout that kernels do not support.
+        ValueError: a state has another shape than declared, or shares memory with another tensor
+            that the step writes.
+        RuntimeError: a state is on another device than its parameter, or sharded differently.
     """
     written: dict[torch.device, list[_Written]] = {}
     for one in stepped:
@@ -65,7 +67,7 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
         if not isinstance(state, dict):
             raise TypeError(
                 f"the state of {name} is a {type(state).__name__}, and must be a dict of its "
-                "states: delete it (del optimizer.state[p]) to begin anew"
+                "states: delete it (del optimizer.state[p]) to start with a new state"
             )
         tensors = []
         if has_master and (master := state.get(MASTER)) is not None:
@@ -75,7 +77,7 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
         for part in rule.tensor_state_for(flags):
             if (value := state.get(part.name)) is None:
                 continue
-            # Of hundreds of parameters most states are plain tensors just like them.
+            # A fast path: most states are plain tensors of the shape and dtype of their parameter.
             alike = type(value) is Tensor and type(param) in _PLAIN and part.shape is None
             if not (
                 alike
@@ -99,18 +101,18 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:
-    """Refuse what stands in the state of ``param`` for its float32 master.
+    """Raise if ``master``, the float32 master in the state of ``param``, is invalid.
 
     Raises:
-        TypeError: see :func:`check_states`, as for the others.
-        ValueError: likewise.
-        RuntimeError: likewise.
+        TypeError: ``master`` is not a float32 tensor; else see :func:`check_states`.
+        ValueError: see :func:`check_states`.
+        RuntimeError: see :func:`check_states`.
     """
     _check_tensor(name, param, MASTER, master, State(MASTER))
     if master.dtype != torch.float32:
         raise TypeError(
             f"{_named(MASTER, name)} is {master.dtype}, and must be torch.float32: convert it, or "
-            "delete it to have it made of the parameter"
+            "delete it to have it made from the parameter"
         )
 
 
@@ -119,12 +121,12 @@ def _named(state: str, param: str) -> str:
 
 
 def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -> None:
-    """Refuse the state ``key`` of ``param`` unless it is a tensor as ``part`` declares it."""
+    """Raise unless ``value``, the state ``key`` of ``param``, is a tensor as ``part`` declares."""
     what, wanted = _named(key, name), torch.Size(part.beside(param.shape))
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{what} is {value!r}, of type {type(value).__name__}, and must be a tensor of shape "
-            f"{tuple(wanted)}: delete it to begin anew"
+            f"{tuple(wanted)}: delete it to start with a new one"
         )
     if value.layout != torch.strided:
         raise TypeError(
@@ -132,7 +134,7 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -
         )
     if value.dtype not in (_COMPLEX if param.is_complex() else _REAL):
         raise TypeError(
-            f"{what} is {value.dtype}, which cannot be kept beside a parameter of {param.dtype}: "
+            f"{what} is {value.dtype}, which a parameter of {param.dtype} cannot have as state: "
             "convert it to the parameter's dtype"
         )
     if value.shape != wanted:
@@ -140,7 +142,7 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -
             f"{what} has shape {tuple(value.shape)}, and must have {tuple(wanted)}, since the "
             f"parameter has shape {tuple(param.shape)}: load a checkpoint of this model, or, where "
             "the parameter was resized, resize the state too, or delete optimizer.state[p] to "
-            "begin anew"
+            "start with a new state"
         )
     if value.device != param.device:
         raise RuntimeError(
@@ -153,13 +155,13 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -
 
 
 def _check_spread(what: str, param: Any, value: Any) -> None:
-    """Refuse a state that is not spread over ranks as its parameter is."""
+    """Raise unless a state has the mesh and placements of its parameter."""
     spread = dtensor.is_spread(param)
     if dtensor.is_spread(value) != spread:
         raise RuntimeError(
             f"{what} is a {type(value).__name__}, which the parameter is not: load it with "
-            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which places states "
-            "as their parameters"
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards states "
+            "like their parameters"
         )
     if not spread:
         return
@@ -171,13 +173,13 @@ def _check_spread(what: str, param: Any, value: Any) -> None:
     here, wanted = dtensor.local(value).shape, dtensor.local(param).shape
     if here != wanted:
         raise ValueError(
-            f"{what} has a local part of shape {tuple(here)}, that of the parameter has "
+            f"{what} has a local shard of shape {tuple(here)}, the parameter one of "
             f"{tuple(wanted)}: load a checkpoint of this model"
         )
 
 
 def _check_scalar(name: str, key: str, value: Any) -> None:
-    """Refuse the scalar state ``key`` of a parameter unless it is one real number, or ``None``."""
+    """Raise unless the scalar state ``key`` of a parameter is one real number, or ``None``."""
     if value is None or (type(value) is Tensor and not value.ndim and value.is_floating_point()):
         return
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -186,17 +188,17 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{what} is {value!r}, of type {type(value).__name__}, and must be a number or a "
-            "tensor of one element: delete it to begin anew"
+            "tensor of one element: delete it to start with a new one"
         )
     if value.is_complex() or value.layout != torch.strided:
         raise TypeError(
             f"{what} is {value.dtype}, {value.layout}, and must be one real number: replace it, or "
-            "delete it to begin anew"
+            "delete it to start with a new one"
         )
     if value.numel() != 1:
         raise ValueError(
             f"{what} has shape {tuple(value.shape)}, and must have one element, shape (): load a "
-            "checkpoint of this model, or delete it to begin anew"
+            "checkpoint of this model, or delete it to start with a new one"
         )
 
 
@@ -204,19 +206,20 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
 
 
 _Written = tuple[int, int, str, str | None, Tensor]
-"""First byte and end of a tensor that a step writes, its parameter, its state (``None`` for the
-parameter itself), and the tensor."""
+"""A tensor that a step writes: first byte, end, parameter, state (``None`` for the parameter),
+tensor.
+"""
 
 _start_of = operator.itemgetter(0)
 
 
 def _check_apart(memory: list[_Written]) -> None:
-    """Refuse a state that shares memory with another tensor of ``memory``.
+    """Raise if a state shares memory with another tensor of ``memory``.
 
-    Two parameters may, of which users know.
+    Two parameters may share memory: users tie them on purpose.
     """
     memory.sort(key=_start_of)
-    open_: list[_Written] = []  # those that may reach beyond where the next one starts
+    open_: list[_Written] = []  # tensors that may end after the start of the next one
     reach = 0
     for one in memory:
         start, end, name, state, tensor = one
@@ -240,5 +243,5 @@ def _check_apart(memory: list[_Written]) -> None:
 
 
 def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors whose ranges of memory meet have an element in the same place."""
+    """Whether two tensors, whose address ranges overlap, have an element at the same address."""
     return (is_dense(one) and is_dense(other)) or share_memory(one, other)
