@@ -254,7 +254,8 @@ def test_what_has_no_rows_is_refused():
 
     p = Parameter(torch.ones(3))
     p.grad = torch.ones(3)
-    with pytest.raises(RuntimeError, match=r"row and column statistics by_row, by_column, .* has shape \(3,\)"):
+    message = r"row and column statistics by_row, by_column, .* has shape \(3,\)"
+    with pytest.raises(RuntimeError, match=message):
         Careless([p]).step()
     p = Parameter(torch.ones(2, 3, dtype=torch.complex64))
     p.grad = torch.ones_like(p)
