@@ -1,7 +1,8 @@
-"""The eager backend: rules on torch tensors, wherever torch runs.
+"""The eager backend: runs update rules as torch operations, on any device that torch supports.
 
-Decisions stay tensors, and a skipped step selects the old values. On the CPU, whose tensors the
-host may read at no cost, ``cpu`` has another, where decisions are Python numbers.
+The decision to skip stays a tensor on the device: a skipped step computes the new values and then
+selects the old ones. For CPU tensors, which the host reads without a synchronization,
+``ampopt_kernels.cpu`` has backends that decide on Python numbers.
 """
 
 import functools
@@ -25,8 +26,10 @@ from ampopt_kernels.work import Row, Work
 __all__ = ["CHUNK", "Eager", "accumulate_gradients", "overflows"]
 
 CHUNK = 1 << 17
-"""Elements of each tensor that a rule works on at a time, so that what it computes on the way stays
-in the cache; fewer, and threads would begin and end with each operation for too little."""
+"""Elements of each tensor that a rule processes at a time.
+
+Temporaries of this size stay in the cache. With smaller chunks, starting the threads of each torch
+operation would take longer than the operation."""
 
 
 def overflows(grad: Tensor, factor: Any, dtype: torch.dtype) -> Tensor:
@@ -61,7 +64,7 @@ def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partial
             new = unscaled if fresh else total + unscaled
             if rejected is not None:
                 new = torch.where(rejected, old, new)
-            # What was not finite before says nothing of this gradient.
+            # A sum that was inf or NaN before is not the fault of this gradient.
             spoilt = ~new.isfinite() & old.isfinite()
             flags.append((spoilt | ~unscaled.isfinite()).any())
             rows.append(place)
@@ -71,14 +74,14 @@ def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partial
 
 
 class Eager(Backend):
-    """Torch operations, one parameter after another."""
+    """Torch operations on one parameter after another."""
 
     name = "eager"
     control = decide
     accumulate = accumulate_gradients
 
     def detect(self, work: Work, request: Request) -> Partials:
-        """See :meth:`Backend.detect`. A part is a row."""
+        """See :meth:`Backend.detect`. There is one flag for each row that has elements."""
         inverse = 1.0 if request.scale is None else reciprocal(widened(request.scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
         norms = request.max_norm is not None
@@ -159,7 +162,7 @@ class Eager(Backend):
             h = tuple(_cast(x, dtype) for x in h)
             n, start = 1 + len(row.state), 0
             tensors = (whole, *row.written)
-            # Positions are those in memory.
+            # Flattened in memory order, by which the places of elements are numbered.
             if row.keys is not None or rule.draws or row.marginals is not None:
                 tensors = tuple(map(flat, tensors))
             for grad, *stored in _chunks(*tensors):
@@ -185,14 +188,15 @@ def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """The scalars of the rows of one param group.
+    """The scalar states of the rows of one param group.
 
     Attributes:
-        members: which rows.
-        columns: each scalar state of each row; ``None`` where the flags leave it out.
-        s: likewise, as tensors with an entry for each row.
-        h: the hyperparameters.
-        flags: of the rule.
+        members: the indices of the rows in ``work.rows``.
+        columns: for each scalar state, its 0-d tensors, one a row; ``None`` where the flags omit
+            the state.
+        s: for each scalar state, one tensor of shape (rows,); 0 where the flags omit the state.
+        h: the hyperparameters, numbers or 0-d tensors.
+        flags: the flags of the rule.
     """
 
     members: list[int]
@@ -218,7 +222,7 @@ def _groups(work: Work) -> Iterator[_Group]:
 def _before_reduce(
     work: Work, rule: Rule, decision: Decision
 ) -> Iterator[tuple[Row, tuple[Any, ...]]]:
-    """Each row with what ``reduce`` takes as ``h``, behind the reciprocal of the scale and clip."""
+    """Yield each row with (reciprocal of the scale, clip coefficient, *``h`` of ``reduce``)."""
     _, inverse, clip = decision.coefficients_on_device.unbind()
     known: list[tuple[Any, ...]] = [()] * len(work.rows)
     for group in _groups(work):
@@ -230,7 +234,7 @@ def _before_reduce(
 def _advance(
     work: Work, rule: Rule, keep: Callable[[Tensor, Tensor], Tensor], sums: Sums | None
 ) -> list[tuple[Any, ...]]:
-    """Advance the scalars of every row; return what ``update`` takes as ``h`` for each."""
+    """Advance the scalar states of every row; return the ``h`` of ``update`` for each row."""
     result: list[tuple[Any, ...]] = [()] * len(work.rows)
     dtypes = work.scalar_dtypes
     for group in _groups(work):
@@ -251,14 +255,20 @@ def _advance(
 
 
 def _hand_out(h: tuple[Any, ...], members: list[int], to: list[tuple[Any, ...]]) -> None:
-    """Give each row its own of ``h``, of which tensors have an entry for each of ``members``."""
+    """Set ``to[i]`` of each row ``i`` in ``members`` to the row's entries of ``h``.
+
+    Args:
+        h: numbers, 0-d tensors, and tensors with one entry for each of ``members``.
+        members: the indices of the rows.
+        to: one tuple for each row of the work; written.
+    """
     per_row = [x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(members) for x in h]
     for i, values in zip(members, zip(*per_row, strict=True), strict=True):
         to[i] = values
 
 
 def _chunks(*tensors: Tensor):
-    """``tensors`` of one size in pieces that fit the cache together."""
+    """Yield chunks of at most :data:`CHUNK` elements of ``tensors``, which have the same size."""
     if tensors[0].numel() <= CHUNK:
         yield tensors
     else:

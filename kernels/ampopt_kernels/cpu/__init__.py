@@ -1,1 +1,1 @@
-"""The CPU's backends: torch operations or compiled C++, small tensors together."""
+"""The backends for CPU tensors: torch operations or compiled C++, with small tensors in bundles."""

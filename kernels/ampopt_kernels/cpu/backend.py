@@ -1,7 +1,7 @@
-"""The eager backend on the CPU: small tensors together, and no more work than the host can see.
+"""The backends for CPU tensors: what both share, and the one that runs torch operations.
 
-The rows are taken in the pieces of ``blocks``. The host may read a CPU tensor at no cost, so a
-skipped step returns at once.
+Rules are applied to the bundles of ``cpu.bundles``: one large tensor, or several small ones at a
+time. The host reads a CPU tensor without a synchronization, so a skipped step returns at once.
 """
 
 import functools
@@ -88,7 +88,7 @@ class CpuBackend(Backend):
             measured, sums = found_in(work, inverse)
             found = (measured,)
         if request.max_norm is not None:
-            # Rows that are parts by themselves have been read if they were measured.
+            # The measures of a row that is not bundled include its sum of squares.
             unread = {
                 part.rows[0]: part.grad
                 for part in parts
@@ -99,7 +99,7 @@ class CpuBackend(Backend):
         if found:
             flags = [bool(flag) for flag in found[0].flags]
         else:
-            # Where unscaling makes nothing larger.
+            # Unscaling by 1 or less makes nothing larger: finite before means finite after.
             finite = 0 <= inverse <= 1 and (
                 self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
             )
@@ -128,7 +128,7 @@ class CpuBackend(Backend):
         assert rule is not None
         found: LineSums = {}
         for block, piece in () if skip > 0 else work.table.pieces:
-            if piece.marginals and piece.marginals[0].spread is not None:  # of one row
+            if piece.marginals and piece.marginals[0].spread is not None:  # never bundled
                 h = (inverse, clip, *block.before_reduce(rule, work.hyper))
                 tensors = (piece.gather(work), piece.param, *piece.states)
                 rows = list(piece.each(h))
@@ -162,7 +162,7 @@ class CpuBackend(Backend):
             order += piece.among
             found.append(piece.functions["reduce"](rows, tensors))
         if found:
-            sums[order] = torch.cat(found)  # at once: to index by each piece's would take as long
+            sums[order] = torch.cat(found)  # one indexing takes as long as that of one bundle
         return sums
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -203,7 +203,7 @@ class CpuBackend(Backend):
 
 
 class Cpu(CpuBackend):
-    """Torch operations on CPU tensors."""
+    """CPU tensors, with rules run as torch operations."""
 
     name = "eager"
     detect = CpuBackend._detect
@@ -282,9 +282,13 @@ def _averages(
 
 
 class _Read(NamedTuple):
-    """A gradient that is read at once, with the dtype that it is unscaled in, and whose it is.
+    """A gradient that detect reads as a whole: that of one row, or of all rows of a bundle.
 
-    That of a row, or of all rows of a bundle; they count towards the norm or do not.
+    Attributes:
+        grad: the gradient; flat if it is that of a bundle.
+        dtype: the arithmetic dtype, in which it is unscaled.
+        in_norm: whether the gradient norm counts it; the same for all rows of a bundle.
+        rows: the indices of its rows in ``work.rows``.
     """
 
     grad: Tensor
@@ -300,11 +304,16 @@ def apply_rule(
     part: BundleSlice,
     marginals: Marginals | None = None,
 ) -> None:
-    """Apply ``rule`` to flat gradient, parameter and states, in place.
+    """Apply ``rule`` in place.
 
-    One tensor more than the rule has states is a copy of the parameter, which is written.
-    ``part`` has the numbers for all of these elements. ``marginals`` are those of the parameter,
-    then a whole one.
+    Args:
+        rule: the update rule.
+        flags: its flags.
+        tensors: the gradient, which is only read, the parameter, the states, and optionally a
+            low-precision copy of the parameter, which is only written. All flat and of one size.
+        part: the numbers that the rule takes for these elements.
+        marginals: the row and column statistics of the parameter, if the rule has any; then
+            ``tensors`` are those of a whole parameter.
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     inverse, clip, *rest = part.h
@@ -325,18 +334,18 @@ def apply_rule(
 
 
 def _multiply(grads: list[Tensor], factor: float) -> None:
-    """Multiply all of ``grads`` in place, in the arithmetic dtype, those alike in one call."""
+    """Multiply all of ``grads`` in place, in their arithmetic dtypes."""
     alike = [grad for grad in grads if grad.dtype == arithmetic(grad.dtype)]
     if alike:
         torch._foreach_mul_(alike, factor)  # pyright: ignore[reportPrivateImportUsage]
     for grad in grads:
-        # torch would round the factor to a dtype that is narrower.
+        # torch would round the factor to half precision first.
         if grad.dtype != arithmetic(grad.dtype):
             grad.copy_(grad.to(arithmetic(grad.dtype)) * factor)
 
 
 def _found(work: Work, among: Sequence[int], inverse: float) -> Found:
-    """Which of some rows of ``work`` overflow, one or more of which do."""
+    """Test each row in ``among`` by itself, where at least one of them is known to overflow."""
     held = [row for row in among if work.grads[row].numel()]
     dtypes = work.compute_dtypes
     flags = [bool(overflows(work.grads[r], inverse, dtypes[r])) for r in held]
@@ -352,9 +361,16 @@ def _updated(
     position: Tensor | None,
     factors: tuple[Tensor, ...] = (),
 ) -> tuple[Tensor, ...]:
-    """What the rule makes of parameter, states and, if there is one more tensor, copy.
+    """Compute the new values of ``stored``.
 
-    ``factors`` it reads besides, after the states.
+    Args:
+        rule: the update rule.
+        flags: its flags.
+        grad: the unscaled, clipped gradient.
+        stored: the parameter, the states, and optionally a copy of the parameter.
+        h: the numbers that ``rule.update`` takes.
+        position: the place of each element in the whole parameter; ``None`` without random numbers.
+        factors: the row and column statistics that ``rule.update`` takes after the states.
     """
     n = len(rule.state_for(flags))
     update = rule.torch_update_in(grad.dtype)

@@ -1,8 +1,8 @@
-"""How the CPU takes the rows of a work: in blocks of pieces, which are kept from step to step.
+"""Blocks: rows whose scalar states advance together, divided into bundles; kept between steps.
 
-Rows whose scalars lie end to end are a block: the ``scalars`` of a rule run once, on Python
-numbers, for all rows of a block whose step counts agree, which they do unless gradients come and
-go.
+The scalar states of the rows of a block, such as their step counts, are adjacent in memory. Step
+counts differ only where some step had no gradient for some row. If all are equal, ``Rule.scalars``
+runs once for the block, on Python numbers.
 """
 
 from array import array
@@ -25,14 +25,14 @@ __all__ = ["Block", "Bundles"]
 
 @dataclass
 class Block:
-    """Rows whose scalars advance together.
+    """Rows of one param group whose scalar states advance together.
 
     Attributes:
-        group: the param group of all of them.
-        rows: in the order in which their scalars lie end to end.
-        start: the place of the first among all rows of the work.
-        scalars: the scalar states, an entry for each row; ``None`` where the flags leave one out.
-        pieces: the same rows, as the rule takes them.
+        group: the index of the param group.
+        rows: the rows, in the order in which their scalar states lie in memory.
+        start: the index of the first row in ``work.rows``.
+        scalars: for each scalar state, a view of shape (rows,); ``None`` where the flags omit it.
+        pieces: the bundles that the rows are divided into.
     """
 
     group: int
@@ -43,7 +43,12 @@ class Block:
 
     @staticmethod
     def of(rows: list[Row], start: int) -> "Block":
-        """Rows whose scalars adjoin, the first of which has that place."""
+        """Make a block of rows whose scalar states are adjacent.
+
+        Args:
+            rows: consecutive rows of a work.
+            start: the index of the first row in ``work.rows``.
+        """
         columns = zip(*(row.scalars for row in rows), strict=True)
         return Block(
             rows[0].group,
@@ -54,7 +59,7 @@ class Block:
         )
 
     def before_reduce(self, rule: Rule, hyper: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-        """The ``h`` of ``reduce``: numbers, or lists with one for each row."""
+        """Return the ``h`` of ``Rule.reduce``: numbers, or lists with a number for each row."""
         return self._told_apart(rule.host_before_reduce(*self._given(hyper))[1])
 
     def advance(
@@ -64,12 +69,18 @@ class Block:
         advanced: "dict[int, _Advanced]",
         sums: Sums | None,
     ) -> tuple[tuple[Any, ...], bool]:
-        """Advance the scalars; return ``h``, and whether it differs from row to row.
+        """Advance the scalar states in place.
 
-        Its entries are numbers, and, if it does, lists with one for each row.
-        ``hyper`` is that of every group. ``advanced`` is the last result for each: blocks of one
-        group share it, and so do steps of a rule that counts nothing. ``sums`` are those of all
-        rows of the work, of a rule that reduces.
+        Args:
+            rule: the update rule.
+            hyper: the hyperparameters of every param group.
+            advanced: the last result for each param group, read and written. Blocks of one group
+                with the same step count share it, and so do steps whose numbers do not change.
+            sums: the sums of all rows of the work, if the rule has a ``reduce``.
+
+        Returns:
+            The ``h`` of ``Rule.update``, as numbers or lists with a number for each row; and
+            whether there is a list.
         """
         if sums is not None:
             s, h, flags = self._given(hyper)
@@ -81,7 +92,7 @@ class Block:
         counts = [count for count in found if count is not None]
         if len(counts) == len(found):
             numbers = list(map(float, given))
-            # As bits, for which -0.0 is not 0.0.
+            # Compare bits: -0.0 and 0.0 differ, and NaN equals itself.
             key = array("d", [*counts, *numbers]).tobytes()
             last = advanced.get(self.group)
             if last is None or last.key != key:
@@ -95,17 +106,18 @@ class Block:
         return self._stored(*rule.host_scalars(*self._given(hyper)))
 
     def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
-        """Scalar states of each row, hyperparameters, and flags."""
+        """Return scalar states and hyperparameters as float64 tensors, and the flags."""
         none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
-        # Copies of those that are float64 too: a rule may hand on what will have been advanced.
+        # Copies, also of float64 states: a rule may return a state as ``h``, which is read after
+        # the state has been overwritten.
         s = tuple(none if s is None else s.to(torch.float64, copy=True) for s in self.scalars)
-        # As tensors: torch multiplies a number over a tensor by a reciprocal, and so rounds twice,
-        # and the same step among others of the same count would have another result.
+        # Tensors, not numbers: torch computes number / tensor as number * (1 / tensor), which
+        # rounds twice. The result of a row would depend on the step counts of the others.
         wide = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in hyper[self.group])
         return s, tuple(wide), self.rows[0].flags
 
     def _stored(self, new_s: tuple[Any, ...], h: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-        """Store the scalars; return ``h`` as :meth:`advance` does."""
+        """Write new scalar states; return ``h`` as :meth:`advance` does."""
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
                 stored.copy_(value)
@@ -113,18 +125,18 @@ class Block:
         return h, any(isinstance(x, list) for x in h)
 
     def _told_apart(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
-        """``h`` as numbers where it is the same for all rows."""
+        """Return ``h`` with 0-d tensors as numbers, and tensors of shape (rows,) as lists."""
         varies = (isinstance(x, Tensor) and x.ndim > 0 for x in h)
         return tuple(x.tolist() if v else float(x) for x, v in zip(h, varies, strict=True))
 
 
 class _Advanced(NamedTuple):
-    """What ``scalars`` of a rule made of step counts and hyperparameters.
+    """A result of ``Rule.scalars`` on Python numbers.
 
     Attributes:
-        key: the counts and hyperparameters, all numbers.
-        scalars: the new values.
-        h: what ``update`` takes, all numbers.
+        key: the bits of its arguments: step counts and other scalar states, and hyperparameters.
+        scalars: the new scalar states.
+        h: the numbers that ``Rule.update`` takes.
     """
 
     key: bytes
@@ -134,12 +146,13 @@ class _Advanced(NamedTuple):
 
 @dataclass
 class Bundles:
-    """The form of the rows that is kept from step to step: the ``table`` of a work.
+    """All rows of a work in bundles, kept between steps as ``work.table``.
 
     Attributes:
-        pieces: what the rule is applied to at a time, with the block of each.
-        prepared_by: the backend that has nothing left to do beforehand.
-        advanced: see :meth:`Block.advance`.
+        pieces: each bundle with its block.
+        prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
+            has to prepare them again.
+        advanced: the last result for each param group; see :meth:`Block.advance`.
     """
 
     pieces: list[tuple[Block, Bundle]]
@@ -148,7 +161,7 @@ class Bundles:
 
     @staticmethod
     def of(work: Work) -> "Bundles":
-        """All rows in pieces."""
+        """Divide the rows of ``work`` into blocks and bundles."""
         blocks: list[list[Row]] = []
         for row in work.rows:
             if blocks and _advance_together(blocks[-1][-1], row):

@@ -1,8 +1,10 @@
-"""What a rule is applied to on the CPU at a time: a tensor, or a bundle of small ones.
+"""Bundles: what an update rule is applied to at a time on the CPU.
 
-A network's small tensors cost a CPU more in calls than in arithmetic. Those whose states lie end
-to end (``ampopt._step.rule_state`` lays them so) are gathered into one scratch that fits the
-cache, the rule runs once over all of them, and the parameters are scattered back.
+For the small tensors of a network, calls take longer than arithmetic. So small parameters whose
+states are adjacent in memory (``ampopt._step.rule_state`` allocates them so) form a bundle: their
+gradients and values are gathered into flat scratch that fits the cache, the rule runs once over the
+scratch and the states, and the values are scattered back. A large parameter is a bundle by itself,
+which needs no scratch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,20 +24,23 @@ from ampopt_kernels.work import Row, Work
 __all__ = ["BUNDLE", "SMALL", "BundleSlice", "Bundle", "adjoins", "spanning"]
 
 SMALL = 1 << 14
-"""Elements up to which a tensor is bundled: beyond it, a call costs less than a copy."""
+"""Elements of the largest tensor that is bundled with others: beyond, a call costs less than a
+copy."""
 BUNDLE = 1 << 16
-"""Elements of a bundle: its float32 gradient, parameter and two states fit a core's cache."""
+"""Elements of the largest bundle: its float32 gradient, parameter and two states fit the cache of
+a core."""
 
 
 class BundleSlice(NamedTuple):
-    """Elements of a piece that a rule is applied to with the same numbers.
+    """A range of elements of a bundle to which a rule is applied with the same numbers.
 
     Attributes:
-        start: the first.
-        end: that behind the last.
-        h: the reciprocal of the scale, the clip coefficient, and what the rule takes as ``h``.
-        places: of these elements, for random numbers and stochastic rounding; else ``None``.
-        key: to round the parameter stochastically by; ``None`` to round it to the nearest.
+        start: the index of the first element in the bundle.
+        end: the index after the last element.
+        h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule.
+        places: the places of the elements in the whole parameter, from which random numbers and
+            stochastic rounding follow; ``None`` where there are neither.
+        key: the random key of stochastic rounding; ``None`` to round to the nearest.
     """
 
     start: int
@@ -45,27 +50,29 @@ class BundleSlice(NamedTuple):
     key: int | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """These elements of the tensors of the piece."""
+        """Return views of these elements of ``tensors``, the flat tensors of the bundle."""
         return [t[self.start : self.end] for t in tensors]
 
 
 @dataclass
 class Bundle:
-    """Rows that are updated together: a bundle of small ones, or one alone.
+    """Rows that are updated together: several small ones, or a single row.
 
     Attributes:
-        rows: all of one kind and group.
-        places: where each row is in its block.
-        among: where each row is among all rows of its work.
-        dtype: of the arithmetic.
-        param: what the rule works on, flat: the parameter, or scratch for those of a bundle.
-        rest: what the rule works on besides: the states of all rows, end to end, flat; and the
-            low-precision copy, if there is one and it is alone.
-        grad: scratch for all gradients; ``None`` if alone.
-        copies: between the scratch and the tensors of the rows; ``None`` if alone.
-        rounded: from the scratch to low-precision copies, of a bundle that has them.
-        marginals: of each row, with factors that lie end to end; of a rule without any, empty.
-        gathered_at: the stamp of the work whose gradients ``grad`` holds.
+        rows: the rows, all of one :attr:`Row.kind` and param group.
+        places: the index of each row in ``block.rows``.
+        among: the index of each row in ``work.rows``.
+        dtype: the arithmetic dtype.
+        param: the flat tensor that the rule updates: of a single row its parameter, else scratch
+            for all parameters.
+        rest: the other flat tensors that the rule writes: the states, each a view over all rows;
+            and of a single row the low-precision copy of the parameter, if it has one.
+        grad: flat scratch for all gradients; ``None`` for a single row.
+        copies: copies parameters and gradients to scratch and back; ``None`` for a single row.
+        rounded: copies the scratch to the low-precision copies of the parameters, if there are any.
+        marginals: the row and column statistics of each row, whose factors are adjacent in memory;
+            empty if the rule has none.
+        gathered_at: the ``grads_version`` of the work when its gradients were copied to ``grad``.
         functions: ``"update"``, ``"reduce"`` and ``"averages"`` of the rule for this bundle, as
             torch operations or compiled. Each takes slices and the tensors of the bundle.
     """
@@ -85,12 +92,23 @@ class Bundle:
 
     @staticmethod
     def all_of(rows: list[Row], start: int) -> "list[Bundle]":
-        """All rows of a block that begins at ``start``, small ones bundled."""
+        """Divide a block into bundles.
+
+        Args:
+            rows: the rows of the block.
+            start: the index of its first row in ``work.rows``.
+        """
         return [Bundle.of([rows[i] for i in places], places, start) for places in _runs(rows)]
 
     @staticmethod
     def of(rows: list[Row], places: list[int], start: int) -> "Bundle":
-        """Rows whose states adjoin, by their places in a block that begins at ``start``."""
+        """Make a bundle.
+
+        Args:
+            rows: rows of a block whose states are adjacent.
+            places: the indices of ``rows`` in the block.
+            start: the index of the block's first row in ``work.rows``.
+        """
         among = [start + place for place in places]
         whole = range(among[0], among[-1] + 1)
         where = (places, whole if len(whole) == len(among) else among, rows[0].compute_dtype)
@@ -116,12 +134,12 @@ class Bundle:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """Of the rule, for every row."""
+        """The flags of the rule, the same for every row."""
         return self.rows[0].flags
 
     @property
     def states(self) -> list[Tensor]:
-        """Those of all rows: what there is in ``rest`` besides copies."""
+        """The flat states: :attr:`rest` without the low-precision copy."""
         return self.rest[: len(self.rows[0].state)]
 
     @property
@@ -130,7 +148,7 @@ class Bundle:
         return _params(self.rows)
 
     def gather(self, work: Work) -> Tensor:
-        """The gradients, end to end, flat; once for each step."""
+        """Return the gradients of all rows as one flat tensor; copies at most once a step."""
         if self.grad is None or self.copies is None:
             return flat(work.grads[self.among[0]])
         if self.gathered_at != work.grads_version:
@@ -143,14 +161,14 @@ class Bundle:
         return self.grad
 
     def alike(self, h: tuple[Any, ...]) -> Iterator[BundleSlice]:
-        """Parts whose rows have the same ``h``.
+        """Yield slices of consecutive rows that have the same ``h``.
 
-        There are several only where gradients come and go, or the rule reduces; of a rule with
-        marginals, each row is one. A part is applied as if it were alone, so that a parameter's
-        result does not depend on what it is bundled with.
+        There are several where step counts differ or the rule has a ``reduce``. Of a rule with row
+        and column statistics, each row is a slice. A rule runs on each slice by itself, so the
+        result for a parameter does not depend on the other parameters of the bundle.
 
         Args:
-            h: of the block; numbers, and lists with one for each row.
+            h: the numbers of the block, and lists with a number for each of its rows.
         """
         rows = list(self.each(h))
         start = 0
@@ -160,8 +178,8 @@ class Bundle:
                 start = end
 
     def each(self, h: tuple[Any, ...]) -> Iterator[BundleSlice]:
-        """Each row as a part; ``h`` as for :meth:`alike`."""
-        if self.copies is None:  # in less time
+        """Yield each row as a slice; ``h`` is as for :meth:`alike`."""
+        if self.copies is None:  # a single row: a shorter way
             place = self.places[0]
             own = tuple([x[place] if isinstance(x, list) else x for x in h])
             yield BundleSlice(0, self.param.numel(), own)
@@ -169,7 +187,7 @@ class Bundle:
         columns = ([x[i] for i in self.places] if isinstance(x, list) else repeat(x) for x in h)
         sizes = map(Tensor.numel, self.params)
         start = 0
-        for size, *own in zip(sizes, *columns, strict=False):  # of which some have no end
+        for size, *own in zip(sizes, *columns, strict=False):  # ``repeat`` has no end
             yield BundleSlice(start, start + size, tuple(own))
             start += size
 
@@ -179,7 +197,10 @@ def _params(rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _runs(rows: Sequence[Row]) -> list[list[int]]:
-    """The places of the rows in runs that can be a piece each; small ones pass over large ones."""
+    """Return lists of row indices, one for each bundle.
+
+    A bundle continues past large rows that stand between its small ones.
+    """
     runs: list[list[int]] = []
     bundle: list[int] | None = None
     total = 0
@@ -207,14 +228,14 @@ def _joins(last: Row, row: Row) -> bool:
 
 
 def _stackable(last: Marginals | None, own: Marginals | None) -> bool:
-    """Whether their parameters, end to end, are a stack of matrices."""
+    """Return whether two parameters, one after the other in memory, form a stack of matrices."""
     if last is None or own is None:
         return last is own
     return last.shape == own.shape and last.spread is own.spread is None
 
 
 def _end_to_end(several: list[Marginals]) -> list[Marginals]:
-    """The same, with room for their factors end to end."""
+    """Return copies of ``several`` whose factors are adjacent in new memory."""
     if len(several) < 2:
         return several
     columns = zip(*(own.factors for own in several), strict=True)
@@ -223,7 +244,7 @@ def _end_to_end(several: list[Marginals]) -> list[Marginals]:
 
 
 def adjoins(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether ``b`` begins where ``a`` ends."""
+    """Return whether ``b`` begins in memory where ``a`` ends; also if both are ``None``."""
     if a is None or b is None:
         return a is b
     return (
@@ -233,7 +254,7 @@ def adjoins(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def spanning(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat view over tensors that adjoin."""
+    """Return one flat view over all of ``tensors``, which are adjacent in memory."""
     if len(tensors) == 1:
         return flat(tensors[0])
     return tensors[0].as_strided((sum(t.numel() for t in tensors),), (1,))

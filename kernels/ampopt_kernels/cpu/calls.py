@@ -1,4 +1,4 @@
-"""The compiled functions of a rule, as calls on tensors."""
+"""Python callables on tensors around the compiled C functions of a rule."""
 
 import ctypes
 import math
@@ -17,14 +17,14 @@ __all__ = ["CALLS", "Averages", "Loop", "CompiledSums"]
 
 
 class Loop:
-    """A compiled function of a rule, as a call on tensors."""
+    """A compiled function of a rule that is called with slices and tensors."""
 
     def __init__(self, function: Any, *gives: type) -> None:
-        """Declare its arguments.
+        """Declare the C arguments of ``function``.
 
         Args:
-            function: of a library.
-            gives: the types of what it takes besides, to write to.
+            function: a function of a library that ``ctypes`` has loaded.
+            gives: the ctypes types of further arguments: pointers to memory for results.
         """
         self._function = function
         pointer, count = ctypes.c_void_p, ctypes.c_int64
@@ -38,15 +38,20 @@ class Loop:
         *gives: int,
         beside: Iterable[int] = (),
     ) -> None:
-        """Run it over ``parts``, which are all of the tensors: gradient, parameter and others.
+        """Run the function.
 
-        ``beside`` is what stands behind their addresses: those of marginals, and their sizes.
+        Args:
+            parts: slices that together have every element of ``tensors``.
+            tensors: flat gradient, parameter and other tensors.
+            gives: the further arguments: addresses of memory for results.
+            beside: integers that follow the addresses of ``tensors``: the addresses of row and
+                column statistics, and the sizes of their matrix.
         """
         h = array("d")
         for part in parts:
             h.extend(part.h)
             if part.places is not None:
-                h.append(part.places.first - part.start)  # where the piece begins
+                h.append(part.places.first - part.start)  # the place of the bundle's first element
                 if part.key is not None:
                     h.append(part.key)
                 for period, phase, size in part.places.jumps:
@@ -55,7 +60,7 @@ class Loop:
         where.extend(beside)
         ends = array("q", map(_end_of, parts))
         starts = h.buffer_info()[0], where.buffer_info()[0], ends.buffer_info()[0]
-        # As many threads as are worth the time they take to start.
+        # For less than that, starting threads takes longer than the work.
         threads = torch.get_num_threads() if ends[-1] > BUNDLE else 1
         self._function(*starts, len(parts), threads, *gives)
 
@@ -64,36 +69,42 @@ _end_of = operator.attrgetter("end")
 
 
 class CompiledSums:
-    """The compiled ``reduce`` of a rule, as a call on tensors."""
+    """The compiled ``reduce`` of a rule."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Take it from ``library``."""
+        """Look up the function in ``library``."""
         self._loop = Loop(library.sums, ctypes.c_void_p)
         self._n_terms = ctypes.c_int64.in_dll(library, "n_terms").value
 
     def __call__(
         self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], beside: Iterable[int] = ()
     ) -> Tensor:
-        """Of gradient, parameter and states; see :class:`Loop`."""
+        """Return the terms summed over each row: float64, shape (rows, terms).
+
+        The arguments are as for :class:`Loop`.
+        """
         sums = torch.empty(len(rows), self._n_terms, dtype=torch.float64, device="cpu")
         self._loop(rows, tensors, sums.data_ptr(), beside=beside)
         return sums
 
 
 class Averages:
-    """The compiled sums of ``averages`` of a rule, as a call on tensors."""
+    """The compiled sums over matrix rows and columns of the ``averages`` of a rule."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Take it from ``library``."""
+        """Look up the function in ``library``."""
         self._loop = Loop(library.averages, ctypes.c_void_p)
         self._band = ctypes.c_int64.in_dll(library, "band_rows").value
 
     def __call__(
         self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], own: Marginals
     ) -> list[Tensor]:
-        """Of gradient, parameter and states; see :class:`Loop`.
+        """Return the sums of each term: float64, shape (rows, *shape of the statistic).
 
-        ``own`` are the marginals of the first row, as which the others are shaped.
+        Args:
+            rows: a slice for each row of the bundle.
+            tensors: flat gradient, parameter and states.
+            own: the statistics of the first row; those of the others have the same shapes.
         """
         *stack, m, n = own.shape
         matrices, bands = len(rows) * math.prod(stack), -(-m // self._band)
@@ -101,7 +112,7 @@ class Averages:
         sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
         to = array("q", map(Tensor.data_ptr, sums))
         self._loop(rows, tensors, to.buffer_info()[0], beside=(m, n))
-        # Where those of the first band were are now those of all.
+        # The function has added up all bands in the place of the first one.
         return [
             (x if of_rows else x[:, 0]).reshape(len(rows), *part.beside(own.shape))
             for part, of_rows, x in zip(own.parts, own.of_rows, sums, strict=True)
@@ -113,4 +124,4 @@ CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {
     "reduce": CompiledSums,
     "averages": Averages,
 }
-"""Made of what a function of a rule was compiled to, by its name."""
+"""For each role of a rule's function, what makes a callable of its compiled library."""

@@ -1,13 +1,13 @@
-"""The compiled backend: a rule's own body as C++ for the CPU.
+"""The compiled backend: update rules as C++ for the CPU.
 
-The body that the eager backend runs operation by operation becomes one loop over gradient,
+The function that the eager backend runs operation by operation becomes one loop over gradient,
 parameter and states (see ``cpp``): each element is read and written once.
 
-Its results are the eager backend's to the bit, but for rules with functions that C++ and torch
-round differently, and sums over rows and columns, which C++ adds up in another order. So ``auto``
-has the compiler work beside the training and takes up what it has made whenever that is done: the
-clock decides when, and no result depends on it. Those other functions are compiled at their first
-step.
+Most results are bitwise those of the eager backend. ``auto`` compiles such functions in the
+background and switches to them when the compiler is done: the time of the switch varies, and no
+result depends on it. The exceptions are rules with functions that C++ and torch round differently
+(an exponential), and sums over matrix rows and columns, which C++ adds up in another order. Their
+first step waits for the compiler.
 """
 
 import ctypes
@@ -40,17 +40,16 @@ from ampopt_kernels.work import Work
 __all__ = ["PATIENCE", "Compiled"]
 
 PATIENCE = 0.05
-"""Seconds that ``auto`` spends in a rule eagerly before it has it compiled.
+"""Seconds for which ``auto`` runs a rule eagerly before it starts the compiler.
 
-With g++ a rule takes about 0.1 seconds of a core, and three times as long beside a training that
-has all of them. What has been compiled before is loaded from disk in a millisecond and so is taken
-up at once. Without any patience a program of a few steps, a test perhaps, would start a compiler
-for each rule.
+To compile a rule takes about 0.1 seconds of a core, and three times as long while a training uses
+all cores. Without this delay a program of a few steps, such as a test, would start a compiler for
+each rule. A rule that was compiled before is loaded from disk at once.
 """
 
 
 class _Key(NamedTuple):
-    """What a function is compiled for: the arguments of :func:`source_of`."""
+    """The key of a compiled function: the arguments of :func:`source_of`."""
 
     rule: Rule
     flags: tuple[bool, ...]
@@ -71,12 +70,12 @@ class Compiled(CpuBackend):
     name = "compiled"
 
     def __init__(self, patience: float = 0.0) -> None:
-        """Make the backend.
+        """Have nothing compiled yet.
 
         Args:
-            patience: seconds to run a rule eagerly before the compiler is started, which then is
-                not waited for. With 0 the first step of each rule waits, and so it always does
-                for rules whose results compiling changes.
+            patience: for how many seconds to run a rule eagerly before its compiler is started in
+                the background. With 0 the first step of each rule waits for the compiler. The
+                first step of a rule whose results differ once compiled always waits.
         """
         super().__init__()
         objects.loops.want()
@@ -89,7 +88,7 @@ class Compiled(CpuBackend):
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`."""
-        if numbers.loaded is not None or work.rule is not None:  # which has loops prepared
+        if numbers.loaded is not None or work.rule is not None:  # prepare loads them for rules
             return self._detect(work, request)
         if self._loaded(numbers.library(), self._detecting >= self._patience) is not None:
             numbers.loops()
@@ -108,14 +107,14 @@ class Compiled(CpuBackend):
         *,
         notes_step: bool,
     ) -> None:
-        """See :meth:`Backend.note`. One loop of C++, once there are loops."""
+        """See :meth:`Backend.note`. One loop of C++, once it has been loaded."""
         if numbers.loaded is None:
             super().note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
         else:
             watch.note(numbers.loaded, ledger, attempt, found, parts, notes_step=notes_step)
 
     def _timed(self, function: Callable[..., Any], key: _Key) -> Callable[..., Any]:
-        """``function`` with the time that it takes added to what ``key`` has taken."""
+        """Return ``function``, made to add the time that it takes to ``self._spent[key]``."""
 
         def run(slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> Any:
             start = time.perf_counter()
@@ -165,7 +164,7 @@ class Compiled(CpuBackend):
         return self._broken or (decided and (numbers.loaded is not None or not used))
 
     def _function_for(self, piece: Bundle, key: _Key) -> Any:
-        """:meth:`_function`, which reads the marginals of the piece, if there are any."""
+        """Return :meth:`_function` of ``key``, bound to the row and column statistics, if any."""
         function = self._function(key)
         if function is None or not piece.marginals:
             return function
@@ -175,7 +174,7 @@ class Compiled(CpuBackend):
         return functools.partial(function, beside=own.addresses)
 
     def _function(self, key: _Key) -> Any:
-        """What :data:`CALLS` makes of it, for the next step; ``None`` to stay eager."""
+        """Return the compiled function, as :data:`CALLS` wraps it; ``None`` to run it eagerly."""
         if key in self._functions:
             return self._functions[key]
         first = key not in self._libraries
@@ -183,7 +182,7 @@ class Compiled(CpuBackend):
             self._libraries[key] = self._library(key)
         library, exact = self._libraries[key]
         if library is not None:
-            waits = first and not exact  # else the results would depend on the clock
+            waits = first and not exact  # else results would depend on the compiler's speed
             wanted = waits or self._spent.get(key, 0.0) >= self._patience
             loaded = self._loaded(library, wanted, waits)
             if loaded is not None:
@@ -191,7 +190,10 @@ class Compiled(CpuBackend):
         return self._functions.get(key)
 
     def _library(self, key: _Key) -> tuple[Library | None, bool]:
-        """What the function of a rule would be in, and whether it is exact; ``None`` for never."""
+        """Return the library to compile, and whether its results are bitwise the eager ones.
+
+        The library is ``None`` if the rule cannot be written as C++; then it always runs eagerly.
+        """
         try:
             source = source_of(*key)
         except Exception as error:
@@ -204,7 +206,16 @@ class Compiled(CpuBackend):
         return Library(source.text), source.exact
 
     def _loaded(self, library: Library, wanted: bool, waits: bool = False) -> ctypes.CDLL | None:
-        """What ``library`` holds; ``None`` if the compiler is not to be waited for, or failed."""
+        """Load ``library`` if it has been compiled.
+
+        Args:
+            library: the library.
+            wanted: whether to start the compiler in the background, if it was not.
+            waits: whether to wait for the compiler.
+
+        Returns:
+            ``None`` while the compiler has not finished, and if it failed.
+        """
         if self._broken:
             return None
         try:
@@ -218,7 +229,7 @@ class Compiled(CpuBackend):
                 message = f"compiling a rule failed, {type(error).__name__}: {error}"
             if not self._patience:
                 raise RuntimeError(f"the compiled backend {_needed(error, message)}") from error
-            self._broken = True  # with the next rule it would fail again
+            self._broken = True  # the compiler would fail for the next rule too
             warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
         return None
 
@@ -233,7 +244,14 @@ def _needed(error: Exception, message: str) -> str:
 
 
 def _key(rule: Rule, piece: Bundle, width: int, role: str) -> _Key:
-    """What :func:`source_of` takes for a piece and its gradients."""
+    """Return the arguments of :func:`source_of` for a bundle.
+
+    Args:
+        rule: the update rule.
+        piece: the bundle.
+        width: how many numbers the function takes as ``h``.
+        role: ``"update"``, ``"reduce"`` or ``"averages"``.
+    """
     updates = role == "update"
     stored = (piece.param, *(piece.rest if updates else piece.states))
     dtypes = (piece.rows[0].grad_dtype, *(t.dtype for t in stored))

@@ -1,12 +1,12 @@
-"""A rule as C++: its own body, run once on expressions in place of tensors and numbers.
+"""Translates a rule to C++ by running its functions once on expressions in place of tensors.
 
-The third engine of the language that rules are written in, beside Triton and ``torch_language``,
-whose results the C++ has to the bit: the same operations in the same order and precision, each
-rounded as IEEE 754 says. Functions that IEEE 754 does not round, such as the exponential, are
-another library's here than torch's, and sums over rows and columns are added up in another order,
-so a source says whether there are any.
+This is the third implementation of the language that rules are written in, after Triton and
+``torch_language``. The C++ performs the same operations as ``torch_language`` in the same order and
+precision, each rounded as IEEE 754 requires, so the results are bitwise the same. Two exceptions
+make a source inexact: functions that IEEE 754 does not specify, such as the exponential, come from
+another library than torch's; and sums over matrix rows and columns are added in another order.
 
-Numbers of the host (``h``) are computed in float64, once for each call, as Python does it.
+Arithmetic on Python numbers (``h``) is done in float64, once for each call, as in Python.
 """
 
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ _ROUNDED = {torch.float16: "to_float16", torch.bfloat16: "to_bfloat16"}
 
 @dataclass(frozen=True)
 class Source:
-    """C++ with the function ``update``, in place, ``sums`` or ``averages``; see ``loops``.
+    """A translated rule.
 
     Attributes:
-        text: the C++.
-        exact: whether its results are those of the eager backend to the bit.
+        text: C++ that defines ``update``, ``sums`` or ``averages``; see ``loops``.
+        exact: whether its results are bitwise those of the eager backend.
     """
 
     text: str
@@ -49,26 +49,28 @@ def source_of(
     rounds_stochastically: bool = False,
     jumps: int = 0,
 ) -> Source:
-    """``rule`` as C++.
+    """Translate a function of ``rule`` to C++.
+
+    In the array of tensors that the C++ takes, ``Marginals.addresses`` follow the tensors, if the
+    rule has row and column statistics; for ``averages`` only the two sizes of the matrix. If the
+    rule draws random numbers or ``rounds_stochastically``, ``h`` goes on with the place of the
+    first element, the key (if it rounds), and three numbers for each of the ``jumps``.
 
     Args:
-        rule: whose function it is.
-        flags: of the rule.
-        dtypes: of gradient, parameter, elementwise states and copy, if there is one.
-        width: of ``h``: the reciprocal of the scale, the clip coefficient, then what the function
-            takes as ``h``.
-        role: which function: ``"update"``, ``"reduce"`` or ``"averages"``; only the first takes a
-            copy.
-        rounds_stochastically: round the parameter, bfloat16, stochastically.
-        jumps: how many there are in the places of the elements; see ``places``.
-
-    Behind the tensors are the ``addresses`` of ``Marginals``, if the rule has any, of which
-    ``averages`` has the sizes alone.
-    ``h`` has the place of the first element besides if the rule draws random numbers or
-    ``rounds_stochastically``, then the key, and then three numbers for each of the ``jumps``.
+        rule: the update rule.
+        flags: its flags.
+        dtypes: the dtypes of gradient, parameter, elementwise states and low-precision copy, if
+            there is one.
+        width: the length of ``h``: the reciprocal of the scale, the clip coefficient, and the
+            numbers that the function takes as ``h``.
+        role: which function: ``"update"``, ``"reduce"`` or ``"averages"``. Only ``"update"`` may
+            have a copy.
+        rounds_stochastically: whether to round the parameter, bfloat16, stochastically.
+        jumps: the number of jumps in the places of the elements; see ``places``.
 
     Raises:
-        Exception: of whatever kind, where the rule does what the language has not.
+        Exception: the rule uses something that the language does not have; of any type, as the
+            functions of the rule run here.
     """
     compute = arithmetic(*dtypes[:2])
     program = Program(compute)

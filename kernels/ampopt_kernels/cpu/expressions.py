@@ -1,6 +1,6 @@
-"""The language that rules are written in, on expressions: C++ variables in place of numbers.
+"""The language that rules are written in, on expressions: objects that stand for C++ variables.
 
-What a function of a rule does to them becomes the statements of a program; see ``cpp``.
+Each operation of a rule on expressions appends a C++ statement to a program; see ``cpp``.
 """
 
 import math
@@ -20,14 +20,15 @@ C_TYPES = {torch.float32: "float", torch.float64: "double", torch.bool: "bool"}
 
 @dataclass
 class Program:
-    """Statements, in the order in which they were asked for.
+    """C++ statements, in the order of the operations of a rule.
 
     Attributes:
-        compute: the dtype of values.
-        before: what is computed once.
-        each: what is computed for each element.
-        exact: see :class:`cpp.Source`.
-        place: of each element in the whole parameter, for random numbers.
+        compute: the arithmetic dtype, that of all elements.
+        before: statements that run once, before the loop.
+        each: statements that run for each element.
+        exact: whether the results are bitwise those of torch; see :class:`cpp.Source`.
+        place: a C++ expression for the place of an element in the whole parameter, which random
+            numbers follow from.
     """
 
     compute: torch.dtype
@@ -37,9 +38,11 @@ class Program:
     place: str = ""
 
     def body(self, tensors: Iterable[int], filled: Iterable[str] = ()) -> dict[str, str]:
-        """Both, as they are put into a function that fetches ``tensors``.
+        """Return the statements for the placeholders of the templates in ``loops``.
 
-        ``filled`` are statements for each block.
+        Args:
+            tensors: the indices of the tensors to prefetch.
+            filled: further statements that run for each block of elements.
         """
         return {
             "before": "\n    ".join(self.before),
@@ -48,7 +51,13 @@ class Program:
         }
 
     def new(self, dtype: torch.dtype, code: str, varies: bool) -> "_Expression":
-        """A variable that is ``code``."""
+        """Append a variable with the value of ``code``.
+
+        Args:
+            dtype: its dtype: float32, float64 or bool.
+            code: a C++ expression.
+            varies: whether each element has its own value.
+        """
         to = self.each if varies else self.before
         name = f"x{len(self.before) + len(self.each)}"
         to.append(f"const {C_TYPES[dtype]} {name} = {code};")
@@ -56,7 +65,7 @@ class Program:
 
 
 def cast(x: Any, dtype: torch.dtype) -> str:
-    """``x``, an expression or a Python number, as C++ of that dtype."""
+    """Return C++ code for ``x``, an expression or a Python number, converted to ``dtype``."""
     if not isinstance(x, _Expression):
         return f"({C_TYPES[dtype]}){_literal(float(x))}"
     x.used = True
@@ -72,9 +81,16 @@ def _literal(x: float) -> str:
 def _made(
     template: str, *operands: Any, dtype: torch.dtype | None = None, exact: bool = True
 ) -> Any:
-    """A new variable: ``template`` of operands in their common dtype, ``T`` in the template.
+    """Return a new variable: ``template`` filled with ``operands`` in their common dtype.
 
-    Numbers take on the dtype of values, as in torch, and are float64 among themselves.
+    Numbers take the dtype of the elements that they are combined with, as in torch. Arithmetic of
+    numbers alone is float64.
+
+    Args:
+        template: C++ with ``{0}``, ``{1}`` for operands and ``{T}`` for their type.
+        operands: expressions and Python numbers, at least one expression.
+        dtype: the dtype of the result; default the common dtype.
+        exact: whether the result is bitwise that of torch.
     """
     expressions = [x for x in operands if isinstance(x, _Expression)]
     values = [x.dtype for x in expressions if x.varies]
@@ -88,7 +104,7 @@ def _made(
 
 
 def _logical(template: str, *operands: Any) -> Any:
-    """A new truth value made of others."""
+    """Return a new boolean variable: ``template`` filled with boolean expressions."""
     expressions = [x for x in operands if isinstance(x, _Expression)]
     if len(expressions) < len(operands) or any(x.dtype != torch.bool for x in expressions):
         raise TypeError("a rule takes & or | or ~ of what is no comparison")
@@ -97,7 +113,7 @@ def _logical(template: str, *operands: Any) -> Any:
 
 
 def _operator(template: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
-    """The methods of an operator, and of the same with operands exchanged."""
+    """Return the method of a binary operator and its reflected method."""
     return (
         lambda self, other: _made(template, self, other, dtype=dtype),
         lambda self, other: _made(template, other, self, dtype=dtype),
@@ -109,11 +125,11 @@ class _Expression:
     """A C++ variable.
 
     Attributes:
-        program: where it stands.
-        name: its name there.
+        program: the program that declares it.
+        name: its name in C++.
         dtype: float32, float64 or bool.
-        varies: whether each element has its own; else it is a number of the host.
-        used: whether anything is computed of it.
+        varies: whether each element has its own value; else it is a Python number for the rule.
+        used: whether another statement reads it.
     """
 
     program: Program
@@ -162,7 +178,7 @@ class _Expression:
         raise TypeError("a rule branches on a value; say tl.where(condition, a, b)")
 
     def to(self, dtype: torch.dtype) -> Any:
-        """In another dtype, float32 or float64, of a value."""
+        """Convert the values of elements to float32 or float64."""
         if not self.varies or self.dtype == torch.bool or dtype not in C_TYPES:
             raise TypeError(f"a rule converts what is no value of an element, or to {dtype}")
         return self.program.new(dtype, cast(self, dtype), True)
@@ -173,8 +189,8 @@ class _Expression:
 
 def _divided(x: Any, y: Any) -> Any:
     if _varies(y) and not _varies(x):
-        return _made("(({T})1 / {1}) * {0}", x, y)  # as torch divides a number by a tensor
-    # Python divides no number by 0; what then is done in its place is not quite the same.
+        return _made("(({T})1 / {1}) * {0}", x, y)  # torch divides a number by a tensor so
+    # Python raises for a number over 0; what ``torch_language`` does instead differs in some bits.
     return _made("{0} / {1}", x, y, exact=_varies(x))
 
 
@@ -200,7 +216,7 @@ def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
     def function(a: Any, b: Any) -> Any:
         if not isinstance(a, _Expression) and not isinstance(b, _Expression):
             return torch_language.HELPERS[name](a, b)
-        # Where they are equal, a zero's sign tells whose it is: torch takes that of a tensor.
+        # Of 0.0 and -0.0, which are equal, torch takes that of the tensor.
         return _made(template, b, a) if _varies(a) and not _varies(b) else _made(template, a, b)
 
     return function
@@ -212,7 +228,8 @@ def _function(name: str, template: str, exact: bool = True) -> Callable[[Any], A
 
 
 def _sqrt(x: Any) -> Any:
-    # Of float64, torch's own on the CPU is not always the nearest; see ``torch_language.sqrt``.
+    # torch's float64 square root on the CPU is not always rounded to the nearest; see
+    # ``torch_language.sqrt``.
     exact = not (_varies(x) and x.dtype == torch.float64)
     return _function("sqrt", "math::sqrt({0})", exact)(x)
 
@@ -254,7 +271,10 @@ _INEXACT = {
 
 
 class _Language:
-    """What ``tl`` and its helpers are in a rule that becomes C++; the rest is the stand-in's."""
+    """Replaces ``tl`` and the helpers of ``torch_language`` while a rule is translated to C++.
+
+    Names that are not defined here, such as constants, are those of ``torch_language``.
+    """
 
     def __init__(self) -> None:
         self.where, self.sqrt = _where, _sqrt

@@ -1,6 +1,6 @@
-"""The loops of C++ that the functions of a rule are put into; see ``cpp``.
+"""Templates of C++ loops, which ``cpp`` fills with the translated functions of a rule.
 
-The loops over elements are functions of their own: compilers make no vectors of one in a parallel
+Each loop over elements is a function by itself: compilers do not vectorize a loop in a parallel
 region that shares many variables.
 """
 
@@ -92,7 +92,7 @@ template <typename T> struct Spread {
 };
 """
 
-# Parts, and rows, are given by their ends, and each has an ``h``.
+# ``ends`` has the end of each slice (part) or row; ``h`` has the numbers of one after another.
 UPDATE = """
 __attribute__((noinline)) static void apply(
     const double* h, void* const* tensors, int64_t start, int64_t end
@@ -165,7 +165,8 @@ extern "C" void sums(
 }}
 """
 
-# A stack of matrices is taken in bands: some rows of one, with sums of columns of their own.
+# A stack of matrices is processed in bands: up to ROWS rows of a matrix. Each band has its own
+# sums of columns, which are added up at the end.
 AVERAGES = """
 constexpr int64_t N_TERMS = {n_terms}, ROWS = 32;
 extern "C" const int64_t band_rows = ROWS;

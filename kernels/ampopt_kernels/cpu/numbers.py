@@ -1,7 +1,7 @@
-"""What can be said of the numbers in CPU tensors by reading them once, in loops of C++.
+"""Finiteness, sums of squares and other measures of CPU tensors, by loops of C++.
 
-However many tensors there are, it is one call, and its threads start once. The loops, of
-``numbers.cpp``, need no header but C++'s own, and half a second of a compiler.
+One call reads all tensors once. The loops, in ``numbers.cpp``, need only the standard headers of
+C++, and take a compiler half a second.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ __all__ = [
 ]
 
 PART = 1 << 12
-"""Elements that a thread takes at once, with room for their squares in a core's cache."""
+"""Elements that a thread processes at a time; their float64 squares fit the cache of a core."""
 INFINITY = {
     torch.float16: 0x7C00,
     torch.bfloat16: 0x7F80,
     torch.float32: 0x7F800000,
     torch.float64: 0x7FF0000000000000,
 }
-"""Its bits in each dtype that rules take."""
+"""The bits of infinity, as an integer, in each dtype that rules support."""
 _DTYPES = {dtype: number for number, dtype in enumerate(INFINITY)}
 
 
@@ -54,13 +54,13 @@ _CONSTANTS = {
 
 @functools.cache
 def library(*options: str) -> Library:
-    """What holds the loops over numbers.
+    """Return the library of the loops, which may not have been compiled yet.
 
     Args:
-        options: of the compiler, besides those for every library.
+        options: compiler options in addition to those of every library.
 
     Raises:
-        OSError: there is no compiler.
+        OSError: there is no C++ compiler.
     """
     source = Path(__file__).with_name("numbers.cpp").read_text(encoding="utf-8")
     constants = (f"-D{name}={value}" for name, value in _CONSTANTS.items())
@@ -68,15 +68,15 @@ def library(*options: str) -> Library:
 
 
 loaded: ctypes.CDLL | None = None
-"""What :func:`loops` has returned; ``None`` while nobody has called it."""
+"""The result of :func:`loops`; ``None`` until it has been called."""
 
 
 def loops() -> ctypes.CDLL:
-    """The loops over numbers, compiled at once, or found among those compiled before.
+    """Load the loops; waits for the compiler unless they were compiled before.
 
     Raises:
-        OSError: there is no compiler.
-        RuntimeError: it failed.
+        OSError: there is no C++ compiler.
+        RuntimeError: the compiler failed.
     """
     global loaded
     if loaded is not None:
@@ -98,16 +98,23 @@ def loops() -> ctypes.CDLL:
 
 
 def all_finite(tensors: list[Tensor]) -> bool:
-    """Of dense CPU tensors of dtypes that rules take."""
+    """Return whether every element is finite.
+
+    Args:
+        tensors: dense CPU tensors of the dtypes in :data:`INFINITY`.
+    """
     where, dtypes, sizes = _located(tensors)
     starts = where.buffer_info()[0], dtypes.buffer_info()[0], sizes.buffer_info()[0]
     return bool(loops().all_finite(*starts, len(where), torch.get_num_threads()))
 
 
 def sums_of_squares(tensors: list[Tensor]) -> list[float]:
-    """In float64, of each of some dense CPU tensors of dtypes that rules take.
+    """Return the sum of squares of each tensor, in float64.
 
-    The same for any number of threads, and whatever tensors there are besides.
+    A sum depends neither on the number of threads nor on the other tensors.
+
+    Args:
+        tensors: dense CPU tensors of the dtypes in :data:`INFINITY`.
     """
     _, found = measures(tensors, [(1, 1, INFINITY[tensor.dtype], 1) for tensor in tensors], 1.0)
     return found[:, 3].tolist()
@@ -116,18 +123,20 @@ def sums_of_squares(tensors: list[Tensor]) -> list[float]:
 def measures(
     tensors: list[Tensor], bounds: Iterable[tuple[int, ...]], inverse: float
 ) -> tuple[list[bool], Tensor]:
-    """Of dense CPU tensors of dtypes that rules take, as they are.
+    """Measure tensors without changing them, reading each once.
 
     Args:
-        tensors: to be read once.
-        bounds: three magnitudes of each, as the integers that have their bits, and whether its
-            arithmetic is float64.
-        inverse: that largest magnitudes are multiplied by, in that arithmetic.
+        tensors: dense CPU tensors of the dtypes in :data:`INFINITY`.
+        bounds: for each tensor three magnitudes, as integers of the same bits, and whether its
+            arithmetic is float64 (1) or float32 (0).
+        inverse: the reciprocal of the scale, by which the largest magnitude is multiplied in the
+            arithmetic of its tensor.
 
     Returns:
-        Of each tensor whether a magnitude reaches the third bound, and float64, shape (tensors, 4):
-        the largest that does not, times ``inverse``; how many of these reach the first; how many
-        of those do not reach the second; the sum of all squares.
+        For each tensor whether any magnitude is at least the third bound; and a float64 tensor of
+        shape (tensors, 4). Its columns: the largest magnitude below the third bound, times
+        ``inverse``; how many magnitudes are at least the first and below the third bound; how many
+        of these are below the second bound; the sum of squares of all elements.
     """
     flags = array("b", bytes(len(tensors)))
     found = torch.empty(len(tensors), 4, dtype=torch.float64, device="cpu")
@@ -139,9 +148,9 @@ def measures(
 
 
 def common(tensor: Tensor) -> float | None:
-    """What all elements of a dense CPU tensor are, if they are all the same.
+    """Return the value of all elements of a dense CPU tensor; ``None`` if they differ or are NaN.
 
-    Needs no loops, but is faster with them.
+    Runs torch operations until the loops are loaded.
     """
     if loaded is None or tensor.dtype != torch.float32:
         low, high = (x.item() for x in tensor.aminmax())
@@ -151,7 +160,7 @@ def common(tensor: Tensor) -> float | None:
 
 
 def _located(tensors: list[Tensor]) -> tuple[array, array, array]:
-    """Where they are, of what dtypes, and how many elements they have."""
+    """Return the addresses, the numbers of the dtypes, and the sizes of ``tensors``."""
     dtypes, sizes = map(_DTYPES.__getitem__, map(_dtype_of, tensors)), map(Tensor.numel, tensors)
     return addresses(tensors), array("q", dtypes), array("q", sizes)
 

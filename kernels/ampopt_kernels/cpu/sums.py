@@ -1,9 +1,9 @@
-"""Sums over flat CPU tensors, to the bit the same from torch's operations and from C++.
+"""Sums over flat CPU tensors by torch operations, bitwise equal to those by C++.
 
-Either may be used in a run, and the clock may decide which. So both add in the same order. Of some
-thousand elements at a time, half is added to half until one number is left of each part, and then
-part after part; of the terms of a rule, each part is first made one block, to which its blocks are
-added one after another, as they come from memory.
+A run switches from torch to C++ when the compiler is done, so both add in the same order. A tensor
+is divided into parts of a few thousand elements. The second half of a part is added to its first
+half until one number is left; then the sums of the parts are added one after another. For the terms
+of a rule, the blocks of a part are first added to its first block, in memory order.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ from ampopt_kernels.tensors import arithmetic, flat, times
 __all__ = ["BLOCK", "PART", "halved", "in_order", "sum_of_squares", "sum_terms"]
 
 PART = 1 << 11
-"""Elements of a part, which is one thread's."""
+"""Elements of a part, which one thread adds up."""
 BLOCK = 1 << 6
-"""Elements of a block: of a few terms in float64, what fits a core's first cache."""
+"""Elements of a block: a few terms of it in float64 fit the first cache of a core."""
 
 
 def sum_terms(
@@ -33,10 +33,14 @@ def sum_terms(
     h: tuple[Any, ...],
     marginals: Marginals | None = None,
 ) -> Tensor:
-    """The terms of a rule, each summed over flat gradient, parameter and states.
+    """Sum each term of ``rule.reduce`` over the elements of a parameter.
 
-    ``h`` begins with the reciprocal of the scale and the clip coefficient. ``marginals`` are those
-    of the parameter.
+    Args:
+        rule: the update rule.
+        flags: its flags.
+        tensors: flat gradient, parameter and states.
+        h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule.
+        marginals: the row and column statistics of the parameter, if the rule has any.
 
     Returns:
         float64, shape (terms,).
@@ -58,7 +62,7 @@ def sum_terms(
 
 
 def sum_of_squares(tensor: Tensor) -> float:
-    """In float64, of a tensor that is not empty, as :func:`numbers.sums_of_squares` has it."""
+    """Return the same as :func:`numbers.sums_of_squares`, of one tensor that is not empty."""
     total = 0.0
     for chunk in flat(tensor).split(CHUNK):
         squares = chunk.double()
@@ -68,14 +72,14 @@ def sum_of_squares(tensor: Tensor) -> float:
 
 
 def in_order(parts: Tensor, total: float = 0.0) -> float:
-    """``total`` and then each of ``parts`` added up, one after another."""
+    """Add the elements of ``parts`` to ``total``, one after another."""
     for part in parts.tolist():
         total += part
     return total
 
 
 def _in_blocks(values: Tensor, size: int) -> Tensor:
-    """The sum of each ``size`` of some values, a number of blocks, in float64."""
+    """Return the sums of each ``size`` values, a multiple of :data:`BLOCK`, in float64."""
     first, *others = _padded(values, size).view(-1, size // BLOCK, BLOCK).unbind(1)
     for block in others:
         first += block
@@ -83,7 +87,7 @@ def _in_blocks(values: Tensor, size: int) -> Tensor:
 
 
 def halved(values: Tensor, width: int) -> Tensor:
-    """The sum of each ``width`` of some values, a power of two, in float64."""
+    """Return the sums of each ``width`` values, a power of two, in float64."""
     parts = _padded(values, width).view(-1, width)
     while width > 1:
         width //= 2
@@ -92,7 +96,7 @@ def halved(values: Tensor, width: int) -> Tensor:
 
 
 def _padded(values: Tensor, width: int) -> Tensor:
-    """In float64, with zeros until it is a multiple of ``width``."""
+    """Return ``values`` in float64, padded with zeros to a multiple of ``width``."""
     n = values.numel()
     padded = torch.zeros(-(-n // width) * width, dtype=torch.float64, device="cpu")
     padded[:n] = values

@@ -1,4 +1,4 @@
-"""A step added to a ledger on the CPU by one loop of C++, in a few microseconds."""
+"""Statistics for ``Watch`` on the CPU: gradients measured, and steps added to a ledger, by C++."""
 
 import ctypes
 import functools
@@ -27,15 +27,15 @@ def note(
     *,
     notes_step: bool,
 ) -> None:
-    """Do what :func:`ampopt_kernels.ledger.note` does; all tensors are the host's.
+    """Add a step to a ledger, as :func:`ampopt_kernels.ledger.note` does, for CPU tensors.
 
     Args:
-        loops: those of ``numbers``.
-        ledger: to add to.
-        attempt: that was made.
-        found: in the gradients.
-        parts: of parameters of this ledger.
-        notes_step: whether the step itself is noted here too.
+        loops: the loops of ``numbers``.
+        ledger: the ledger, changed in place.
+        attempt: the step, applied or skipped.
+        found: the flags and measures of its gradients; ``None`` if they were not tested.
+        parts: which entries of ``found`` belong to which parameter of the ledger.
+        notes_step: whether to record the step itself too, not only its gradients.
     """
     measures = flags = None
     if found is None or found.measures is None:
@@ -72,15 +72,19 @@ _INTEGERS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-"""As wide as the dtype."""
+"""The integer dtype of the same width."""
 
 
 def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
-    """What there is in each gradient of ``work``, and by row the sum of squares before unscaling.
+    """Measure the gradients of ``work``.
 
     Args:
-        work: whose gradients are measured.
+        work: the rows and their gradients, which are only read.
         inverse: the reciprocal of the scale.
+
+    Returns:
+        The flags and measures of the unscaled gradients; and for each row with elements, by its
+        index, the sum of squares of the gradient before unscaling.
     """
     rows = [place for place, grad in enumerate(work.grads) if grad.numel()]
     if not rows:
@@ -105,18 +109,27 @@ def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
     return Found(flags, rows, work.owners, measures), before
 
 
-@functools.lru_cache(maxsize=64)  # a scale is used for many steps, and few others come between
+@functools.lru_cache(maxsize=64)  # a scale is used for many steps
 def _bounds(dtype: torch.dtype, computed: torch.dtype, inverse: float) -> tuple[int, ...]:
-    """The bits of the least magnitudes that, unscaled, are not 0, not flushed, and not finite.
+    """Return the bounds that :func:`numbers.measures` takes for a gradient.
 
-    And whether that is computed in float64.
+    They are found by bisection over the bits of magnitudes: the smallest magnitudes that, once
+    unscaled, are not 0, above :data:`FLUSHED`, and not finite.
+
+    Args:
+        dtype: the dtype of the gradient.
+        computed: the arithmetic dtype, in which it is unscaled.
+        inverse: the reciprocal of the scale.
+
+    Returns:
+        The bits of the three magnitudes, and whether ``computed`` is float64.
     """
-    # There or above. Only a scale that is none makes something of 0.
+    # The lower ends of the three intervals. Only an invalid scale makes 0 times ``inverse`` NaN.
     low = torch.tensor([1, 1, 0], dtype=torch.int64, device="cpu")
-    high = torch.full_like(low, numbers.INFINITY[dtype])  # or below
+    high = torch.full_like(low, numbers.INFINITY[dtype])  # the upper ends
     flushed = torch.tensor([0.0, FLUSHED, torch.finfo(computed).max], dtype=computed, device="cpu")
     while (low < high).any():
-        middle = low + (high - low) // 2  # whose sum may be too wide
+        middle = low + (high - low) // 2  # low + high may overflow int64
         unscaled = (middle.to(_INTEGERS[dtype]).view(dtype).to(computed) * inverse).abs()
         below = unscaled <= flushed
         low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)

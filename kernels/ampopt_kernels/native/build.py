@@ -1,7 +1,7 @@
-"""C++ compiled beside the program, in a process of its own, and kept for later programs.
+"""Compiles C++ in a background process and keeps the libraries on disk for later programs.
 
-Where it is kept, and when it may be loaded, is in ``cache``. Nothing here takes Python's lock for
-longer than it takes to start a process, so that training goes on meanwhile at full speed.
+The folder, and the conditions for loading a file from it, are in ``cache``. Python's lock is held
+only while the process starts, so training continues at full speed.
 """
 
 import atexit
@@ -25,34 +25,37 @@ from ampopt_kernels.native import cache
 
 __all__ = ["Library", "cpp_command", "cpp_compiler"]
 
-# Each unless CXX has another that begins so.
+# Options that are added unless CXX has one that begins with the key.
 _SPEED = {"-O": "-O3", "-march": "-march=native"}
-# Nothing that changes a result: IEEE 754 to the letter, and no fused multiply-add unless asked for.
+# No option that changes a result: IEEE 754 exactly, and a fused multiply-add only where the code
+# calls one.
 _OPTIONS = (
     *("-x", "c++", "-std=c++17", "-fPIC", "-shared", "-fno-fast-math"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
     *(() if platform.system() == "Darwin" else ("-fopenmp",)),  # Apple's clang has none
 )
 
-# So that all that a compiler starts can be ended with it. Linux gives a session a share of the
-# processors of its own, on which no priority has any effect.
+# A process group, so that a compiler can be ended with all processes that it has started. Not a
+# session where avoidable: Linux gives each session an equal share of the processors (autogroup),
+# and niceness has no effect between sessions.
 _apart: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
 _start_apart: Any = functools.partial(subprocess.Popen, **_apart)
 
 _MADE = "library.so"
-_BESIDE, _LOWEST = 5, 19  # niceness of a compiler that comes after the program; after all else
+_BESIDE, _LOWEST = 5, 19  # niceness: the program comes first; everything comes first
 
 
 def cpp_command() -> list[str] | None:
-    """The C++ compiler: ``CXX``, split as a shell does, or ``g++`` or ``clang++``, or ``None``.
+    """Return the command of the C++ compiler: that in ``CXX``, else ``g++``, else ``clang++``.
 
     Returns:
-        Its path, and the further words of ``CXX``.
+        The path of the compiler and the further words of ``CXX``, which is split as a shell does;
+        ``None`` if no compiler is found.
 
     Raises:
-        ValueError: ``CXX`` has a quotation without its end.
+        ValueError: ``CXX`` has a quotation mark without its closing one.
     """
     named = os.environ.get("CXX", "")
     try:
@@ -69,32 +72,33 @@ def cpp_command() -> list[str] | None:
 
 
 def cpp_compiler() -> str | None:
-    """The path of the compiler of :func:`cpp_command`, or ``None``.
+    """Return the path of the compiler of :func:`cpp_command`, or ``None``.
 
     Raises:
-        ValueError: ``CXX`` has a quotation without its end.
+        ValueError: ``CXX`` has a quotation mark without its closing one.
     """
     command = cpp_command()
     return None if command is None else command[0]
 
 
 class Library:
-    """C++ that has been compiled, or can be."""
+    """C++ source with the shared library that it is compiled to."""
 
     def __init__(
         self, source: str, options: tuple[str, ...] = (), *, can_wait: bool = False
     ) -> None:
-        """Name what is to be compiled.
+        """Store the source; compiles nothing yet.
 
         Args:
-            source: with ``extern "C"`` functions.
-            options: of the compiler, besides those for every library.
-            can_wait: let the compiler have the time that nobody else wants. Where torch has a
-                thread on every core, one that takes its share of a core makes all of them wait.
+            source: C++ with ``extern "C"`` functions.
+            options: compiler options in addition to those of every library.
+            can_wait: whether :meth:`start` gives the compiler only idle processor time. Where
+                torch has a thread on every core, a compiler that takes its share of a core makes
+                all of them wait.
 
         Raises:
-            FileNotFoundError: there is no compiler.
-            ValueError: ``CXX`` has a quotation without its end.
+            FileNotFoundError: there is no C++ compiler.
+            ValueError: ``CXX`` has a quotation mark without its closing one.
         """
         words = cpp_command()
         if words is None:
@@ -118,13 +122,15 @@ class Library:
         return self._path.with_suffix(".claim")
 
     def start(self) -> None:
-        """Start the compiler, unless that has been done, here or elsewhere, and do not wait.
+        """Start the compiler in the background.
+
+        Does nothing if the library exists or another process compiles it.
 
         Raises:
-            OSError: it cannot be started.
-            CacheError: there is no place for what it makes.
+            OSError: the compiler cannot be started.
+            CacheError: there is no folder for the library.
         """
-        # A fork of the program starts its own.
+        # A fork of the program has inherited ``_process``, but cannot wait for it.
         if not self._is_there() and self._started_by != os.getpid():
             with cache.said(self._path.parent):
                 if not cache.claim(self._claim):
@@ -132,10 +138,10 @@ class Library:
             self._start(_LOWEST if self._can_wait else _BESIDE)
 
     def ready(self) -> bool:
-        """Whether :meth:`load` would not wait.
+        """Return whether :meth:`load` would return without waiting for a compiler.
 
         Raises:
-            CacheError: there is no place where it could be.
+            CacheError: there is no folder for the library.
         """
         process = self._process
         if self._there or process is None or self._started_by != os.getpid():
@@ -147,22 +153,22 @@ class Library:
         return True
 
     def load(self) -> ctypes.CDLL:
-        """Wait for the compiler, and load what it has made.
+        """Compile the library if necessary, wait for the compiler, and load the library.
 
         Raises:
             OSError: the compiler cannot be started.
-            RuntimeError: it failed, and the message has what it said first; or what it made cannot
-                be loaded.
-            CacheError: there is no place for what it makes.
+            RuntimeError: the compiler failed, and the message has its first error; or the library
+                cannot be loaded.
+            CacheError: there is no folder for the library.
         """
         with self._lock:
             if self._loaded is not None:
                 return self._loaded
             process = self._process if self._started_by == os.getpid() else None
             if process is not None and self._can_wait and process.poll() is None:
-                self._give_up()  # who calls this cannot wait for one that may take minutes
+                self._give_up()  # with idle time alone it may take minutes: start another
                 process = None
-            # Nobody else is waited for, who may never be asked to go on.
+            # Do not wait for another process that compiles the same: it may be suspended.
             if process is None and not self._is_there():
                 process = self._start()
             if process is not None:
@@ -191,7 +197,7 @@ class Library:
             raise
         self._started_by = os.getpid()
         if niceness and hasattr(os, "setpriority"):
-            with contextlib.suppress(OSError):  # where it is not allowed, it takes its share
+            with contextlib.suppress(OSError):  # not permitted: it keeps a normal share of time
                 os.setpriority(os.PRIO_PGRP, process.pid, niceness)
         atexit.register(self._give_up)
         return process
@@ -214,7 +220,7 @@ class Library:
     def _finish(self, process: "subprocess.Popen[bytes]") -> None:
         folder = self._path.parent
         status = process.wait()
-        self._started_by = 0  # so that who asks again, after a failure, has it tried again
+        self._started_by = 0  # after a failure, the next call tries again
         atexit.unregister(self._give_up)
         try:
             with self._said as said:
@@ -233,7 +239,7 @@ class Library:
             self._clean_up()
 
     def _give_up(self) -> None:
-        """At the end of a program that did not wait; its forks leave the compiler alone."""
+        """End the compiler and remove its files; in a fork of the program, do nothing."""
         assert self._process is not None
         if self._started_by == os.getpid():
             if self._process.poll() is None:
@@ -248,14 +254,17 @@ class Library:
 
 
 def _unnamed_file(folder: Path) -> IO[bytes]:
-    """A file to write and read, in memory if possible: a full disk is told of in one."""
+    """Open a nameless file to write and read, in memory if possible.
+
+    The output of a compiler that fails on a full disk must not need space on that disk.
+    """
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("ampopt"), "w+b")
     return tempfile.TemporaryFile(dir=folder)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a compiler, and what does its work: a process of its own, which would go on."""
+    """End a compiler with the processes that it has started, which would continue without it."""
     if hasattr(os, "killpg"):
         os.killpg(process.pid, signal.SIGTERM)
     else:
@@ -263,9 +272,10 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _identity(words: list[str]) -> tuple[object, ...]:
-    """What a library is made by and for: a folder may be shared by machines that differ.
+    """Identify compiler, C library and processor: different machines may share the folder.
 
-    ``words`` name the compiler, and what it may be called through, as ``ccache``.
+    Args:
+        words: the command of the compiler, which may begin with a wrapper such as ``ccache``.
     """
     programs = [path for word in words if (path := shutil.which(word)) is not None]
     made = [(path, s.st_size, s.st_mtime_ns) for path in programs for s in [os.stat(path)]]
@@ -274,7 +284,7 @@ def _identity(words: list[str]) -> tuple[object, ...]:
 
 @functools.cache
 def _processor() -> tuple[str, ...]:
-    """What the processor can do, or, where it does not say so, which machine it is in."""
+    """Return model and features of the processor; where they are hidden, the machine's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -284,7 +294,7 @@ def _processor() -> tuple[str, ...]:
 
 
 def _c_library() -> str | None:
-    """The version of the C library, without which what was linked with a later one cannot be."""
+    """Return the version of the C library: a library linked with a later one cannot be loaded."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION")
     except (AttributeError, ValueError, OSError):

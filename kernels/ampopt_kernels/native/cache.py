@@ -1,7 +1,7 @@
-"""The folder on disk in which compiled libraries outlive the program: which it is, what is in it.
+"""The cache: the folder on disk in which compiled libraries are kept for later programs.
 
-A file of it is loaded only if nobody else can have written it (see ``trust``) and if it is whole:
-behind each library stands a digest of it. What is neither is removed and compiled again.
+A library is loaded only if no other user can have written it (see ``trust``) and if it is whole: a
+digest of each library is appended to its file. Other files are removed, and compiled again.
 """
 
 import contextlib
@@ -36,27 +36,28 @@ __all__ = [
 ]
 
 CLAIM = 60.0
-"""Seconds for which other processes leave a library to the one that has begun to compile it."""
+"""Seconds for which other processes do not compile a library that one has begun to compile."""
 LIMIT = 64 << 20
-"""Bytes that libraries may take on disk. Beyond it, those that were used last are kept."""
+"""Bytes that libraries may take on disk. Beyond that, the least recently used are removed."""
 _REMAINS = 3600.0
-"""Seconds after which nobody works in a folder any more, or is about to load a library."""
+"""Seconds after which the folder of a compiler is abandoned, and a library that was not used in
+that time may be removed."""
 
 _MARK = b"ampopt library 1"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CacheError(RuntimeError):
-    """There is no place on disk for what is compiled; the message says why, and what to do."""
+    """No folder can hold compiled libraries; the message has the reason and the fix."""
 
 
 class Place(NamedTuple):
-    """Where libraries are kept.
+    """The folder in which libraries are kept.
 
     Attributes:
-        folder: of this user, and of mode 0700 if it was made here.
-        instead: why it is not the user's cache, as a sentence without its end; ``None`` if it is.
-        distrusts: whether that is because other users may write there.
+        folder: its path. It belongs to this user; if created here, its mode is 0700.
+        instead: why the user's cache is not used, without a full stop; ``None`` if it is used.
+        distrusts: whether the reason is that other users may write to the user's cache.
     """
 
     folder: Path
@@ -66,14 +67,14 @@ class Place(NamedTuple):
 
 @functools.cache
 def place() -> Place:
-    """Where libraries are kept: in the user's cache, else in a folder for temporary files.
+    """Return the folder in which libraries are kept; create it if necessary, for this user alone.
 
-    The user's cache is ``ampopt`` in ``XDG_CACHE_HOME``, if that is absolute, or in ``~/.cache``.
-    Where there is no home, or it cannot be written, or other users can write there, it is
-    ``ampopt-UID`` in the folder for temporary files. What is missing is made, for this user alone.
+    It is the user's cache: ``ampopt`` in ``XDG_CACHE_HOME``, if that is an absolute path, else in
+    ``~/.cache``. If there is no home directory, or the cache cannot be written, or other users can
+    write to it, the folder is ``ampopt-UID`` in the folder for temporary files.
 
     Raises:
-        CacheError: neither can be used.
+        CacheError: neither folder can be used.
     """
     users = _users_cache()
     instead, distrusts = "there is no home directory", False
@@ -97,17 +98,21 @@ _FIX = "Set XDG_CACHE_HOME to a folder that you, and nobody else, may write to"
 
 def _users_cache() -> Path | None:
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if named.is_absolute():  # else it is to be ignored, says the XDG Base Directory Specification
+    if named.is_absolute():  # the XDG specification has programs ignore a relative path
         return named / "ampopt"
     try:
         home = Path.home()
-    except RuntimeError:  # of a user that the system does not know
+    except RuntimeError:  # the system does not know this user
         return None
     return home / ".cache" / "ampopt" if home.is_absolute() else None
 
 
 def _why_not(folder: Path) -> tuple[str | None, bool]:
-    """Make ``folder``; why it is not to be used, and whether that is because of other users."""
+    """Create ``folder`` if necessary and check it.
+
+    Returns:
+        Why it cannot be used, or ``None``; and whether the reason is that other users may write.
+    """
     try:
         why = _prepared(folder)
     except OSError as error:
@@ -123,13 +128,13 @@ def _prepared(folder: Path) -> str | None:
     """
     missing = [folder, *folder.parents]
     missing = missing[: next(i for i, x in enumerate(missing) if os.path.lexists(x))]
-    # Nothing is made where others could exchange it.
+    # Create nothing in a folder where other users could replace it.
     if missing and (why := distrusted(missing[-1].parent, on_the_way=True)):
         return why
     for made in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process has been faster
+        with contextlib.suppress(FileExistsError):  # another process has created it
             made.mkdir(mode=0o700)
-            made.chmod(0o700)  # whatever the umask has taken away
+            made.chmod(0o700)  # in case the umask has removed permissions
     why = distrusted(folder)
     if why is None and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
@@ -138,7 +143,7 @@ def _prepared(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def said(folder: Path) -> Iterator[None]:
-    """Turn what the system says of ``folder`` into a :class:`CacheError`."""
+    """Within this context, an ``OSError`` is raised as a :class:`CacheError` about ``folder``."""
     try:
         yield
     except OSError as error:
@@ -146,7 +151,12 @@ def said(folder: Path) -> Iterator[None]:
 
 
 def full_disk(folder: Path, lines: list[str]) -> CacheError | None:
-    """What to raise where ``lines`` of a compiler that failed say so; else ``None``."""
+    """Return the error to raise if the output of a failed compiler mentions a full disk.
+
+    Args:
+        folder: the cache.
+        lines: the lines of the output.
+    """
     causes = [os.strerror(number) for number in _FULL]
     full = next((cause for cause in causes for line in lines if cause in line), None)
     return None if full is None else _unusable(folder, full)
@@ -160,25 +170,30 @@ def _unusable(folder: Path, why: str) -> CacheError:
 
 
 def keep(made: Path, path: Path) -> None:
-    """Give the library ``made`` the name ``path``, on the same disk, whole or not at all.
+    """Append the digest to the library ``made`` and move it to ``path``, atomically.
+
+    Args:
+        made: the file of the compiler, on the same file system as ``path``.
+        path: the place in the cache.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     made.chmod(0o700)
     with open(made, "r+b") as file:
         digest = hashlib.sha256(file.read()).digest()
         file.write(_MARK + digest)
         file.flush()
-        os.fsync(file.fileno())  # else a machine that stops may have the name without the content
+        # Without it a crash of the machine may leave the name without the content.
+        os.fsync(file.fileno())
     os.replace(made, path)
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library is there and may be loaded. One that may not be is removed.
+    """Return whether there is a library at ``path`` that may be loaded; remove any other file.
 
     Raises:
-        OSError: it cannot be read, or not be removed.
+        OSError: the file cannot be read or removed.
     """
     try:
         if stat.S_ISREG(path.lstat().st_mode) and distrusted(path) is None:
@@ -187,7 +202,7 @@ def is_whole(path: Path) -> bool:
             whole = memoryview(content)[: max(end, 0)]
             if content[max(end, 0) :] == _MARK + hashlib.sha256(whole).digest():
                 with contextlib.suppress(OSError):
-                    os.utime(path)  # so that `sweep` knows when it was used last
+                    os.utime(path)  # `sweep` takes it for the time of the last use
                 return True
     except FileNotFoundError:
         return False
@@ -196,28 +211,31 @@ def is_whole(path: Path) -> bool:
 
 
 def work_folder(path: Path) -> Path:
-    """A new folder for a compiler that makes ``path``, and for its temporary files.
+    """Create a folder for the output and temporary files of the compiler of ``path``.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     return Path(tempfile.mkdtemp(".part", f"{path.stem}-{_process()}-", path.parent))
 
 
 def claim(path: Path) -> bool:
-    """Whether this process is to compile what ``path`` claims, and no other has begun to.
+    """Claim a library for this process: return whether no other process compiles it.
 
-    A claim that is older than :data:`CLAIM` seconds, or of a process that has ended, is none.
+    A claim that is older than :data:`CLAIM` seconds, or of a process that has ended, is ignored.
+
+    Args:
+        path: the file of the claim, beside the library.
 
     Raises:
-        OSError: there is no room.
+        OSError: the disk is full.
     """
     try:
         with open(path, "x") as file:
             file.write(_process())
         return True
     except FileExistsError:
-        with contextlib.suppress(FileNotFoundError):  # what it claims is done
+        with contextlib.suppress(FileNotFoundError):  # the other process is done
             if _age(path) > CLAIM or _has_ended(path.read_text()):
                 os.utime(path)
                 return True
@@ -225,15 +243,15 @@ def claim(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what processes have left that have ended, and what was not used for longest.
+    """Remove files of processes that have ended, and the least recently used libraries.
 
-    Libraries are removed until the rest takes no more than :data:`LIMIT` bytes, but none that was
-    used within the last hour, which a process may be about to load. Who has loaded a library keeps
-    it. Whatever cannot be removed stays.
+    Libraries are removed until the others take at most :data:`LIMIT` bytes. A library that was used
+    within the last hour stays: a process may be about to load it. To remove a library does not
+    affect a process that has loaded it. Files that cannot be removed stay.
     """
     libraries = []
     for entry in folder.iterdir():
-        with contextlib.suppress(OSError, ValueError):  # of a name that is not ours
+        with contextlib.suppress(OSError, ValueError):  # a file of another name is not from here
             if entry.suffix == ".part":
                 _, process, _ = entry.stem.rsplit("-", 2)
                 if _has_ended(process) or _age(entry) > _REMAINS:
@@ -254,20 +272,20 @@ def sweep(folder: Path) -> None:
 
 
 def _age(path: Path) -> float:
-    """Seconds since it was changed."""
+    """Return the seconds since ``path`` was modified."""
     return time.time() - path.stat().st_mtime
 
 
 def _process() -> str:
-    """This process, as no other is called on any machine that shares the folder."""
+    """Return a name for this process, unique among all machines that share the folder."""
     return f"{_numbering()}.{os.getpid()}"
 
 
 def _has_ended(process: str) -> bool:
-    """Whether a process that gave its :func:`_process` has surely ended."""
+    """Return whether a process has certainly ended, given its name from :func:`_process`."""
     numbering, _, pid = process.rpartition(".")
     if numbering != _numbering() or not pid.isdecimal() or os.name != "posix":
-        return False  # of another machine or container, or from before its name was written
+        return False  # another machine or container, or the name is not written yet
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
@@ -279,7 +297,7 @@ def _has_ended(process: str) -> bool:
 
 @functools.cache
 def _numbering() -> str:
-    """What numbers processes here: two containers of a machine may both have a process 7."""
+    """Identify the PID namespace: two containers of one machine may both have a process 7."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:

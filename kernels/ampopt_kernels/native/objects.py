@@ -1,11 +1,10 @@
-"""Questions about hundreds of Python objects, asked in one call.
+"""Checks on hundreds of Python objects in one call: identity, layout, addresses.
 
-A step has to know whether it works on the very objects of the step before. Python asks that of
-each, which for the parameters and states of a small network takes longer than its update. Where
-the loops of ``objects.cpp`` have been compiled, each question is one call of them: for 300 tensors,
-3 microseconds instead of 47 for their addresses. They need torch's headers, which take a compiler
-most of ten seconds, so nobody waits for them, nor for their compiler: until they are there, and
-where they cannot be made, Python answers.
+A step has to know whether it works on the same objects as the step before. To compare them in
+Python takes longer than to update the parameters of a small network. Once the loops of
+``objects.cpp`` have been compiled, each check is one call of them. They include torch's headers,
+which take a compiler about ten seconds, so they are compiled in the background. Until they are
+loaded, and where they cannot be compiled, each check runs in Python.
 """
 
 import contextlib
@@ -27,38 +26,39 @@ from ampopt_kernels.native.build import Library
 __all__ = ["IdentityGuard", "LayoutGuard", "addresses", "bump_versions", "loops"]
 
 QUESTIONS = 1000
-"""Those that Python answers before the loops are compiled: some hundred steps."""
+"""Checks that run in Python before the compiler is started: about a hundred steps."""
 LOOKS = 100
-"""Questions from one look whether they have been compiled to the next: a file may be far away."""
+"""Checks between two tests whether the compiler is done, which may read a slow file system."""
 
 
 class Loops:
-    """The loops over objects, from when they are wanted to when they are there.
+    """The loops over objects: a library that is compiled in the background and then loaded.
 
     Attributes:
-        there: the loops, once they have been loaded.
+        there: the loaded library; ``None`` until then.
     """
 
     def __init__(self) -> None:
-        """Begin without, and with nobody who wants them."""
+        """Load and compile nothing until :meth:`want` is called."""
         self.there: ctypes.PyDLL | None = None
         self._library: Library | None = None
         self._questions = 0
 
     def want(self) -> None:
-        """Have them compiled beside the program once they pay, if that is possible.
+        """Enable the loops, if there is a compiler.
 
-        Those that have been compiled before are there at once.
+        The compiler starts after :data:`QUESTIONS` checks. Loops that an earlier program has
+        compiled are loaded at the first check.
         """
         if self._library is None:
             with contextlib.suppress(FileNotFoundError):  # there is no compiler
                 self._library = _library()
 
     def asked(self, wait: bool = False) -> ctypes.PyDLL | None:
-        """The loops; ``None`` while there are none, and where nobody wants them.
+        """Return the loops; ``None`` while they are not loaded or not enabled.
 
         Args:
-            wait: for the compiler.
+            wait: whether to wait for the compiler.
         """
         if self.there is not None or self._library is None:
             return self.there
@@ -71,7 +71,7 @@ class Loops:
                 self.there = _declared(self._library.load())
             elif self._questions > QUESTIONS:
                 self._library.start()
-        except Exception:  # torch's headers or Python's may be missing, or want another compiler
+        except Exception:  # headers of torch or Python may be missing, or need another compiler
             self._library = None
         return self.there
 
@@ -84,16 +84,16 @@ def _library() -> Library:
     root = Path(torch.__file__).parent
     includes = (root / "include", root / "include/torch/csrc/api/include")
     options = (
-        "-std=c++20",  # which torch's headers are written in, of late
-        "-O1",  # there is nothing to make vectors of
-        "-DAT_PER_OPERATOR_HEADERS",  # those of torch's operators are half of the headers
+        "-std=c++20",  # newer headers of torch need it
+        "-O1",  # nothing to vectorize
+        "-DAT_PER_OPERATOR_HEADERS",  # leaves out half of the headers: those of operators
         *(f"-I{folder}" for folder in (*includes, sysconfig.get_paths()["include"])),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         f"-L{root / 'lib'}",
         "-ltorch_python",
         "-ltorch_cpu",
         "-lc10",
-        f"-DTORCH_VERSION={torch.__version__}",  # whose headers they are
+        f"-DTORCH_VERSION={torch.__version__}",  # compile again for another torch
     )
     source = Path(__file__).with_name("objects.cpp").read_text(encoding="utf-8")
     return Library(source, options, can_wait=True)
@@ -110,7 +110,7 @@ def _declared(made: ctypes.CDLL) -> ctypes.PyDLL:
 
 
 def addresses(tensors: list[Tensor]) -> array:
-    """Where the first elements of strided tensors are, as 64-bit integers."""
+    """Return the addresses of the first elements of strided ``tensors``, as 64-bit integers."""
     library = loops.asked()
     if library is not None:
         found = array("q", bytes(8 * len(tensors)))
@@ -120,17 +120,17 @@ def addresses(tensors: list[Tensor]) -> array:
 
 
 def bump_versions(tensors: list[Tensor]) -> None:
-    """Tell autograd of a write to each of ``tensors`` that it has not seen."""
+    """Increment the version counter of each tensor, for autograd, after a write by a kernel."""
     library = loops.asked()
     if library is None or not library.bump_versions(tensors):
         torch.autograd.graph.increment_version(tensors)
 
 
 class IdentityGuard:
-    """What some lists and dicts hold."""
+    """The identities of the members of some lists and dicts."""
 
     def __init__(self, containers: Iterable[list[Any] | dict[Any, Any]]) -> None:
-        """Remember the members of ``containers``: of a dict, its keys and values."""
+        """Store the members of ``containers``: of a dict, its keys and values."""
         self._containers = list(containers)
         self._views = [c.values() for c in self._containers if isinstance(c, dict)]
         self._sizes = array("q", map(len, self._containers))
@@ -138,7 +138,7 @@ class IdentityGuard:
         self._values = list(chain.from_iterable(self._views))
 
     def unchanged(self) -> bool:
-        """Whether they hold the very same objects as then, in the same order."""
+        """Return whether the containers still have the same objects in the same order."""
         library = loops.asked()
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
@@ -151,24 +151,24 @@ class IdentityGuard:
 
 
 class LayoutGuard:
-    """The layouts of some strided tensors: what may take their places in a flat kernel.
+    """The layouts of some strided tensors, on which a plan for a flat kernel depends.
 
-    That is class, device, dtype, shape, strides, and no lazy negation or conjugation that they have
-    not.
+    A layout is the class, device, dtype, shape and strides of a tensor, and whether it is lazily
+    negated or conjugated.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        """Remember how ``tensors`` are laid out, and not the tensors."""
+        """Store the layouts of ``tensors``, and no reference to the tensors."""
         self._n = len(tensors)
-        self._classes = set(map(type, tensors))  # by whose addresses they are known
+        self._classes = set(map(type, tensors))  # keeps them alive: C++ compares their addresses
         self._numbers = _numbers(tensors)
         told = self._numbers is not None
         self._told = None if told else [list(map(of, tensors)) for of in _TOLD]
 
     def fit(self, tensors: list[Any]) -> bool:
-        """Whether ``tensors`` are laid out so, each as the one that was in its place.
+        """Return whether each of ``tensors`` has the layout of the stored tensor at its index.
 
-        ``None`` is like no tensor.
+        ``None`` has no layout.
         """
         if len(tensors) != self._n:
             return False
@@ -186,15 +186,15 @@ class LayoutGuard:
 _TOLD: tuple[Callable[[Any], Any], ...] = (
     type,
     *map(operator.attrgetter, ("layout", "dtype", "device", "shape")),
-    Tensor.stride,  # which sparse tensors, told apart before it, do not have
+    Tensor.stride,  # fails for sparse tensors, whose layouts differ already
     Tensor.is_neg,
     Tensor.is_conj,
 )
-"""Each is a function of C, so that mapping it over all tensors runs no Python."""
+"""The properties of a layout. Each is a C function, so ``map`` runs no Python for a tensor."""
 
 
 def _numbers(tensors: list[Tensor]) -> array | None:
-    """The layouts of ``tensors`` as C++ tells them; ``None`` while there is none that could."""
+    """Return the layouts of ``tensors`` as the loops encode them; ``None`` without loops."""
     library = loops.asked()
     if library is None or (n := library.layouts(tensors, None, 0)) < 0:
         return None

@@ -1,8 +1,8 @@
-"""Whether another user can have put a file, or can put one, where this program looks for it.
+"""Tests whether another user can have written or replaced a file that this program loads.
 
-A library that is loaded can do whatever this program can do. So its file has to belong to this
-user or to root, nobody else may write to it, and the same holds for every folder on the way to it:
-who may write to a folder may put another file, or another folder, in place of one.
+A loaded library can do whatever this program can. So its file must belong to this user or to root,
+and no other user may write to it. The same holds for every folder of its path: a user who may write
+to a folder can replace the files and folders in it.
 """
 
 import os
@@ -16,7 +16,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def distrusted(path: Path, *, on_the_way: bool = False) -> str | None:
-    """Why another user can change what is at ``path``; ``None`` if only this one and root can.
+    """Return why another user can change what is at ``path``; ``None`` if none but root can.
 
     Symbolic links are followed, and the folders that they lead through are examined too. In a
     folder with the sticky bit, as ``/tmp`` is, nobody can replace what belongs to others, so such a
@@ -24,11 +24,12 @@ def distrusted(path: Path, *, on_the_way: bool = False) -> str | None:
     of this kind, and everything is trusted there.
 
     Args:
-        path: absolute; exists.
-        on_the_way: to a folder that is to be made in ``path``.
+        path: an absolute path that exists.
+        on_the_way: whether ``path`` is only a parent of the folder in question, which is to be
+            created in it.
 
     Raises:
-        OSError: it does not exist, or cannot be examined.
+        OSError: ``path`` does not exist or cannot be examined.
     """
     if os.name != "posix":
         return None
@@ -41,7 +42,7 @@ def distrusted(path: Path, *, on_the_way: bool = False) -> str | None:
 
 
 def _entries(path: Path) -> Iterator[Path]:
-    """Every folder and link that the system passes from the root to ``path``, and ``path``."""
+    """Yield every folder and symbolic link from the root to ``path``, and ``path``."""
     for entry in (*reversed(path.parents), path):
         yield entry
         if entry.is_symlink():
@@ -62,10 +63,11 @@ def _changed_by_others(entry: Path, status: os.stat_result, *, is_last: bool) ->
 
 
 def _is_private_group(entry: Path, status: os.stat_result) -> bool:
-    """Whether the group of ``entry`` has its owner as its only member.
+    """Return whether the owner of ``entry`` is the only member of its group.
 
-    Many systems give each user a group of the same name and let it write to what the user makes.
-    An access control list may name others, which the bits of the group then stand for.
+    Many systems have a group of the same name for each user, with permission to write to what the
+    user creates. With an access control list, which may name other users, the group bits of the
+    mode are the mask of that list.
     """
     import grp
     import pwd
