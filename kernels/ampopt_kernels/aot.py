@@ -111,7 +111,7 @@ class Launch:
         elif self.name in ("control", "sum"):
             flags = next(iter(constants.get("FLAG_SETS", ())), ())
             on = [case.rule, *itertools.compress(names, flags), *on]
-        if constants.get("BY_CHANCE"):
+        if constants.get("STOCHASTIC"):
             on.append("stochastic")
         if constants.get("JUMPS"):
             on.append("columns")

@@ -68,7 +68,7 @@ elif HAS_TRITON:
     INTERPRETED = bool(knobs.runtime.interpret)
     if INTERPRETED:
         jit = triton.jit
-        interpreter.mend()
+        interpreter.patch()
     else:
         from ampopt_kernels.triton.correctly_rounded import CorrectlyRounded as jit
 else:

@@ -1,1 +1,1 @@
-"""The triton backend: kernels over a table of addresses, and what launches them."""
+"""The Triton backend: multi-tensor kernels over a table of addresses, and their launches."""

@@ -1,4 +1,4 @@
-"""Accumulate: every gradient is unscaled, judged and added to its sum, in one pass."""
+"""Accumulate: unscale gradients, test them for inf and NaN, and add them to sums, in one pass."""
 
 from ampopt_kernels.language import jit, kernel, tl
 
@@ -23,26 +23,33 @@ def accumulate_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add one chunk of one gradient, divided by the scale, to its sum, in the arithmetic dtype.
+    """Add one chunk of one unscaled gradient to its sum, and test it for inf and NaN.
+
+    ``sum += grad / scale``, in the arithmetic dtype, or ``sum = grad / scale`` if ``FRESH``. Writes
+    the sums, at the addresses in ``table``, and ``flags``.
+
+    One program for each chunk. A launch has the rows of one kind: the same dtypes, ``FRESH`` and
+    alignment.
 
     Args:
-        table: int64, one row of ``COLUMNS`` a parameter, the sum in the parameter's place; see
-            ``table``.
-        blocks: int32, (row, chunk) for each program of every launch.
-        first: the first program that is this launch's.
+        table: int64, shape (rows, COLUMNS): one row for each parameter, with the address of the
+            sum in the parameter's column; see ``table.py``.
+        blocks: int32, shape (programs of all launches, 2): row and chunk of each program.
+        first: the number of this launch's first program in ``blocks``.
         chunk: elements for each program, a multiple of ``BLOCK``.
-        scale: one element, the factor the gradients carry; read if ``HAS_SCALE``.
-        reject: one element, more than 0 to leave the sums alone; read if ``HAS_REJECT``.
-        flags: float32, one for each of ``blocks``: 1 if a value is not finite, of the unscaled
-            gradient or, because of it, of the sum; else 0.
-        DTYPES: of gradient and sum.
-        COMPUTE: the arithmetic dtype.
-        ALIGNS: powers of two, bytes, that divide the addresses of both.
-        FRESH: whether nothing is in the sums yet, which then are written only.
-        HAS_SCALE: whether the gradients are scaled.
-        HAS_REJECT: whether gradients may be left out.
-        COLUMNS: width of the table.
-        BLOCK: elements at a time.
+        scale: one element, the loss scale of the gradients; read if ``HAS_SCALE``.
+        reject: one element, more than 0 to leave the sums as they are (0 if ``FRESH``); read if
+            ``HAS_REJECT``.
+        flags: float32, shape (programs of all launches,), written: 1 if the unscaled gradient is
+            not finite, or makes the sum so; else 0.
+        DTYPES: dtypes of the gradient and of the sum.
+        COMPUTE: the arithmetic dtype, float32 or float64.
+        ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
+        FRESH: whether the sums are uninitialized; they are written and not read.
+        HAS_SCALE: whether the gradients are multiplied by a loss scale.
+        HAS_REJECT: whether ``reject`` is passed.
+        COLUMNS: the width of ``table``.
+        BLOCK: elements that a program reads at a time.
     """
     program = first + tl.program_id(0)
     row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
@@ -54,17 +61,17 @@ def accumulate_kernel(
     total = tl.multiple_of(total, tl.constexpr(ALIGNS[1]))  # pyright: ignore
     inverse = tl.full((), 1.0, COMPUTE)
     if HAS_SCALE:
-        # In float64, so that float32 gets the correctly rounded reciprocal.
+        # In float64, so that the float32 reciprocal is correctly rounded.
         inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
     rejected = False
     if HAS_REJECT:
         rejected = tl.load(reject) > 0
 
-    # From here on 32 bits count: offsets are within the chunk.
+    # Offsets within the chunk fit 32 bits, which saves registers.
     end = tl.minimum(numel - start, chunk).to(tl.int32)
     whole = end // BLOCK * BLOCK
     bad = tl.zeros((BLOCK,), tl.int32)
-    # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
+    # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     for offset in range(0, whole, BLOCK):
         bad = bad | _add_block(
             grad, total, offset, end, inverse, rejected, COMPUTE, FRESH, HAS_REJECT, False, BLOCK
@@ -108,7 +115,7 @@ def _add_block(
         tl.store(total + at, new, mask=live)
     else:
         tl.store(total + at, new)
-    # What was not finite before says nothing of this gradient.
+    # A sum that was not finite before this gradient is not counted as its overflow.
     bad = _not_finite(x) | (_not_finite(new) & (1 - _not_finite(old)))
     return tl.where(live, bad, 0)
 

@@ -1,4 +1,4 @@
-"""The triton backend: three multi-tensor launches over a table of addresses."""
+"""The Triton backend: each pass of a step is one multi-tensor launch over a table of addresses."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -34,45 +34,45 @@ from ampopt_kernels.work import Work
 __all__ = ["BLOCK", "Triton"]
 
 BLOCK = 1 << 10
-"""Elements at a time: eight for each thread, so that two-byte ones are read 16 bytes at a time.
+"""Elements that a program reads at a time: eight for each thread, 16 bytes of a 2-byte dtype.
 
-Sixteen took Adam from 70 registers to 167, which leaves room for a third as many programs.
+With sixteen Adam needs 167 registers in place of 70, so a third as many programs run at a time.
 """
 AHEAD = 1 << 6
-"""Bytes of gradients that each thread of detect has on their way at once.
+"""Bytes of gradients that each thread of detect loads before it uses the first.
 
-Memory with 5 terabytes a second that answers after 0.8 microseconds has 30 KB on their way to each
-of 132 multiprocessors, of which each has room for 1500 threads or so.
+By Little's law, bandwidth times latency must be in flight: for 5 TB/s and 0.8 microseconds, on 132
+multiprocessors of about 1500 threads each, at least 20 bytes for each thread.
 """
 PARTS = 1 << 10
-"""Parts that control reduces at a time."""
+"""Chunks that control reads at a time."""
 ROWS = 1 << 7
-"""Rows that control advances at a time."""
+"""Rows that control advances, and blocks that watch reads, at a time."""
 
 
 class Triton(Backend):
-    """Triton kernels; on CPU tensors, Triton's interpreter."""
+    """Run the passes by Triton kernels; on CPU tensors, by Triton's interpreter."""
 
     name = "triton"
 
     def __init__(self, launcher: Launcher | None = None) -> None:
-        """Make the backend.
+        """Store the launcher.
 
         Args:
-            launcher: called for each launch in place of launching it, to see what would run.
+            launcher: called in place of launching a kernel, to record launches.
         """
         self._launch = launch if launcher is None else launcher
         self._compiles = launcher is None
-        self._prepared: set[Any] = set()  # the kinds of launches of `prepare_gradients`
+        self._prepared: set[Any] = set()  # what `prepare_gradients` has compiled
         if launcher is None and not INTERPRETED:
-            objects.loops.want()  # so that a step asks for hundreds of addresses at once
+            objects.loops.want()  # C++ that reads hundreds of addresses in one call
 
     def prepare(self, work: Work, *, decides: bool) -> None:
-        """See :meth:`Backend.prepare`. Compiles what comes after control, by empty launches."""
+        """See :meth:`Backend.prepare`. Compiles what follows control, by launching 0 programs."""
         table = Table.of(work)
         if not self._compiles or table.prepared:
             return
-        numbers = _h_table(work)  # in the place of every tensor of numbers: all are float64
+        numbers = _h_table(work)  # stands in for every argument of float64 numbers
         decision = Decision(found_inf=numbers, coefficients=numbers, h=numbers)
         launch = functools.partial(self._launch, work.device)
         if _reduces(work):
@@ -94,7 +94,7 @@ class Triton(Backend):
         table.prepared = True
 
     def prepare_gradients(self, work: Work, request: Request, *, decides: bool) -> None:
-        """See :meth:`Backend.prepare_gradients`. Compiles by empty launches."""
+        """See :meth:`Backend.prepare_gradients`. Compiles by launching 0 programs."""
         if not self._compiles:
             return
         table = Table.of(work)
@@ -118,11 +118,11 @@ class Triton(Backend):
         self._prepared.add(kind)
 
     def detect(self, work: Work, request: Request) -> Partials:
-        """See :meth:`Backend.detect`. A part is a chunk."""
+        """See :meth:`Backend.detect`. There is one flag for each chunk."""
         table = Table.of(work)
         flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
         norm = request.max_norm is not None
-        squares = measures = flags  # any address serves for one never written
+        squares = measures = flags  # a pointer that is not written may be any
         if norm:
             squares = torch.empty(table.n_blocks, dtype=torch.float64, device=work.device)
         if request.measure:
@@ -155,7 +155,7 @@ class Triton(Backend):
         return Partials(flags, squares if norm else None, (found,))
 
     def accumulate(self, work: Work, request: Request) -> Partials:
-        """See :meth:`Backend.accumulate`. A part is a chunk."""
+        """See :meth:`Backend.accumulate`. There is one flag for each chunk."""
         table = Table.of(work)
         flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
         for group in table.launches:
@@ -181,7 +181,7 @@ class Triton(Backend):
         return Partials(flags, None, (Found(flags, table.row_of_block, work.owners),))
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
-        """See :meth:`Backend.control`. Advances the scalars in the same launch, if no sums do."""
+        """See :meth:`Backend.control`. Scalar states that need no sums advance here too."""
         device, scale = work.device, request.scale
         has_policy = request.policy is not None
         norm = partials is not None and partials.squares is not None
@@ -208,16 +208,19 @@ class Triton(Backend):
         h = self._h_to_reduce(work, decision)
         return self._sums_over_lines(work, h, decision.coefficients_on_device)
 
-    def _sums_over_lines(self, work: Work, h: Tensor, factors: Tensor) -> LineSums:
-        """Those of all rows. A launch for each term, and each kind of rows."""
+    def _sums_over_lines(self, work: Work, h: Tensor, coefficients: Tensor) -> LineSums:
+        """Sums over lines of all rows. Does not synchronize.
+
+        One launch for each term and kind of rows.
+        """
         lines = _lines(work)
         sums = torch.zeros(lines.size, dtype=torch.float64, device=work.device)
-        for programs, arguments in line_launches(work, lines, factors, h, sums):
+        for programs, arguments in line_launches(work, lines, coefficients, h, sums):
             self._launch(work.device, line_kernel, programs, arguments)
         return lines.by_row(sums)
 
     def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:
-        """What ``before_reduce`` gives for each row."""
+        """What ``before_reduce`` returns for each row: float64, shape (rows, width)."""
         if decision.h is not None:
             return decision.h
         h = _h_table(work, to_reduce=True)
@@ -226,20 +229,20 @@ class Triton(Backend):
         return h
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
-        """See :meth:`Backend.reduce`. A launch over all chunks, and one over all rows.
+        """See :meth:`Backend.reduce`. A launch over all chunks, then one over all rows.
 
-        Of a rule that averages, a launch for each of its terms before.
+        For a rule with row and column averages, one launch for each of its terms comes first.
         """
         rule, table = work.rule, Table.of(work)
         assert rule is not None
         h = self._h_to_reduce(work, decision)
         n_terms = _n_terms(work)
         parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
-        factors = decision.coefficients_on_device
+        coefficients = decision.coefficients_on_device
         if _averages(work):
-            lines = decision.lines or self._sums_over_lines(work, h, factors)
-            advance_marginals(work, _lines(work), factors, h, lines)
-        for programs, arguments in _reductions(work, factors, h, parts):
+            lines = decision.lines or self._sums_over_lines(work, h, coefficients)
+            advance_marginals(work, _lines(work), coefficients, h, lines)
+        for programs, arguments in _reductions(work, coefficients, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
         arguments = _sum_over_parts(work, parts, sums)
@@ -336,7 +339,7 @@ class Triton(Backend):
             self._launch(work.device, update_kernel, programs, arguments)
 
     def send_hyper(self, work: Work) -> None:
-        """Send the hyperparameters of ``work`` to where a captured step reads them, if changed."""
+        """Copy changed hyperparameters to the tensor that a captured step reads."""
         hyper_table(work)
 
     def _launch_control(
@@ -348,7 +351,7 @@ class Triton(Backend):
         decide: bool,
         programs: int = 1,
     ) -> None:
-        rule, h, factors, sums = (
+        rule, h, coefficients, sums = (
             work.rule,
             decision.h,
             decision.coefficients_on_device,
@@ -360,14 +363,14 @@ class Triton(Backend):
             scalars, takes = rule.before_reduce, 3
 
         def given(tensor: Tensor | None) -> Tensor:
-            return factors if tensor is None else tensor  # any address serves for one never read
+            return coefficients if tensor is None else tensor  # may be any pointer
 
         flags = None if partials is None else partials.flags_on(work.device)
         squares = None if partials is None else partials.squares
         table = None if h is None else Table.of(work)
         hyper = None if h is None else hyper_table(work)
-        # By each optimizer, in the order of its own steps: a tensor for all of them would be read
-        # on streams that do not wait for the one that it was sent on.
+        # Each optimizer uploads its own constants. A tensor shared by all of them would be read on
+        # streams that do not wait for the stream that it was copied on.
         constants = None
         if request.policy is not None:
             constants = work.uploads.get("policy", request.policy, torch.float64, work.device)
@@ -386,9 +389,9 @@ class Triton(Backend):
             "constants": given(constants),
             "counters": given(request.counters),
             "max_norm": given(max_norm),
-            # Of a decision that was made on another device, the flag is there, too.
-            "found_out": decision.found_inf if decide else factors,
-            "factors": factors,
+            # If another device made the decision, its flag is there, and is not needed here.
+            "found_out": decision.found_inf if decide else coefficients,
+            "coefficients": coefficients,
             "norm_out": given(decision.norm),
             "scale_out": given(decision.scale),
             "counters_out": given(decision.counters),
@@ -424,8 +427,8 @@ class Triton(Backend):
         self._launch(work.device, control_kernel, programs, arguments)
 
 
-def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The programs and arguments of each launch of the update kernel."""
+def _updates(work: Work, coefficients: Tensor, h: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of programs and the arguments of each launch of ``update_kernel``."""
     rule, table = work.rule, Table.of(work)
     assert rule is not None
     for group in table.launches:
@@ -437,13 +440,13 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
                 "blocks": table.blocks,
                 "first": group.start,
                 "CHUNK": table.chunk,
-                "factors": factors,
+                "coefficients": coefficients,
                 "h_table": h,
                 "RULE": rule.update,
                 "FLAGS": row.flags,
                 "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
                 "COPIED": row.copy is not None,
-                "BY_CHANCE": row.keys is not None,
+                "STOCHASTIC": row.keys is not None,
                 "DRAWS": rule.draws,
                 "JUMPS": len(row.places.jumps),
                 "COMPUTE": TRITON_DTYPES[row.compute_dtype],
@@ -458,9 +461,9 @@ def _updates(work: Work, factors: Tensor, h: Tensor) -> Iterator[tuple[int, dict
 
 
 def _reductions(
-    work: Work, factors: Tensor, h: Tensor, sums: Tensor
+    work: Work, coefficients: Tensor, h: Tensor, sums: Tensor
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The programs and arguments of each launch of the reduce kernel."""
+    """The number of programs and the arguments of each launch of ``reduce_kernel``."""
     rule, table = work.rule, Table.of(work)
     assert rule is not None
     for group in table.launches:
@@ -472,7 +475,7 @@ def _reductions(
                 "table": table.rows,
                 "blocks": table.blocks,
                 "first": group.start,
-                "factors": factors,
+                "coefficients": coefficients,
                 "h_table": h,
                 "sums": sums,
                 "RULE": rule.reduce,
@@ -493,7 +496,7 @@ def _reductions(
 
 
 def _sum_over_parts(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
-    """The arguments of the launch that sums up, over each row, what its parts gave."""
+    """The arguments of ``sum_kernel``, which sums what ``reduce_kernel`` wrote over each row."""
     spans = work.uploads.get("parts of rows", Table.of(work).spans, torch.int32, work.device)
     terms = {"N_TERMS": _n_terms(work), "PARTS": PARTS}
     return {"parts": parts, "spans": spans, "sums": sums, **terms}
@@ -512,7 +515,7 @@ def _reduces(work: Work) -> bool:
 
 
 def _n_terms(work: Work) -> int:
-    """How many terms the rule sums up over each row."""
+    """How many terms the rule sums over each row."""
     assert work.rule is not None
     return work.rule.widths(len(work.hyper[0])).terms
 

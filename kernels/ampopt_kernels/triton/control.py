@@ -1,4 +1,4 @@
-"""Control: one program that decides the step and advances what it counts."""
+"""Control: one program that decides the step and advances the scalar states."""
 
 from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.policy import next_scale
@@ -17,7 +17,7 @@ def control_kernel(
     counters,
     max_norm,
     found_out,
-    factors,
+    coefficients,
     norm_out,
     scale_out,
     counters_out,
@@ -50,61 +50,71 @@ def control_kernel(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Decide from the parts that detect found, then advance every row's scalars.
+    """Reduce the flags of detect to one decision, then advance the scalar states of every row.
+
+    ``found_inf = max(flags)``, ``norm = sqrt(sum(squares))``, ``clip = min(1, max_norm / (norm +
+    1e-6))``, ``scale, counters = next_scale(scale, counters, found_inf)``, and for each row
+    ``s, h = SCALARS(s, hyper)``. All arithmetic is float64. Scalar states are stored only if the
+    step is not skipped.
+
+    One launch of one program. Pointers that a launch does not need may be any address.
 
     Args:
-        flags: float32, (n_parts,), of detect; read if ``CHECK``.
-        squares: float64, (n_parts,), of detect; read if ``NORM``.
-        n_parts: how many parts.
-        external: one element, more than 0 for overflow; read if ``HAS_EXTERNAL``.
-        scale: one element; read if ``HAS_SCALE``.
-        constants: float64, ``policy.PolicyConstants``; read if ``HAS_POLICY``.
-        counters: int32, (2,); read if ``HAS_POLICY``.
+        flags: float32, shape (n_parts,): the overflow flags of the chunks; read if ``CHECK``.
+        squares: float64, shape (n_parts,): the sums of squares of the chunks; read if ``NORM``.
+        n_parts: the number of chunks.
+        external: one element, an overflow flag of the caller, more than 0 for overflow; read if
+            ``HAS_EXTERNAL``.
+        scale: one element, the loss scale; read if ``HAS_SCALE``.
+        constants: float64, shape (10,): ``policy.PolicyConstants``; read if ``HAS_POLICY``.
+        counters: int32, shape (2,): counters of the schedule; read if ``HAS_POLICY``.
         max_norm: float64, one element, the norm to clip to; read if ``NORM``.
-        found_out: float32, one element, written.
-        factors: float64, (3,): skip, reciprocal of the scale that the gradients still carry, clip
-            coefficient; written if ``DECIDE``, else read.
-        norm_out: one element, written if ``NORM``.
-        scale_out: one element, written if ``HAS_POLICY``.
-        counters_out: int32, (2,), written if ``HAS_POLICY``.
-        table: int64, (n_rows, COLUMNS); see ``multi_tensor``.
-        hyper: float64, (groups, N_HYPER).
-        sums: float64, (n_rows, N_TERMS), of reduce; read if ``N_TERMS``.
-        totals: float64, (N_TERMS,), likewise over all parameters.
-        h_out: float64, (n_rows, width of h), written if ``ADVANCE``.
-        n_rows: how many rows.
-        DECIDE: decide; otherwise ``factors`` holds a decision made elsewhere.
-        CHECK: judge ``flags`` and the scale.
-        HAS_EXTERNAL: join ``external``.
-        HAS_SCALE: the gradients are scaled.
-        HAS_POLICY: the scale has a successor.
-        UNSCALED: detect has unscaled the gradients.
-        NORM: compute norm and clip coefficient.
-        DROP: skip an overflowed step.
-        ADVANCE: advance the rows.
-        PREVIEW: write ``h_out`` alone, and leave the scalar states as they are.
-        BEFORE: the ``before_reduce`` of the rule, which ``SCALARS`` goes on from if ``N_TERMS``.
-        SCALARS: the ``scalars`` of the rule, or its ``before_reduce`` before there are sums.
-        ARGUMENTS: how many ``SCALARS`` takes, of ``(s, h, flags, sums, totals)``.
-        N_HYPER: hyperparameters in a group.
-        N_STATES: state columns of the table.
-        N_SCALARS: scalar-state columns of the table.
-        STORED: dtype of each scalar state.
-        FLAG_SETS: the flags that rows may have, by their number in the table, if ``SCALARS`` takes
-            flags; else empty.
+        found_out: float32, one element, written if ``DECIDE``: more than 0 for overflow.
+        coefficients: float64, shape (3,): skip, the reciprocal of the scale that the gradients are
+            still multiplied by, and the clip coefficient; written if ``DECIDE``, else read.
+        norm_out: one element, float32 or float64, written if ``NORM``.
+        scale_out: one element of the dtype of ``scale``, written if ``HAS_POLICY``.
+        counters_out: int32, shape (2,), written if ``HAS_POLICY``.
+        table: int64, shape (n_rows, COLUMNS); see ``table.py``. The scalar states are at addresses
+            in it, and are updated in place unless ``PREVIEW``.
+        hyper: float64, shape (groups, N_HYPER): the hyperparameters of each parameter group.
+        sums: float64, shape (n_rows, N_TERMS): what ``sum_kernel`` wrote; read if ``N_TERMS``.
+        totals: float64, shape (N_TERMS,): the same summed over all parameters.
+        h_out: float64, shape (n_rows, width of h), written if ``ADVANCE``.
+        n_rows: the number of rows.
+        DECIDE: whether to decide; otherwise ``coefficients`` holds an earlier decision.
+        CHECK: whether overflow is found from ``flags``, and from a scale that is not finite or not
+            positive.
+        HAS_EXTERNAL: whether ``external`` is passed.
+        HAS_SCALE: whether the gradients were multiplied by a loss scale.
+        HAS_POLICY: whether the next scale is computed.
+        UNSCALED: whether detect has stored unscaled gradients.
+        NORM: whether to compute the norm and the clip coefficient.
+        DROP: whether an overflow skips the step.
+        ADVANCE: whether to advance the scalar states of the rows.
+        PREVIEW: whether to write ``h_out`` only, and leave the scalar states as they are.
+        BEFORE: the rule's ``before_reduce``; called before ``SCALARS`` if ``N_TERMS``.
+        SCALARS: the rule's ``scalars``, or its ``before_reduce`` while there are no sums.
+        ARGUMENTS: how many of ``(s, h, flags, sums, totals)`` ``SCALARS`` takes.
+        N_HYPER: hyperparameters of a group.
+        N_STATES: columns of ``table`` between the parameter and the scalar states.
+        N_SCALARS: columns of ``table`` for scalar states.
+        STORED: tuple of dtypes, one for each scalar state.
+        FLAG_SETS: tuple of the rule's flags, by the number that ``table`` has for them; empty if
+            ``SCALARS`` takes no flags.
         N_TERMS: sums of a row that ``SCALARS`` takes.
-        COLUMNS: width of the table.
-        PARTS: parts at a time.
-        ROWS: rows at a time.
+        COLUMNS: the width of ``table``.
+        PARTS: chunks that are read at a time.
+        ROWS: rows that are advanced at a time.
     """
     if DECIDE:
         skip = _decide(
             flags, squares, n_parts, external, scale, constants, counters, max_norm,
-            found_out, factors, norm_out, scale_out, counters_out,
+            found_out, coefficients, norm_out, scale_out, counters_out,
             CHECK, HAS_EXTERNAL, HAS_SCALE, HAS_POLICY, UNSCALED, NORM, DROP, PARTS,
         )  # fmt: skip
     else:
-        skip = tl.load(factors)
+        skip = tl.load(coefficients)
     if ADVANCE:
         for start in range(0, n_rows, ROWS):
             if ARGUMENTS == 2:
@@ -132,7 +142,7 @@ def _decide(
     counters,
     max_norm,
     found_out,
-    factors,
+    coefficients,
     norm_out,
     scale_out,
     counters_out,
@@ -162,7 +172,7 @@ def _decide(
         value = tl.load(scale).to(tl.float64)
         inverse = 1.0 / value
         if CHECK:
-            # g / inf is a finite 0: a scale that cannot be one is an overflow of its own.
+            # g / inf is 0, which is finite: a scale that is not usable counts as an overflow.
             usable = (value > 0) & (value < float("inf"))
             found = tl.where(usable, found, 1.0)
     if UNSCALED:
@@ -172,7 +182,7 @@ def _decide(
         norm = tl.sqrt(tl.sum(total, 0))
         limit = tl.load(max_norm)
         coefficient = limit / (norm + 1e-6)
-        # NaN stays, as in torch; an infinite limit only measures.
+        # A NaN stays NaN, as in torch. An infinite limit computes the norm and clips nothing.
         coefficient = tl.where((coefficient > 1.0) | (limit == float("inf")), 1.0, coefficient)
         tl.store(norm_out, norm.to(norm_out.dtype.element_ty))
     if HAS_POLICY:
@@ -193,9 +203,9 @@ def _decide(
     if DROP:
         skip = found
     tl.store(found_out, found.to(tl.float32))
-    tl.store(factors, skip)
-    tl.store(factors + 1, inverse)
-    tl.store(factors + 2, coefficient)
+    tl.store(coefficients, skip)
+    tl.store(coefficients + 1, inverse)
+    tl.store(coefficients + 2, coefficient)
     return skip
 
 
@@ -229,7 +239,7 @@ def _advance(
     if len(FLAG_SETS) > 1:
         live = live & (tl.load(row + COLUMNS - 4, mask=live, other=-1) == FLAG_SET)
     group = tl.load(row + COLUMNS - 2, mask=live, other=0)
-    # Idle lanes compute on ordinary numbers, so that they divide nothing by zero.
+    # Lanes without a row compute on ordinary numbers, so that none divides by zero.
     h = ()
     for i in tl.static_range(N_HYPER):
         h = h + (tl.load(hyper + group * N_HYPER + i, mask=live, other=0.5),)
@@ -244,7 +254,7 @@ def _advance(
     for i in tl.static_range(N_TERMS):
         each = each + (tl.load(sums + at.to(tl.int64) * N_TERMS + i, mask=live, other=1.0),)
         over_all = over_all + (tl.load(totals + i),)
-    # Triton 3.6 takes an element of a compile-time tuple for numbers of the kernel's.
+    # Triton 3.6 treats an element of a compile-time tuple as a run-time value.
     if ARGUMENTS == 2:
         new_s, new_h = SCALARS(s, h)
     elif ARGUMENTS == 3:
@@ -260,7 +270,7 @@ def _advance(
             SCALARS,
             ARGUMENTS,
         )
-    # Spread before it is compared: Triton's interpreter cannot spread a boolean.
+    # Broadcast before the comparison: Triton's interpreter cannot broadcast a boolean.
     skips = skip + tl.zeros((ROWS,), tl.float64)
     for i in tl.static_range(0 if PREVIEW else N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
@@ -275,7 +285,7 @@ def with_sums(
     s, h, FLAGS: tl.constexpr, sums, totals, BEFORE: tl.constexpr, SCALARS: tl.constexpr,
     ARGUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """What ``SCALARS`` of a rule makes of its sums, going on from ``BEFORE``."""
+    """Call ``BEFORE``, then ``SCALARS`` with what it returns and the sums of the rule's terms."""
     s, h = BEFORE(s, h, FLAGS)
     if ARGUMENTS == 4:
         return SCALARS(s, h, FLAGS, sums)

@@ -1,11 +1,11 @@
-"""``jit`` for Triton's compiler, in which float32 division and roots are correctly rounded.
+"""``jit`` for Triton's compiler, with float32 division and square roots correctly rounded.
 
-Triton compiles ``x / y`` to NVIDIA's ``div.full.f32``, up to 2 units in the last place off, and
-``tl.sqrt`` and ``tl.rsqrt`` to ``sqrt.approx.ftz.f32`` and ``rsqrt.approx.ftz.f32``, which take
-subnormal numbers to be 0. With these a rule would train a little differently on each kind of
-device. Update kernels wait for memory, so that correct operations cost registers but no time.
+Triton compiles ``x / y`` to NVIDIA's ``div.full.f32``, which is up to 2 ulp off, and ``tl.sqrt``
+and ``tl.rsqrt`` to ``sqrt.approx.ftz.f32`` and ``rsqrt.approx.ftz.f32``, which flush subnormal
+numbers to 0. A rule would then train a little differently on each kind of device. Update kernels
+are limited by memory bandwidth, so the correctly rounded operations cost registers but no time.
 
-:class:`CorrectlyRounded` exchanges these operations in the syntax tree that Triton compiles. The
+:class:`CorrectlyRounded` replaces these operations in the syntax tree that Triton compiles. The
 source text and the line numbers, which error messages show, stay as the author wrote them.
 """
 
@@ -38,10 +38,10 @@ class CorrectlyRounded(JITFunction):
 
 
 class _Exchange(ast.NodeTransformer):
-    """Put calls of the functions below in the place of Triton's operations.
+    """Replace Triton's operations by calls of the functions below.
 
     Args:
-        scope: what the function reads from its module and from around it, by name.
+        scope: the globals and closure variables of the function, by name.
     """
 
     def __init__(self, scope: dict[str, Any]) -> None:
@@ -76,14 +76,14 @@ def _divides(node: ast.BinOp | ast.AugAssign) -> bool:
 
 
 def _call(written: Any, function: Any, *arguments: Any, keywords: Any = ()) -> ast.Call:
-    """A call of ``function``, a constant: a name would have to be among the author's globals."""
+    """A call of ``function`` as a constant: the author's globals have no name for it."""
     call = ast.Call(ast.Constant(function), list(arguments), list(keywords))
     return ast.copy_location(call, written)
 
 
 @core.builtin
 def _divided(x: Any, y: Any, _semantic: Any = None) -> Any:
-    """``x / y``; of a number by a block, the block's reciprocal times the number, as in torch."""
+    """``x / y``. A number by a block is the number times the block's reciprocal, as in torch."""
     x, y = (v.value if isinstance(v, core.constexpr) else v for v in (x, y))
     dtypes: list[Any] = [v.dtype for v in (x, y) if isinstance(v, core.tensor)]
     if not dtypes:
@@ -106,5 +106,5 @@ def _sqrt(x: Any, _semantic: Any = None) -> Any:
 
 @core.builtin
 def _rsqrt(x: Any, _semantic: Any = None) -> Any:
-    """1 divided by the square root, each of the two correctly rounded."""
+    """``1 / sqrt(x)``, with the root and the quotient each correctly rounded."""
     return _divided(1.0, _sqrt(x, _semantic=_semantic), _semantic=_semantic)

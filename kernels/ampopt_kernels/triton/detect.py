@@ -1,7 +1,7 @@
-"""Detect: one read of every gradient, for non-finite values and the squared norm.
+"""Detect: read every gradient once, for non-finite values and for the squared norm.
 
-The norm is summed in float64 and in a fixed order, which is not that of backends on the CPU: theirs
-may differ in the last place of float64, and so may clipped steps of float64 parameters.
+The norm is summed in float64 and in a fixed order. The CPU backends sum in another order: their
+norm may differ by an ulp of float64, and so may clipped steps of float64 parameters.
 """
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
@@ -30,30 +30,37 @@ def detect_kernel(
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Judge one chunk of one gradient after unscaling, in the arithmetic dtype.
+    """Test one chunk of one unscaled gradient for inf and NaN, and sum its squares.
 
-    Reads each element once; writes it back unscaled if ``WRITE``.
+    ``x = grad / scale``, in the arithmetic dtype; ``flags[program] = any(not isfinite(x))``;
+    ``squares[program] = sum(x * x)``, in float64. Reads each element once. Writes ``flags``,
+    ``squares`` and ``measures``, and, if ``WRITE``, the gradients.
+
+    One program for each chunk. A launch has the rows of one kind: the same dtypes, flags and
+    alignment.
 
     Args:
-        table: int64, one row of ``COLUMNS`` a parameter; see ``multi_tensor``.
-        blocks: int32, (row, chunk) for each program of every launch.
-        first: the first program that is this launch's.
+        table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
+        blocks: int32, shape (programs of all launches, 2): row and chunk of each program.
+        first: the number of this launch's first program in ``blocks``.
         chunk: elements for each program, a multiple of ``AHEAD * BLOCK``.
-        scale: one element, the factor the gradients carry; read if ``HAS_SCALE``.
-        flags: float32, one for each of ``blocks``: 1 if it has a non-finite value, else 0.
-        squares: float64, one for each of ``blocks``: sum of squares, 0 of a row that does not
-            count; written if ``NORM``.
-        measures: float64, four for each of ``blocks``; see ``found``. Written if ``MEASURE``.
-        DTYPE: of the gradients.
-        COMPUTE: the arithmetic dtype.
-        ALIGN: a power of two that divides every address.
-        HAS_SCALE: whether the gradients are scaled.
-        WRITE: whether to store the unscaled gradients.
+        scale: one element, the loss scale of the gradients; read if ``HAS_SCALE``.
+        flags: float32, shape (programs of all launches,), written: 1 if the chunk has a non-finite
+            value after unscaling, else 0.
+        squares: float64, shape (programs of all launches,), written if ``NORM``: the sum of
+            squares; 0 for a row that is not part of the norm.
+        measures: float64, shape (programs of all launches, 4), written if ``MEASURE``; see
+            ``Found.measures``.
+        DTYPE: dtype of the gradients.
+        COMPUTE: the arithmetic dtype, float32 or float64.
+        ALIGN: a power of two in bytes that divides the address of every gradient.
+        HAS_SCALE: whether the gradients are multiplied by a loss scale.
+        WRITE: whether to store the unscaled gradients in place of the scaled ones.
         NORM: whether to sum squares.
         MEASURE: whether to measure the gradients.
-        COLUMNS: width of the table.
-        BLOCK: elements at a time.
-        AHEAD: blocks that are on their way from memory at once.
+        COLUMNS: the width of ``table``.
+        BLOCK: elements of one load.
+        AHEAD: loads that are issued before the first is used.
     """
     program = first + tl.program_id(0)
     row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
@@ -62,10 +69,10 @@ def detect_kernel(
     grad = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)) + start, ALIGN)
     inverse = tl.full((), 1.0, COMPUTE)
     if HAS_SCALE:
-        # In float64, so that float32 gets the correctly rounded reciprocal.
+        # In float64, so that the float32 reciprocal is correctly rounded.
         inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
 
-    # From here on 32 bits count: offsets are within the chunk.
+    # Offsets within the chunk fit 32 bits, which saves registers.
     end = tl.minimum(numel - start, chunk).to(tl.int32)
     whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
     bad = tl.zeros((BLOCK,), tl.int32)
@@ -73,7 +80,7 @@ def detect_kernel(
     largest = tl.zeros((BLOCK // 4,), COMPUTE)
     used = tl.zeros((BLOCK // 4,), tl.int32)
     flushed = tl.zeros((BLOCK // 4,), tl.int32)
-    # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
+    # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     lanes = tl.arange(0, BLOCK)
     for offset in range(0, whole, AHEAD * BLOCK):
         blocks_read = ()
@@ -92,7 +99,7 @@ def detect_kernel(
         at = offset + lanes
         live = at < end
         x = tl.load(grad + at, mask=live, other=0).to(COMPUTE) * inverse
-        # A masked lane is 0; NaN if the reciprocal overflowed, but so then are others.
+        # A masked lane is 0, or NaN if the reciprocal is inf; live lanes then overflow as well.
         bad = bad | _not_finite(x)
         if NORM or MEASURE:
             total = _plus_square(total, x)
@@ -120,15 +127,15 @@ def _not_finite(x):
 
 @jit
 def _plus_square(total, x):
-    # In one operation: float64 is what some accelerators have little of. The square of a float32 is
-    # exact in it either way.
+    # One fused operation, since some accelerators have few float64 units. The square of a float32
+    # is exact in float64, so fusing does not change the rounding.
     wide = x.to(tl.float64)
     return tl.fma(wide, wide, total)
 
 
 @jit
 def _measured(largest, used, flushed, x, BLOCK: tl.constexpr):
-    # A thread reads four neighbours at least. Joined at once, they take one place of each total.
+    # A thread reads at least four neighbours. It adds them to one total, to save registers.
     magnitude = tl.abs(tl.reshape(x, (BLOCK // 4, 4)))
     finite = tl.where(magnitude < float("inf"), magnitude, 0.0)
     largest = tl.maximum(largest, tl.max(finite, 1))

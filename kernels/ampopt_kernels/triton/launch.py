@@ -1,8 +1,8 @@
-"""Launches that cost the host little.
+"""Kernel launches with little host overhead.
 
-At every launch through ``kernel[grid](...)`` Triton binds the arguments, works out what they are
-compiled for, and asks the driver where each tensor is: of a step of small tensors that is the
-longest part. A compiled kernel knows all that, and takes addresses as numbers.
+At every launch through ``kernel[grid](...)`` Triton binds the arguments, computes which variant
+they need, and asks the driver where each tensor is; in a step of small tensors that takes longest.
+A compiled kernel needs none of that, and takes addresses as integers.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from ampopt_kernels.language import INTERPRETED, tl
 __all__ = ["THREADS", "TRITON_DTYPES", "Launcher", "launch", "launch_compiled", "options"]
 
 THREADS = 1 << 7
-"""Threads of each program, in however many warps that is."""
+"""Threads of each program, whatever the warp size."""
 
 TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
@@ -30,15 +30,14 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
 """Triton's name of each dtype that a gradient, parameter or state may have."""
 
 Launcher = Callable[[torch.device, Any, int, dict[str, Any]], None]
-"""``launcher(device, kernel, programs, arguments)``; arguments by name, compile-time ones too."""
+"""``launcher(device, kernel, programs, arguments)``, with all arguments by name."""
 
 
 def options(warp_size: int) -> dict[str, Any]:
-    """How every kernel is compiled where a warp has so many threads: AMD has some of 64.
+    """Compile options of every kernel, for a warp of ``warp_size`` threads (64 on some AMD GPUs).
 
-    A product is rounded before it is added to something, as a gradient is that was unscaled by
-    itself. Fused, stepping in one call would round otherwise than in two. Triton's own default is
-    about to change.
+    Products and sums are not fused: a product is rounded before it is added. A gradient that
+    ``unscale`` has stored was rounded so, and one call must give the same bits as two.
     """
     return {"num_warps": THREADS // warp_size, "enable_fp_fusion": False}
 
@@ -47,14 +46,15 @@ def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str
     """Launch ``kernel`` on ``device``, or run it in Triton's interpreter.
 
     Args:
-        device: where.
-        kernel: of ``language.kernel``, so that neither values nor alignment ask for another binary.
-        programs: how many; with 0 it is compiled.
-        arguments: by name, compile-time ones too.
+        device: the device of the tensors among the arguments.
+        kernel: a kernel made by ``language.kernel``, whose binary does not depend on the values or
+            the alignment of arguments.
+        programs: the number of programs; with 0 the kernel is compiled and not run.
+        arguments: all arguments by name, with those of compile time.
     """
     with _on(device):
         if INTERPRETED:
-            if programs:  # the interpreter compiles nothing
+            if programs:  # the interpreter has nothing to compile
                 kernel[(programs,)](**arguments)
         else:
             launch_compiled(device, kernel, programs, arguments, _options_on(device))
@@ -62,7 +62,7 @@ def launch(device: torch.device, kernel: Any, programs: int, arguments: dict[str
 
 @functools.cache
 def _options_on(device: torch.device) -> dict[str, Any]:
-    """:func:`options` for ``device``, the current one."""
+    """:func:`options` for ``device``, which is the current device."""
     from triton.runtime import driver
 
     target: Any = driver.active.get_current_target()
@@ -70,13 +70,13 @@ def _options_on(device: torch.device) -> dict[str, Any]:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Launch on ``device``, which Triton takes from the current one."""
+    """Make ``device`` the current device; in the interpreter, silence NumPy's warnings."""
     if device.type in ACCELERATORS:
         return current(device)
     if INTERPRETED:
         import numpy
 
-        return numpy.errstate(all="ignore")  # which warns of overflow where devices do not
+        return numpy.errstate(all="ignore")  # NumPy warns of overflow; a GPU does not
     return contextlib.nullcontext()
 
 
@@ -90,22 +90,22 @@ def launch_compiled(
     arguments: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
-    """Launch ``kernel`` on ``device``, the current one, and on its current stream.
+    """Launch ``kernel`` on ``device``, the current device, and on its current stream.
 
-    The first launch of a kind goes through Triton's front door, which compiles, and hands out what
-    it has compiled; later ones launch that. Profilers see either, through Triton's hooks for
-    launches. What Triton looks at in its front door alone is not looked at again: its settings,
-    such as ``TRITON_DEBUG``, and whether globals that the kernel uses have changed.
+    The first launch of a variant goes through Triton's ``kernel[grid]``, which compiles it and
+    returns the compiled kernel; later launches call that directly. Profilers see both, through
+    Triton's launch hooks. Later launches do not check again what only ``kernel[grid]`` checks:
+    settings such as ``TRITON_DEBUG``, and whether globals that the kernel uses have changed.
 
     Args:
-        device: where.
-        kernel: of ``language.kernel``, so that neither values nor alignment ask for another binary.
-        programs: how many.
-        arguments: by name, compile-time ones too.
-        options: to compile with, for all kernels of the device alike.
+        device: the current device.
+        kernel: see :func:`launch`.
+        programs: the number of programs.
+        arguments: all arguments by name, with those of compile time.
+        options: the compile options, the same for all kernels on a device.
 
     Raises:
-        RuntimeError: it is the first launch of a kind, inside the capture of a CUDA graph.
+        RuntimeError: this is the first launch of a variant, while a CUDA graph is captured.
     """
     kind, values = [device, kernel], []
     for name, is_constant in _parameters(kernel):
@@ -123,11 +123,11 @@ def launch_compiled(
     name = kernel.fn.__name__
     refuse_while_captured(device, f"the first launch of {name}, which is compiled and loaded then")
     compiled = kernel[(programs,)](**arguments, **options)
-    if hasattr(compiled, "__getitem__"):  # nothing comes from a kernel that was interpreted
+    if hasattr(compiled, "__getitem__"):  # an interpreted kernel returns None
         _compiled[tuple(kind)] = compiled
 
 
 @functools.cache
 def _parameters(kernel: Any) -> tuple[tuple[str, bool], ...]:
-    """The name of each parameter, and whether it is a compile-time one."""
+    """The name of each parameter, and whether it is a compile-time constant."""
     return tuple((p.name, p.is_constexpr) for p in kernel.params)

@@ -1,8 +1,9 @@
-"""Lines: sums over the rows, or columns, of matrices, which averages of a rule are made of.
+"""Sums over the rows, or the columns, of matrices, of which a rule keeps averages.
 
-A launch sums one term over all matrices of one kind, of whatever shapes. Its programs are tiles: so
-many lines beside each other, and of each of them so many elements. The sums of a line that several
-programs share are added up afterwards, so that no order of anything is left to chance.
+A *line* is a row or a column. One launch sums one term over all matrices of one kind, of any
+shapes. Each program sums a tile: some neighbouring lines, and of each line some elements. Where
+several programs share a line, their sums are added afterwards in a fixed order, so a sum has the
+same bits in every run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,16 +30,22 @@ __all__ = [
 ]
 
 SHORT = 4
-"""Elements of the shorter side of a block: those of a line that are far from each other in memory.
+"""Elements of a block along the dimension that is strided in memory.
 
-The longer side has the others, which are next to each other and are read at once.
+The other side of the block is contiguous, so that its loads are wide.
 """
 BLOCKS = 1 << 4
-"""Blocks along its lines that a program sums up at least."""
+"""The least number of blocks that a program sums along its lines."""
 
 
 class Sums(NamedTuple):
-    """Where the sums of one term over the matrices of a stack are: ``(matrices, parts, lines)``."""
+    """Where the sums of one term over a stack are: a view of shape ``(matrices, parts, lines)``.
+
+    Attributes:
+        start: the first element.
+        parts: the number of programs that share a line.
+        lines: the number of lines of a matrix.
+    """
 
     start: int
     parts: int
@@ -47,15 +54,15 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one shape and kind, which are averaged together.
+    """Matrices of one shape and kind, whose averages are updated together.
 
-    A parameter that is spread over ranks is a stack by itself.
+    A sharded parameter is a stack of one matrix.
 
     Attributes:
-        rows: their places in the work.
-        members: their marginals.
-        flags: of the rule.
-        sums: of each term.
+        rows: the indices of the matrices among the rows of the work.
+        members: the row and column statistics of each matrix.
+        flags: the rule's flags.
+        sums: where the sums of each term are.
     """
 
     rows: list[int]
@@ -66,14 +73,16 @@ class Stack:
 
 @dataclass(frozen=True)
 class LineLaunch:
-    """Programs ``start`` to ``stop`` of the tiles.
+    """One launch: programs ``start`` to ``stop`` of the tiles.
 
     Attributes:
-        like: a row of their kind.
-        term: which term is summed up.
-        aligned: whether 16 bytes divide every address, and ``EVEN`` the length of every row.
-        block: lines, and elements of each, that are read at a time.
-        span: elements of a line that a program sums up.
+        start: its first program.
+        stop: the program after its last.
+        like: one of its rows; all have the same dtypes and flags.
+        term: the index of the term that is summed.
+        aligned: whether 16 bytes divide every address, and ``EVEN`` every row length.
+        block: the lines, and the elements of each, that a program reads at a time.
+        span: elements of a line that a program sums.
     """
 
     start: int
@@ -87,14 +96,14 @@ class LineLaunch:
 
 @dataclass(frozen=True)
 class Lines:
-    """What is to be summed up in one step.
+    """All sums over lines of one step.
 
     Attributes:
-        stacks: what the sums are of.
-        launches: that sum up.
-        tiles: of each program the row, the first line, the first element of it, and where its sums
-            begin.
-        size: how many sums there are.
+        stacks: the matrices.
+        launches: the launches that sum them.
+        tiles: for each program its row, first line, first element along the line, and the index of
+            its first sum.
+        size: the number of sums.
     """
 
     stacks: list[Stack]
@@ -104,13 +113,13 @@ class Lines:
 
     @staticmethod
     def of(rows: Sequence[Row], aligned: Sequence[bool], chunk: int, block: int) -> "Lines":
-        """Those of ``rows``.
+        """Divide the matrices of ``rows`` into stacks and tiles.
 
         Args:
-            rows: of a work.
-            aligned: of each row, whether its addresses are multiples of 16 bytes.
-            chunk: elements for each program, or more.
-            block: elements at a time.
+            rows: the rows of a work; those without row and column statistics are skipped.
+            aligned: for each row, whether its addresses are multiples of 16 bytes.
+            chunk: the number of elements of a program, at least.
+            block: the number of elements that a program reads at a time.
         """
         alike: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
@@ -158,10 +167,10 @@ class Lines:
         return Lines(stacks, launches, flat, size)
 
     def by_row(self, sums: Tensor) -> LineSums:
-        """The sums over whole lines, from those that ``line_kernel`` has written.
+        """Add up the parts of each line.
 
         Args:
-            sums: float64, (size,).
+            sums: float64, shape (size,): what ``line_kernel`` wrote.
         """
         found: LineSums = {}
         for stack in self.stacks:
@@ -174,9 +183,9 @@ class Lines:
 
 
 def line_launches(
-    work: Work, lines: Lines, factors: Tensor, h: Tensor, sums: Tensor
+    work: Work, lines: Lines, coefficients: Tensor, h: Tensor, sums: Tensor
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The programs and arguments of each launch of the line kernel."""
+    """The number of programs and the arguments of each launch of ``line_kernel``."""
     rule, table = work.rule, Table.of(work)
     assert rule is not None
     tiles = work.uploads.get("tiles of lines", lines.tiles, torch.int64, work.device)
@@ -190,7 +199,7 @@ def line_launches(
                 "table": table.rows,
                 "tiles": tiles,
                 "first": group.start,
-                "factors": factors,
+                "coefficients": coefficients,
                 "h_table": h,
                 "sums": sums,
                 "RULE": rule.averages,
@@ -211,10 +220,20 @@ def line_launches(
         )
 
 
-def advance_marginals(work: Work, lines: Lines, factors: Tensor, h: Tensor, sums: LineSums) -> None:
-    """By what ``before_reduce`` gave for each row, and the sums over its lines."""
+def advance_marginals(
+    work: Work, lines: Lines, coefficients: Tensor, h: Tensor, sums: LineSums
+) -> None:
+    """Update the averages of rows and columns, and the factors made of them, unless it is skipped.
+
+    Args:
+        work: the rows of one device.
+        lines: the lines of ``work``.
+        coefficients: float64, shape (3,); see ``line_kernel``.
+        h: float64, shape (rows, width): what ``before_reduce`` returned for each row.
+        sums: the sums over lines, of whole parameters.
+    """
     assert work.rule is not None
-    skip = factors[0] > 0
+    skip = coefficients[0] > 0
     for number, stack in enumerate(lines.stacks):
         numbers = h
         if len(stack.rows) < len(work.rows):
@@ -229,7 +248,7 @@ def line_kernel(
     table,
     tiles,
     first,
-    factors,
+    coefficients,
     h_table,
     sums,
     RULE: tl.constexpr,
@@ -247,37 +266,43 @@ def line_kernel(
     LINES: tl.constexpr,
     ALONG: tl.constexpr,
 ):
-    """Sum one term of ``RULE`` along some lines; nothing if the step is skipped.
+    """Sum one term of ``RULE`` along the lines of one tile; return at once if the step is skipped.
+
+    ``sums[line] = sum(RULE(param, grad * inverse_scale * clip, state, h, FLAGS)[TERM])`` over
+    elements of the line, in float64. Writes ``sums`` only. One program for each tile.
 
     Args:
-        table: int64, one row of ``COLUMNS`` a parameter; see ``table``.
-        tiles: int64, (row, first line, first element of it, place of the sums) for each program.
-        first: the first program that is this launch's.
-        factors: float64, (3,): skip, reciprocal of the scale, clip coefficient.
-        h_table: float64, (rows, N_H), of control.
-        sums: float64, written at the place of the program.
-        RULE: the ``averages`` of the rule.
-        FLAGS: tuple of booleans for the rule.
-        DTYPES: of gradient, parameter and each elementwise state.
-        COMPUTE: the arithmetic dtype.
-        ALIGNS: powers of two, bytes, that divide the addresses of each.
-        N_H: scalars that ``RULE`` takes.
-        TERM: which of its terms.
-        OF_ROWS: whether lines are rows, or else columns.
-        SIZES: the column of the table with m, and behind it n.
+        table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
+        tiles: int64, shape (programs of all launches, 4): row, first line, first element along the
+            line, and index of the first sum.
+        first: the number of this launch's first program in ``tiles``.
+        coefficients: float64, shape (3,): skip (more than 0 to return at once), the reciprocal of
+            the loss scale, and the clip coefficient.
+        h_table: float64, shape (rows, N_H): the scalars of each row, which ``control_kernel``
+            wrote.
+        sums: float64, shape (sums of all tiles,), written.
+        RULE: the rule's ``averages``.
+        FLAGS: tuple of bool, the rule's flags.
+        DTYPES: dtypes of the gradient, the parameter and each elementwise state.
+        COMPUTE: the arithmetic dtype, float32 or float64.
+        ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
+        N_H: the number of scalars that ``RULE`` takes as ``h``.
+        TERM: the index of the term among those that ``RULE`` returns.
+        OF_ROWS: whether lines are rows; otherwise they are columns.
+        SIZES: the column of ``table`` with m, the rows of a matrix; the next has n, its columns.
         EVEN: a number that divides n.
-        COLUMNS: width of the table.
+        COLUMNS: the width of ``table``.
         SPAN: elements of a line for each program, a multiple of ``ALONG``.
-        LINES: lines at a time.
-        ALONG: elements of each at a time.
+        LINES: lines that a program sums.
+        ALONG: elements of each line that it reads at a time.
     """
-    if tl.load(factors) > 0:
+    if tl.load(coefficients) > 0:
         return
     tile = tiles + 4 * (first + tl.program_id(0)).to(tl.int64)
     index = tl.load(tile)
     row = table + index * COLUMNS
-    inverse = tl.load(factors + 1).to(COMPUTE)
-    clip = tl.load(factors + 2).to(COMPUTE)
+    inverse = tl.load(coefficients + 1).to(COMPUTE)
+    clip = tl.load(coefficients + 2).to(COMPUTE)
     h = ()
     for i in tl.static_range(N_H):
         h = h + (tl.load(h_table + index * N_H + i).to(COMPUTE),)
@@ -310,7 +335,7 @@ def line_kernel(
         live = there[:, None] & (along < end)[None, :]
         values = ()
         for i in tl.static_range(len(DTYPES)):
-            # What the term is not made of is not read: the compiler drops a load that nobody uses.
+            # A stream that no term uses costs nothing: the compiler removes the unused load.
             values = values + (tl.load(streams[i] + at, mask=live, other=0).to(COMPUTE),)
         grad = values[0] * inverse * clip  # pyright: ignore
         term = RULE(values[1], grad, values[2:], h, FLAGS)[TERM]  # pyright: ignore

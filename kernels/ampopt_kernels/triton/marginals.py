@@ -1,4 +1,4 @@
-"""What elements read of their rows and columns, in the kernels that run a rule."""
+"""Load the factors of a matrix's rows and columns, in the kernels that run a rule."""
 
 from ampopt_kernels.language import jit, tl
 
@@ -10,19 +10,22 @@ def factors_of(
     row, start, OF_ROWS: tl.constexpr, COLUMN: tl.constexpr, COMPUTE: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Where the factors for a chunk are, and where in its matrix the chunk begins.
+    """Pointers to the factors of one chunk, and the position of the chunk in its matrix.
 
     Args:
-        row: of the table of addresses.
+        row: pointer to the parameter's row of the table of addresses.
         start: the first element of the chunk.
-        OF_ROWS: of each factor, whether it is of rows; empty for a rule without any.
-        COLUMN: of the table, the first with an address of one. Behind them are m and n.
-        COMPUTE: the dtype of factors.
+        OF_ROWS: tuple of bool, one for each factor: true if it has one value for each row of the
+            matrix, false if one for each column. Empty for a rule without factors.
+        COLUMN: the column of the table with the address of the first factor. The last factor's
+            column is followed by m and n, the rows and columns of a matrix.
+        COMPUTE: the dtype of the factors.
         EVEN: a number that divides n.
 
     Returns:
-        Pointers to those of the row, or matrix, in which the chunk begins; and, in 32 bits, which
-        suffice within a chunk, the row in its matrix, the column, m and n.
+        Two tuples: for each factor a pointer to its value for the row (or its first value for the
+        matrix) in which the chunk begins; and, as int32, which suffices within a chunk, the chunk's
+        row within its matrix, its column, m and n. Both are empty without factors.
     """
     pointers = ()
     place = ()
@@ -50,13 +53,23 @@ def factors_of(
 def load_factors(
     pointers, place, at, live, OF_ROWS: tl.constexpr, EVEN: tl.constexpr, MASKED: tl.constexpr
 ):
-    """A tuple of blocks, of the elements ``at`` these places in the chunk, as far as ``live``."""
+    """The factors of some elements of a chunk: a tuple of blocks, one for each factor.
+
+    Args:
+        pointers: see :func:`factors_of`.
+        place: the chunk's position in its matrix; see :func:`factors_of`.
+        at: int32 block, the elements, counted from the beginning of the chunk.
+        live: bool block, which elements exist; read if ``MASKED``.
+        OF_ROWS: see :func:`factors_of`.
+        EVEN: see :func:`factors_of`.
+        MASKED: whether some of the elements do not exist.
+    """
     blocks = ()
     if len(OF_ROWS) > 0:
         row0, column0, m, n = place
         rows = (column0 + at) // n
         columns = (row0 + rows) // m * n + (column0 + at) - rows * n
-        # So many neighbours are in one row, since a chunk begins with a multiple of it.
+        # EVEN neighbours are in one row: EVEN divides n and the first element of the chunk.
         rows = tl.max_constancy(rows, EVEN)
         columns = tl.max_contiguous(tl.multiple_of(columns, EVEN), EVEN)
         for i in tl.static_range(len(OF_ROWS)):

@@ -1,4 +1,4 @@
-"""The places of elements in their whole parameter, in the kernels that run a rule."""
+"""The positions of elements in the whole parameter, in the kernels that run a rule."""
 
 from ampopt_kernels.language import jit, tl
 
@@ -7,24 +7,24 @@ __all__ = ["jumps_of", "places_of"]
 
 @jit
 def jumps_of(end, start, JUMPS: tl.constexpr, CHUNK: tl.constexpr):
-    """What a chunk needs to know of the jumps of its row; see ``ampopt_kernels.places``.
+    """The gaps in the positions of one chunk; see ``ampopt_kernels.places``.
 
     Args:
-        end: of the table of addresses, one column behind the last jump of the row.
+        end: pointer into the table of addresses, to the column after the row's last jump.
         start: the first element of the chunk.
-        JUMPS: how many jumps the row has.
+        JUMPS: the number of jumps of the row.
         CHUNK: elements of a chunk.
 
     Returns:
-        For each jump: how many places it has left out before the chunk, how many it leaves out at
-        a time, and its phase and period within the chunk, in 32 bits, where a division is quick.
+        For each jump a tuple: the positions skipped before the chunk, the positions that each gap
+        skips, and the phase and the period within the chunk, as int32, where division is fast.
     """
     jumps = ()
     for i in tl.static_range(JUMPS):
         period = tl.load(end - 3 * (JUMPS - i))
         at = start + tl.load(end - 3 * (JUMPS - i) + 1)
         size = tl.load(end - 3 * (JUMPS - i) + 2)
-        # A period that is longer than a chunk ends in it once, if at all.
+        # A period that is longer than a chunk ends within it at most once.
         short = tl.minimum(period, CHUNK)
         phase = short - tl.minimum(period - at % period, short)
         jumps = jumps + ((at // period * size, size, phase.to(tl.int32), short.to(tl.int32)),)
@@ -33,12 +33,12 @@ def jumps_of(end, start, JUMPS: tl.constexpr, CHUNK: tl.constexpr):
 
 @jit
 def places_of(position, jumps, at):
-    """The places of the elements ``at`` these positions of a chunk.
+    """The positions of some elements of a chunk in the whole parameter, int64.
 
     Args:
-        position: of the first element of the chunk, if there were no jumps.
+        position: the position of the chunk's first element, if there were no gaps.
         jumps: see :func:`jumps_of`.
-        at: int32.
+        at: int32 block, the elements, counted from the beginning of the chunk.
     """
     places = position + at
     for i in tl.static_range(len(jumps)):

@@ -1,9 +1,8 @@
-"""Reduce: one read of what the terms of a rule are made of, summed up chunk by chunk, then by row.
+"""Reduce: sum the terms of a rule over each chunk, and then over each parameter.
 
-The order is fixed, so that the sums are the same bits each time. Backends on the CPU have another
-order: sums differ from theirs by a few units in the last place of float64. That shows in a scalar
-state that is kept in float64, such as NovoGrad's ``exp_avg_sq``, and in float64 parameters; rounded
-to float32 it seldom does.
+The order of summation is fixed, so a sum has the same bits in every run. The CPU backends sum in
+another order, and their sums differ by a few ulp of float64. The difference shows in scalar states
+kept in float64, such as NovoGrad's ``exp_avg_sq``, and in float64 parameters; seldom in float32.
 """
 
 from ampopt_kernels.language import jit, kernel, tl
@@ -17,7 +16,7 @@ def reduce_kernel(
     table,
     blocks,
     first,
-    factors,
+    coefficients,
     h_table,
     sums,
     RULE: tl.constexpr,
@@ -34,37 +33,44 @@ def reduce_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the terms of ``RULE`` over one chunk of one parameter; nothing if the step is skipped.
+    """Sum the terms of ``RULE`` over one chunk of one parameter; return at once if it is skipped.
+
+    ``sums[program, i] = sum(RULE(param, grad * inverse_scale * clip, state, h, FLAGS)[i])``, in
+    float64. Writes ``sums`` only. One program for each chunk, and launches as ``update_kernel``
+    has.
 
     Args:
-        table: int64, one row of ``COLUMNS`` a parameter; see ``table``.
-        blocks: int32, (row, chunk) for each program of every launch.
-        first: the first program that is this launch's.
-        factors: float64, (3,): skip, reciprocal of the scale, clip coefficient.
-        h_table: float64, (rows, N_H), of control.
-        sums: float64, (programs of every launch, N_TERMS), written.
-        RULE: the ``reduce`` of the rule.
-        FLAGS: tuple of booleans for the rule.
-        DTYPES: of gradient, parameter and each state.
-        COMPUTE: the arithmetic dtype.
-        ALIGNS: powers of two, bytes, that divide the addresses of each.
-        N_H: scalars that ``RULE`` takes.
-        N_TERMS: terms that it returns.
-        OF_ROWS: of each factor of rows or columns, whether it is of rows; see ``marginals``.
-        EVEN: a number that divides the length of every row, of matrices that have factors.
-        FACTORS: the first column of the table with one.
-        COLUMNS: width of the table.
+        table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
+        blocks: int32, shape (programs of all launches, 2): row and chunk of each program.
+        first: the number of this launch's first program in ``blocks``.
+        coefficients: float64, shape (3,): skip (more than 0 to return at once), the reciprocal of
+            the loss scale, and the clip coefficient.
+        h_table: float64, shape (rows, N_H): the scalars of each row, which ``control_kernel``
+            wrote.
+        sums: float64, shape (programs of all launches, N_TERMS), written.
+        RULE: the rule's ``reduce``.
+        FLAGS: tuple of bool, the rule's flags.
+        DTYPES: dtypes of the gradient, the parameter and each elementwise state.
+        COMPUTE: the arithmetic dtype, float32 or float64.
+        ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
+        N_H: the number of scalars that ``RULE`` takes as ``h``.
+        N_TERMS: the number of terms that ``RULE`` returns.
+        OF_ROWS: tuple of bool, one for each factor of a matrix: true if it has one value for each
+            row of the matrix, false if one for each column; see ``marginals.py``.
+        EVEN: a number that divides the row length of every matrix with such factors.
+        FACTORS: the column of ``table`` with the address of the first factor.
+        COLUMNS: the width of ``table``.
         CHUNK: elements for each program, a multiple of ``BLOCK``.
-        BLOCK: elements at a time.
+        BLOCK: elements that a program reads at a time.
     """
-    if tl.load(factors) > 0:
+    if tl.load(coefficients) > 0:
         return
     program = first + tl.program_id(0)
     index = tl.load(blocks + 2 * program).to(tl.int64)
     start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
     row = table + index * COLUMNS
-    inverse = tl.load(factors + 1).to(COMPUTE)
-    clip = tl.load(factors + 2).to(COMPUTE)
+    inverse = tl.load(coefficients + 1).to(COMPUTE)
+    clip = tl.load(coefficients + 2).to(COMPUTE)
     h = ()
     for i in tl.static_range(N_H):
         h = h + (tl.load(h_table + index * N_H + i).to(COMPUTE),)
@@ -79,7 +85,7 @@ def reduce_kernel(
     totals = ()
     for _ in tl.static_range(N_TERMS):
         totals = totals + (tl.zeros((BLOCK // 4,), tl.float64),)
-    # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
+    # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     for offset in range(0, whole, BLOCK):
         totals = _with_block(
             totals, streams, offset, end, inverse, clip, h, factors_at, place,
@@ -119,7 +125,7 @@ def _with_block(
     live = at < end
     values = ()
     for i in tl.static_range(len(DTYPES)):
-        # What no term is made of is not read: the compiler drops a load that nobody uses.
+        # A stream that no term uses costs nothing: the compiler removes the unused load.
         if MASKED:
             x = tl.load(streams[i] + at, mask=live, other=0)
         else:
@@ -133,21 +139,23 @@ def _with_block(
         wide = terms[i].to(tl.float64)
         if MASKED:
             wide = tl.where(live, wide, 0.0)
-        # A thread reads four neighbours at least. Added up at once, they take one place of theirs.
+        # A thread reads at least four neighbours. It adds them to one total, to save registers.
         new = new + (totals[i] + tl.sum(tl.reshape(wide, (BLOCK // 4, 4)), 1),)
     return new
 
 
 @kernel
 def sum_kernel(parts, spans, sums, N_TERMS: tl.constexpr, PARTS: tl.constexpr):
-    """Sum up the parts of one row.
+    """Sum the terms of one row over its chunks.
+
+    ``sums[row, i] = sum(parts[begin:end, i])``. Writes ``sums`` only. One program for each row.
 
     Args:
-        parts: float64, (programs, N_TERMS), of reduce.
-        spans: int32, (first part, one behind the last) for each row.
-        sums: float64, (rows, N_TERMS), written.
-        N_TERMS: terms of the rule.
-        PARTS: parts at a time.
+        parts: float64, shape (programs, N_TERMS): what ``reduce_kernel`` wrote.
+        spans: int32, shape (rows, 2): ``begin`` and ``end`` of each row in ``parts``.
+        sums: float64, shape (rows, N_TERMS), written.
+        N_TERMS: the number of terms of the rule.
+        PARTS: entries of ``parts`` that are read at a time.
     """
     row = tl.program_id(0)
     begin, end = tl.load(spans + 2 * row), tl.load(spans + 2 * row + 1)

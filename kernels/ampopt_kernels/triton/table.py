@@ -1,16 +1,30 @@
-"""What the kernels read: a table of addresses, the programs over it, and the hyperparameters.
+"""The kernels' tables on the device: addresses, (row, chunk) of each program, hyperparameters.
 
-The table has one int64 row for each parameter::
+The table of addresses has one row for each parameter. All columns are int64; "address" means the
+``data_ptr()`` of a tensor, or 0 for none:
 
-    grad | param | states ... copy | scalar states ... | jumps ... | keys | first place | flags
-    | counted | group | numel
+==================  =========  ====================================================================
+name                columns    meaning
+==================  =========  ====================================================================
+grad                1          address of the gradient
+param               1          address of the parameter, or of its float32 master weight
+states              1 each     addresses of the elementwise states
+copy                0 or 1     address of the low-precision copy of a master weight
+factors             1 each     addresses of the factors of rows and columns; see ``marginals``
+m, n                0 or 2     rows and columns of a matrix, if there are factors
+(padding)                      0, up to the same number of columns in every row
+scalar states       1 each     addresses of the 0-d states; 0 where the flags omit one
+jumps               3 each     period, phase and size; see ``places``. Padded with 0 in front
+keys                1          address of the random key of stochastic rounding
+first               1          position of the first element in the whole parameter
+flags               1          index of the row's flags in ``Table.flag_sets``
+in_norm             1          1 if the gradient is part of the norm, else 0
+group               1          index of the parameter group
+numel               1          number of elements
+==================  =========  ====================================================================
 
-and, where the rule has any, factors of rows and columns behind the copy, and how many rows and
-columns a matrix has, with 0 for what a row has not, and for ``in_norm`` where it does not count
-towards the norm. Where a row has jumps (see ``places``), all rows have columns for as many, of
-three numbers each; a row's own are the last. ``flags`` is their number among ``Table.flag_sets``. A
-launch takes those of its programs' (row, chunk) pairs that share dtypes, flags and alignment, so
-the number of launches does not depend on the number of tensors or groups.
+A launch runs over the (row, chunk) pairs of rows with the same dtypes, flags and alignment, so the
+number of launches depends neither on the number of tensors nor on that of groups.
 """
 
 import functools
@@ -34,21 +48,25 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
 
 CHUNK = 1 << 12
-"""Elements for each program at least: enough to hide the loads of the table behind the data's."""
+"""The fewest elements of a program: enough to hide the latency of loading the table."""
 PROGRAMS = 1 << 13
-"""Programs of a pass at most, but for a chunk begun in each tensor; then chunks are larger.
+"""The most programs of a pass, besides one partial chunk for each tensor; chunks grow instead.
 
-A device runs one or two thousand at a time, and those of the last round leave part of it idle: one
-round and a tenth take nearly as long as two. Fewer programs leave control fewer parts to reduce.
+A GPU runs one or two thousand programs at a time, and is partly idle during the last wave, so there
+should be several waves. But control has to reduce one flag for each program.
 """
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Programs ``start`` to ``stop`` of the block table, all of the kind of the row ``like``.
+    """One launch: programs ``start`` to ``stop`` of the block table, over rows of one kind.
 
-    ``align`` divides every address in bytes, ``even`` the length of the rows of every matrix that
-    has marginals.
+    Attributes:
+        start: its first program.
+        stop: the program after its last.
+        like: one of its rows; all have the same dtypes and flags.
+        align: a power of two in bytes that divides every address.
+        even: a number that divides the row length of every matrix with factors.
     """
 
     start: int
@@ -59,21 +77,21 @@ class Launch:
 
     @property
     def programs(self) -> int:
-        """How many there are."""
+        """The number of programs."""
         return self.stop - self.start
 
     @functools.cached_property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Of the gradient and of what is written."""
+        """Dtypes of the gradient and of every tensor that update writes."""
         return self.like.dtypes
 
     @functools.cached_property
     def aligns(self) -> tuple[int, ...]:
-        """What to say of the addresses of each tensor, which ``align`` divides: no more than helps.
+        """For each of ``dtypes``, the alignment in bytes that is passed to Triton.
 
-        A thread reads as many elements of each tensor as make 16 bytes of the widest. Reading 16
-        bytes of a narrower one takes another arrangement of threads, and shared memory and barriers
-        between.
+        It may be less than ``align``. A thread reads as many elements of each tensor as make 16
+        bytes of the widest dtype; if it read 16 bytes of a narrower one too, Triton would exchange
+        elements between threads, through shared memory and barriers.
         """
         sizes = [dtype.itemsize for dtype in self.dtypes]
         return tuple(min(self.align, 16 // max(sizes) * size) for size in sizes)
@@ -81,11 +99,22 @@ class Launch:
 
 @dataclass
 class Table:
-    """The table of addresses on the device, what it was made from, and the launches over it.
+    """The table of addresses on the device, what it was made of, and the launches over it.
 
-    ``lines`` are those that a rule averages over, once they were asked for.
-    ``spans`` are the first program of each row and the one behind its last; ``flag_sets`` are all
-    flags that rows have, where ``scalars`` of the rule takes them.
+    Attributes:
+        rows: int64, shape (rows * columns,), on the device: the table of addresses.
+        numbers: the same on the host.
+        columns: the width of the table.
+        blocks: int32, on the device: (row, chunk) of each program.
+        row_of_block: the row of each program.
+        spans: for each row its first program, and the program after its last.
+        chunk: elements for each program.
+        launches: the launches of a pass.
+        flag_sets: all different flags of the rows; empty if ``scalars`` of the rule takes no flags.
+        aligned: for each row, whether its addresses are multiples of 16 bytes.
+        grads_version: ``Work.grads_version`` of the gradients in the table.
+        lines: the lines that the rule averages over; ``None`` until they are needed.
+        prepared: whether the launches of update are compiled.
     """
 
     rows: Tensor
@@ -104,12 +133,12 @@ class Table:
 
     @property
     def n_blocks(self) -> int:
-        """How many programs all launches have."""
+        """The number of programs of all launches."""
         return len(self.row_of_block)
 
     @staticmethod
     def of(work: Work) -> "Table":
-        """The table of ``work``, sent to the device where an address or a size changed."""
+        """The table of ``work``; sent to the device again if an address or a size has changed."""
         table = work.table if isinstance(work.table, Table) else None
         if table is None or (
             table.grads_version != work.grads_version and not table._takes_gradients_of(work)
@@ -118,13 +147,13 @@ class Table:
         return table
 
     def _takes_gradients_of(self, work: Work) -> bool:
-        """Point to other gradients, unless they are not aligned as the old ones."""
+        """Replace the gradients' addresses; false, and no change, if a new one is less aligned."""
         grads = addresses(work.grads)
-        if functools.reduce(operator.or_, grads, 0) % 16 and any(  # mostly all are aligned
+        if functools.reduce(operator.or_, grads, 0) % 16 and any(  # usually all are aligned
             address % 16 for address, aligned in zip(grads, self.aligned, strict=True) if aligned
         ):
             return False
-        numbers = self.numbers[:]  # those that were sent stay as they are
+        numbers = self.numbers[:]  # a copy: the uploads compare with the old ones
         numbers[:: self.columns] = grads
         self.rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
         self.numbers, self.grads_version = numbers, work.grads_version
@@ -155,7 +184,7 @@ class Table:
             rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
             rows += [keys, row.places.first, of_flags]
             rows += [int(row.in_norm), row.group, grad.numel()]
-            # Of what is not aligned, threads would read factors in another arrangement.
+            # Without alignment, Triton would lay out loads of factors unlike those of elements.
             even = aligned[index] and row.marginals is not None and row.marginals.is_even
             kinds.setdefault((row.kind, aligned[index], even), []).append(index)
         chunk = _chunk(sum(grad.numel() for grad in work.grads))
@@ -191,17 +220,20 @@ class Table:
 
 
 def state_columns(rule: Rule | None) -> int:
-    """Columns for states, and what comes right behind those that a row has, the copy first."""
+    """Columns of the table for elementwise states, the copy, factors, m and n."""
     return 0 if rule is None else len(rule.state) + 1 + 2 * (rule.averages is not None)
 
 
 def hyper_table(work: Work) -> Tensor:
-    """Float64, (groups, hyperparameters). A device tensor among them is copied on the device."""
+    """The hyperparameters on the device: float64, shape (groups, hyperparameters).
+
+    A hyperparameter that is a device tensor is copied on the device. Does not synchronize.
+    """
     numbers, on_device = [], []
     for group, values in enumerate(work.hyper):
         for i, value in enumerate(values):
             if isinstance(value, Tensor) and value.device.type == "cpu":
-                value = value.item()  # no device to wait for
+                value = value.item()  # does not synchronize
             if isinstance(value, Tensor):
                 on_device.append((group, i, value))
                 value = 0.0
@@ -214,7 +246,7 @@ def hyper_table(work: Work) -> Tensor:
 
 
 def _chunk(elements: int) -> int:
-    """How many of so many elements each program takes. The same however they are divided."""
+    """The elements for each program of a pass over ``elements``, however tensors divide them."""
     chunk = CHUNK
     while chunk * PROGRAMS < elements:
         chunk *= 2

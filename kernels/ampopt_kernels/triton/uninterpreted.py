@@ -1,6 +1,7 @@
-"""Triton's compiler where ``TRITON_INTERPRET=1`` has ``jit`` make functions for the interpreter.
+"""Compile kernels in a process that interprets them, under ``TRITON_INTERPRET=1``.
 
-Elsewhere there is nothing to do.
+There ``triton.jit`` makes functions for the interpreter, which Triton's compiler cannot compile. In
+other processes these functions do nothing.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ __all__ = ["compilable", "compiler"]
 
 
 def compilable(function: Any) -> Any:
-    """A ``jit`` function as the compiler takes it: made anew, with all that it calls."""
+    """The ``jit`` function made anew for the compiler, and each ``jit`` function that it calls."""
     if not INTERPRETED:
         return function
     from ampopt_kernels.triton.correctly_rounded import CorrectlyRounded
@@ -32,10 +33,10 @@ def compilable(function: Any) -> Any:
 
 @contextlib.contextmanager
 def compiler() -> Iterator[None]:
-    """Around the compiler's work: what the interpreter left of itself in the language is away.
+    """Within this, the compiler can run: what the interpreter has patched in ``tl`` is restored.
 
-    It puts functions of its own in the place of the language's, and takes them back after a launch,
-    but for those that Triton's library calls.
+    The interpreter patches functions of ``tl`` during a launch and restores them after it, but not
+    those that Triton's own library calls.
     """
     left = {
         name: value.__kwdefaults__["member"]
@@ -49,7 +50,7 @@ def compiler() -> Iterator[None]:
 
 @functools.cache
 def _language() -> types.ModuleType:
-    """``tl`` with those of its functions that are written in itself."""
+    """``tl``, with its functions that are themselves ``jit`` functions made compilable."""
     language = types.ModuleType(tl.__name__)
     for name, value in vars(tl).items():
         setattr(language, name, compilable(value) if _is_interpreted(value) else value)

@@ -1,4 +1,4 @@
-"""Update: one read, one rule, one write for every parameter and its states, or nothing."""
+"""Update: apply the rule to every parameter and its states, in one pass, or change nothing."""
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.stochastic import rounded_stochastically
@@ -13,13 +13,13 @@ def update_kernel(
     table,
     blocks,
     first,
-    factors,
+    coefficients,
     h_table,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
-    BY_CHANCE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     DRAWS: tl.constexpr,
     JUMPS: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -33,59 +33,74 @@ def update_kernel(
 ):
     """Apply ``RULE`` to one chunk of one parameter; return at once if the step is skipped.
 
+    ``param, state = RULE(param, grad * inverse_scale * clip, state, h, FLAGS)``, elementwise.
+    Writes the parameter, its elementwise states and its low-precision copy, at the addresses in
+    ``table``.
+
+    One program for each chunk. A launch has the rows of one kind: the same dtypes, flags and
+    alignment.
+
     Args:
-        table: int64, one row of ``COLUMNS`` a parameter; see ``multi_tensor``.
-        blocks: int32, (row, chunk) for each program of every launch.
-        first: the first program that is this launch's.
-        factors: float64, (3,): skip, reciprocal of the scale, clip coefficient.
-        h_table: float64, (rows, N_H), of control.
-        RULE: the ``update`` of the rule.
-        FLAGS: tuple of booleans for the rule.
-        DTYPES: of gradient, parameter, each state, and the copy if there is one.
-        COPIED: whether the last is a low-precision copy of the parameter, only written.
-        BY_CHANCE: whether the parameter, bfloat16, is rounded stochastically.
-        DRAWS: whether the rule takes ``at``, for random numbers.
-        JUMPS: how many there are in the places of the elements; see ``places``.
-        COMPUTE: the arithmetic dtype.
-        ALIGNS: powers of two, bytes, that divide the addresses of each.
-        N_H: scalars that the rule takes.
-        OF_ROWS: of each factor of rows or columns, whether it is of rows; see ``marginals``.
-        EVEN: a number that divides the length of every row, of matrices that have factors.
-        COLUMNS: width of the table.
-        CHUNK: elements for each program, a multiple of ``BLOCK``. Were it an argument, float64
-            rules would spill registers.
-        BLOCK: elements at a time.
+        table: int64, shape (rows, COLUMNS): one row for each parameter; see ``table.py``.
+        blocks: int32, shape (programs of all launches, 2): row and chunk of each program.
+        first: the number of this launch's first program in ``blocks``.
+        coefficients: float64, shape (3,): skip (more than 0 to return at once), the reciprocal of
+            the loss scale, and the clip coefficient.
+        h_table: float64, shape (rows, N_H): the scalars of each row, which ``control_kernel``
+            wrote.
+        RULE: the rule's ``update``.
+        FLAGS: tuple of bool, the rule's flags.
+        DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the copy if
+            there is one: the first columns of ``table``, in this order.
+        COPIED: whether the last of ``DTYPES`` is a low-precision copy of the parameter, which is
+            only written.
+        STOCHASTIC: whether the parameter, in bfloat16, is rounded stochastically.
+        DRAWS: whether the rule draws random numbers, and so takes positions of elements.
+        JUMPS: the number of gaps in the positions of a row's elements; see
+            ``ampopt_kernels.places``.
+        COMPUTE: the arithmetic dtype, float32 or float64.
+        ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
+        N_H: the number of scalars that ``RULE`` takes as ``h``.
+        OF_ROWS: tuple of bool, one for each factor of a matrix: true if it has one value for each
+            row of the matrix, false if one for each column; see ``marginals.py``.
+        EVEN: a number that divides the row length of every matrix with such factors.
+        COLUMNS: the width of ``table``.
+        CHUNK: elements for each program, a multiple of ``BLOCK``. A compile-time constant, as
+            float64 rules would spill registers if it were not.
+        BLOCK: elements that a program reads at a time.
     """
-    if tl.load(factors) > 0:
+    if tl.load(coefficients) > 0:
         return
     program = first + tl.program_id(0)
     index = tl.load(blocks + 2 * program).to(tl.int64)
     start = tl.load(blocks + 2 * program + 1).to(tl.int64) * CHUNK
     row = table + index * COLUMNS
     numel = tl.load(row + COLUMNS - 1)
-    inverse = tl.load(factors + 1).to(COMPUTE)
-    clip = tl.load(factors + 2).to(COMPUTE)
+    inverse = tl.load(coefficients + 1).to(COMPUTE)
+    clip = tl.load(coefficients + 2).to(COMPUTE)
     h = ()
     for i in tl.static_range(N_H):
         h = h + (tl.load(h_table + index * N_H + i).to(COMPUTE),)
-    # Gradient, parameter and states. An address from a table carries no alignment of its own.
+    # Pointers to gradient, parameter and states. The compiler knows no alignment of an address
+    # that was loaded, so it is stated here.
     streams = ()
     for i in tl.static_range(len(DTYPES)):
         stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i])) + start
-        # The call must be written in place: a name would hold a number of the kernel's.
+        # `tl.constexpr(...)` must be written inside the call: assigned to a name first, it would
+        # become a run-time value.
         streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
 
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
     jumps = jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
     factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE, EVEN)
-    if BY_CHANCE:
+    if STOCHASTIC:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
 
-    # From here on 32 bits count, which spares registers: offsets are within the chunk.
+    # Offsets within the chunk fit 32 bits, which saves registers.
     end = tl.minimum(numel - start, CHUNK).to(tl.int32)
     whole = end // BLOCK * BLOCK
-    # Whole blocks need no mask, and only an unmasked access to an aligned address is a wide one.
+    # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     for offset in range(0, whole, BLOCK):
         _update_block(
             streams,
@@ -103,7 +118,7 @@ def update_kernel(
             FLAGS,
             DTYPES,
             COPIED,
-            BY_CHANCE,
+            STOCHASTIC,
             DRAWS,
             COMPUTE,
             OF_ROWS,
@@ -114,7 +129,7 @@ def update_kernel(
     if whole < end:
         _update_block(
             streams, whole, end, inverse, clip, h, key, position, jumps, factors_at, place,
-            RULE, FLAGS, DTYPES, COPIED, BY_CHANCE, DRAWS, COMPUTE, OF_ROWS, EVEN, True,
+            RULE, FLAGS, DTYPES, COPIED, STOCHASTIC, DRAWS, COMPUTE, OF_ROWS, EVEN, True,
             BLOCK,
         )  # fmt: skip
 
@@ -136,7 +151,7 @@ def _update_block(
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
-    BY_CHANCE: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     DRAWS: tl.constexpr,
     COMPUTE: tl.constexpr,
     OF_ROWS: tl.constexpr,
@@ -153,7 +168,7 @@ def _update_block(
         else:
             x = tl.load(streams[i] + at)
         values = values + (x.to(COMPUTE),)
-    # Two products, so that clipping rounds as it does on gradients that were unscaled before.
+    # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
     state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)
     places = places_of(position, jumps, at)
@@ -165,7 +180,7 @@ def _update_block(
     if COPIED:
         new = new + (param,)
     for i in tl.static_range(len(new)):
-        value = _rounded(new[i], places, key, DTYPES[i + 1], BY_CHANCE and i == 0)
+        value = _rounded(new[i], places, key, DTYPES[i + 1], STOCHASTIC and i == 0)
         if MASKED:
             tl.store(streams[i + 1] + at, value, mask=live)
         else:
@@ -173,8 +188,8 @@ def _update_block(
 
 
 @jit
-def _rounded(x, position, key, DTYPE: tl.constexpr, BY_CHANCE: tl.constexpr):
-    if BY_CHANCE:
+def _rounded(x, position, key, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
         return rounded_stochastically(x, position, key)
     else:
         return rounded(x, DTYPE)

@@ -1,4 +1,4 @@
-"""Watch: one launch that adds a step to a ledger."""
+"""Watch: one launch that adds a step to the ledger of an ``ampopt.Watch``."""
 
 from ampopt_kernels.language import kernel, tl
 
@@ -28,29 +28,34 @@ def watch_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add what detect found of one parameter, or, in the last program, the step itself.
+    """Add the measures of one parameter to the ledger or, in the last program, the step itself.
+
+    One launch of ``n_parts + 1`` programs: program ``i < n_parts`` reduces the flags and measures
+    of one parameter over its blocks, and adds them to the row of that parameter. Writes ``numbers``
+    only.
 
     Args:
-        flags: float32, of each block of detect's.
-        measures: float64, four of each.
-        parts: int64, (n_parts, 3): first block, blocks and place of each parameter.
-        n_parts: how many parameters; there is one program more.
-        numbers: float64, the ledger; see ``ledger``.
-        places: of parameters in it.
-        number: of the attempt, from 1.
-        at: its place in the ring.
+        flags: float32, shape (blocks,): the overflow flags that ``detect_kernel`` wrote.
+        measures: float64, shape (blocks, 4): see ``Found.measures``.
+        parts: int64, shape (n_parts, 3): for each parameter its first block, its number of blocks,
+            and its row in the ledger.
+        n_parts: the number of parameters.
+        numbers: float64, the ledger, updated in place; see ``ampopt_kernels.ledger``.
+        places: the number of parameters that the ledger has rows for.
+        number: the number of the step, counted from 1.
+        at: the row of the step in the ledger's ring.
         skip: one element, more than 0 if the step was skipped; read if ``HAS_SKIP``.
-        cause: one element, of a skip for something else; read if ``HAS_CAUSE``.
-        scale: one element; read if ``HAS_SCALE``.
-        norm: one element; read if ``HAS_NORM``.
-        HAS_SKIP: whether it may have been skipped.
-        HAS_CAUSE: whether there are other causes.
-        HAS_SCALE: whether gradients were scaled.
-        HAS_NORM: whether somebody asked for the norm.
-        STEP: whether the step is noted here.
-        COUNTS: numbers of a parameter before its latest overflows.
-        WIDTH: all of its numbers.
-        BLOCK: blocks at a time.
+        cause: one element, the reason of a skip other than overflow; read if ``HAS_CAUSE``.
+        scale: one element, the loss scale; read if ``HAS_SCALE``.
+        norm: one element, the gradient norm; read if ``HAS_NORM``.
+        HAS_SKIP: whether the step may have been skipped.
+        HAS_CAUSE: whether a step may be skipped for reasons other than overflow.
+        HAS_SCALE: whether the gradients were multiplied by a loss scale.
+        HAS_NORM: whether the norm was computed.
+        STEP: whether this ledger records the step itself, besides parameters.
+        COUNTS: numbers of a parameter before the ring of its latest overflows.
+        WIDTH: all numbers of a parameter.
+        BLOCK: blocks that a program reads at a time.
     """
     program = tl.program_id(0)
     skipped = tl.full((), 0.0, tl.float64)

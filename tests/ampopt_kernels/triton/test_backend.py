@@ -135,7 +135,7 @@ def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
 
     def launch(device, kernel, programs, arguments):
         if kernel is update_kernel:
-            kind = arguments["DTYPES"], arguments["h_table"].dtype, arguments["factors"].dtype
+            kind = arguments["DTYPES"], arguments["h_table"].dtype, arguments["coefficients"].dtype
             updates.append((programs, kind))
 
     monkeypatch.setattr(triton_backend, "launch", launch)
