@@ -1,24 +1,26 @@
-"""The one room for torch's private names: what each is for, and what to do when it changes.
+"""All private names of torch that ampopt uses: what each is for, and what to do when it changes.
 
-Torch promises nothing of a name that begins with an underscore. Whatever of ampopt touches one
-outside the kernels takes it from here, so that a new torch that lacks one fails at a line of this
-file, at import, and next to what is to be done then. ``tests/ampopt/_step/test_torch_private.py``
-holds the rest of the package to it, and tries each of them on the torch that is installed.
-``torch._foreach_*`` are not among them: torch documents them, underscore and all.
+Torch promises nothing about names that begin with an underscore. Outside the kernels, ampopt takes
+them only from this module. If a new torch lacks one, the import fails at a line of this file, and
+the text there (after "Gone:" or "Renamed:") says what to do. ``test_torch_private.py`` checks that
+no other module uses private names, and tries each of them on the installed torch.
+``torch._foreach_*`` are not among them: torch documents those.
 
-Some private names torch uses on us, which cannot be imported; they stand where the classes are:
+Some private names cannot be imported, because torch calls or reads them on ampopt's classes:
 
-* ``Optimizer._patch_step_function`` puts hooks around the step of a class. Ours takes a wrapper
-  away again that would hide the step of another base. If torch renames it, ``ampopt.Optimizer``
-  hides the step of whatever it is mixed into, and ``test_extend.py`` fails.
-* ``Optimizer._optimizer_step_code`` is called after every step, before the post-hooks. Ours ends a
-  pending unscale there. If torch drops it, a plain ``step()`` leaves one pending and the next
-  ``unscale`` is refused: register a step post-hook that runs first.
+* ``Optimizer._patch_step_function`` puts hooks around the step of a class. ampopt's override
+  removes a wrapper that would hide the step of another base class. If torch renames it,
+  ``ampopt.Optimizer`` hides the step of the class that it is mixed into, and ``test_extend.py``
+  fails.
+* ``Optimizer._optimizer_step_code`` is called after every step, before the post-hooks. ampopt's
+  override ends a pending unscale. If torch drops it, a plain ``step()`` leaves the unscale pending
+  and the next ``unscale`` is refused: register a step post-hook that runs first.
 * ``_step_supports_amp_scaling`` tells ``torch.amp.GradScaler`` to leave its flag to the step (see
-  ``torch_scaler``). If torch looks for something else, it waits for its flag again: slower, right.
+  ``torch_scaler``). If torch reads another name, it synchronizes to read the flag: slower, but
+  right.
 * ``_scale``, ``_enabled``, ``_check_inf_per_device`` and ``_found_inf_per_device`` of
-  ``torch.amp.GradScaler``, whose name ``ampopt.GradScaler`` answers to: frameworks read them. The
-  entry ``_growth_tracker`` of its state dict is its format.
+  ``torch.amp.GradScaler`` exist on ``ampopt.GradScaler``, too, because frameworks read them. The
+  entry ``_growth_tracker`` of its state dict is part of the format.
 """
 
 import operator
@@ -75,12 +77,12 @@ __all__ = [
 ]
 
 
-# --- the step of an optimizer, and what torch hangs on it -----------------------------------------
+# --- the step of an optimizer, and its hooks ------------------------------------------------------
 
 global_pre_hooks = _optimizer._global_optimizer_pre_hooks
 global_post_hooks = _optimizer._global_optimizer_post_hooks
-"""Step hooks of all optimizers, as ``register_optimizer_step_pre_hook`` adds them. A step by rule
-goes past torch's wrapper where there are none. Gone: always go through it; slower, right."""
+"""Step hooks of all optimizers, as ``register_optimizer_step_pre_hook`` adds them. A rule-based
+step bypasses torch's wrapper if there are none. Gone: always go through it; slower, right."""
 
 PRE_HOOKS, POST_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 HOOKS = (
@@ -91,21 +93,22 @@ HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-"""Attributes in which an optimizer keeps its hooks. Torch's constructor makes them; where a wrapper
-of someone else's does not call it, we do. Renamed: such wrappers fail in ``register_...``."""
+"""Attributes in which an optimizer keeps its hooks. Torch's constructor makes them; for a wrapper
+that does not call that constructor, ampopt makes them. Renamed: such wrappers fail in
+``register_...``."""
 
 hooks_of = operator.attrgetter(PRE_HOOKS, POST_HOOKS)
 """The step hooks of an optimizer: used as the global ones are."""
 
 is_profiled: Any = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
-"""Whether a profiler is on, to which torch's wrapper shows each step. Gone: as for the hooks."""
+"""Whether a profiler is on, for which torch's wrapper records each step. Gone: as for the hooks."""
 
 put_step_hooks = operator.methodcaller("_patch_step_function")
-"""Puts the wrapper with the hooks around the step of the class of an optimizer that was not made by
-torch's constructor. Renamed: its step hooks do not run."""
+"""Puts the wrapper that runs the hooks around the step of an optimizer's class, if torch's
+constructor has not been called. Renamed: its step hooks do not run."""
 
 check_for_fused = _optimizer._device_dtype_check_for_fused
-"""Refuses a parameter that ``fused=True`` of torch's does not take. Gone: leave the check out; such
+"""Refuses a parameter that torch's ``fused=True`` does not support. Gone: leave the check out; such
 parameters are then stepped with where torch would refuse them."""
 
 
@@ -113,7 +116,7 @@ CALLED = "_opt_called"
 
 
 def mark_as_called(optimizer: Any) -> None:
-    """Say that there was a step, where torch's schedulers look for one before theirs.
+    """Mark ``optimizer.step`` as called: torch's schedulers warn if it was not.
 
     Renamed: a scheduler warns that it was stepped first.
     """
@@ -121,7 +124,7 @@ def mark_as_called(optimizer: Any) -> None:
 
 
 def is_wrapped_by_scheduler(step: Any) -> bool:
-    """Whether ``step`` is what a scheduler has put on an instance, to see :func:`mark_as_called`.
+    """Whether ``step`` is the wrapper that a scheduler sets on an instance to track calls.
 
     Renamed: it is taken for a step of the user's own, whose hooks run inside it; slower, right.
     """
@@ -130,8 +133,9 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
 
 orthogonalized: Any = _muon._zeropower_via_newtonschulz
 adjusted_lr: Any = _muon._adjust_lr
-"""What ``torch.optim.Muon`` does to a matrix, and to its learning rate: on ``DTensor``s, to whole
-matrices. Gone: have ``Muon`` take torch's step there, with many collectives for each matrix."""
+"""How ``torch.optim.Muon`` orthogonalizes a matrix and adjusts its learning rate. ampopt applies
+both to whole matrices if they are ``DTensor``s. Gone: have ``Muon`` take torch's step there, with
+many collectives for each matrix."""
 
 
 # --- compiling ------------------------------------------------------------------------------------
@@ -140,12 +144,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """``function``, at which a compiled graph of the caller's ends, and goes on behind.
+    """Decorator: ``torch.compile`` does not trace ``function``, but breaks the graph around it.
 
-    A step plans in Python what it has compiled already, or launches as few kernels as can be:
-    tracing it once more gains nothing, and a trace holds what a plan is to look at in each step
-    for constant. What ``function`` calls that is compiled for itself, as a closure's model may be,
-    stays so.
+    Tracing a step gains nothing: its kernels are compiled and few already. It would also do harm,
+    because a trace treats as constant the Python objects that a plan has to check in each step.
+    Functions that ``function`` calls may still be compiled, such as the model in a closure.
 
     This is ``torch.compiler.disable`` without importing the compiler, which takes seconds; torch
     puts it around its own optimizers. Gone: use that.
@@ -155,7 +158,7 @@ def uncompiled(function: _Function) -> _Function:
 
 
 def constant_to_dynamo(function: _Function) -> _Function:
-    """``torch.compiler.assume_constant_result``, likewise without the compiler, which goes by it.
+    """``torch.compiler.assume_constant_result``, also without importing the compiler.
 
     Renamed: a call of ``function`` is compiled, or ends the graph; slower, right.
     """
@@ -167,40 +170,41 @@ def constant_to_dynamo(function: _Function) -> _Function:
 
 
 version = operator.attrgetter("_version")
-"""How often autograd has seen a tensor written to. With masters, tells a gradient that was edited
-where no step looks. Gone: leave that error out."""
+"""The number of in-place writes to a tensor that autograd has counted. With master weights, it
+detects edits of a ``p.grad`` that the step does not read. Gone: leave that error out."""
 
 _cdata = operator.attrgetter("_cdata")
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What is the same for tensors that share a storage. Gone: its ``data_ptr()``, if not empty."""
+    """A key, equal for tensors that share a storage. Gone: its ``data_ptr()``, if not empty."""
     return _cdata(tensor.untyped_storage())
 
 
 uncoalesced_values = operator.methodcaller("_values")
-"""The values of a sparse tensor, duplicates and all. Gone: those of the coalesced one."""
+"""The values of a sparse tensor, duplicates included. Gone: those of the coalesced one."""
 
 
 # --- what passes through torch's dispatcher -------------------------------------------------------
 
 pytree = _pytree
-"""Containers of tensors, as torch itself sees them: a user registers one by
+"""Traversal of nested containers of tensors. Users register their own containers with
 ``torch.utils._pytree.register_pytree_node``. Gone: the package ``optree``, or whatever torch's
 documentation names for it by then."""
 
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-"""Sees each operator; torch's documentation recommends it in spite of the underscore of its module.
-Transactions need it: gone, ``skip_by="auto"`` has to look at the flag, as ``"host"`` does."""
+"""Intercepts each operator; torch's documentation recommends it in spite of the underscore in its
+module's name. Transactions need it. Gone: ``skip_by="auto"`` has to read the flag, as
+``"host"``."""
 
 
 schema_of = operator.attrgetter("_schema")
-"""What an operator takes, returns and writes. Gone, as for :func:`is_operator`: treat each as a
-higher-order operator, which says nothing."""
+"""The arguments and results of an operator, and which it writes. Gone, as for :func:`is_operator`:
+treat each as a higher-order operator, which says nothing."""
 
 
 def is_operator(func: Any) -> bool:
-    """Whether ``func``, which was dispatched, is one operator, whose schema says what it writes."""
+    """Whether the dispatched ``func`` is one operator, with a schema that says what it writes."""
     return isinstance(func, torch._ops.OpOverload)
 
 
@@ -217,11 +221,12 @@ function_modes: Any = torch.overrides._get_current_function_mode_stack  # pyrigh
 
 
 def functional_bodies() -> dict[Any, Any]:
-    """Functions of ``torch.nn.functional`` → the same without the call that asks for modes.
+    """Maps functions of ``torch.nn.functional`` to copies that do not dispatch to function modes.
 
-    A mode that is on while such a function runs would be asked about it again, without end; and
-    one that is off would not see what it calls. If torch asks otherwise, ``ampopt.autocast`` sees
-    such functions from outside only: not ``"linear"`` in ``torch.nn.MultiheadAttention``.
+    An active mode that calls the original would be called again, without end; an inactive one would
+    not intercept the functions that the original calls. If torch changes how it dispatches,
+    ``ampopt.autocast`` intercepts such functions only as a whole: not the ``"linear"`` inside
+    ``torch.nn.MultiheadAttention``.
     """
     asking = [name for name in vars(F) if name.startswith("has_torch_function")]
     names = {**vars(F), **dict.fromkeys(asking, lambda *_: False)}
@@ -238,28 +243,33 @@ def functional_bodies() -> dict[Any, Any]:
 # --- modules --------------------------------------------------------------------------------------
 
 with_tensors = torch.nn.utils.stateless._reparametrize_module
-"""A module that has other tensors for parameters and buffers: what ``functional_call`` is made of,
-which would call ``__call__`` and its hooks again. Gone: swap them by hand, by ``setattr``."""
+"""Context manager that swaps a module's parameters and buffers for other tensors. The public
+``functional_call`` uses it, but also calls ``__call__`` and so the hooks again. Gone: swap them by
+hand, by ``setattr``."""
 
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 NormBase = torch.nn.modules.batchnorm._NormBase
-"""Batch norms for inputs of any number of dimensions, and instance norms besides. Gone: list them.
+"""The base class of all batch norms, and that of batch and instance norms. Gone: list them.
 """
 
 
 # --- ranks ----------------------------------------------------------------------------------------
 
 LOCAL_TENSOR = "_local_tensor"
-"""Where a ``DTensor`` has the part that this rank has, to read and to exchange. The public
-``to_local()`` is a function of autograd's, whose result is another tensor, and waits. Gone:
-``to_local().detach()``, and ``DTensor.from_local`` where the part is laid into a buffer."""
+"""The attribute of a ``DTensor`` that holds this rank's shard, to read and to replace. The public
+``to_local()`` is an autograd function: it returns another tensor, and waits for collectives. Gone:
+``to_local().detach()``, and ``DTensor.from_local`` where the shard is moved into a buffer."""
 
 SPEC = "_spec"
-"""Where it has its mesh and placements, as one object to compare. Gone: compare the two."""
+"""The attribute of a ``DTensor`` that holds mesh and placements, one object to compare. Gone:
+compare the two."""
 
 
 def is_flattened_by_fsdp1(param: Any) -> bool:
-    """Whether FSDP1 has made ``param`` of several. Gone: ranks decide apart; name a group."""
+    """Whether FSDP1 has flattened several parameters into ``param``.
+
+    Gone: ranks decide apart; name a group.
+    """
     return getattr(param, "_fsdp_flattened", False)
 
 
@@ -280,7 +290,9 @@ def flattened(mesh: Any) -> Any:
 
 
 def spin(cycles: int) -> None:
-    """Keep a CUDA device busy for so long, so that ``ampopt.bench`` times what is queued behind it.
+    """Keep a CUDA device busy for ``cycles`` clock cycles.
+
+    ``ampopt.bench`` queues kernels behind it, so that it does not time their launches.
 
     Gone: multiply a large matrix instead.
     """

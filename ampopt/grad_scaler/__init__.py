@@ -1,4 +1,4 @@
-"""``ampopt.GradScaler``, for those who keep a scaler, and how torch's scaler steps optimizers."""
+"""``ampopt.GradScaler``, a drop-in for ``torch.amp.GradScaler`` in existing training loops."""
 
 from ampopt.grad_scaler.scaler import GradScaler
 

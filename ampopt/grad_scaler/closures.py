@@ -11,7 +11,7 @@ __all__ = ["evaluation", "refused", "split"]
 
 
 def split(args: Any, kwargs: Any) -> tuple[Callable[..., Any] | None, Any, dict[str, Any]]:
-    """The closure, and the other arguments."""
+    """Split the arguments of ``step`` into the closure, the other positional ones, and keywords."""
     kwargs = dict(kwargs)
     if args and (args[0] is None or callable(args[0])):
         return args[0], args[1:], kwargs
@@ -19,7 +19,12 @@ def split(args: Any, kwargs: Any) -> tuple[Callable[..., Any] | None, Any, dict[
 
 
 def evaluation(scaler: "GradScaler", closure: Callable[..., Any]) -> Callable[[Any], Any]:
-    """``closure`` as a control point calls it."""
+    """Wrap ``closure`` as ``closure(scale) -> loss``, as ``unscale_and_step`` calls it.
+
+    Args:
+        scaler: the scaler; its ``scale`` multiplies by the scale of the evaluation meanwhile.
+        closure: the user's closure, with or without an argument for the scale.
+    """
     takes_scale = _takes_scale(closure)
 
     def evaluate(scale: Any) -> Any:
@@ -29,7 +34,7 @@ def evaluation(scaler: "GradScaler", closure: Callable[..., Any]) -> Callable[[A
             if not (takes_scale or scaler._has_scaled or scale is None):
                 raise RuntimeError(
                     "the closure has not scaled its loss: call scaler.scale(loss).backward() "
-                    "in it, or let it take the scale as its argument and call "
+                    "in the closure, or write `def closure(scale)` and call "
                     "scale_outputs(loss, scale).backward()"
                 )
         finally:
@@ -40,16 +45,22 @@ def evaluation(scaler: "GradScaler", closure: Callable[..., Any]) -> Callable[[A
 
 
 def refused(optimizer: Any, controlled: bool) -> Exception:
-    """Why ``optimizer`` cannot run a closure here, and what to do."""
+    """Make the error that says why ``optimizer`` cannot run a closure, and what to do.
+
+    Args:
+        optimizer: the optimizer that was passed to ``GradScaler.step``.
+        controlled: whether it has ampopt's ``unscale_and_step`` and the arguments fit that.
+    """
     name = type(optimizer).__name__
     if controlled:
         return RuntimeError(
-            "step(optimizer, closure) makes new gradients, but unscale_() was called for those "
-            "there were: leave unscale_() out, or call discard(optimizer) first"
+            "step(optimizer, closure) computes new gradients, but unscale_() was called for the "
+            "old ones: leave unscale_() out, or call discard(optimizer) first"
         )
     if hasattr(type(optimizer), "unscale_and_step"):
         return TypeError(
-            f"beside a closure, step of {name} takes max_norm, max_replays and preserve_rng only"
+            f"with a closure, scaler.step passes only max_norm, max_replays and preserve_rng to "
+            f"{name}: remove the other arguments"
         )
     return RuntimeError(
         f"{name} cannot run a closure again when its gradients overflow. Use the class of that "
@@ -59,14 +70,14 @@ def refused(optimizer: Any, controlled: bool) -> Exception:
 
 
 def _takes_scale(closure: Callable[..., Any]) -> bool:
-    """Whether ``closure`` takes the scale. One whose arguments all have defaults does not.
+    """Whether ``closure`` has to be called with the scale, not without arguments.
 
     Raises:
-        TypeError: it takes more than that.
+        TypeError: ``closure`` requires more than one argument.
     """
     try:
         signature = inspect.signature(closure)
-    except ValueError:  # some built-in callables have none to show
+    except ValueError:  # some built-in callables have no signature
         return False
     for takes, arguments in ((False, ()), (True, (object(),))):
         try:

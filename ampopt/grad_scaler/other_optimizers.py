@@ -1,7 +1,7 @@
-"""What ``ampopt.GradScaler`` notes about optimizers, and how it steps those without control points.
+"""``GradScaler``'s record of each optimizer, and its steps of optimizers that are not ampopt's.
 
-Those are torch's and anyone's. They are stepped as ``torch.amp.GradScaler`` steps them, but judged
-after unscaling, and under one flag that is 1 or 0.
+They are stepped as ``torch.amp.GradScaler`` steps them, except that gradients are checked for
+inf/NaN after unscaling, and that there is one flag, 0 or 1, for all gradients of an optimizer.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from ampopt.loss_scale.base import LossScale
 from ampopt.results import as_flag
 from ampopt_kernels.decision import Request
 
-__all__ = ["Record", "judge_gradients", "step", "unscale", "wants_scaler", "warn_of_scaler"]
+__all__ = ["Record", "check_gradients", "step", "unscale", "wants_scaler", "warn_of_scaler"]
 
 
 @dataclass(eq=False)
@@ -29,17 +29,17 @@ class Record:
     """What has happened to one optimizer since the last ``update``.
 
     Attributes:
-        optimizer: as it was given first.
-        groups: its param groups, by which a wrapper around it is known.
-        scale: the scale that its gradients carry, on its device.
-        process_group: of the ranks that decide together about it.
-        stage: as torch counts them.
-        found_inf: more than 0 for overflow; ``None`` until its gradients are judged.
-        successor: of ``scale``; ``scale`` itself if there were no gradients.
-        owned: whether it has unscaled them itself, so that its ``step_after_unscale`` is to follow.
-        holder: the optimizer that has unscaled them, which a wrapper hands that on to.
-        pending: the holder's own mark of an unscale, to see that it was not discarded.
-        wrote: whether gradients were unscaled in place.
+        optimizer: the optimizer or wrapper that was passed first.
+        groups: its ``param_groups``. A wrapper has the same list object as its optimizer.
+        scale: the scale by which its gradients are multiplied, on its device.
+        process_group: the ranks that decide together about its steps.
+        stage: torch's ``OptState``: ready, unscaled or stepped.
+        found_inf: a tensor, more than 0 after an overflow; ``None`` until gradients were checked.
+        successor: the next scale, computed from ``scale``; ``scale`` itself without gradients.
+        owned: whether its own ``unscale`` was called, so that ``step_after_unscale`` must follow.
+        holder: the ampopt optimizer that has unscaled, which can be inside a wrapper.
+        pending: the holder's pending unscale, to detect that it was discarded since.
+        wrote: whether the gradients were unscaled in place.
     """
 
     optimizer: Any
@@ -55,16 +55,16 @@ class Record:
     wrote: bool = False
 
     def of(self, optimizer: Any) -> bool:
-        """Whether it is that of ``optimizer``, or of what that is a wrapper around."""
+        """Whether this is the record of ``optimizer``, or of the optimizer that it wraps."""
         return optimizer is self.optimizer or optimizer.param_groups is self.groups
 
-    def learn(self, found_inf: Tensor | None, successor: LossScale) -> None:
-        """Note what its gradients were found to be."""
+    def set_result(self, found_inf: Tensor | None, successor: LossScale) -> None:
+        """Store the overflow flag of the gradients and the next scale."""
         self.found_inf, self.successor = found_inf, successor
 
     @property
     def skipped(self) -> bool:
-        """Whether its step is to be skipped. Synchronizes."""
+        """Whether the step is skipped. Synchronizes."""
         if self.found_inf is None or not self.scale.drop_overflow_update:
             return False
         return bool(self.found_inf > 0)
@@ -74,7 +74,7 @@ def unscale(record: Record, optimizer: Any) -> None:
     """Unscale the gradients of ``optimizer`` in place.
 
     Raises:
-        ValueError: some are float16 or complex32, where unscaled values would underflow to zero.
+        ValueError: a gradient is float16 or complex32, in which unscaled values would underflow.
     """
     for group, param in gradients.present(optimizer.param_groups):
         if param.grad is not None and param.grad.dtype in gradients.UNDERFLOWING:
@@ -83,20 +83,20 @@ def unscale(record: Record, optimizer: Any) -> None:
                 f"{type(optimizer).__name__} has some. Keep the parameters in float32 and run the "
                 "model under torch.autocast, or use an ampopt optimizer with master_weights=True"
             )
-    judge_gradients(record, optimizer, write=True)
+    check_gradients(record, optimizer, write=True)
     record.wrote = True
 
 
-def judge_gradients(
+def check_gradients(
     record: Record, optimizer: Any, *, write: bool = False, times: Any = None
 ) -> None:
-    """Judge the gradients of ``optimizer``.
+    """Check the gradients of ``optimizer`` for inf/NaN, and store the result in ``record``.
 
     Args:
-        record: to note the result.
-        optimizer: of any class.
-        write: unscale them in place.
-        times: a factor that they carry besides the scale.
+        record: the record of ``optimizer``.
+        optimizer: an optimizer of any class.
+        write: whether to unscale the gradients in place.
+        times: a factor, a tensor, by which the gradients are multiplied in addition to the scale.
     """
     scale = record.scale
     request = request_for(scale) if times is None else Request(scale=scale.value * times)
@@ -104,17 +104,20 @@ def judge_gradients(
         optimizer.param_groups, request, write=write, process_group=record.process_group
     )
     if decision is None:
-        record.learn(None, scale)
+        record.set_result(None, scale)
         return
     found_inf = as_flag(decision.found_inf, decision.overflow_details)
     if times is None:
-        record.learn(found_inf, successor_of(scale, decision))
+        record.set_result(found_inf, successor_of(scale, decision))
     else:
-        record.learn(found_inf, scale.next(found_inf))
+        record.set_result(found_inf, scale.next(found_inf))
 
 
 def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Step or skip, and return what the step returned. Waits, unless it can skip by itself."""
+    """Step, or skip the step after an overflow, and return what the step returned.
+
+    Synchronizes, unless ``optimizer`` reads the flag itself, as torch's fused optimizers do.
+    """
     if _skips_by_itself(optimizer):
         return _step_with_flag(record, optimizer, *args, **kwargs)
     if record.stage is OptState.READY:
@@ -126,11 +129,12 @@ def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    theirs = vars(optimizer).get("grad_scale")  # composed with ours, and left where it was
-    scale = theirs
+    # The user may have set grad_scale: multiply by it, and restore it afterwards, as torch does.
+    users = vars(optimizer).get("grad_scale")
+    scale = users
     if record.stage is OptState.READY:
-        judge_gradients(record, optimizer, times=theirs)
-        scale = record.scale.value if theirs is None else record.scale.value * theirs
+        check_gradients(record, optimizer, times=users)
+        scale = record.scale.value if users is None else record.scale.value * users
     if record.found_inf is None:
         mark_as_called(optimizer)
         return None
@@ -142,12 +146,12 @@ def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -
         return optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-        if theirs is not None:
-            optimizer.grad_scale = theirs
+        if users is not None:
+            optimizer.grad_scale = users
 
 
 def wants_scaler(optimizer: Any) -> bool:
-    """Whether ``optimizer.step`` takes the scaler itself, which torch has deprecated."""
+    """Whether ``optimizer.step`` takes the scaler as an argument, which torch has deprecated."""
     return (
         _skips_by_itself(optimizer)
         and "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -155,15 +159,16 @@ def wants_scaler(optimizer: Any) -> bool:
 
 
 def _skips_by_itself(optimizer: Any) -> bool:
-    """Whether ``optimizer`` reads the flag that is left on it.
+    """Whether ``optimizer.step`` reads ``optimizer.found_inf`` itself.
 
-    A wrapper that hands on what it has not says so of the optimizer in it, which finds no flag.
+    Looked up without ``__getattr__``: a wrapper that forwards attributes would answer for the
+    optimizer inside it, on which the flag is not set.
     """
     return bool(inspect.getattr_static(optimizer, "_step_supports_amp_scaling", False))
 
 
 def warn_of_scaler() -> None:
-    """Warn as torch does, from three calls up."""
+    """Warn as torch's scaler does, at the line that calls ``GradScaler.step``."""
     warnings.warn(
         "GradScaler is going to stop passing itself as a keyword argument to the passed "
         "optimizer. In the near future GradScaler registers `grad_scale: Tensor` and "

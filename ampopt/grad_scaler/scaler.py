@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler`` for those who keep a scaler: any schedule, any optimizer, closures."""
+"""``ampopt.GradScaler``: torch's interface, with any loss scale, any optimizer, and closures."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -28,15 +28,16 @@ __all__ = ["GradScaler"]
 _Outputs = TypeVar("_Outputs")
 _CONTROL_POINTS = ("unscale", "unscale_and_step", "step_after_unscale")
 _KEYWORDS = frozenset({"max_norm", "max_replays", "preserve_rng"})
-"""Those of ``unscale_and_step`` that ``step`` hands on."""
+"""The keyword arguments that ``step`` passes to ``unscale_and_step``."""
 
 
 class GradScaler(scheduled.ScheduledScaler):
-    """``torch.amp.GradScaler`` with the loss scales, the skipping and the replay of ampopt.
+    """A drop-in for ``torch.amp.GradScaler`` with ampopt's loss scales, skips and replays.
 
-    Same constructor, methods and state dicts, so that it takes the place of torch's in a loop or a
-    framework. It works with every optimizer: ampopt's are told what to do by their control points
-    and wait for nothing; torch's and others' are stepped as torch's scaler steps them::
+    It has the same constructor, methods and state dicts, so it can replace torch's scaler in a loop
+    or a framework. It works with every optimizer. ampopt's optimizers step without synchronizing;
+    others are stepped as torch's scaler does, with one synchronization per step, unless they are
+    fused::
 
         scaler = ampopt.GradScaler("cuda", loss_scale=ampopt.DynamicLossScale.like("megatron"))
         for batch in batches:
@@ -48,17 +49,18 @@ class GradScaler(scheduled.ScheduledScaler):
     Differs from torch:
 
     * the schedule is any :class:`ampopt.LossScale`, and all arguments are checked;
-    * gradients are judged after unscaling, and one flag that is more than 0 skips, however many
-      optimizers and devices there are, whose flags are joined by their maximum;
-    * ``scale`` multiplies in float32 at least, so that a float16 loss does not overflow by it;
+    * gradients are checked for inf/NaN after unscaling, and an overflow on any device skips the
+      whole step of an optimizer;
+    * ``scale`` multiplies in float32 at least, so that a float16 loss does not overflow;
     * ``step`` takes closures and runs them again with a smaller scale while they overflow;
-    * :attr:`skipped` says whether the last step was left out;
-    * an optimizer without gradients is stepped over, and does not count towards growth;
-    * :meth:`discard` drops an unscale that no step is to follow, and so does an ampopt
-      optimizer's ``zero_grad()``;
-    * a wrapper with the ``param_groups`` of its optimizer stands for that optimizer;
-    * of torch's private attributes, ``_scale`` alone is kept true;
-    * user mistakes are ``RuntimeError``, ``TypeError`` and ``ValueError``, not ``AssertionError``.
+    * :attr:`skipped` says whether the last step was skipped;
+    * for an optimizer without gradients, ``step`` does nothing, where torch raises an error, and
+      the scale does not grow by it;
+    * :meth:`discard` drops an unscale without a step, and so does an ampopt optimizer's
+      ``zero_grad()``;
+    * a wrapper that has the same ``param_groups`` list as its optimizer counts as that optimizer;
+    * of torch's private attributes, only ``_scale`` is kept up to date;
+    * user mistakes raise ``RuntimeError``, ``TypeError`` or ``ValueError``, not ``AssertionError``.
     """
 
     def __init__(
@@ -78,20 +80,20 @@ class GradScaler(scheduled.ScheduledScaler):
         Args:
             device: type of the device to train on; "cuda" without CUDA disables the scaler with a
                 warning, as in torch.
-            init_scale: see :class:`ampopt.DynamicLossScale`, as for the next three.
-            growth_factor: likewise.
-            backoff_factor: likewise.
-            growth_interval: likewise.
+            init_scale: the scale of the first iteration; see :class:`ampopt.DynamicLossScale`.
+            growth_factor: the factor by which the scale grows.
+            backoff_factor: the factor by which the scale is multiplied after an overflow.
+            growth_interval: the number of consecutive finite steps after which the scale grows.
             enabled: ``False`` makes ``step`` call ``optimizer.step()``, and the rest do nothing.
-            loss_scale: a scale of any schedule to begin with, in place of these four.
-            process_group: the ranks that decide together about each optimizer, of any class; see
-                :class:`ampopt.Optimizer`, of which one with a group of its own keeps to that, and
-                any other gets this one. Also an attribute.
+            loss_scale: the first loss scale, with any schedule, instead of the four above.
+            process_group: the ranks that decide together whether to skip, for every optimizer that
+                has no process group of its own; see :class:`ampopt.Optimizer`. Can be set later as
+                ``scaler.process_group``.
 
         Raises:
             TypeError: an argument is of the wrong type.
-            ValueError: an argument is out of range, or given besides ``loss_scale``, or
-                ``process_group`` does not contain this rank.
+            ValueError: an argument is out of range; a schedule is passed in addition to
+                ``loss_scale``; or ``process_group`` does not contain this rank.
         """
         check_process_group(process_group)
         schedule = (init_scale, growth_factor, backoff_factor, growth_interval)
@@ -128,17 +130,17 @@ class GradScaler(scheduled.ScheduledScaler):
     def scale(self, outputs: _Outputs) -> _Outputs:
         """Multiply a tensor, or all tensors of a nested structure, by the scale.
 
-        In float32 at least; see :func:`ampopt.scale_outputs`. An iterator is scaled as it is
-        consumed. The scale goes to the device of the first tensor that it scales.
+        The products are float32 or wider; see :func:`ampopt.scale_outputs`. An iterator is scaled
+        as it is consumed. The scale moves to the device of the first tensor. Does not synchronize.
 
         Args:
-            outputs: tensors of floating point.
+            outputs: floating-point tensors of any shape.
 
         Returns:
             The same structure of products; ``outputs`` itself if the scaler is disabled.
 
         Raises:
-            TypeError: there is something else in ``outputs``.
+            TypeError: ``outputs`` contains something that is not a floating-point tensor.
         """
         if not self._enabled:
             return outputs
@@ -155,19 +157,20 @@ class GradScaler(scheduled.ScheduledScaler):
         return scaled(outputs) if isinstance(outputs, Tensor) else pytree.tree_map(scaled, outputs)
 
     def unscale_(self, optimizer: Any) -> None:
-        """Unscale the gradients of ``optimizer`` in place, to clip or look at before ``step``.
+        """Unscale the gradients of ``optimizer`` in place, to clip or inspect them before ``step``.
 
-        Does not synchronize. With ``master_weights=True``, the step takes the unscaled gradients of
-        :meth:`ampopt.Optimizer.master_params`, so clip those; ``p.grad`` holds the same numbers in
-        its own dtype, to look at.
+        Does not synchronize. With ``master_weights=True``, the step reads the unscaled gradients of
+        :meth:`ampopt.Optimizer.master_params`, so clip those; ``p.grad`` has the same values in its
+        own dtype, to inspect only.
 
         Args:
-            optimizer: whose gradients are complete.
+            optimizer: the optimizer, after the last ``backward()`` of its gradients.
 
         Raises:
-            RuntimeError: it was unscaled or stepped since the last :meth:`update`; nothing was
-                scaled; gradients that cannot be unscaled in place.
-            TypeError: it is no optimizer.
+            RuntimeError: ``optimizer`` was unscaled or stepped since the last :meth:`update`, or
+                shares a parameter with one that was unscaled; or no loss was scaled.
+            TypeError: ``optimizer`` has no ``param_groups``.
+            ValueError: a gradient of an optimizer that is not ampopt's is float16 or complex32.
         """
         if not self._enabled:
             return
@@ -183,7 +186,7 @@ class GradScaler(scheduled.ScheduledScaler):
             )
         self._refuse_shared(record, optimizer)
         if _has_control_points(optimizer):
-            record.learn(*optimizer.unscale(grads_scaled_by=record.scale))
+            record.set_result(*optimizer.unscale(grads_scaled_by=record.scale))
             record.owned = True
             record.holder = getattr(optimizer.unscale, "__self__", optimizer)
             record.pending = _pending(record.holder)
@@ -192,40 +195,44 @@ class GradScaler(scheduled.ScheduledScaler):
         record.wrote, record.stage = True, OptState.UNSCALED
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, unless :meth:`unscale_` has, and step, or skip the step after an overflow.
+        """Unscale unless :meth:`unscale_` was called, and step, or skip the step after an overflow.
 
-        In either case ``p.grad`` holds unscaled gradients afterwards, as after a step of torch's:
-        those that were there, in their own dtype (small ones of float16 may be 0, after the step
-        has used them), and, with ``master_weights=True``, what :meth:`unscale_` left on the
-        masters. Whether ``max_norm`` has clipped them there is not specified. An optimizer with an
-        ``unscale_and_step`` of its own leaves what that leaves.
+        ``p.grad`` holds the unscaled gradients afterwards, as with torch's scaler, whether the step
+        was skipped or not. They have the dtype of ``p.grad``, so small values may be 0 in float16;
+        the step itself uses the exact ones. With ``master_weights=True`` after :meth:`unscale_`,
+        they are the gradients of the master weights. Whether ``max_norm`` has clipped ``p.grad`` is
+        not specified, nor what an optimizer with its own ``unscale_and_step`` leaves there.
 
-        Gradients that were changed after :meth:`unscale_` are not judged again. As under torch's
-        scaler, one that was made NaN is applied, and an overflow that was mended is skipped.
+        Gradients are not checked again if they change after :meth:`unscale_`. As with torch's
+        scaler, a gradient that you set to NaN is applied, and a step is still skipped if you
+        replace the inf or NaN that :meth:`unscale_` found.
 
         Does not synchronize for ampopt's optimizers without a closure (see ``skip_by`` of
-        :class:`ampopt.Optimizer`), nor for those of others that skip by themselves, as torch's
-        fused ones do. For any other the host looks at the flag.
+        :class:`ampopt.Optimizer`), nor for optimizers that read ``found_inf`` themselves, such as
+        torch's fused ones. For any other optimizer it synchronizes to read the flag.
 
-        A closure is run again with a smaller scale while its gradients overflow, so nothing is
-        skipped; see :meth:`ampopt.Optimizer.unscale_and_step`. It zeroes the gradients, runs the
+        A closure is evaluated again with a smaller scale while its gradients overflow, so nothing
+        is skipped; see :meth:`ampopt.Optimizer.unscale_and_step`. It zeroes the gradients, runs the
         model, scales the loss, calls ``backward()`` and returns the unscaled loss. It scales the
         loss by the scale that it takes as its argument, or, without one, by ``scaler.scale``.
 
         Args:
-            optimizer: to step.
-            args: for ``optimizer.step``, the closure first.
-            kwargs: likewise; and for ampopt's optimizers ``max_norm``, ``max_replays`` and
-                ``preserve_rng`` of :meth:`ampopt.Optimizer.unscale_and_step`.
+            optimizer: the optimizer to step.
+            args: positional arguments for ``optimizer.step``, the closure first.
+            kwargs: keyword arguments for ``optimizer.step``; for ampopt's optimizers ``max_norm``,
+                ``max_replays`` and ``preserve_rng`` of :meth:`ampopt.Optimizer.unscale_and_step`.
 
         Returns:
-            What the optimizer returned; ``None`` after a skip.
+            What ``optimizer.step`` returned; ``None`` after a skip.
 
         Raises:
-            NonFiniteGradientError: a closure's loss is not finite, or replays did not help.
-            RuntimeError: it was stepped since the last :meth:`update`; nothing was scaled; the
-                optimizer can run no closure again; there is a closure after :meth:`unscale_`.
-            TypeError: the closure takes more than a scale; it is no optimizer.
+            NonFiniteGradientError: the loss of the closure is not finite, or its gradients still
+                overflow after the last replay.
+            RuntimeError: ``optimizer`` was stepped since the last :meth:`update`; no loss was
+                scaled; the class of ``optimizer`` cannot evaluate a closure again; or a closure is
+                passed after :meth:`unscale_`.
+            TypeError: the closure requires more than one argument, or ``optimizer`` has no
+                ``param_groups``.
         """
         closure, rest, keywords = split(args, kwargs)
         own = _has_control_points(type(optimizer))
@@ -245,19 +252,19 @@ class GradScaler(scheduled.ScheduledScaler):
             raise refused(optimizer, controlled)
         if record.stage is OptState.READY:
             if _has_control_points(optimizer) and not own:
-                # A wrapper that hands on what it has not: its own step is the one to take.
+                # A wrapper that forwards missing attributes: its own step must be called.
                 self.unscale_(optimizer)
             else:
                 self._refuse_shared(record, optimizer)
         if controlled and record.stage is OptState.UNSCALED and not record.owned:
-            controlled = False  # a wrapper was unscaled in its place
+            controlled = False  # unscale_() was called with a wrapper of this optimizer
         if controlled:
             if record.stage is OptState.UNSCALED:
                 result = _step_after_unscale(optimizer, **keywords)
             else:
                 closure = closure and evaluation(self, closure)
                 result = _unscaling_step(optimizer)(closure, record.scale, **keywords)
-            record.learn(result.found_inf, result.scale)
+            record.set_result(result.found_inf, result.scale)
             record.wrote = True
             returned = result.loss
         elif others.wants_scaler(optimizer):
@@ -267,60 +274,64 @@ class GradScaler(scheduled.ScheduledScaler):
             returned = others.step(record, optimizer, *args, **kwargs)
         record.stage = OptState.STEPPED
         if self._scale is None:
-            self._adopt(self._loss_scale)  # which a closure's step has put on its device
+            self._adopt(self._loss_scale)  # a step with a closure has moved it to a device
         return returned
 
     def update(self, new_scale: float | Tensor | None = None) -> None:  # type: ignore[override]
-        """End the iteration: the scale to use next is the successor of this one.
+        """End the iteration and update the scale.
 
-        Lower if any optimizer overflowed. Unchanged if none of them had gradients, or none was
-        stepped. Does not synchronize, unless a static scale is given a tensor on a device, whose
-        number it keeps.
+        The scale gets lower if any optimizer overflowed, and stays if no optimizer was unscaled or
+        stepped with gradients. Does not synchronize, unless ``new_scale`` is a tensor on an
+        accelerator and the scale is static.
 
         Args:
-            new_scale: a number or a tensor of one element, to go on with instead.
+            new_scale: the scale of the next iteration, a number or a floating-point tensor of one
+                element; ``None`` lets the schedule decide.
 
         Raises:
-            TypeError: ``new_scale`` is something else.
-            ValueError: it is out of range.
+            TypeError: ``new_scale`` is neither a number nor a tensor.
+            ValueError: ``new_scale`` is out of range, or a tensor that is not floating-point, has
+                not exactly one element, or requires grad.
         """
         if not self._enabled:
             return
         if new_scale is not None:
             scale = scheduled.at(self._loss_scale, new_scale)
         else:
-            learned = [
+            candidates = [
                 record.successor
                 for record in self._records
                 if record.successor is not None and record.successor is not record.scale
             ]
             scale = self._loss_scale
-            if learned:
-                scale = next_scale(*learned)
+            if candidates:
+                scale = next_scale(*candidates)
                 scale = scheduled.on(self._loss_scale.device or scale.value.device, scale)
-                if scale._settings() != self._loss_scale._settings():  # changed since
+                if (
+                    scale._settings() != self._loss_scale._settings()
+                ):  # by set_growth_factor() and the like
                     scale = scheduled.changed(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
                 record.holder._ampopt.pending = None
-        self._stepped = self._last_steps()  # an iteration may have none
+        self._stepped = self._last_steps()  # those of the last iteration if this one had none
         self._records = []
         self._replicas = {}
         self._adopt(scale)
 
     def discard(self, optimizer: Any = None) -> None:
-        """Drop what :meth:`unscale_` made of the gradients: no step is to follow it.
+        """Drop gradients that :meth:`unscale_` has unscaled, without a step.
 
-        Zeroes those gradients, to which scaled ones can no longer be added, and forgets whether
-        they overflowed. For a step that is left out on purpose, or an accumulation that ends
-        early. Without a pending unscale it does nothing.
+        Zeroes them (scaled gradients cannot be added to unscaled ones) and forgets whether they
+        overflowed. Use it to omit a step on purpose, or to end an accumulation early. Does nothing
+        if :meth:`unscale_` was not called.
 
         Args:
-            optimizer: whose gradients; ``None`` for all optimizers.
+            optimizer: the optimizer of these gradients; ``None`` for all optimizers.
         """
         for record in list(self._records):
-            mine = optimizer is None or record.of(optimizer)
-            if mine and record.stage is OptState.UNSCALED:
+            selected = optimizer is None or record.of(optimizer)
+            if selected and record.stage is OptState.UNSCALED:
                 record.optimizer.zero_grad()
                 self._records.remove(record)
 
@@ -328,45 +339,65 @@ class GradScaler(scheduled.ScheduledScaler):
 
     @property
     def skipped(self) -> bool:
-        """Whether the last ``step`` left an update out; of several in an iteration, any of them.
+        """Whether any ``step`` of the last iteration was skipped. Synchronizes.
 
-        Holds until the next iteration's first ``step``. Synchronizes: the host waits for the
-        device. See :meth:`was_skipped` for one of several optimizers.
+        The value stays until the first ``step`` of the next iteration. See :meth:`was_skipped` for
+        a single optimizer.
         """
         return any(record.skipped for record in self._last_steps())
 
     @property
     def overflowed(self) -> list[str]:
-        """The parameters whose gradients overflowed in the last ``step``, by name. Synchronizes.
+        """The names of the parameters whose gradients overflowed. Synchronizes.
 
-        Of several in an iteration, those of all; see :attr:`ampopt.StepResult.overflowed`.
+        It lists the parameters of all optimizers that were stepped in the last iteration; see
+        :attr:`ampopt.StepResult.overflowed`.
         """
         flags = [record.found_inf for record in self._last_steps()]
         return [name for flag in flags if flag is not None for name in overflowed(flag)]
 
     def was_skipped(self, optimizer: Any) -> bool:
-        """Whether the last ``step`` of ``optimizer`` was left out. Synchronizes.
+        """Whether the last ``step`` of ``optimizer`` was skipped. Synchronizes.
+
+        Args:
+            optimizer: the optimizer, or a wrapper that has its ``param_groups``.
 
         Raises:
-            RuntimeError: it was not stepped in the last iteration with a step.
+            RuntimeError: ``optimizer`` was not stepped in the last iteration that had a step.
         """
         for record in self._last_steps():
             if record.of(optimizer):
                 return record.skipped
         raise RuntimeError(
             f"was_skipped: the {type(optimizer).__name__} was not stepped by this scaler in the "
-            "last iteration. Ask after scaler.step(optimizer)"
+            "last iteration: call scaler.step(optimizer) first"
         )
 
     # --- saving ------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load a state of this class or of torch's, and end the iteration: see the base class."""
+        """Load a state dict of this class or of ``torch.amp.GradScaler``, and end the iteration.
+
+        Settings that torch's state does not have, such as ``min_scale``, stay as they are. Does
+        nothing if the scaler is disabled.
+
+        Args:
+            state_dict: what :meth:`state_dict` of either class returned.
+
+        Raises:
+            RuntimeError: ``state_dict`` is empty, like that of a disabled scaler.
+            ValueError: an entry is missing or out of range, or the state is of another type of
+                scale. Nothing has changed then.
+        """
         super().load_state_dict(state_dict)
         self._records, self._replicas = [], {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to copy or pickle. A ``RuntimeError`` between unscaling and updating."""
+        """The state to copy or pickle.
+
+        Raises:
+            RuntimeError: ``unscale_`` or ``step`` was called since the last ``update``.
+        """
         if self._records:
             raise RuntimeError(
                 "a GradScaler can be copied or pickled between iterations only: call update() first"
@@ -389,15 +420,21 @@ class GradScaler(scheduled.ScheduledScaler):
         return [r for r in self._records if r.stage is OptState.STEPPED] or self._stepped
 
     def _record(self, optimizer: Any, call: str, scaled: bool = True) -> Record:
-        """That of ``optimizer``, or of what it is a wrapper around; a new one if there is none."""
+        """The record of ``optimizer`` or of the optimizer that it wraps, made if there is none.
+
+        Args:
+            optimizer: the optimizer.
+            call: the method that was called, for messages.
+            scaled: whether the gradients must be of a loss that :meth:`scale` has scaled.
+        """
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
                 f"{call}() takes an optimizer, or a wrapper with its param_groups, got "
-                f"{type(optimizer).__name__}: give it what steps the parameters"
+                f"{type(optimizer).__name__}: pass the object whose step() updates the parameters"
             )
         if scaled and self._loss_scale.device is None:
             raise RuntimeError(
-                f"{call}() needs gradients of a loss that was scaled, and nothing was: call "
+                f"{call}() needs gradients of a scaled loss, but no loss was scaled: call "
                 "scaler.scale(loss).backward() first"
             )
         for record in self._records:
@@ -422,7 +459,7 @@ class GradScaler(scheduled.ScheduledScaler):
         return self._records[-1]
 
     def _refuse_shared(self, record: Record, optimizer: Any) -> None:
-        """Refuse to unscale again what was unscaled for another optimizer."""
+        """Refuse gradients that were already unscaled for another optimizer."""
         others = [other for other in self._records if other is not record and other.wrote]
         if not others:
             return
@@ -433,12 +470,13 @@ class GradScaler(scheduled.ScheduledScaler):
                 raise RuntimeError(
                     f"{gradients.name_of(record.groups, param)} of this {type(optimizer).__name__} "
                     "belongs to another optimizer too, for which its gradient was unscaled "
-                    "already. Leave it to one of them, or update() and run backward() between"
+                    "already. Give it to only one optimizer, or call update() and run backward() "
+                    "between their steps"
                 )
 
     def _check_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
-        """For optimizers whose ``step`` takes the scaler."""
-        others.judge_gradients(self._record(optimizer, "_check_inf_per_device"), optimizer)
+        """Check the gradients; called by optimizers whose ``step`` takes the scaler."""
+        others.check_gradients(self._record(optimizer, "_check_inf_per_device"), optimizer)
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
@@ -451,12 +489,12 @@ def _has_control_points(optimizer: Any) -> bool:
 
 
 def _pending(optimizer: Any) -> Any:
-    """The mark of an unscale that no step has followed yet, if ``optimizer`` is ours."""
+    """The pending unscale of an ampopt optimizer; ``None`` if there is none."""
     return optimizer._ampopt.pending if isinstance(optimizer, Optimizer) else None
 
 
 def _step_after_unscale(optimizer: Any, **keywords: Any) -> StepResult:
-    """That of ``optimizer``, after which ``p.grad`` holds what it stepped with."""
+    """Call ``step_after_unscale``; for master weights, copy their gradients to ``p.grad`` after."""
     is_ours = isinstance(optimizer, Optimizer)
     grads, unscaled = optimizer._ampopt.masters.unscaled_gradients() if is_ours else ([], [])
     result = optimizer.step_after_unscale(**keywords)
@@ -467,7 +505,7 @@ def _step_after_unscale(optimizer: Any, **keywords: Any) -> StepResult:
 
 
 def _unscaling_step(optimizer: Any) -> Callable[..., StepResult]:
-    """``unscale_and_step`` of ``optimizer``; if it is ours, one that leaves gradients unscaled."""
+    """``unscale_and_step`` of ``optimizer``; ampopt's also unscales ``p.grad`` in place."""
     step = optimizer.unscale_and_step
     if getattr(step, "__func__", None) is Optimizer.unscale_and_step:
         return functools.partial(step_scaled_gradients, step.__self__, write=True)

@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler`` whose schedule is a loss scale: read, changed, saved and loaded."""
+"""The part of ``ampopt.GradScaler`` that deals with its scale: read, change, save and load it."""
 
 import copy
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ __all__ = ["ScheduledScaler", "at", "changed", "on"]
 
 
 class ScheduledScaler(torch.amp.GradScaler):
-    """What of :class:`ampopt.GradScaler` is about its scale, and not about optimizers.
+    """Base of :class:`ampopt.GradScaler`: the methods that read or change the scale.
 
-    Its constructor calls :meth:`_adopt` with a scale, if it is enabled. What is set between
-    ``unscale_`` or ``step`` and ``update`` is heeded from the next iteration on.
+    A subclass's constructor calls :meth:`_adopt` with a scale if the scaler is enabled. Settings
+    that change between ``unscale_`` or ``step`` and ``update`` apply from the next iteration on.
     """
 
     _loss_scale: LossScale
@@ -35,47 +35,47 @@ class ScheduledScaler(torch.amp.GradScaler):
         return self._loss_scale.item() if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by on growth."""
+        """The factor by which the scale grows."""
         return self._setting("growth_factor")
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Multiply by ``new_factor`` on growth, from now on."""
+        """Set the factor by which the scale grows, more than 1."""
         self._change(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after an overflow."""
+        """The factor by which the scale is multiplied after an overflow."""
         return self._setting("backoff_factor")
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Multiply by ``new_factor`` after an overflow, from now on."""
+        """Set the factor by which the scale is multiplied after an overflow, less than 1."""
         self._change(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
-        """After how many finite steps the scale grows."""
+        """The number of consecutive finite steps after which the scale grows."""
         return self._setting("growth_interval")
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Grow after ``new_interval`` finite steps, those already counted included."""
+        """Set the number of finite steps after which the scale grows; steps so far count."""
         self._change(growth_interval=new_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, which ``torch.amp.GradScaler`` loads too. Synchronizes.
 
-        Torch's five entries; and ``loss_scale``, which torch ignores, if the schedule is more than
-        they can say. Empty if disabled. Call it after :meth:`update`.
+        It has torch's five entries, and ``loss_scale``, which torch ignores, if those do not
+        describe the schedule completely. Empty if disabled. Call it after :meth:`update`.
         """
         if not self._enabled:
             return {}
         return _to_torch(self._loss_scale)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load a state of this class or of ``torch.amp.GradScaler``. Nothing, if disabled.
+        """Load a state of this class or of ``torch.amp.GradScaler``. Does nothing if disabled.
 
-        What torch's state does not say, such as a floor, stays as it is.
+        Settings that torch's state does not have, such as ``min_scale``, stay as they are.
 
         Raises:
-            RuntimeError: the state is empty, as that of a disabled scaler is.
-            ValueError: an entry is missing or out of range, or the state is that of another kind of
+            RuntimeError: the state is empty, like that of a disabled scaler.
+            ValueError: an entry is missing or out of range, or the state is of another type of
                 scale. Nothing has changed then.
         """
         if not self._enabled:
@@ -83,7 +83,7 @@ class ScheduledScaler(torch.amp.GradScaler):
         if not state_dict:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved from a disabled "
-                "instance of GradScaler. To go on with the scale of this one, do not load it"
+                "instance of GradScaler. To keep the scale of this instance, do not load that state"
             )
         loaded = copy.copy(self._loss_scale)
         loaded.load_state_dict(state_dict)
@@ -91,7 +91,7 @@ class ScheduledScaler(torch.amp.GradScaler):
 
     def _adopt(self, scale: LossScale) -> None:
         self._loss_scale = scale
-        # Where those look who know torch's scaler from inside.
+        # Frameworks read this private attribute of torch's scaler.
         self._scale = None if scale.device is None else scale.value
 
     def _change(self, **settings: Any) -> None:
@@ -100,15 +100,15 @@ class ScheduledScaler(torch.amp.GradScaler):
 
     def _setting(self, name: str) -> Any:
         if not self._enabled:
-            raise RuntimeError(f"this scaler is disabled, and has no {name}")
+            raise RuntimeError(f"this scaler is disabled and has no {name}: pass enabled=True")
         value = self._loss_scale._settings().get(name)
         if value is None:
-            raise RuntimeError(f"a {type(self._loss_scale).__name__} has no {name}: it stays")
+            raise RuntimeError(f"a {type(self._loss_scale).__name__} has no {name}: it is constant")
         return value
 
 
 def on(device: torch.device, scale: LossScale) -> LossScale:
-    """``scale`` on another device."""
+    """A copy of ``scale`` on ``device``; ``scale`` itself if it is there. Does not synchronize."""
     if scale.device == device:
         return scale
     moved, counters = copy.copy(scale), scale._counters
@@ -119,11 +119,16 @@ def on(device: torch.device, scale: LossScale) -> LossScale:
 
 
 def at(scale: LossScale, value: Any) -> LossScale:
-    """``scale`` at another value, a number or a tensor. For a tensor, a static one synchronizes.
+    """A copy of ``scale`` with another value. A static scale synchronizes to read a tensor.
+
+    Args:
+        scale: the scale.
+        value: a number, or a floating-point tensor of one element.
 
     Raises:
-        TypeError: ``value`` is neither.
-        ValueError: it is out of range, or a tensor that has not one floating element.
+        TypeError: ``value`` is neither a number nor a tensor.
+        ValueError: ``value`` is out of range, or a tensor that is not floating-point, has not
+            exactly one element, or requires grad.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point() or value.requires_grad:
@@ -149,15 +154,15 @@ def at(scale: LossScale, value: Any) -> LossScale:
 
 
 def changed(scale: LossScale, **settings: Any) -> LossScale:
-    """``scale`` with other settings, from now on. Does not synchronize.
+    """A copy of ``scale`` with other settings, such as ``growth_factor``. Does not synchronize.
 
     Raises:
-        RuntimeError: it is static.
+        RuntimeError: ``scale`` is static.
         TypeError: a setting is of the wrong type.
         ValueError: a setting is out of range.
     """
     if not isinstance(scale, DynamicLossScale):
-        raise RuntimeError(f"{scale!r} has no {', '.join(settings)}: it stays what it is")
+        raise RuntimeError(f"{scale!r} has no {', '.join(settings)}: it is constant")
     new = type(scale)(**{**scale._settings(), **settings})
     assert scale._counters is not None
     growth, budget = scale._counters.unbind()
@@ -167,12 +172,12 @@ def changed(scale: LossScale, **settings: Any) -> LossScale:
 
 
 def _to_torch(scale: LossScale) -> dict[str, Any]:
-    """``scale`` as ``torch.amp.GradScaler`` saves it, and what more there is. Synchronizes."""
+    """State dict of ``scale`` with torch's keys, and ``loss_scale`` for the rest. Synchronizes."""
     state = scale.state_dict()
     dynamic = isinstance(scale, DynamicLossScale)
     entries = {
         "scale": state["scale"] if dynamic else scale.item(),
-        # By factors of 1, torch's scaler stays what it is.
+        # With factors of 1, torch's scaler keeps its scale constant.
         "growth_factor": state["growth_factor"] if dynamic else 1.0,
         "backoff_factor": state["backoff_factor"] if dynamic else 1.0,
         "growth_interval": state["growth_interval"] if dynamic else 2000,

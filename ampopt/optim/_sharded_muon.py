@@ -1,4 +1,4 @@
-"""The step of Muon where matrices are spread over ranks."""
+"""The step of Muon for matrices that are sharded over ranks (``DTensor``)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +17,21 @@ __all__ = ["step_whole_matrices"]
 
 
 def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None]) -> bool:
-    """Take the step of ``torch.optim.Muon`` on whole matrices.
+    """Run the step of ``torch.optim.Muon``, each sharded matrix gathered on one rank.
+
+    The rank orthogonalizes the matrix and sends the shards of the update back.
 
     Args:
-        optimizer: of matrices, some of which are spread over ranks.
-        make_state: makes the state of a parameter where it is missing.
+        optimizer: an optimizer of matrices, some of them sharded.
+        make_state: makes the state of a parameter if it is missing.
 
     Returns:
-        Whether it was taken: not where no process group reaches all ranks of the matrices, nor
-        where there is what torch's step refuses.
+        Whether the step was run. ``False`` if no single process group contains all ranks of the
+        matrices, or a parameter is complex or a gradient sparse, which torch's step refuses.
 
     Raises:
-        RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
+        RuntimeError: the ranks have gradients of different parameters; see
+            :meth:`SameGradients.check`. Nothing has changed then.
     """
     params = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     held = [(group, p) for group, p in params if p.grad is not None]
@@ -62,7 +65,7 @@ def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None
 def _update(
     optimizer: Any, group: dict[str, Any], param: Any, make_state: Callable[[Any, Tensor], None]
 ) -> Tensor:
-    """What is here of what is to be orthogonalized, in the dtype in which it is."""
+    """This rank's shard of the momentum to orthogonalize, in bfloat16, as torch computes it."""
     dtensor.settle(param)
     make_state(optimizer, param)
     buffer = dtensor.local(optimizer.state[param]["momentum_buffer"])
@@ -72,14 +75,14 @@ def _update(
 
 
 class _Meeting:
-    """The ranks that the matrices of one optimizer are spread over, kept from step to step."""
+    """The process group of the sharded matrices of one optimizer, cached between steps."""
 
     def __init__(self, params: list[Any], group: Any) -> None:
-        """Meet.
+        """Store the parameters and their process group.
 
         Args:
-            params: that are spread, with gradients or without.
-            group: a process group of all of their ranks.
+            params: the sharded parameters, with gradients or without.
+            group: a process group that contains all of their ranks.
         """
         self._params, self._group = params, group
         self._same = SameGradients(params)
@@ -87,7 +90,10 @@ class _Meeting:
 
     @staticmethod
     def of(optimizer: Any, params: list[Any]) -> "_Meeting | None":
-        """That for these parameters; ``None`` if no process group reaches all of their ranks."""
+        """The cached object for these parameters, or a new one.
+
+        ``None`` if no single process group contains all of their ranks.
+        """
         last = _LAST.get(optimizer)
         if last is None or not _are(last._params, params):
             group = group_of([param.device_mesh for param in params])
@@ -97,10 +103,15 @@ class _Meeting:
         return last
 
     def matrices(self, present: list[Any], device: torch.device) -> WholeMatrices:
-        """Who has which matrix, of those with gradients.
+        """Assign matrices to ranks, after a check that all ranks have the same gradients.
+
+        Args:
+            present: the sharded parameters with gradients.
+            device: the device of the collective.
 
         Raises:
-            RuntimeError: see :meth:`SameGradients.check`.
+            RuntimeError: the ranks have gradients of different parameters; see
+                :meth:`SameGradients.check`.
         """
         if torch.distributed.get_world_size(self._group) > 1:
             said, keys = torch.zeros(self._same.size, device=device), list(map(id, present))

@@ -19,8 +19,9 @@ __all__ = ["SGD"]
 
 
 def _complete_state(state: dict[str, Any]) -> None:
+    """Add the flag ``stepped`` to the state of a parameter from torch's checkpoint."""
     buffer = state.get("momentum_buffer")
-    if buffer is not None:  # from a checkpoint, where a buffer is of a step
+    if buffer is not None:  # torch makes the buffer in the first step, so there was one
         state.setdefault(_STEPPED, torch.ones((), device=buffer.device))
 
 

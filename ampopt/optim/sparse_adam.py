@@ -20,6 +20,7 @@ __all__ = ["SparseAdam"]
 
 
 def _state_of(optimizer: Any, param: Tensor) -> dict[str, Any]:
+    """The state of ``param``, its missing entries made and its step count a 0-d tensor."""
     state = optimizer.state[param]
     step = state.get("step", 0)
     if not isinstance(step, Tensor):  # new, or from a checkpoint
@@ -61,19 +62,19 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         ) -> None:
             """Make the optimizer; see the class."""
 
-    @uncompiled  # which takes sparse gradients into no graph
+    @uncompiled  # torch.compile does not trace sparse gradients
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Perform one step, as torch's ``step`` does.
 
         Args:
-            closure: reevaluates the model and returns the loss.
+            closure: a function that reevaluates the model and returns the loss; or ``None``.
 
         Returns:
             What the closure returned, or ``None``.
 
         Raises:
-            RuntimeError: a gradient is dense; nothing has changed then.
+            RuntimeError: a gradient is dense. Nothing has changed then.
         """
         loss = evaluated(closure)
         present = gradients.with_groups(self.param_groups)
@@ -113,7 +114,7 @@ def _step(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, A
     step = state["step"].double()
     step_size = lr * (1 - beta2**step).sqrt() / (1 - beta1**step)
 
-    grad = grad.coalesce()  # the update is not linear, so an element must come once
+    grad = grad.coalesce()  # the update is not linear, so duplicates must be summed first
     at = grad.indices().unbind()
     dtype = torch.promote_types(param.dtype, torch.float32)
     g = grad.values().to(dtype)

@@ -81,7 +81,7 @@ def test_settings_can_be_read_and_changed():
     assert scaler.get_scale() == 8.0
     static = GradScaler("cpu", loss_scale=StaticLossScale(2.0))
     for call in (static.get_growth_factor, lambda: static.set_growth_interval(2)):
-        with pytest.raises(RuntimeError, match="stays"):
+        with pytest.raises(RuntimeError, match="it is constant"):
             call()
 
 
