@@ -1,4 +1,4 @@
-"""Device code of ampopt: update rules, Triton kernels, and the engines that run them.
+"""Update rules, and the backends that run them: Triton kernels, compiled C++ loops, plain torch.
 
 To write a rule, import :data:`tl` and :func:`jit` from here and declare a :class:`Rule`.
 """

@@ -1,7 +1,6 @@
-"""The accelerators that kernels are compiled for, by their modules of torch's.
+"""Streams, graph capture and copies on accelerators, for a device that is passed.
 
-``torch.cuda`` and ``torch.xpu`` have the same calls, which speak of the current device where none
-is named; here each question is asked of a device that is given.
+``torch.cuda`` and ``torch.xpu`` have the same functions, many of them for the current device only.
 """
 
 from contextlib import AbstractContextManager
@@ -24,41 +23,44 @@ __all__ = [
 
 
 ACCELERATORS = ("cuda", "xpu")
-"""Types of devices that have streams, and copy from pinned memory while the host goes on."""
+"""Device types that have streams and asynchronous copies from pinned memory."""
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Within this, ``device``, an accelerator, is the current one."""
+    """A context in which ``device``, an accelerator, is the current device."""
     return torch.get_device_module(device).device(device)
 
 
 def stream(device: torch.device) -> Any:
-    """What is queued on ``device``, an accelerator, is queued there."""
+    """The current stream of ``device``, an accelerator."""
     return torch.get_device_module(device).current_stream(device)
 
 
 def captures(device: torch.device) -> bool:
-    """Whether what is queued on ``device``, of any type, is captured into a graph."""
+    """Whether the current stream of ``device`` is being captured into a graph.
+
+    ``False`` for devices without streams.
+    """
     if device.type not in ACCELERATORS:
         return False
     module = torch.get_device_module(device)
     if not module.is_initialized():
         return False
-    if device.index == module.current_device():  # each step asks, mostly of the current device
+    if device.index == module.current_device():  # the usual case, in each step
         return module.is_current_stream_capturing()
     with current(device):
         return module.is_current_stream_capturing()
 
 
 def refuse_while_captured(device: torch.device, what: str) -> None:
-    """Refuse what no replay would do again, or would do with other memory.
+    """Raise if a graph is being captured: call this before work that a replay would not repeat.
 
     Args:
-        device: where it is to be done.
-        what: is refused, for the message.
+        device: the device of the work.
+        what: the work, for the message: the object of "cannot capture".
 
     Raises:
-        RuntimeError: a graph is captured on ``device``.
+        RuntimeError: a graph is being captured on ``device``.
     """
     if captures(device):
         raise RuntimeError(
@@ -69,23 +71,23 @@ def refuse_while_captured(device: torch.device, what: str) -> None:
 
 
 class Copying(NamedTuple):
-    """A tensor on its way to the host.
+    """An asynchronous copy to the host.
 
     Attributes:
-        tensor: in the host's memory, to be read once the copy is done.
-        event: after which it is; ``None`` if it is done.
+        tensor: the copy, a CPU tensor that is valid once :meth:`done` returns true.
+        event: the event that is recorded after the copy; ``None`` if the copy is done.
     """
 
     tensor: Tensor
     event: Any
 
     def done(self) -> bool:
-        """Whether the copy is done. Never waits."""
+        """Whether the copy is done. Does not synchronize."""
         return self.event is None or self.event.query()
 
 
 def copied_to_host(tensor: Tensor) -> Copying:
-    """A copy of ``tensor`` in the host's memory. Does not wait for an accelerator."""
+    """Start to copy ``tensor`` to the host. Does not synchronize with CUDA and XPU devices."""
     if tensor.device.type not in ACCELERATORS:
         return Copying(tensor.clone() if tensor.is_cpu else tensor.cpu(), None)
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -97,30 +99,30 @@ def copied_to_host(tensor: Tensor) -> Copying:
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """``tensor`` on ``device``, in ``dtype`` if given.
+    """``tensor`` on ``device``, converted to ``dtype`` if it is not ``None``.
 
-    On its way to an accelerator the host goes on; whatever runs there runs later. On its way to the
-    host it is waited for, as torch would have the host read memory that is yet to be written.
+    Does not synchronize for copies to an accelerator, also from the host. Synchronizes for copies
+    to the host: with ``non_blocking=True``, torch would return memory that is not written yet.
     """
     if tensor.device == device and (dtype is None or tensor.dtype == dtype):
         return tensor
-    if tensor.is_cpu:  # a copy that converts would go through memory that is not pinned
+    if tensor.is_cpu:  # on the host, as torch converts in pageable memory
         tensor = tensor.to(dtype or tensor.dtype)
-    tensor, goes_on = _ready(tensor, device)
-    return tensor.to(device, dtype or tensor.dtype, non_blocking=goes_on)
+    tensor, non_blocking = _ready(tensor, device)
+    return tensor.to(device, dtype or tensor.dtype, non_blocking=non_blocking)
 
 
 def carried_into(there: Tensor, tensor: Tensor) -> Tensor:
-    """``there``, with ``tensor`` written over it; the host waits as for :func:`to_device`."""
-    tensor, goes_on = _ready(tensor, there.device)
-    return there.copy_(tensor, non_blocking=goes_on)
+    """Copy ``tensor`` into ``there``; synchronizes as :func:`to_device` does. Returns ``there``."""
+    tensor, non_blocking = _ready(tensor, there.device)
+    return there.copy_(tensor, non_blocking=non_blocking)
 
 
 def _ready(tensor: Tensor, device: torch.device) -> tuple[Tensor, bool]:
-    """``tensor`` from where it can be copied to ``device``, and whether the host may go on.
+    """``tensor``, pinned if it must be, and the ``non_blocking`` argument of a copy to ``device``.
 
-    Memory of the host's that is not pinned may be freed, or be written again, before it was read.
-    A captured graph would read it at each replay.
+    Pageable host memory might be freed or overwritten before an asynchronous copy reads it, and a
+    captured graph would read it at each replay.
     """
     if device.type == "cpu" or not tensor.is_cpu:
         return tensor, device.type != "cpu"

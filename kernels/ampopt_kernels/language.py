@@ -1,9 +1,10 @@
 """The language that rules and kernels are written in.
 
-``tl`` and ``jit`` are Triton's where Triton is installed, but that ``jit`` has ``/``, ``tl.sqrt``
-and ``tl.rsqrt`` correctly rounded in float32: see :mod:`ampopt_kernels.triton.correctly_rounded`.
-Elsewhere ``tl`` is :mod:`ampopt_kernels.torch_language`, which has the elementwise part of the
-language, and ``jit`` only marks a function, so that a rule is written once and imports everywhere.
+If Triton is installed, ``tl`` is ``triton.language``, and ``jit`` is ``triton.jit``, except that
+``/``, ``tl.sqrt`` and ``tl.rsqrt`` are correctly rounded in float32: see
+:mod:`ampopt_kernels.triton.correctly_rounded`. Without Triton, ``tl`` is
+:mod:`ampopt_kernels.torch_language`, which has the elementwise functions of the language, and
+``jit`` only marks a function. So a rule is written once, and can be imported everywhere.
 """
 
 import importlib
@@ -49,13 +50,13 @@ INTERPRETED = False
 if TYPE_CHECKING:
 
     def jit(fn: Any) -> Any:
-        """What type checkers see: a function of which they know no types."""
+        """Declared for type checkers, which treat kernels as untyped."""
 
     class _Anything(type):
         def __getattr__(cls, name: str) -> Any: ...
 
     class tl(metaclass=_Anything):
-        """What type checkers see: a language of which they know no types."""
+        """Declared for type checkers, which treat the language as untyped."""
 
         constexpr: TypeAlias = Any
 
@@ -77,10 +78,11 @@ else:
 
 
 def kernel(fn: Callable[..., Any]) -> Any:
-    """``jit`` for what is launched: one binary, whatever the values and addresses of arguments.
+    """``jit`` for kernels that are launched: one binary for all values and addresses of arguments.
 
-    Triton would compile a second one the first time that a size is 1 or a multiple of 16, or an
-    address is not, which is mid-training. Kernels say themselves what they know of alignment.
+    By default, Triton compiles another binary the first time that a size is 1 or a multiple of 16,
+    or an address is not aligned, which would pause a training midway. Kernels get alignment as a
+    compile-time argument instead.
     """
     if not HAS_TRITON:
         return jit(fn)
@@ -135,13 +137,13 @@ def sign(x):
 
 @jit
 def float_bits(x):
-    """Those of ``x`` as float32, ``tl.uint32``."""
+    """The bits of ``x`` as float32: ``tl.uint32``."""
     return x.to(tl.float32).to(tl.uint32, bitcast=True)
 
 
 @jit
 def as_float32(x):
-    """``x`` rounded to float32, as which scalar states are kept, in its own dtype."""
+    """``x`` rounded to float32, the dtype of scalar states; the result has the dtype of ``x``."""
     return x.to(tl.float32).to(x.dtype)
 
 
@@ -150,10 +152,10 @@ _ROUNDS_BY_HAND = tl.constexpr(INTERPRETED) if HAS_TRITON else False  # pyright:
 
 @jit
 def rounded(x, DTYPE: tl.constexpr):
-    """``x`` in ``DTYPE``, to the nearest, ties to even: what a kernel stores."""
+    """``x`` converted to ``DTYPE``, rounded to nearest, ties to even."""
     if _ROUNDS_BY_HAND and DTYPE == tl.bfloat16:
-        # Triton's interpreter cuts float32 off where every device rounds it.
-        bits = float_bits(x)  # by way of float32 everywhere
+        # Triton's interpreter truncates to bfloat16, where devices round.
+        bits = float_bits(x)  # float64 is rounded to float32 first, as on devices
         nearest = bits + 0x7FFF + ((bits >> 16) & 1)
         bits = tl.where(x == x, nearest, bits)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -163,21 +165,19 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @jit
 def power(base, exponent):
-    """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``, which Triton has not.
+    """``base ** exponent`` for ``base >= 0`` and ``exponent > 0``; Triton has no such operator.
 
-    Backends may differ by units in the last place, as their ``tl.log2`` and ``tl.exp2`` do: in
-    float64 that shows in what a rule keeps in float64, such as ScheduleFreeAdamW's ``weight_sum``.
+    Results of different backends may differ by a few ulp, as their ``tl.log2`` and ``tl.exp2`` do.
 
-    Near 1 it is all but correctly rounded: rules take ``1 - power(beta, step)``, and in the first
-    steps that is little more than the rounding of the power. ``tl.exp2`` by itself may be a unit in
-    the last place off, on some processors and accelerators.
+    Results near 1 are almost correctly rounded. Rules compute ``1 - power(beta, step)``, which in
+    the first steps cancels nearly all digits of the power; ``tl.exp2`` alone may be an ulp off.
     """
     positive = base > 0
     exponent2 = exponent * tl.log2(tl.where(positive, base, 1.0))
     x = exponent2 * 0.6931471805599453
     near = (x > -0.5) & (x < 0.5)
-    # exp(x) - 1 by its Taylor series, of which 14 terms are enough for float64 at 0.5. By
-    # reciprocals, which are constants: nothing of a step goes on while control divides.
+    # exp(x) - 1 by its Taylor series; 14 terms are enough for float64 at 0.5. Multiplies by
+    # reciprocals, as divisions are slow, and the whole step waits for control.
     x = tl.where(near, x, 0.0)
     above_1 = x * 0.0
     for i in tl.static_range(14):

@@ -1,7 +1,7 @@
 """The loss-scale schedule: how a scale follows from the one before it and the overflow flag.
 
-Written once. The control kernel runs it on the device, the eager backend and ``LossScale.next``
-run the same body through the stand-in.
+The function is written once: the Triton control kernel calls it, and the other backends and
+``LossScale.next`` call it on torch tensors or Python numbers, bound by ``torch_language``.
 """
 
 from typing import NamedTuple
@@ -12,9 +12,9 @@ __all__ = ["PolicyConstants", "next_scale"]
 
 
 class PolicyConstants(NamedTuple):
-    """What a schedule is made of, in the order in which :func:`next_scale` takes it.
+    """The constants of a schedule, in the order in which :func:`next_scale` reads them.
 
-    All are numbers, so that they fit one float64 vector on a device.
+    All are numbers, so that one float64 vector on a device holds them.
     """
 
     growth_factor: float
@@ -24,22 +24,22 @@ class PolicyConstants(NamedTuple):
     growth_period: float
     """Finite steps from one growth to the next."""
     hysteresis: float
-    """Overflows it takes to lower the scale."""
+    """Number of overflows that lower the scale."""
     refill_on_finite: float
-    """1 where any finite step refills the hysteresis budget, else 0."""
+    """1 if any finite step resets the hysteresis budget, else 0."""
     refill_on_backoff: float
-    """1 where lowering the scale refills the hysteresis budget, else 0."""
+    """1 if lowering the scale resets the hysteresis budget, else 0."""
     min_scale: float
     max_scale: float
     kept_scale: float = 0.0
-    """A scale that no overflow lowers; 0 for none."""
+    """A scale that overflows do not lower; 0 if there is no such scale."""
 
 
 @jit
 def next_scale(value, growth, budget, found_inf, constants):
     """The scale and counters after one step.
 
-    Arguments are float64 scalars (or Python numbers through the stand-in)::
+    Arguments are float64 scalars, or Python numbers::
 
         if found_inf > 0:
             growth, budget = 0, budget - 1
@@ -88,7 +88,7 @@ def next_scale(value, growth, budget, found_inf, constants):
     grows = count >= first_growth
     raised = value * growth_factor
     raised = tl.where(raised < max_scale, raised, max_scale)
-    # From this float64 on, 2**128 - 2**103, float32 rounds to infinity: such growth is not taken.
+    # Values from 2**128 - 2**103 on round to infinity in float32: the scale does not grow there.
     raised = tl.where(raised < 3.4028235677973366e38, raised, value)
     good_value = tl.where(grows, raised, value)
     good_growth = tl.where(grows, first_growth - growth_period, count)

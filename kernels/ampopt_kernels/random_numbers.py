@@ -1,7 +1,7 @@
-"""Random numbers of rules: functions of a seed, the step and the place of an element, alone.
+"""Random numbers for rules: pure functions of a seed, the step and the place of an element.
 
-So nothing is consumed: a skipped step, a replay, a checkpoint and the number of ranks change none,
-and every backend makes the same ones to the bit.
+There is no generator state. A skipped step, a retried closure, a checkpoint or another number of
+ranks does not change the numbers, and all backends compute the same bits.
 """
 
 from ampopt_kernels.language import float_bits, jit, tl
@@ -9,17 +9,18 @@ from ampopt_kernels.language import float_bits, jit, tl
 __all__ = ["CPP", "PLACE_STRIDE", "rand", "randn", "random_bits"]
 
 PLACE_STRIDE = 1 << 36
-"""The distance from the first place of one parameter to that of the next: room for its elements."""
+"""Distance between the first places of two parameters: more than the number of elements."""
 
 
 @jit
 def rand(seed, step, at):
-    """Random numbers from 0 up to 1, multiples of 2**-24, another for each element.
+    """Uniform random numbers in [0, 1), multiples of 2**-24, one for each element.
 
     Args:
-        seed: a number of ``h``, which tells runs, or several calls in one ``update``, apart.
-        step: likewise, not twice the same. Both count as float32, whole numbers to 2**24.
-        at: what ``update`` has got.
+        seed: a number of ``h``; different for different runs, and for each call in one ``update``.
+        step: a number of ``h`` that differs at every step, such as a step count. Seed and step are
+            used as float32, which is exact for whole numbers up to 2**24.
+        at: the sixth argument of ``update``.
     """
     position, like = at
     bits = random_bits(position, float_bits(step), float_bits(seed))
@@ -28,10 +29,15 @@ def rand(seed, step, at):
 
 @jit
 def randn(seed, step, at):
-    """Random numbers with the normal distribution, of mean 0 and variance 1; see :func:`rand`.
+    """Normal random numbers of mean 0 and variance 1, one for each element.
 
-    They are made of :func:`rand` at ``step`` and ``-step`` (Box and Muller), by functions that
-    backends round differently.
+    Computed from :func:`rand` at ``step`` and ``-step`` (Box and Muller). Backends may differ in
+    the last bits, as their ``tl.log`` and ``tl.cos`` do.
+
+    Args:
+        seed: as for :func:`rand`.
+        step: as for :func:`rand`.
+        at: the sixth argument of ``update``.
     """
     radius = tl.sqrt(-2.0 * tl.log(1.0 - rand(seed, step, at)))
     return radius * tl.cos(6.283185307179586 * rand(seed, -step, at))
@@ -42,9 +48,9 @@ def random_bits(position, low, high):
     """32 random bits, ``tl.uint32``, for each element.
 
     Args:
-        position: of the element, int64.
-        low: half of a key, ``tl.uint32``.
-        high: the other.
+        position: place of each element, int64.
+        low: low half of a key, ``tl.uint32``.
+        high: high half of the key, ``tl.uint32``.
     """
     near, far = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
     return _mixed(_mixed(near ^ _mixed(_mixed(low) ^ high)) ^ far)
@@ -76,4 +82,4 @@ static inline float uniform(float seed, float step, uint64_t position) {
     return int32_t(random_bits(position, bits(step), bits(seed)) >> 8) * 0x1p-24f;
 }
 """
-"""The same in C++."""
+"""The same in C++; ``uniform`` is :func:`rand` for one element."""

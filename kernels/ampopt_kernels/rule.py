@@ -1,4 +1,4 @@
-"""What an optimizer is, to the engines: a rule, which is its mathematics and the names it needs."""
+"""An optimizer as backends know it: a :class:`Rule`, formulas and the names of their inputs."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ from ampopt_kernels.state import MASTER, PARAM, State
 __all__ = ["MASTER", "PARAM", "Kind", "Rule", "State"]
 
 Kind = tuple[int, torch.dtype]
-"""How many dimensions a parameter has, and its dtype, or that of its master."""
+"""Number of dimensions of a parameter, and its dtype, or that of its master weight."""
 
 
 @jit
@@ -126,7 +126,7 @@ class Rule:
     entries: Any = None
 
     def __post_init__(self) -> None:
-        """Check the declaration, so that a slip is named where it was made."""
+        """Check the declaration, so that the error is raised where the rule is written."""
         optional = ["reduce"] * self.reduces + ["averages"] * (self.averages is not None)
         for role in ("update", "scalars", "before_reduce", *optional):
             if not hasattr(getattr(self, role), "fn"):
@@ -142,22 +142,25 @@ class Rule:
             _check_tuple(role, getattr(self, role), str, '("lr",)')
         for role in ("state", "scalar_state"):
             _check_tuple(role, getattr(self, role), State, '(State("exp_avg"),)')
-        takes = "(s, h, flags, sums) or (s, h, flags, sums, totals), beside reduce"
+        takes = "(s, h, flags, sums) or (s, h, flags, sums, totals), as the rule has reduce"
         if not self.reduces:
-            takes = "(s, h) or (s, h, flags), where there is no reduce to sum anything up"
+            takes = "(s, h) or (s, h, flags), as the rule has no reduce to sum anything up"
         if self.scalars_arguments not in ((4, 5) if self.reduces else (2, 3)):
             raise TypeError(
-                f"Rule scalars must take {takes}; it takes {self.scalars_arguments} arguments"
+                f"Rule scalars must take {takes}, but it takes {self.scalars_arguments} arguments"
             )
         if self.before_reduce is not keep_all and not self.reduces:
-            raise TypeError("Rule before_reduce is for reduce, which is missing: scalars alone do")
+            raise TypeError(
+                "Rule before_reduce is for reduce, and the rule has no reduce: add reduce, or move "
+                "the code of before_reduce to scalars"
+            )
         for part in self.scalar_state:
             narrow = part.dtype in (torch.float16, torch.bfloat16)
             if part.init == PARAM or part.shape is not None or narrow:
                 raise ValueError(
-                    f"State {part.name!r} is a scalar, which is kept in torch.float32 or "
-                    "torch.float64, has no shape, and begins with a number or a param-group entry: "
-                    "declare it so, or in state"
+                    f"State {part.name!r} is a scalar state: its dtype must be torch.float32, "
+                    "torch.float64 or None, its shape None, and its init a number or the name of a "
+                    "param-group entry. Change that, or declare the state in state="
                 )
         self._check_marginals()
         names = [part.name for part in (*self.state, *self.scalar_state)]
@@ -178,42 +181,47 @@ class Rule:
         missing = [role for role, function in needed.items() if function is None]
         if shaped and missing:
             raise TypeError(
-                f"Rule with the states {shaped}, of rows and columns, lacks {', '.join(missing)}: "
-                "averages says what they are means of, factors what becomes of them, and reduce is "
-                "what both are beside"
+                f"Rule has states of rows and columns, {shaped}, but lacks {', '.join(missing)}: "
+                "such states need averages (the terms to average over rows and columns), factors "
+                "(which computes the new states from the averages) and reduce. See the Adafactor "
+                "rule in ampopt_kernels/rules/adafactor.py"
             )
         if not shaped and (self.averages is not None or self.factors is not None):
             raise TypeError(
-                "Rule averages and factors are for states of rows and columns: declare some, as in "
-                'state=(State("row_var", shape="rows"),)'
+                "Rule averages and factors are for states of rows and columns, and the rule has "
+                'none: declare some, as in state=(State("row_var", shape="rows"),), or remove both'
             )
 
     @functools.cached_property
     def reduces(self) -> bool:
-        """Whether anything is summed over parameters."""
+        """Whether the rule has a ``reduce`` function."""
         return self.reduce is not None
 
     @functools.cached_property
     def draws(self) -> bool:
-        """Whether ``update`` takes ``at``, for random numbers; see ``random_numbers``."""
+        """Whether ``update`` takes a sixth argument ``at``, for ``rand`` and ``randn``."""
         return len(inspect.signature(self.update.fn).parameters) > 5
 
     @functools.cached_property
     def scalars_arguments(self) -> int:
-        """How many arguments ``scalars`` takes, of ``(s, h, flags, sums, totals)``."""
+        """Number of arguments of ``scalars``, a prefix of ``(s, h, flags, sums, totals)``."""
         return len(inspect.signature(self.scalars.fn).parameters)
 
     @functools.cached_property
     def with_float64_scalars(self) -> "Rule":
-        """This rule where scalar states are float64."""
+        """The rule to use if scalar states are float64: with ``scalars64`` as ``scalars``."""
         if self.scalars64 is None:
             return self
         return replace(self, scalars=self.scalars64, scalars64=None)
 
     def flag_values(self, group: Mapping[str, Any], kind: Kind | None = None) -> tuple[bool, ...]:
-        """The flags of the param group ``group``, for its parameters of one ``kind``.
+        """The value of each flag for the parameters of one ``kind`` in a param group.
 
         Reads no device tensor.
+
+        Args:
+            group: the param group.
+            kind: passed to :attr:`entries`; ``None`` to read ``group`` alone.
         """
         seen = group if kind is None else self.seen(group, kind)
         flags: list[bool] = []
@@ -227,9 +235,11 @@ class Rule:
     def hyper_values(
         self, group: Mapping[str, Any], kind: Kind | None = None
     ) -> list[float | Tensor]:
-        """The hyperparameters of the param group ``group``, laid flat in the order of ``h``.
+        """The hyperparameters of a param group, in the order of ``h``, tuples flattened.
 
-        For its parameters of one ``kind``, where ``entries`` tells them apart.
+        Args:
+            group: the param group.
+            kind: passed to :attr:`entries`; ``None`` to read ``group`` alone.
         """
         seen = group if kind is None else self.seen(group, kind)
         flat: list[float | Tensor] = []
@@ -245,7 +255,7 @@ class Rule:
         return _existing(self, flags).elementwise
 
     def tensor_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
-        """All but scalars under ``flags``, in the order in which the rule's functions read them."""
+        """All but the scalar states under ``flags``, in the order of the ``state`` argument."""
         return (*self.state_for(flags), *self.marginals_for(flags))
 
     def marginals_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
@@ -267,11 +277,11 @@ class Rule:
         return {**group, **self.entries(group, *kind)}
 
     def at(self, p: Tensor, position: Tensor | None = None) -> tuple[Any, ...]:
-        """What ``update`` takes besides on torch tensors, for random numbers.
+        """The arguments of ``update`` after ``flags``, for torch tensors: ``(at,)`` or none.
 
         Args:
             p: the block of the parameter.
-            position: of each of its elements, int64; see :class:`ampopt_kernels.places.Places`.
+            position: place of each element, int64; see :class:`ampopt_kernels.places.Places`.
         """
         return ((position, p),) if self.draws else ()
 
@@ -311,7 +321,7 @@ class Rule:
 
     @functools.cached_property
     def torch_scalars(self) -> Any:
-        """``scalars(s, h, flags, sums, totals)`` on torch tensors, however many it takes."""
+        """``scalars`` on torch tensors. Takes five arguments, and passes on as many as it needs."""
         return self._scalars_in(torch_language.of_scalars)
 
     @functools.cached_property
@@ -329,7 +339,7 @@ class Rule:
 
     @functools.cached_property
     def scalars_on_numbers(self) -> Any:
-        """``scalars(s, h, flags)`` on Python numbers: as :attr:`host_scalars`, in less time."""
+        """``scalars(s, h, flags)`` on Python numbers: as :attr:`host_scalars`, but faster."""
         scalars = torch_language.bind(self.scalars, torch_language.on_numbers)
         n = self.scalars_arguments
 
@@ -342,12 +352,12 @@ class Rule:
         return on_numbers
 
     def width(self, n_hyper: int) -> int:
-        """How many scalars ``update`` takes as ``h``, given ``n_hyper`` hyperparameters."""
+        """Length of the ``h`` of ``update``, given ``n_hyper`` hyperparameters."""
         return self.widths(n_hyper).update
 
     @functools.cached_property
     def widths(self) -> "Callable[[int], Widths]":
-        """How many scalars and terms there are, given so many hyperparameters."""
+        """A function from the number of hyperparameters to :class:`Widths`."""
 
         @functools.cache
         def widths(n_hyper: int) -> Widths:
@@ -367,12 +377,12 @@ class Rule:
 
 
 class Widths(NamedTuple):
-    """How many numbers the functions of a rule take and give.
+    """Lengths of tuples that functions of a rule take and return.
 
     Attributes:
-        reduce: scalars that ``reduce`` takes as ``h``.
-        terms: that ``reduce`` returns.
-        update: scalars that ``update`` takes as ``h``.
+        reduce: length of the ``h`` of ``reduce``.
+        terms: number of terms that ``reduce`` returns.
+        update: length of the ``h`` of ``update``.
     """
 
     reduce: int
@@ -381,7 +391,7 @@ class Widths(NamedTuple):
 
 
 class _Existing(NamedTuple):
-    """States by what they have a value for; all of them in the order of the rule."""
+    """The states under given flags: one value an element, a row or column, a parameter; all."""
 
     elementwise: tuple[State, ...]
     marginals: tuple[State, ...]
@@ -389,7 +399,7 @@ class _Existing(NamedTuple):
     all: tuple[State, ...]
 
 
-@functools.lru_cache(maxsize=1024)  # which is asked for each parameter
+@functools.lru_cache(maxsize=1024)  # called for each parameter
 def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
     """The states of ``rule`` that exist under ``flags``."""
 
@@ -403,16 +413,17 @@ def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
 
 
 def _lacking(group: Mapping[str, Any], error: KeyError) -> KeyError:
+    """The error for an entry that a rule reads and ``group`` does not have."""
     return KeyError(
-        f"the rule reads {error.args[0]!r} from each param group, which has "
+        f"the rule reads {error.args[0]!r} from each param group, but the group has only "
         f"{sorted(k for k in group if k != 'params')}: add it to the optimizer's defaults"
     )
 
 
 def _check_tuple(role: str, given: Any, of: type, example: str) -> None:
-    # A string is a sequence of names, too: of its letters.
+    # ("lr") is a string: a sequence of strings, one for each letter.
     if not isinstance(given, tuple) or not all(isinstance(part, of) for part in given):
         raise TypeError(
-            f"Rule {role} must be a tuple of {of.__name__}, such as {example}, got {given!r}; of "
-            "one, too, it is the comma that makes it a tuple"
+            f"Rule {role} must be a tuple of {of.__name__}, such as {example}, got {given!r}. A "
+            "tuple of one needs the comma"
         )

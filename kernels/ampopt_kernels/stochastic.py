@@ -1,10 +1,11 @@
-"""Stochastic rounding to bfloat16: up or down by chance, so that small steps are not lost.
+"""Stochastic rounding to bfloat16: up or down at random, so that updates below half a ulp count.
 
-A number is rounded up with a probability that is its distance from the lower neighbour, in units of
-the distance between the two: unbiased. The chances follow from a key and the position of the
-element alone, so that every backend, and every number of ranks, takes the same ones.
+A number ``x`` between the bfloat16 neighbours ``a < b`` becomes ``b`` with probability
+``(x - a) / (b - a)``, so that its expected value is ``x``. The random bits are a function of a key
+and the place of the element, so that all backends, and all numbers of ranks, round alike.
 
-A key counts the steps of a parameter, from a start of its own: a skipped step consumes none.
+Each parameter has a key, which counts its steps from a start of its own. A skipped step does not
+advance it.
 """
 
 import torch
@@ -17,22 +18,24 @@ from ampopt_kernels.random_numbers import random_bits
 __all__ = ["CPP", "KEY_STRIDE", "rounded_stochastically", "stochastically", "take_keys"]
 
 KEY_STRIDE = 1 << 32
-"""The distance from the first key of one parameter to that of the next: room for its steps."""
+"""Distance between the first keys of two parameters: more than the number of steps."""
 
 
 @jit
 def rounded_stochastically(x, position, key):
-    """``x`` in bfloat16.
+    """``x`` stochastically rounded to bfloat16.
 
     Args:
         x: a block of float32 or float64.
-        position: of each element in its parameter, int64.
-        key: of the step, an int64 scalar.
+        position: place of each element, int64; see ``places``.
+        key: key of the parameter at this step, an int64 scalar.
     """
     bits = float_bits(x)
     steps, stream = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
     chance = random_bits(position, steps, stream) >> 16
-    nearest = bits + 0x7FFF + ((bits >> 16) & 1)  # what infinities are
+    nearest = (
+        bits + 0x7FFF + ((bits >> 16) & 1)
+    )  # infinities must not become NaN by an addition to their bits
     finite = (bits & 0x7F800000) != 0x7F800000
     rounded = tl.where(finite, bits + chance, nearest)
     rounded = tl.where(x == x, rounded, bits)
@@ -43,24 +46,24 @@ def stochastically(x: Tensor, position: Tensor, key: int | Tensor) -> Tensor:
     """:func:`rounded_stochastically` in torch.
 
     Args:
-        x: flat, float32 or float64.
-        position: of each element in its parameter, int64, of the shape of ``x``.
-        key: of the step, a number or 0-d int64.
+        x: float32 or float64, 1-d.
+        position: place of each element, int64, with the shape of ``x``.
+        key: key of the parameter at this step, a number or 0-d int64.
     """
     x = x.to(torch.float32)
     keys = torch.as_tensor(key, device=x.device)
     chance = _random_bits(position, keys & 0xFFFFFFFF, keys >> 32) >> 16
     bits = _float_bits(x) + chance
-    up_or_down = (bits & 0xFFFF0000).to(torch.int32)  # as bits, so that it wraps
+    up_or_down = (bits & 0xFFFF0000).to(torch.int32)  # the sum of bits wraps, as in uint32
     return torch.where(x.isfinite(), up_or_down.view(torch.float32), x).to(torch.bfloat16)
 
 
 def take_keys(keys: list[Tensor], skip: Tensor) -> None:
-    """Go on to the next key of each parameter, unless the step is skipped. Does not synchronize.
+    """Advance the key of each parameter in place, unless the step is skipped. Does not synchronize.
 
     Args:
-        keys: of each parameter, 0-d int64, in place.
-        skip: 0-d, more than 0 to skip.
+        keys: the key of each parameter, int64, 0-d.
+        skip: more than 0 if the step is skipped, 0-d.
     """
     one = (skip <= 0).to(torch.int64)
     torch._foreach_add_(keys, [one] * len(keys))  # pyright: ignore[reportPrivateImportUsage]
@@ -73,6 +76,6 @@ static inline uint16_t to_bfloat16_by_chance(float x, uint64_t position, uint64_
     return (b & 0x7F800000u) == 0x7F800000u ? to_bfloat16(x) : (b + chance) >> 16;
 }
 """
-"""The same in C++, after that of ``random_numbers``."""
+"""The same in C++. Needs ``random_numbers.CPP`` before it."""
 
 _float_bits, _random_bits = map(torch_language.bind, (float_bits, random_bits))

@@ -1,4 +1,4 @@
-"""Tensors as engines see them: dense runs of real numbers, and the dtype that is computed in."""
+"""Tensors as backends use them: real views, memory layouts, and dtypes to compute in."""
 
 import functools
 
@@ -20,12 +20,12 @@ __all__ = [
 
 
 def real(tensor: Tensor) -> Tensor:
-    """``tensor``, with a complex one as its real view of shape ``(..., 2)``."""
+    """``tensor``, or the real view of a complex one: shape ``(..., 2)``."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill one run of memory, each once, in whatever order."""
+    """Whether the elements of ``tensor`` fill one range of memory, each once, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -38,9 +38,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether several elements of a strided ``tensor`` share one place, as in an expanded one.
+    """Whether elements of a strided ``tensor`` share memory, as those of ``expand()`` do.
 
-    Exact, also of what ``as_strided`` makes, such as shape (2, 3) with strides (2, 1).
+    Exact, also for ``as_strided`` tensors, such as shape (2, 3) with strides (2, 1).
     """
     return not tensor.is_contiguous() and _overlap(tuple(tensor.shape), tensor.stride())
 
@@ -49,7 +49,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 def _overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     if 0 in shape:
         return False
-    reach, apart = 0, True  # each stride goes beyond all that the smaller ones reach
+    reach, apart = 0, True  # apart: each stride is longer than the span of all smaller ones
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1:
             if stride == 0:
@@ -63,7 +63,7 @@ def _overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """How far each element is behind the first, int64, flat, on the CPU."""
+    """The offset of each element from the first, in elements: int64, 1-d, on the CPU."""
     places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for size, stride in zip(shape, strides, strict=True):
         steps = torch.arange(size, dtype=torch.int64, device="cpu") * stride
@@ -72,9 +72,9 @@ def _places(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a strided ``tensor`` and of that behind its last one.
+    """The address range of a strided ``tensor``: first byte, and first byte after its last element.
 
-    Equal where it has no element, and where it has no memory, as on meta.
+    ``(0, 0)`` for a tensor without elements, or without memory, as on meta.
     """
     start, n = tensor.data_ptr(), tensor.numel()
     if not (start and n):
@@ -85,7 +85,7 @@ def memory_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two strided tensors of one device have an element in the same place. Exact."""
+    """Whether two strided tensors of one device have elements that share memory. Exact."""
     starts, sizes = [], []
     for tensor in (one, other):
         size = tensor.element_size()
@@ -98,10 +98,12 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def dense_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` itself if it is dense and laid out as ``like`` would be, else such a copy.
+    """``tensor`` if it is dense and has the strides of ``like``, else a copy that has.
 
-    ``like`` may be any strided tensor of the same shape; where it is not dense itself, the layout
-    is the one that ``torch.empty_like`` gives.
+    Args:
+        tensor: any strided tensor.
+        like: a strided tensor of the same shape. If it is not dense, its strides are those of
+            ``torch.empty_like(like)``.
     """
     if tensor.is_contiguous() and like.is_contiguous():
         return tensor
@@ -120,19 +122,19 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def times(tensor: Tensor, *factors: float) -> Tensor:
-    """``tensor`` times one of ``factors`` after another, but for those that are 1."""
+    """``tensor`` multiplied by each of ``factors`` in turn, rounding each time; 1 is skipped."""
     for factor in factors:
         if factor != 1:
             tensor = tensor * factor
     return tensor
 
 
-@functools.cache  # it is asked of each of hundreds of tensors
+@functools.cache  # called for each of hundreds of tensors
 def arithmetic(*dtypes: torch.dtype) -> torch.dtype:
-    """What a rule computes in on tensors of these ``dtypes``: float64 if one is, else float32."""
+    """The dtype to compute a rule in: float64 if one of ``dtypes`` is float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def widest(device: torch.device) -> torch.dtype:
-    """What step counts, scales and norms are computed in on ``device``: float64 where it has it."""
+    """The dtype for step counts, scales and norms: float64, or float32 on devices without it."""
     return torch.float32 if device.type == "mps" else torch.float64  # Metal has no float64

@@ -1,8 +1,8 @@
-"""The elementwise part of Triton's language on torch tensors and Python numbers.
+"""The elementwise functions of Triton's language, for torch tensors and Python numbers.
 
-The eager backend runs a rule's own body with ``tl`` bound to this module, so the mathematics of
-an optimizer is never written a second time. Functions take tensors, or Python numbers for the
-few places (the loss-scale schedule on the CPU) where a tensor would only cost time.
+:func:`bind` makes a rule's functions run on tensors, with this module as ``tl``, so that a rule is
+written once for all backends. Functions take tensors, or Python numbers where tensors would only
+cost time, as in the loss-scale schedule on the CPU.
 """
 
 import ctypes
@@ -21,28 +21,30 @@ __all__ = ["bind", "copied", "dividing", "jit"]
 
 float16, bfloat16, float32, float64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 int32, int64 = torch.int32, torch.int64
-uint32 = int64  # torch has no shifts and products of uint32
+uint32 = int64  # torch has no shifts and products of uint32; code masks with 0xFFFFFFFF
 static_range = range
 
 
 def constexpr(value: Any) -> Any:
-    """``value``, known when a kernel is compiled: nothing else here."""
+    """``value``: there is no compile time here."""
     return value
 
 
 def jit(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark ``fn`` as written in this language, as ``triton.jit`` does, and leave it callable."""
+    """Set ``fn.fn = fn``, as functions marked with ``triton.jit`` have it, and return ``fn``."""
     fn.fn = fn  # type: ignore[attr-defined]  # where triton.jit keeps the Python function
     return fn
 
 
 def _unary(on_tensor: Callable[..., Any], on_number: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors or numbers, with the second implementation as ``on_number``."""
+
     def function(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
             return on_tensor(x)
         try:
             return on_number(x)
-        except (ValueError, ArithmeticError):  # where tensors have an infinity or NaN
+        except (ValueError, ArithmeticError):  # tensors get inf or NaN
             return on_tensor(torch.tensor(x, dtype=float64, device="cpu")).item()
 
     function.on_number = on_number  # type: ignore[attr-defined]
@@ -50,11 +52,12 @@ def _unary(on_tensor: Callable[..., Any], on_number: Callable[..., Any]) -> Call
 
 
 _ROOTS_BY_FLOAT64 = frozenset({"cpu"})
-"""Types of devices where torch's square root of float32, Intel's, misses once in 150 times."""
+"""Device types whose float32 ``torch.sqrt`` is not correctly rounded: Intel's is off in one of
+150 values."""
 
 
 def _sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The nearest number; in float64 what torch has, which on a CPU may be the next to it."""
+    """The square root, correctly rounded in float32; in float64 ``torch.sqrt``, within an ulp."""
     if x.dtype == float32 and x.device.type in _ROOTS_BY_FLOAT64:
         return x.double().sqrt_().float()
     return torch.sqrt(x)
@@ -75,13 +78,17 @@ sigmoid = _unary(torch.sigmoid, lambda x: 1 / (1 + math.exp(-x)))
 
 
 def where(condition: Any, a: Any, b: Any, number: torch.dtype = float32) -> Any:
-    """``a`` where ``condition`` holds, else ``b``; no value of the other one reaches the result.
+    """``a`` where ``condition`` holds, else ``b``; NaN in the one not selected has no effect.
 
-    Two numbers are of the dtype ``number``, as which a rule's blocks are computed in.
+    Args:
+        condition: bool, or a bool tensor.
+        a: a tensor or number.
+        b: a tensor or number.
+        number: dtype of the result if ``condition`` is a tensor, and ``a`` and ``b`` are numbers.
     """
     if isinstance(condition, torch.Tensor):
         if not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-            # Which torch would give its default dtype.
+            # torch.where would use the default dtype.
             a = torch.full((), a, dtype=number, device=condition.device)
             b = torch.full((), b, dtype=number, device=condition.device)
         return torch.where(condition, a, b)
@@ -90,7 +97,7 @@ def where(condition: Any, a: Any, b: Any, number: torch.dtype = float32) -> Any:
 
 
 def _scalar(x: Any, like: torch.Tensor) -> torch.Tensor:
-    """A number as a tensor of the dtype of ``like``; a tensor as it is."""
+    """``x`` if it is a tensor; a number as a 0-d tensor with dtype and device of ``like``."""
     if isinstance(x, torch.Tensor):
         return x
     return torch.full((), x, dtype=like.dtype, device=like.device)
@@ -98,7 +105,7 @@ def _scalar(x: Any, like: torch.Tensor) -> torch.Tensor:
 
 def _div_rn(x: Any, y: Any) -> Any:
     if isinstance(y, torch.Tensor) and not isinstance(x, torch.Tensor):
-        x = _scalar(x, y)  # torch multiplies a number by the reciprocal, and so rounds twice
+        x = _scalar(x, y)  # torch computes number / tensor as number * (1 / tensor): two roundings
     return x / y
 
 
@@ -136,26 +143,27 @@ HELPERS = {
     "minimum": _minimum,
     "sqrt_rn": sqrt,
 }
-"""What helpers of ``ampopt_kernels.language`` are here; the others run as they stand there."""
+"""Replacements for functions of ``ampopt_kernels.language``. :func:`bind` binds the bodies of the
+others."""
 
 
 def __getattr__(name: str) -> Any:
     if name in (*HELPERS, "rand", "randn"):
         raise AttributeError(
-            f"the rule uses tl.{name}, which is not the same on every device (another treatment of "
-            "NaN, float32 alone, other random numbers): "
-            f"from ampopt_kernels import {name}, and write {name}(...)"
+            f"the rule uses tl.{name}, whose results differ between devices (for NaN, by dtype, or "
+            "in random numbers): write "
+            f"from ampopt_kernels import {name}, and call {name}(...)"
         )
     offered = sorted(n for n in globals() if n[0] != "_" and n not in _NOT_LANGUAGE)
     raise AttributeError(
-        f"the rule uses tl.{name}, which the eager backend does not have. "
-        f"It has: {', '.join(offered)}. Write the rule with these, and with maximum, minimum, "
-        "power, sign and others of ampopt_kernels; sums over a parameter are those of Rule(reduce=)"
+        f"the rule uses tl.{name}, which not every backend has. All backends have: "
+        f"{', '.join(offered)}. Write the rule with these, and with maximum, minimum, power, sign "
+        "and the other functions of ampopt_kernels. For sums over a parameter, use Rule(reduce=)"
     )
 
 
 class _InFloat64:
-    """The language for blocks and scalars of float64."""
+    """The language for float64 blocks: ``where`` of two numbers is float64."""
 
     where = staticmethod(functools.partial(where, number=float64))
 
@@ -167,7 +175,7 @@ in_float64 = _InFloat64()
 
 
 class _OfScalars:
-    """The language for scalars, as wide as their device has it."""
+    """The language for scalars: ``where`` of two numbers has the widest dtype of the device."""
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:
@@ -179,26 +187,32 @@ class _OfScalars:
 
 
 class _OfScalarsOnHost(_OfScalars):
-    """The language for scalars that the host may read: the same bits in a tensor as as numbers.
+    """The language for scalars on the host: a tensor gets the bits that Python numbers would get.
 
-    torch's functions have others than Python's, even for the square root of 2, and some have others
-    in a vector than alone. Scalars are few, and so go through Python's one by one.
+    Functions of torch round differently than those of Python, even for the square root of 2, and
+    some round differently in vectors. As scalars are few, each is computed by Python's function.
     """
 
     def __init__(self) -> None:
+        """Replace functions of tensors by functions of each element."""
         each = {n: _of_each(f) for n, f in globals().items() if hasattr(f, "on_number")}
         vars(self).update(each)
         self.HELPERS = {**HELPERS, "sqrt_rn": each["sqrt"]}
 
 
 def _of_each(function: Any) -> Callable[[Any], Any]:
+    """``function`` of one number, applied to each element of a float64 CPU tensor."""
+
     def on_scalars(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return function(x)
         values = x.reshape(-1).tolist()
         try:
             results = array("d", map(function.on_number, values))
-        except (ValueError, ArithmeticError):  # some of them have none, which takes longer
+        except (
+            ValueError,
+            ArithmeticError,
+        ):  # one is undefined: the slower function returns inf or NaN for it
             results = array("d", map(function, values))
         return torch.frombuffer(results, dtype=float64).reshape(x.shape)
 
@@ -206,9 +220,10 @@ def _of_each(function: Any) -> Callable[[Any], Any]:
 
 
 class _OnNumbers:
-    """The language for Python numbers alone, whose functions raise where they have no value."""
+    """The language for Python numbers only; functions raise where they are undefined."""
 
     def __init__(self) -> None:
+        """Take the ``on_number`` of each function."""
         vars(self).update({n: getattr(f, "on_number", f) for n, f in globals().items()})
         self.HELPERS = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
 
@@ -243,11 +258,15 @@ _NOT_LANGUAGE = {
 
 
 def bind(function: Any, language: Any = None) -> Callable[..., Any]:
-    """``function``, a ``jit`` function, as an ordinary one on torch tensors.
+    """A copy of a ``jit`` function that runs on torch tensors.
 
-    Its globals are copied with Triton's language replaced by this module (or by ``language``) and
-    every ``jit`` function it calls bound likewise; its code is not touched. The language's own
-    ``HELPERS`` take the place of functions of ``ampopt_kernels.language`` and ``random_numbers``.
+    The copy has the same code and other globals: ``tl`` is ``language``, ``jit`` functions are
+    bound in turn, and functions of ``ampopt_kernels.language`` and ``random_numbers`` that are in
+    ``language.HELPERS`` are replaced by those.
+
+    Args:
+        function: a function marked with ``jit``.
+        language: replaces ``triton.language``; ``None`` for this module.
     """
     language = _this_module if language is None else language
 
@@ -266,7 +285,7 @@ def bind(function: Any, language: Any = None) -> Callable[..., Any]:
 
 
 def copied(fn: Any, replaced: Callable[[Any], Any]) -> Any:
-    """The Python function ``fn`` with each value that it reads from without given as another."""
+    """A copy of the function ``fn`` whose globals and closure values are ``replaced(value)``."""
     read: dict[str, Any] = dict(fn.__globals__)
     read.update((name, replaced(read[name])) for name in fn.__code__.co_names if name in read)
     closure = fn.__closure__ and tuple(
@@ -278,19 +297,18 @@ def copied(fn: Any, replaced: Callable[[Any], Any]) -> Any:
 
 
 def dividing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of this language, which divides numbers by 0 as devices do.
+    """``function``, with a division of numbers by 0 that gives inf or NaN, as on devices.
 
-    That is an infinity or NaN, often in the branch of a ``where`` that nothing takes, where Python
-    would raise. Then the numbers are made tensors and all is done again, since the language has no
-    side effects.
+    Python raises instead, often in the branch of a ``where`` that is not selected. Then the call is
+    repeated with tensors in place of numbers; functions of this language have no side effects.
     """
 
     def divided(*arguments: Any) -> Any:
         try:
             return function(*arguments)
         except ZeroDivisionError:
-            given = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
-            tensors = (x for x in given if isinstance(x, torch.Tensor))
+            flat = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
+            tensors = (x for x in flat if isinstance(x, torch.Tensor))
             like = next(tensors, torch.empty((), dtype=float64, device="cpu"))
             return function(*_as_tensors(arguments, like))
 

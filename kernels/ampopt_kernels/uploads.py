@@ -1,4 +1,4 @@
-"""Small host tables on the device, sent again only when they changed."""
+"""Copies of small host tables on a device, sent again only if the numbers have changed."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -19,16 +19,16 @@ __all__ = ["Uploads"]
 
 
 class Uploads:
-    """A device copy of each named list of numbers, from step to step.
+    """Named lists of numbers, each with its copy on a device, kept from step to step.
 
-    A step whose addresses and hyperparameters are those of the step before sends nothing, which
-    also is what lets a captured CUDA graph replay it: a graph would send, at each replay, whatever
-    is where the numbers were in the host's memory. What a graph has been given is kept for as long
-    as this object: no one says when the graph is replayed for the last time.
+    A step with the addresses and hyperparameters of the step before sends nothing to the device.
+    This also lets a CUDA graph capture the step: a captured copy would read, at each replay, the
+    host memory where the numbers were once. Tables that a captured graph reads are kept as long as
+    this object, as nothing tells when the graph is replayed for the last time.
     """
 
     def __init__(self) -> None:
-        """Start with nothing on any device."""
+        """See the class."""
         self._held: dict[str, tuple[Sequence[float], Tensor]] = {}
         self._captured: dict[int, Tensor] = {}
 
@@ -43,19 +43,19 @@ class Uploads:
     ) -> Tensor:
         """``values`` as a 1-d tensor on ``device``. Does not synchronize.
 
-        The tensor is this object's own until ``values`` change, when a new one takes its place:
-        work still queued keeps the table that it was given.
+        Do not write to the tensor: it is returned again until ``values`` change. Then a new tensor
+        replaces it, so that work queued before still reads the old values.
 
         Args:
-            name: which table.
-            values: what is in it.
-            dtype: of the table: int32, int64, float32 or float64.
-            device: where it is.
-            in_place: other values, as many, are written where the old ones were, once the work
-                queued before has read those. So they also reach a captured graph.
+            name: name of the table.
+            values: the numbers of the table.
+            dtype: int32, int64, float32 or float64.
+            device: device of the result.
+            in_place: whether changed values of the same number and dtype overwrite the old tensor,
+                in the order of the stream, so that a captured graph reads them at its next replay.
 
         Raises:
-            RuntimeError: values would have to be sent while a CUDA graph is captured.
+            RuntimeError: ``values`` have changed, and a CUDA graph is being captured.
         """
         held = self._held.get(name)
         if held is not None and held[0] == values and held[1].device == device:
@@ -66,16 +66,16 @@ class Uploads:
             if in_place and held[1].shape == table.shape and held[1].dtype == dtype:
                 table = carried_into(held[1], table)
             elif device.type in ACCELERATORS:
-                # It may have been made on another stream, where its memory is used again; not
-                # before what is queued on this one has read it.
+                # The old table may be from another stream: do not let that stream reuse its
+                # memory before the work queued on this stream has read it.
                 held[1].record_stream(stream(device))
         self._held[name] = (values, table := to_device(table, device))
         return table
 
     def keep_while_captured(self, device: torch.device, others: Iterable[Tensor] = ()) -> None:
-        """Keep all tables, and ``others``, if a CUDA graph is captured on ``device``.
+        """Keep all tables, and ``others``, alive if a CUDA graph is being captured on ``device``.
 
-        The graph reads them at each replay, and later steps put other tables in their place.
+        The graph reads them at each replay; without this, later steps would free them.
         """
         if devices.captures(device):
             tables = (table for _, table in self._held.values())
@@ -90,11 +90,10 @@ _TYPECODES = {torch.int32: "i", torch.int64: "q", torch.float32: "f", torch.floa
 
 
 def _on_host(values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """A copy of ``values`` as a CPU tensor.
+    """A copy of ``values`` as a 1-d CPU tensor.
 
-    ``torch.tensor`` converts one Python number after another, 3 times as slowly for a list. An
-    ``array`` of the same type is copied as it is.
+    By way of ``array``, as ``torch.tensor`` takes three times as long for a list.
     """
-    if not len(values):  # an empty buffer is refused
+    if not len(values):  # frombuffer refuses an empty buffer
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(array(_TYPECODES[dtype], values), dtype=dtype)

@@ -71,7 +71,7 @@ def test_bind_keeps_defaults():
 def test_an_unknown_function_is_named_with_those_there_are():
     with pytest.raises(AttributeError, match=r"the rule uses tl\.hyperbolic") as raised:
         torch_language.bind(unknown)(torch.ones(1))
-    offered = str(raised.value).split("It has: ")[1].split(". Write")[0].split(", ")
+    offered = str(raised.value).split("All backends have: ")[1].split(". Write")[0].split(", ")
     assert set(UNARY) | {"where", "float32"} <= set(offered)
     # What is offered is of the language, not of the module's own making.
     assert not {"torch", "math", "Callable", "bind", "jit", "types", "Any"} & set(offered)

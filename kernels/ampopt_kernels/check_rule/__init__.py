@@ -1,4 +1,4 @@
-"""A rule is tried, and shown to Triton's compiler, before it is let near a parameter."""
+"""Checks of a rule before its first step: on two numbers, and by Triton's compiler."""
 
 from ampopt_kernels.check_rule.on_numbers import try_out
 

@@ -1,9 +1,9 @@
-"""What Triton's compiler says of a rule, with no GPU, before the rule is let near a parameter.
+"""Compile a rule with Triton, without a GPU, before its first step.
 
-The CPU's backends run a rule as Python, which takes more than Triton does: ``g ** 2``, a number of
-the module, a call of torch's. Who writes such a rule is to learn of it where it is written, not on
-the first GPU. Kernels as small as can be hold ``update`` or ``scalars``, so that what is said of
-one is said of the rule.
+CPU backends run a rule as Python, which accepts more than Triton does: ``g ** 2``, a module-level
+number, a call of torch. This check makes such a rule fail on the author's machine, and not on the
+first GPU. It compiles minimal kernels that call ``update``, ``scalars`` or ``reduce``, so that an
+error is one of the rule.
 """
 
 import warnings
@@ -21,7 +21,7 @@ __all__ = ["can_compile_for", "check", "compile_for", "gpu_target"]
 
 @jit
 def _loaded(pointers, N: tl.constexpr, APART: tl.constexpr):
-    """What is at ``pointers``, and at as many more as make ``N``, each ``APART`` elements on."""
+    """A tuple of ``N`` loads, from ``pointers`` and at distances of ``APART`` elements."""
     values = ()
     for i in tl.static_range(N):
         values = values + (tl.load(pointers + i * APART),)
@@ -97,17 +97,19 @@ def _scalars_kernel(
 
 
 def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
-    """Refuse a rule that Triton cannot compile; tens of milliseconds. Nothing without Triton.
+    """Refuse a rule that Triton cannot compile. Does nothing if Triton cannot be imported.
+
+    Takes tens of milliseconds.
 
     Args:
-        rule: to compile, as far as Triton's own intermediate code.
-        flags: to compile it under.
-        n_hyper: hyperparameters of a param group, laid flat.
-        owner: the optimizer, for the message.
+        rule: the rule, compiled as far as Triton's intermediate code.
+        flags: values of ``rule.flags``.
+        n_hyper: number of hyperparameters, tuples flattened.
+        owner: name of the optimizer class, for the message.
 
     Raises:
-        ValueError: Triton refuses a function of the rule. The message says where, and what to
-            write instead.
+        ValueError: Triton cannot compile a function of the rule. The message has the line, and what
+            to write instead.
     """
     name = next(filter(can_compile_for, ("sm_90", "gfx942")), None)
     if name is not None:
@@ -116,14 +118,14 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
 
 
 def compile_for(target: str, rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
-    """Compile a rule to machine code. Takes a second, unless Triton has it in its cache.
+    """Compile a rule to machine code. Takes about a second, unless Triton's cache has it.
 
     Args:
-        target: ``sm_NN`` or ``gfxNNN``, for which :func:`can_compile_for`.
-        rule: to compile.
-        flags: to compile it under.
-        n_hyper: hyperparameters of a param group, laid flat.
-        owner: the optimizer, for the message.
+        target: ``sm_NN`` or ``gfxNNN``, for which :func:`can_compile_for` is true.
+        rule: the rule.
+        flags: values of ``rule.flags``.
+        n_hyper: number of hyperparameters, tuples flattened.
+        owner: name of the optimizer class, for the message.
 
     Raises:
         ValueError: see :func:`check`.
@@ -150,7 +152,7 @@ def can_compile_for(target: str) -> bool:
 
 
 def gpu_target(name: str) -> Any:
-    """``sm_NN`` or ``gfxNNN`` as Triton names it."""
+    """Triton's ``GPUTarget`` for ``sm_NN`` or ``gfxNNN``."""
     from triton.backends.compiler import GPUTarget
 
     if name.startswith("sm_"):
@@ -168,7 +170,7 @@ def _compile(
     from triton.compiler.errors import CompilationError
 
     with warnings.catch_warnings(), compiler():
-        warnings.simplefilter("ignore")  # Triton's, of what will be otherwise in a later version
+        warnings.simplefilter("ignore")  # deprecation warnings of Triton
         for role, source in _sources(rule, flags, n_hyper):
             try:
                 finish(source)
@@ -180,7 +182,7 @@ def _compile(
 
 
 def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tuple[str, Any]]:
-    """The functions of the rule by name, each as what Triton compiles."""
+    """For each function of the rule, its name and a kernel that calls it, as Triton compiles it."""
     from triton.compiler import ASTSource
 
     widths = rule.widths(n_hyper)
@@ -221,7 +223,7 @@ def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tupl
 
 
 def _intermediate(source: Any, target: Any) -> None:
-    """Make Triton's intermediate code, the first stage of ``triton.compile``."""
+    """Compile to Triton's intermediate code: the first, quick stage of ``triton.compile``."""
     from triton._C.libtriton import ir
     from triton.compiler import make_backend
 

@@ -1,4 +1,4 @@
-"""A rule tried on two numbers, and shown to Triton, before it is let near a parameter."""
+"""Run a rule on two numbers, and compile it with Triton, before its first step."""
 
 import functools
 import math
@@ -23,20 +23,19 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
     """Refuse a rule that does not keep to what it declares. Runs once for each set of flags.
 
     Args:
-        rule: to try.
-        flags: to try it under.
-        n_hyper: hyperparameters of a param group, laid flat.
-        owner: the optimizer, for the message.
+        rule: the rule.
+        flags: values of ``rule.flags``.
+        n_hyper: number of hyperparameters, tuples flattened.
+        owner: name of the optimizer class, for the message.
 
     Raises:
-        ValueError: ``scalars`` or ``update`` reads a state, hyperparameter or flag that the rule
-            does not declare, returns other states than it declares, or does something that is not
-            elementwise, such as an ``if`` on a gradient; or Triton, where it can be imported,
-            cannot compile them.
-        AttributeError: a function is used that ``tl`` does not have on every backend.
+        ValueError: a function of the rule reads a state, hyperparameter or flag that the rule does
+            not declare; returns other states than the rule declares; is not elementwise, as with
+            an ``if`` on a gradient; or cannot be compiled by Triton, if Triton can be imported.
+        AttributeError: the rule uses a function of ``tl`` that not every backend has.
     """
-    # The numbers are the trial's own: whoever watches the first step, as ``assert_no_sync`` does,
-    # is not to see it look at them, nor a mode of torch's to make them into something else.
+    # This reads its own CPU tensors. Dispatch modes of the caller must not see that, such as
+    # assert_no_sync, nor change the tensors, such as FakeTensorMode.
     with no_dispatch():
         _try_out(rule, flags, n_hyper, owner)
     if not rule.update.fn.__module__.startswith("ampopt_kernels.rules."):  # known to compile
@@ -69,7 +68,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         in_norm = [(role, "h", len(h), "reduce"), ("reduce", "terms", n_terms, "terms")]
     what = f"scalars {its_scalars}"
     s, h = _called(what, _pair, rule.torch_scalars, s, h, flags, sums, sums)
-    # Of two parameters at once, whose scalars may differ; the totals are one number each.
+    # Backends may pass the scalars of several parameters as vectors; totals stay 0-d.
     _called(what, _pair, rule.torch_scalars, *given_two, flags, (two,) * len(sums), sums)
     _check_scalars(f"scalars of {owner}'s rule", s, h, scalars)
     for role, kind, n, name in (*in_norm, ("scalars", "h", len(h), "update")):
@@ -93,7 +92,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
 def _try_marginals(
     rule: Rule, flags: tuple[bool, ...], h: tuple[Any, ...], what: str, owner: str
 ) -> None:
-    """Refuse ``averages`` or ``factors`` that give something else than one for each state."""
+    """Refuse ``averages`` or ``factors`` that do not return one tensor for each state."""
     states, parts = [part.name for part in rule.state_for(flags)], rule.marginals_for(flags)
     names = [part.name for part in parts]
     role = f"averages of {owner}'s rule"
@@ -112,8 +111,8 @@ def _try_marginals(
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in values]
         if shapes != [tuple(x.shape) for x in given]:
             raise ValueError(
-                f"factors of {owner}'s rule returned {role} of the shapes {shapes} beside a "
-                f"parameter of shape (2, 3): return one for each of {names}, of its shape"
+                f"factors of {owner}'s rule returned {role} of the shapes {shapes} for a "
+                f"parameter of shape (2, 3): return one for each of {names}, with its shape"
             )
     _try_stack(f"factors {what}", rule.factors, parts, numbers, flags, owner)
 
@@ -126,7 +125,7 @@ def _try_stack(
     flags: tuple[bool, ...],
     owner: str,
 ) -> None:
-    """Refuse ``factors`` that makes something else of two matrices in a stack than of each."""
+    """Refuse ``factors`` whose results for a stack of two matrices differ from those for each."""
     shapes = [(2, *part.beside((2, 3))) for part in parts]
     stack = tuple(torch.arange(1.0, 1 + math.prod(s), device="cpu").view(s) for s in shapes)
     h = tuple(torch.full((2, 1, 1), x, device="cpu") for x in numbers)
@@ -140,14 +139,14 @@ def _try_stack(
             )
             if not is_alike:
                 raise ValueError(
-                    f"factors of {owner}'s rule makes something else of a matrix in a stack of two "
-                    "than alone: count dimensions from the last, and name those that a mean is "
-                    "over, as in row_var.mean(-2, keepdim=True)"
+                    f"factors of {owner}'s rule has other results for a matrix in a stack of two "
+                    "than for the matrix alone: count dimensions from the last, and pass dim= to "
+                    "each mean, as in row_var.mean(-2, keepdim=True)"
                 )
 
 
 class _Broken(ValueError):
-    """What is wrong, said in full."""
+    """An error whose message is complete."""
 
 
 def _check_scalars(role: str, s: Any, h: Any, scalars: list[str]) -> None:
@@ -168,7 +167,7 @@ def _check_number(role: str, what: str, n: int, without_flags: int, given: str) 
     if n != without_flags:
         raise ValueError(
             f"{role} returned {n} numbers as {what} under {given}, and {without_flags} without "
-            "flags: return as many whatever the flags"
+            "flags: return as many whatever the flags are"
         )
 
 
@@ -180,15 +179,15 @@ def _terms(returned: Any) -> dict[str, Any]:
 
 @dataclass
 class _Blocks:
-    """A function of blocks on trial.
+    """A function of blocks, such as ``update``, and the arguments to check it with.
 
     Attributes:
-        what: the function and what it declares.
-        role: the function.
-        h: what it takes, of numbers or tensors.
-        flags: likewise.
-        states: names of states that it takes.
-        draws: whether it takes ``at``.
+        what: name of the function and the rule's declaration, for messages.
+        role: name of the function, for messages.
+        h: numbers or 0-d tensors.
+        flags: values of ``rule.flags``.
+        states: names of the states in the ``state`` argument.
+        draws: whether the function takes ``at``.
     """
 
     what: str
@@ -199,7 +198,15 @@ class _Blocks:
     draws: bool = False
 
     def check(self, function: Any, named: Callable[[Any], dict[str, Any]]) -> int:
-        """Refuse what is not elementwise; return how many blocks ``named`` makes of its result."""
+        """Raise ValueError if ``function`` is not elementwise.
+
+        Args:
+            function: the function, on torch tensors.
+            named: turns what the function returns into blocks by name.
+
+        Returns:
+            The number of blocks.
+        """
 
         def made(block: Tensor) -> dict[str, Any]:
             numbers = tuple(float(x) for x in self.h)
@@ -245,7 +252,7 @@ def _pair(returned: Any) -> tuple[Any, Any]:
 
 
 def _called(what: str, taken: Callable[[Any], Any], function: Any, *arguments: Any) -> Any:
-    """What ``taken`` makes of what ``function`` returns, which is to leave ``arguments`` alone."""
+    """``taken(function(*arguments))``; raises ValueError if that fails or changes an argument."""
     given = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
     tensors = [x for x in given if isinstance(x, Tensor)]
     before = [x.clone() for x in tensors]
@@ -253,8 +260,8 @@ def _called(what: str, taken: Callable[[Any], Any], function: Any, *arguments: A
         result = taken(function(*arguments))
         if not all(map(torch.equal, tensors, before)):
             raise _Broken(
-                f"{what}, changes in place what it is given, as `x += y` does on the CPU: write "
-                "`x = x + y`"
+                f"{what}, changes in place one of its arguments, as `x += y` does on the CPU: "
+                "write `x = x + y`"
             )
         return result
     except _Broken as error:

@@ -1,4 +1,4 @@
-"""Where in a rule Triton's compiler stopped, and what to write there instead."""
+"""Turn a compilation error of Triton into the line of the rule and what to write instead."""
 
 import ast
 import inspect
@@ -25,29 +25,29 @@ _INSTEAD = {
         "for one, is tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))"
     ),
 }
-"""By what Triton says, or what stands in the code, what to write."""
+"""Advice by a pattern in Triton's message or in the line of code."""
 
 
 def explained(function: Any, error: Any) -> str:
-    """Where in an author's function it went wrong, what stands there, and what to do about it.
+    """File, line and code of the error in the author's function, and advice.
 
     Args:
-        function: of a rule, marked with ``jit``.
-        error: a ``triton.CompilationError`` of a kernel that calls it.
+        function: a function of a rule, marked with ``jit``.
+        error: the ``triton.CompilationError`` of a kernel that calls ``function``.
     """
     errors = [error]
-    while hasattr(errors[-1].__cause__, "node"):  # from a call to what was called
+    while hasattr(errors[-1].__cause__, "node"):  # from the caller to the called function
         errors.append(errors[-1].__cause__)
     said = next((e.error_message for e in reversed(errors) if e.error_message), str(error))
     sources = {source.text: source for source in map(_Source, _authored(function))}
     places = [(source, call) for source in sources.values() for call in source.foreign_calls()]
-    if not (places and "Unsupported function" in said):  # of which Triton says only who called
-        # The innermost that is the author's own.
+    if not (places and "Unsupported function" in said):  # Triton names only the caller for these
+        # The innermost function that is the author's own.
         places = [(sources[e.src], e.node) for e in reversed(errors) if e.src in sources]
     where = places[0][0].place(places[0][1]) if places else _Source(function.fn).place(None)
-    # An assertion, as Triton 3.6 has in place of some errors, says nothing; what stands there may.
-    told = where if said == "AssertionError()" else said
-    instead = [advice for pattern, advice in _INSTEAD.items() if re.search(pattern, told)]
+    # Triton 3.6 has assertions without a message for some errors: then search the line of code.
+    searched = where if said == "AssertionError()" else said
+    instead = [advice for pattern, advice in _INSTEAD.items() if re.search(pattern, searched)]
     advice = [*instead[:1], "See ampopt_kernels.Rule for all that a rule may use"]
     return ". ".join([f"{where}: {_plain(said)}", *advice])
 
@@ -56,10 +56,11 @@ class _Source:
     """The source of a function from its ``def`` on, as Triton cuts it.
 
     Attributes:
-        text: the source, which tells functions apart.
+        text: the source; different for each function.
     """
 
     def __init__(self, fn: types.FunctionType) -> None:
+        """Read the source of ``fn``."""
         lines, first = inspect.getsourcelines(fn)
         text = textwrap.dedent("".join(lines))
         start = text.index("def ") if text.startswith("def ") else text.index("\ndef ") + 1
@@ -68,7 +69,7 @@ class _Source:
         self._line = first + text.count("\n", 0, start)
 
     def place(self, node: Any) -> str:
-        """File, line, function and, of ``node``, what stands there."""
+        """File, line and function of ``node``, and its code; those of the ``def`` for ``None``."""
         name, file = self._fn.__name__, self._fn.__code__.co_filename
         if not hasattr(node, "lineno"):
             return f"{file}:{self._line}, {name}"
@@ -76,13 +77,13 @@ class _Source:
         return f"{file}:{self._line + node.lineno - 1}, in {name}: `{code}`"
 
     def _written(self, node: Any) -> Any:
-        """What the author wrote where ``node`` is: the compiler exchanges divisions and roots."""
+        """The author's node at the position of ``node``; ``jit`` rewrites divisions and roots."""
         where = _position(node)
         written = (n for n in ast.walk(ast.parse(self.text)) if _position(n) == where)
         return next(written, node)
 
     def foreign_calls(self) -> Iterator[ast.Call]:
-        """The calls of what is not in Triton's language: another module's or a plain function."""
+        """The calls of functions of other modules, or not marked ``jit``: Triton refuses them."""
         scope = _scope(self._fn)
         for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.Call):
@@ -102,7 +103,7 @@ def _position(node: Any) -> tuple[int | None, ...]:
 
 
 def _authored(function: Any) -> Iterator[types.FunctionType]:
-    """The Python functions of ``function`` and all that it calls, without this package's."""
+    """The Python functions of ``function`` and its callees, but those of this package."""
     fn = function.fn
     if fn.__module__.split(".")[0] not in ("ampopt_kernels", "triton"):
         yield fn
@@ -112,7 +113,7 @@ def _authored(function: Any) -> Iterator[types.FunctionType]:
 
 
 def _scope(fn: types.FunctionType) -> dict[str, Any]:
-    """What a function reads from its module and from around it, by name."""
+    """The globals and closure values that a function reads, by name."""
     names = fn.__code__.co_names
     around = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     read = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
@@ -120,7 +121,7 @@ def _scope(fn: types.FunctionType) -> dict[str, Any]:
 
 
 def _plain(said: str) -> str:
-    """The first sentence of Triton's message, out of the ``repr`` of an exception."""
+    """The first sentence of Triton's message, which may be the ``repr`` of an exception."""
     inner = re.fullmatch(r"\w+\((['\"])(.*)\1\)", said, re.DOTALL)
     text = (inner[2] if inner else said).replace("\\n", " ").replace("\\'", "'")
     return " ".join(text.split()).split(". ")[0].rstrip(".")
