@@ -1,5 +1,5 @@
-"""``python -m ampopt.bench --first-hour DIR``: what to find out first on a machine with a GPU.
+"""``python -m ampopt.bench --first-hour DIR``: what to test and measure first on a new GPU machine.
 
-To read in this order: ``parts`` says what is run, ``hour`` runs each part in a process of its own
-under a timeout and sums up, ``record`` is how a part reports. All others are parts.
+Reading order: ``parts`` lists the parts, ``hour`` runs each part in its own process with a timeout
+and writes the summary, ``record`` is how a part reports results. Other modules are parts.
 """

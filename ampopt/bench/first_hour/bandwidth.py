@@ -1,4 +1,4 @@
-"""Each launch of AdamW beside a copy on the device, and beside what was predicted."""
+"""The bandwidth of each launch of AdamW, compared with a device copy and with predictions."""
 
 import torch
 
@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 
 def run(record: Record, device: torch.device) -> None:
-    """Figures are shares of the bandwidth of the fastest copy."""
+    """Measure each launch; report its bandwidth as a share of that of the fastest copy."""
     ampopt.set_backend("triton")
     speeds = [_copies(mib, device) for mib in ((16,) if device.type == "cpu" else (64, 512, 4096))]
     speed = max([bandwidth(device) or 0.0, *speeds])
@@ -32,7 +32,7 @@ def run(record: Record, device: torch.device) -> None:
                         max_norm=clip,
                     )
                 except torch.OutOfMemoryError:
-                    record.skip(what, "there is no room for it")
+                    record.skip(what, "out of memory")
                     continue
                 for row in rows:
                     share = row.bytes / row.device / speed
@@ -44,7 +44,7 @@ def run(record: Record, device: torch.device) -> None:
 
 
 def _copies(mib: int, device: torch.device) -> float:
-    """Bytes per second, of the fastest of some copies."""
+    """The bandwidth of the fastest of ten device copies of ``mib`` MiB, in bytes per second."""
     a, b = (torch.ones(mib << 18, device=device) for _ in range(2))
     times = [device_seconds(lambda: b.copy_(a), device, host=1e-4) for _ in range(10)]
     return 2 * a.nbytes / min(times)

@@ -1,4 +1,4 @@
-"""Steps captured as CUDA graphs: by ``TrainStep``, beside another thread, and by hand."""
+"""CUDA graphs of steps: by ``TrainStep``, while another thread pins memory, and by hand."""
 
 import threading
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ __all__ = ["run"]
 
 
 def run(record: Record, device: torch.device) -> None:
-    """Train by graphs, each in its own way; nothing is captured on the CPU."""
+    """Capture and replay steps in each of these ways; skipped where there are no graphs."""
     ampopt.set_backend("triton")
     if cuda_graphs.graphs_on(device) is None:
-        record.skip("capture", f"there are no graphs on {device}")
+        record.skip("capture", f"{device} has no CUDA graphs")
         return
     with record.trying("TrainStep"):
         _trained(record, device, "alone")
-    beside = "beside a thread that pins memory"
+    beside = "while a thread pins memory"
     with record.trying(f"TrainStep {beside}"), _pinning(device):
         _trained(record, device, beside)
     with record.trying("a graph captured by hand"):
@@ -53,13 +53,16 @@ def _trained(record: Record, device: torch.device, how: str) -> None:
     if device.type == "cuda":
         with sync_debug_mode("error"):
             step(inputs, targets)
-        record.check(f"a replay waits for nothing, {how}", True)
+        record.check(f"a replay does not synchronize, {how}", True)
     times = sorted(host_seconds(lambda: step(inputs, targets), device) for _ in range(50))
     record.figure(f"replay, host, {how}", times[25] * 1e6, "us")
 
 
 def _by_hand(record: Record, device: torch.device) -> None:
-    """An uncaptured step between replays, with gradients elsewhere, frees nothing they read."""
+    """Capture a step in a graph, and replay it between eager steps with other gradients.
+
+    The eager steps must free no memory that the graph reads.
+    """
     ends = []
     for captures in (False, True):
         params = [torch.nn.Parameter(torch.linspace(-1, 1, n, device=device)) for n in (7, 5000)]
@@ -81,7 +84,7 @@ def _by_hand(record: Record, device: torch.device) -> None:
         for _ in range(3):
             replay()
             step([grad.clone() for grad in grads])
-            # Whatever was freed is written over.
+            # Overwrite whatever memory was freed.
             [torch.full((n,), float("nan"), device=device) for n in range(1, 2000, 7)]
         replay()
         ends.append([p.detach() for p in params])
@@ -91,7 +94,7 @@ def _by_hand(record: Record, device: torch.device) -> None:
 
 @contextmanager
 def _pinning(device: torch.device) -> Iterator[None]:
-    """Within this, another thread pins memory and sends it, as that of a ``DataLoader`` does."""
+    """Within this, another thread pins memory and copies it to ``device``, as ``DataLoader`` does."""
     stop = threading.Event()
 
     def pin() -> None:

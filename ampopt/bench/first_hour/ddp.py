@@ -1,4 +1,4 @@
-"""A model under ``DistributedDataParallel``, on one rank, with NCCL."""
+"""A model in ``DistributedDataParallel``, on one rank with NCCL."""
 
 import tempfile
 from typing import Any
@@ -13,9 +13,9 @@ __all__ = ["run"]
 
 
 def run(record: Record, device: torch.device) -> None:
-    """Train by ``TrainStep``."""
+    """Train by ``TrainStep``, which must refuse a CUDA graph around the model."""
     if device.type != "cuda" or not dist.is_nccl_available():
-        record.skip("DDP", f"there is no NCCL for {device}")
+        record.skip("DDP", f"no NCCL for {device}")
         return
     where = f"file://{tempfile.mkdtemp()}/store"
     dist.init_process_group("nccl", init_method=where, rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""Parameters on two devices, and states on the host while parameters are on a device."""
+"""Parameters on two GPUs, and states on the CPU for parameters on a GPU."""
 
 import torch
 
@@ -9,9 +9,9 @@ __all__ = ["run"]
 
 
 def run(record: Record, device: torch.device) -> None:
-    """Try both, as far as there are devices."""
+    """Run both checks, as far as there are devices."""
     if device.type != "cuda":
-        record.skip("devices", f"{device} is one")
+        record.skip("devices", f"{device} is not a CUDA device")
         return
     with record.trying("two devices"):
         _two(record)
@@ -21,7 +21,7 @@ def run(record: Record, device: torch.device) -> None:
 
 def _two(record: Record) -> None:
     if torch.cuda.device_count() < 2:
-        record.skip("two devices", "there is one")
+        record.skip("two devices", "there is only one CUDA device")
         return
     for clipped in (None, 1.0):
         params = [torch.nn.Parameter(torch.ones(5000, device=f"cuda:{i}")) for i in (0, 1)]
@@ -38,7 +38,7 @@ def _two(record: Record) -> None:
 
 
 def _states_on_the_host(record: Record, device: torch.device) -> None:
-    """Stepped on the CPU, then moved: states follow, or an error names them."""
+    """Step on the CPU, then move the parameter: the states must follow, or the error names them."""
     param = torch.nn.Parameter(torch.ones(5000))
     optimizer = ampopt.AdamW([param])
     param.grad = torch.ones_like(param)

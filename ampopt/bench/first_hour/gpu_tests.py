@@ -1,4 +1,4 @@
-"""The tests marked ``gpu``, of a checkout: the wheel has none."""
+"""The tests marked ``gpu``; skipped outside a checkout, since the wheel has no tests."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ __all__ = ["run"]
 
 
 def run(record: Record, device: torch.device) -> None:
-    """Run them by pytest, in the working directory, and report each that fails."""
+    """Run pytest in the working directory, and report each test that fails."""
     if not Path("tests/conftest.py").exists():
         record.skip("pytest -m gpu", f"there are no tests in {Path.cwd()}: run it in a checkout")
         return

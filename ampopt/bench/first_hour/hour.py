@@ -1,4 +1,4 @@
-"""Run the parts, one process each, and leave one folder of what they found."""
+"""Run the parts, each in its own process, and write their results to one folder."""
 
 import json
 import os
@@ -20,14 +20,14 @@ __all__ = ["Outcome", "run"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a part ended.
+    """The result of one part.
 
     Attributes:
-        name: of the part.
-        tells: what it was to find out.
-        status: ``"passed"``, ``"FAILED"``, ``"not run"``, or how its process ended.
-        seconds: that it took.
-        results: see ``record``.
+        name: the part's name.
+        tells: what the part tests or measures.
+        status: ``"passed"``, ``"FAILED"``, ``"not run: ..."``, or how its process ended.
+        seconds: how long the part ran.
+        results: the lines of its record; see ``record``.
     """
 
     name: str
@@ -38,22 +38,24 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether it was run to its end, and nothing failed."""
+        """Whether the part ran to its end and no check failed."""
         return self.status == "passed"
 
 
 def run(parts: Sequence[Part], folder: Path, device: str, about: dict[str, Any]) -> list[Outcome]:
-    """Run each of ``parts`` in turn; none of them can hang, or take the others with it.
+    """Run ``parts`` in turn. A part that hangs or crashes does not stop the others.
 
-    Leaves in ``folder``, for each part, ``NAME.log``, all that its process printed, and
-    ``NAME.jsonl``, what it reported; and ``summary.json`` and ``summary.md``, written again after
-    each part.
+    Writes to ``folder`` for each part ``NAME.log``, the output of its process, and ``NAME.jsonl``,
+    its results; and ``summary.json`` and ``summary.md``, which are updated after each part.
 
     Args:
-        parts: in the order in which they are run.
-        folder: of the results; made if need be.
-        device: to run on.
+        parts: the parts, in the order in which they run.
+        folder: the folder for the results; created if it does not exist.
+        device: the device to run on, such as ``"cuda"``.
         about: the machine and the versions, for the summary.
+
+    Returns:
+        One outcome for each of ``parts``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
@@ -80,7 +82,7 @@ def _run(part: Part, folder: Path, device: str) -> Outcome:
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # so that what it has started ends with it
+            start_new_session=True,  # so that killpg ends its child processes too
         )
         try:
             code = process.wait(part.seconds)
@@ -109,7 +111,7 @@ def _sum_up(outcomes: list[Outcome], folder: Path, about: dict[str, Any]) -> Non
     whole = {"environment": about, "parts": [asdict(outcome) for outcome in outcomes]}
     (folder / "summary.json").write_text(json.dumps(whole, indent=1, default=str) + "\n")
     lines = ["# The first hour", "", ", ".join(f"{k} {v}" for k, v in about.items()), ""]
-    lines += ["| part | finds out whether | | s |", "|---|---|---|---|"]
+    lines += ["| part | tests or measures | status | s |", "|---|---|---|---|"]
     for one in outcomes:
         lines.append(f"| {one.name} | {one.tells} | {one.status} | {one.seconds:.0f} |")
     for one in outcomes:
@@ -118,7 +120,7 @@ def _sum_up(outcomes: list[Outcome], folder: Path, about: dict[str, Any]) -> Non
 
 
 def _section(outcome: Outcome) -> list[str]:
-    """What failed, was skipped and was measured, and how many checks passed."""
+    """Lines of the summary: checks passed and failed, what was skipped, and figures."""
     kinds = Counter(line["kind"] for line in outcome.results)
     lines = [f"{kinds['passed']} checks passed, {kinds['FAILED']} failed; log: {outcome.name}.log"]
     for line in outcome.results:

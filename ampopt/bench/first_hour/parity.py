@@ -1,4 +1,4 @@
-"""Every rule by Triton beside the same rule by torch's operations, on the same device."""
+"""Every rule by Triton, compared with the same rule by torch operations on the same device."""
 
 from typing import Any
 
@@ -25,14 +25,14 @@ _STORAGE = (
 )
 _SIZES = (1, 3, 1000, 1025, 40000)
 _LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
-"""Of the relative difference; 0.01 in half precision, where one rounding is 0.004."""
+"""Limits of the relative difference, by dtype; 0.01 in 16 bits, where one rounding is 0.004."""
 
 
 def run(record: Record, device: torch.device, rules: tuple[str, ...] = RULES) -> None:
-    """Four steps of each rule and storage, clipped, the third of which overflows."""
+    """Take four clipped steps with each rule and storage; the third of them overflows."""
     for name in rules:
         for dtype, masters in _STORAGE:
-            for shift in (0, 1):  # of the first element, so that nothing is aligned
+            for shift in (0, 1):  # offset in elements; 1 makes no address aligned
                 what = f"{name}, {str(dtype)[6:]}" + ", masters" * masters + ", shifted" * shift
                 with record.trying(what):
                     ends = [_trained(name, b, dtype, masters, shift, device) for b in _BACKENDS]
@@ -48,7 +48,7 @@ _BACKENDS = ("triton", "eager")
 def _trained(
     name: str, backend: str, dtype: torch.dtype, masters: bool, shift: int, device: torch.device
 ) -> tuple[list[Tensor], float]:
-    """The parameters and the loss scale at the end; NaN where the overflow changed anything."""
+    """Parameters and loss scale after training; NaN if the skipped step changed a parameter."""
     ampopt.set_backend(backend)
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""The parts of the first hour, in order of what would end it."""
+"""The parts of the first hour; those that decide whether others can run come first."""
 
 import sys
 from collections.abc import Callable
@@ -10,15 +10,15 @@ __all__ = ["PARTS", "Part"]
 
 @dataclass(frozen=True)
 class Part:
-    """One thing to find out.
+    """One thing to test or measure.
 
     Attributes:
-        name: of its files, and for ``--part``.
-        tells: what it finds out.
-        seconds: after which it is ended.
-        command: what to run, given the folder of results and the device; ``None`` to run the
-            function ``run(record, device)`` of the module of the same name here.
-        ends: whether nothing else can be found out if it fails.
+        name: the name of the part's module and files, and the value of ``--part``.
+        tells: what the part tests or measures, for the summary.
+        seconds: the timeout, after which its process is killed.
+        command: returns the command line, given the folder of results and the device; ``None`` to
+            call ``run(record, device)`` of the module of the same name in this package.
+        ends: whether a failure of the part ends the hour.
     """
 
     name: str
@@ -41,14 +41,14 @@ def _figures(folder: Path, device: str) -> list[str]:
 
 
 PARTS = (
-    Part("start", "ampopt is imported, compiles its kernels, and takes a step", 300, ends=True),
-    Part("races", "what one stream sends is not read on another before it is there", 120),
-    Part("capture", "steps are captured as CUDA graphs, and replays do what steps do", 300),
-    Part("parity", "every rule gives what eager operations give, in every storage", 900),
-    Part("devices", "several devices step together; states on the host harm nothing", 200),
-    Part("ddp", "a model under DDP is trained", 200),
-    Part("gpu_tests", "the tests marked gpu pass; in a checkout alone", 1200),
-    Part("bandwidth", "each launch beside a copy, and beside what was predicted", 400),
-    Part("host", "what the host takes, with and without its loops of C++", 200),
-    Part("figures", "all rows of the benchmark, beside torch", 800, _figures),
+    Part("start", "ampopt imports, compiles its kernels, and steps", 300, ends=True),
+    Part("races", "no stream reads a table before the copy of it has ended on another", 120),
+    Part("capture", "steps are captured as CUDA graphs, and a replay equals a step", 300),
+    Part("parity", "every rule gives the results of eager operations, in every storage", 900),
+    Part("devices", "several devices step together; states on the CPU follow or are refused", 200),
+    Part("ddp", "a model in DDP trains", 200),
+    Part("gpu_tests", "the tests marked gpu pass (in a checkout)", 1200),
+    Part("bandwidth", "the bandwidth of each launch, compared with a copy and predictions", 400),
+    Part("host", "the host time of a step, with and without C++ loops", 200),
+    Part("figures", "all rows of the benchmark, compared with torch", 800, _figures),
 )

@@ -1,4 +1,4 @@
-"""What ``kernels/PREDICTIONS.md`` predicts for a GPU: shares of the bandwidth of a copy."""
+"""The predictions of ``kernels/PREDICTIONS.md``: shares of the bandwidth of a copy."""
 
 import torch
 
@@ -9,7 +9,7 @@ AT_HAND = {
     "bfloat16": (torch.bfloat16, False),
     "with masters": (torch.bfloat16, True),
 }
-"""The storages of the table there: dtype of the parameters, and whether there are masters."""
+"""The storages of that table: the parameters' dtype, and whether there are master weights."""
 
 _SHARES = {
     (24, "float32"): (0.83, 0.79, 0.97, 0.89, 0.89),
@@ -22,11 +22,18 @@ _SHARES = {
     (30, "bfloat16"): (0.99, 0.99, 1.00, 1.00, 1.00),
     (30, "with masters"): (0.99, 0.99, 1.00, 1.00, 1.00),
 }
-"""By the power of two of elements: detect, detect with norm, update, step, step with clipping."""
+"""By (log2 of elements, storage): detect, detect with norm, update, step, step with clipping."""
 
 
 def predicted(power: int, storage: str, launch: str, *, clipped: bool) -> float | None:
-    """The share of a copy that ``launch``, or the whole ``"step"``, was predicted to reach."""
+    """The predicted bandwidth of a launch, as a share of a copy's; ``None`` if not predicted.
+
+    Args:
+        power: log2 of the number of elements.
+        storage: a key of ``AT_HAND``.
+        launch: ``"detect"``, ``"update"``, or ``"step"`` for all launches.
+        clipped: whether gradients are clipped to a norm.
+    """
     shares = _SHARES.get((power, storage))
     places = {"detect": 0 + clipped, "update": 2, "step": 3 + clipped}
     return None if shares is None or launch not in places else shares[places[launch]]

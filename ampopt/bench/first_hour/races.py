@@ -1,4 +1,4 @@
-"""What is sent on one stream and read on another, or replaced while a launch may read it."""
+"""Races: tables that are copied on one stream and read on another, or replaced too early."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from ampopt.bench.first_hour.record import Record
 __all__ = ["run"]
 
 _LATE = 2_000_000_000
-"""Cycles that a stream is kept busy: a second or so, in which the host goes far ahead."""
+"""Cycles for which a stream is kept busy: about a second, in which the host runs far ahead."""
 
 
 def run(record: Record, device: torch.device) -> None:
-    """Delay one stream, and step on it and on another. On the CPU nothing is delayed."""
+    """Keep one stream busy, and step on it and on another. On the CPU there is no delay."""
     ampopt.set_backend("triton")
     with record.trying("constants"):
         _constants_of_two_optimizers(record, device)
@@ -30,9 +30,9 @@ def run(record: Record, device: torch.device) -> None:
 def _constants_of_two_optimizers(record: Record, device: torch.device) -> None:
     on_a, on_b = _streams(device)
     first, second, other = (_made(device, seed) for seed in range(3))
-    for optimizer in (second, other):  # which compiles
+    for optimizer in (second, other):  # compile the kernels
         optimizer.unscale_and_step(grads_scaled_by=ampopt.DynamicLossScale())
-    with on_a():  # what is freed here is what constants will be put in
+    with on_a():  # the allocator reuses this memory for constants
         poison = [torch.full((64,), 0.5, dtype=torch.float64, device=device) for _ in range(64)]
         del poison
     _wait(device)
@@ -47,7 +47,7 @@ def _constants_of_two_optimizers(record: Record, device: torch.device) -> None:
 
 
 def _tables_replaced_behind_a_busy_stream(record: Record, device: torch.device) -> None:
-    """The host sends three tables, each in the place of the last, before one of them is read."""
+    """The host replaces the table three times before the busy stream reads the first."""
     late, in_time = _made(device, seed=3), _made(device, seed=3)
     on_a, _ = _streams(device)
     for optimizer in (late, in_time):

@@ -1,4 +1,4 @@
-"""What a part reports: lines of JSON, written at once, so that a crash loses none of them."""
+"""The results of a part: lines of JSON, each written at once, so that a crash loses none."""
 
 import json
 import traceback
@@ -14,25 +14,25 @@ class Record:
     """The results of one part, in a file of its own."""
 
     def __init__(self, path: Path) -> None:
-        """Append to ``path``."""
+        """Store ``path``, the file that results are appended to."""
         self._path = path
 
     def check(self, what: str, passed: bool, detail: Any = None) -> None:
-        """Report whether ``what`` is so, with the values that say more."""
+        """Report whether the check ``what`` passed, with values as ``detail``."""
         self._write({"kind": "passed" if passed else "FAILED", "what": what, "detail": detail})
 
     def skip(self, what: str, why: str) -> None:
-        """Report that ``what`` was not tried."""
+        """Report that the check ``what`` did not run, and why."""
         self._write({"kind": "skipped", "what": what, "detail": why})
 
     def figure(self, what: str, value: float, unit: str, predicted: float | None = None) -> None:
-        """Report a measurement, beside what ``kernels/PREDICTIONS.md`` predicts of it."""
+        """Report a measurement, and what ``kernels/PREDICTIONS.md`` predicts, if anything."""
         line = {"kind": "figure", "what": what, "value": value, "unit": unit}
         self._write(line if predicted is None else {**line, "predicted": predicted})
 
     @contextmanager
     def trying(self, what: str) -> Iterator[None]:
-        """Report an error within as a failure of ``what``, and go on behind it."""
+        """Report an exception raised within as a failure of ``what``, and continue after it."""
         try:
             yield
         except Exception as error:
@@ -47,6 +47,6 @@ class Record:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a record that were written whole; none if there is no such file."""
+    """All complete lines of a record; an empty list if there is no such file."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
