@@ -94,7 +94,7 @@ def _by_hand(record: Record, device: torch.device) -> None:
 
 @contextmanager
 def _pinning(device: torch.device) -> Iterator[None]:
-    """Within this, another thread pins memory and copies it to ``device``, as ``DataLoader`` does."""
+    """Within this, another thread pins memory and copies it to ``device``, as a DataLoader does."""
     stop = threading.Event()
 
     def pin() -> None:

@@ -30,25 +30,32 @@ def skip_checks_kernel(
     HAS_STATISTICS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Find the cause of a skip, and update the statistics if the step is taken.
+    """Find the reason to skip a step, and update the statistics if the step is not skipped.
+
+    ``cause`` is that of the first check whose value is over its limit, or too many standard
+    deviations from the mean; 0 if there is none, or if a gradient overflowed. All arithmetic is
+    float64. One launch of one program. Pointers that a launch does not need may be any address.
 
     Args:
-        flags: float32, (n_parts,), of detect.
-        squares: float64, (n_parts,), of detect; read if ``HAS_NORM``.
-        n_parts: how many parts.
-        external: one element, more than 0 for overflow; read if ``HAS_EXTERNAL``.
-        settings: float64, (n_checks, 5); see ``skip_checks.CheckSettings``.
-        values: float64, (n_checks,), what to check if it is not the norm; read if ``HAS_VALUES``.
-        statistics: float64, (n_checks, 3); read and written if ``HAS_STATISTICS``.
-        n_checks: how many checks.
-        flag_out: float32, one element, written: 1 to skip.
-        cause_out: float64, one element, written.
-        squares_out: float64, one element, the sum of ``squares``; written if ``HAS_NORM``.
-        HAS_EXTERNAL: join ``external``.
-        HAS_NORM: take the norm of the gradients.
-        HAS_VALUES: there are checks of other values than the norm.
-        HAS_STATISTICS: there are checks by standard deviations.
-        PARTS: parts at a time.
+        flags: float32, shape (n_parts,): the overflow flags of the chunks.
+        squares: float64, shape (n_parts,): the sums of squares of the chunks; read if ``HAS_NORM``.
+        n_parts: the number of chunks.
+        external: one element, an overflow flag of the caller, more than 0 for overflow; read if
+            ``HAS_EXTERNAL``.
+        settings: float64, shape (n_checks, 5); see ``skip_checks.CheckSettings``.
+        values: float64, shape (n_checks,): the checked values other than the norm; read if
+            ``HAS_VALUES``.
+        statistics: float64, shape (n_checks, 3): count, mean and sum of squared deviations of each
+            check, updated in place; read and written if ``HAS_STATISTICS``.
+        n_checks: the number of checks.
+        flag_out: float32, one element, written: 1 to skip the step, else 0.
+        cause_out: float64, one element, written: the cause of the skip, or 0.
+        squares_out: float64, one element, written if ``HAS_NORM``: the sum of ``squares``.
+        HAS_EXTERNAL: whether ``external`` is passed.
+        HAS_NORM: whether a check needs the gradient norm.
+        HAS_VALUES: whether a check is of another value than the norm.
+        HAS_STATISTICS: whether a check is by standard deviations.
+        PARTS: chunks that are read at a time.
     """
     worst = tl.zeros((PARTS,), tl.float32)
     total = tl.zeros((PARTS,), tl.float64)
