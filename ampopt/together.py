@@ -123,9 +123,9 @@ def unscale_and_step(
 def _device_of(optimizers: list[Optimizer]) -> torch.device:
     """The device of the first optimizer that has gradients, or accumulated sums."""
     for optimizer in optimizers:
-        window = optimizer._ampopt.accumulation.cycle
-        if window is not None and window.params:
-            return window.decision_device
+        cycle = optimizer._ampopt.accumulation.cycle
+        if cycle is not None and cycle.params:
+            return cycle.decision_device
         if gradients.present(optimizer.param_groups):
             break
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -99,18 +99,18 @@ def _decided(
     uploads: dict[torch.device, Uploads],
 ) -> Decision | None:
     """The decision from the flags of all cycles, which updates the scale."""
-    asked = replace(
+    flag_request = replace(
         request, found_inf=_any_of([each.cycle.flag for each in closed], decision_device)
     )
     present = any(each.cycle.params for each in closed)
     if agreement is not None:
         return decided_elsewhere(
-            asked, agreement, decision_device, present=present, call=Call.CYCLE
+            flag_request, agreement, decision_device, present=present, call=Call.CYCLE
         )
     if not present:
         return None
     work = Work(decision_device, [], uploads=uploads.setdefault(decision_device, Uploads()))
-    return run(backend_for, [work], replace(asked, check=False))
+    return run(backend_for, [work], replace(flag_request, check=False))
 
 
 def _skip(

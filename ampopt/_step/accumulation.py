@@ -183,8 +183,10 @@ class Accumulation(RefersToOptimizer):
         if present:
             reject = None if decision is None else decision.found_inf
             # Check even if this call has no scale: the step that ends the cycle may have one.
-            asked = replace(request, found_inf=reject, check=True, accumulate=True, apply=False)
-            added = run(backend_for, self._works_of_sums(cycle, present), asked)
+            add_request = replace(
+                request, found_inf=reject, check=True, accumulate=True, apply=False
+            )
+            added = run(backend_for, self._works_of_sums(cycle, present), add_request)
             decision = added if decision is None else decision
         if decision is not None:
             cycle.add_flag(decision)
@@ -294,7 +296,7 @@ class Accumulation(RefersToOptimizer):
         assert cycle.kept is not None
         checked = request.scale is not None
         share = cycle.kept.clamp(min=1) / cycle.calls
-        asked = Request(scale=share, check=checked, write=True, apply=False)
+        rescale_request = Request(scale=share, check=checked, write=True, apply=False)
         held = cycle.params.values()
         sums = [real(dtensor.local(self._sums[param])) for _, param, _ in held]
         if sums:
@@ -303,12 +305,12 @@ class Accumulation(RefersToOptimizer):
             ]
             agree = None
             if agreement is not None and checked:
-                agree = FlagAllReduce(agreement, asked, call=Call.RENORMALISES)
+                agree = FlagAllReduce(agreement, rescale_request, call=Call.RENORMALISES)
             works = works_of(rows, sums, self.uploads["renormalise"])
-            decision = run(backend_for, works, replace(asked, agree=agree))
+            decision = run(backend_for, works, replace(rescale_request, agree=agree))
         else:
             decision = decided_elsewhere(
-                asked, agreement, cycle.decision_device, call=Call.RENORMALISES
+                rescale_request, agreement, cycle.decision_device, call=Call.RENORMALISES
             )
         if decision is None:  # no rank has checked anything
             return torch.zeros_like(share)

@@ -63,7 +63,7 @@ def step_with_closure(
     """
     ours = optimizer._ampopt
     ours.refuse_unfinished("unscale_and_step(closure)")
-    judges = given is not None or max_norm is not None
+    checks = given is not None or max_norm is not None
 
     def evaluate(now: Any) -> tuple[Any, Verdict]:
         scale = ours.scale(now)
@@ -80,7 +80,7 @@ def step_with_closure(
                 "unscale; a closure that unscales belongs to step_after_unscale(closure, "
                 "current_grad_scale=scale)"
             )
-        if not judges:
+        if not checks:
             return loss, lambda: (None, None, None)
         _check_loss(loss)
 
@@ -96,7 +96,7 @@ def step_with_closure(
 
         return loss, verdict
 
-    agreement = ours.agreement() if judges else None
+    agreement = ours.agreement() if checks else None
     return _step_with_replays(
         optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng
     )

@@ -89,8 +89,8 @@ def decided_elsewhere(
     if agreement is None or device is None or not request.needs_agreement:
         return None
     vote = FlagAllReduce(agreement, request, present, call)
-    asked = replace(request, write=False, apply=False, agree=vote)
-    decision = decide([Work(device, [])], asked)
+    check_request = replace(request, write=False, apply=False, agree=vote)
+    decision = decide([Work(device, [])], check_request)
     if decision.scale is None:
         return decision
     assert vote.ranks is not None
@@ -140,8 +140,8 @@ def check_and_unscale_held(
     vote = None
     if agreement is not None and request.needs_agreement:
         vote = FlagAllReduce(agreement, request, len(held), call)
-    asked = replace(request, write=write, apply=False, agree=vote)
-    decision = decide(works_of(rows, grads, uploads), asked)
+    check_request = replace(request, write=write, apply=False, agree=vote)
+    decision = decide(works_of(rows, grads, uploads), check_request)
     for values, unscaled in copies:
         values.copy_(unscaled)
     return decision
@@ -193,14 +193,15 @@ def device_of(param_groups: list[dict[str, Any]]) -> torch.device | None:
 
 
 class Check(NamedTuple):
-    """One check of a step, as an :class:`ampopt.skip_when` asks for it.
+    """One check of a step by an :class:`ampopt.skip_when`.
 
     Attributes:
-        settings: cause and limits.
-        value: to check, ``widest``, 0-d; ``None`` for the norm of the gradients.
-        statistics: ``widest``, shape (3,), see :class:`ampopt_kernels.skip_checks.SkipChecks`;
-            ``None`` if the check has none.
-        then: called after the decision with whether no gradient overflowed, a bool, 0-d.
+        settings: the cause that is reported, and the limits.
+        value: the value to check, a 0-d tensor of the device's ``widest`` dtype; ``None`` for the
+            norm of the gradients.
+        statistics: the running statistics, of shape (3,) and the same dtype; see
+            :class:`ampopt_kernels.skip_checks.SkipChecks`. ``None`` if the check has none.
+        then: called after the decision with a 0-d bool tensor: whether no gradient overflowed.
     """
 
     settings: CheckSettings

@@ -89,7 +89,7 @@ def take(
     attributes = vars(optimizer)
     if "found_inf" not in attributes or "grad_scale" not in attributes:
         return None
-    left = ScalerHandoff(attributes.pop("grad_scale"), attributes.pop("found_inf"))
+    handoff = ScalerHandoff(attributes.pop("grad_scale"), attributes.pop("found_inf"))
     if optimizer._ampopt.pending is not None:
         raise RuntimeError(
             f"unscale() of this {type(optimizer).__name__} was called, and the scaler would "
@@ -106,12 +106,12 @@ def take(
             f"with a smaller scale; or {name}.unscale_and_step(closure, grads_scaled_by=scale), "
             "without a scaler; or call the closure yourself and then scaler.step(optimizer)"
         )
-    if left.grad_scale is None and (agreement := optimizer._ampopt.agreement()) is not None:
+    if handoff.grad_scale is None and (agreement := optimizer._ampopt.agreement()) is not None:
         # The step checks nothing again, and the scaler's flag may be of this rank alone.
         return replace(
-            left, found_inf=agreement.flag(left.found_inf, optimizer._ampopt.decision_device)
+            handoff, found_inf=agreement.flag(handoff.found_inf, optimizer._ampopt.decision_device)
         )
-    return left
+    return handoff
 
 
 def wrap_step(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
@@ -139,14 +139,14 @@ def wrap_step(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
 def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def wrapper(self: "Optimizer", *args: Any, **kwargs: Any) -> Any:
-        left = take(self, args, kwargs)
-        if left is None:
+        handoff = take(self, args, kwargs)
+        if handoff is None:
             returned = step(self, *args, **kwargs)
             _end_pending(self)  # if torch's hooks, which do so, are not around this step
             return returned
         call = functools.partial(step, self, *args, **kwargs)
-        attempt = _around(self, call, left.request)
-        left.leave_for_scaler(self, attempt.decision)
+        attempt = _around(self, call, handoff.request)
+        handoff.leave_for_scaler(self, attempt.decision)
         return attempt.returned
 
     # ``wraps`` copies the attributes of ``step``, but the wrapper must not count as hooked.

@@ -34,7 +34,7 @@ def give(params: Any, *numbers: float, scale: float = 1.0) -> None:
 
 
 def after(cls: Callable[..., Any], step: Callable[[Any, Any], Any], **options: Any) -> Any:
-    """The bits after two windows of ``step``, so that state tells what the first one did."""
+    """The bits after two cycles of ``step``, so that state tells what the first one did."""
     torch.manual_seed(0)
     dtype = options.pop("dtype", torch.float32)
     params = params_of(dtype)
@@ -85,7 +85,7 @@ def test_each_scale_hears_of_its_own_loss_and_the_step_of_both():
     result = optimizer.unscale_and_step(grads_scaled_by=b)
     assert found > 0 and result.skipped
     assert result.overflowed == ["group 0, parameter 0"]
-    assert (next_a.item(), result.scale.item()) == (4.0, 16.0)  # b's is of the whole window
+    assert (next_a.item(), result.scale.item()) == (4.0, 16.0)  # b's is of the whole cycle
     assert bits(params) == before
     optimizer.zero_grad()
     give(params, 1.0, 1.0)
@@ -107,7 +107,7 @@ def test_half_precision_gradients_add_up_in_float32(backend, dtype, masters, con
     optimizer = ampopt.SGD(params, lr=0.5, master_weights=masters)
     reference = ampopt.SGD(whole, lr=0.5)
     small = 2.0**-12
-    for window in range(2):
+    for cycle in range(2):
         for gradient in (1.0, small, small, 2.0):
             for p in params:
                 p.grad = torch.full_like(p, gradient)
@@ -130,7 +130,7 @@ def test_half_precision_gradients_add_up_in_float32(backend, dtype, masters, con
                 for q in whole:
                     q.copy_(q.to(dtype))
         for p, q, master in zip(params, whole, optimizer.master_params(), strict=True):
-            assert torch.equal(p, q.to(dtype)), window
+            assert torch.equal(p, q.to(dtype)), cycle
             assert torch.equal(master.float(), q)
 
 
@@ -169,13 +169,13 @@ def test_rejecting_leaves_no_trace_of_what_was_rejected(backend):
     """To the bit: sums are as they would be, and the mean is over the others."""
 
     def accumulated(*gradients: float) -> Any:
-        def window(optimizer, params):
+        def cycle(optimizer, params):
             for n in gradients:
                 give(params, n, n)
                 optimizer.accumulate(grads_scaled_by=1.0, drop="micro_batch")
             optimizer.unscale_and_step(grads_scaled_by=1.0)
 
-        return after(ampopt.AdamW, window)
+        return after(ampopt.AdamW, cycle)
 
     assert accumulated(INF, 1.0, INF, -3.0) == accumulated(2.0, -6.0)
 
@@ -211,7 +211,7 @@ def test_a_sum_that_overflows_skips(backend):
 
 @every_backend
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
-def test_what_was_added_unchecked_is_judged_by_what_ends_the_window(backend, drop):
+def test_what_was_added_unchecked_is_checked_by_what_ends_the_cycle(backend, drop):
     params = params_of()
     optimizer = ampopt.SGD(params)
     before = bits(params)
@@ -403,7 +403,7 @@ def test_wider_and_complex_parameters(dtype):
 # --- what may not ---------------------------------------------------------------------------------
 
 
-def in_a_window(cls: Any = ampopt.AdamW) -> tuple[Any, Any]:
+def in_a_cycle(cls: Any = ampopt.AdamW) -> tuple[Any, Any]:
     params = params_of()
     optimizer = cls(params, lr=0.5)
     give(params, 1.0, 1.0)
@@ -424,13 +424,13 @@ def in_a_window(cls: Any = ampopt.AdamW) -> tuple[Any, Any]:
         lambda optimizer: scaler_at(4.0).step(optimizer),
     ],
 )
-def test_what_does_not_know_of_the_window_is_refused(cls, call):
-    optimizer, params = in_a_window(cls)
+def test_what_does_not_know_of_the_cycle_is_refused(cls, call):
+    optimizer, params = in_a_cycle(cls)
     before = bits(params)
     with pytest.raises(RuntimeError, match=r"accumulate\(\) was called"):
         call(optimizer)
     assert bits(params) == before
-    assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped  # the window is still there
+    assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped  # the cycle is still there
     assert bits(params) != before
 
 
@@ -459,7 +459,7 @@ def test_a_closure_cannot_accumulate():
 
 
 def test_wrong_arguments_change_nothing():
-    optimizer, params = in_a_window()
+    optimizer, params = in_a_cycle()
     give(params, 1.0, 1.0)
     with pytest.raises(ValueError, match="one of 'window', 'micro_batch', got 'batch'"):
         optimizer.accumulate(grads_scaled_by=1.0, drop="batch")
@@ -485,12 +485,12 @@ def test_wrong_arguments_change_nothing():
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
-def test_a_window_can_be_captured(monkeypatch):
+def test_a_cycle_can_be_captured(monkeypatch):
     """As in a CUDA graph, of which this is a stand-in: nothing is sent, and no host looks."""
     ampopt.set_backend("triton")
     given = torch.ones(())
 
-    def window(optimizer, params, scale):
+    def cycle(optimizer, params, scale):
         optimizer.zero_grad(set_to_none=False)
         for factor in (1.0, 2.0, 3.0):
             loss = torch.stack([(p * given * factor).sum() for p in params]).sum()
@@ -506,15 +506,15 @@ def test_a_window_can_be_captured(monkeypatch):
         for p in params:
             p.grad = torch.zeros_like(p)
         for _ in range(3):
-            window(optimizer, params, scale)
+            cycle(optimizer, params, scale)
         graphs = FakeGraphs()
         replay: Any = None
         if captured:
             with graphs.capture() as replay:
-                window(optimizer, params, scale)
+                cycle(optimizer, params, scale)
         for number in (1.0, INF, 0.5):
             given.fill_(number)
-            replay() if captured else window(optimizer, params, scale)
+            replay() if captured else cycle(optimizer, params, scale)
         given.fill_(1.0)
         results.append(bits(params))
     assert results[0] == results[1]
