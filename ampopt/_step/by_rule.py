@@ -70,10 +70,10 @@ class RuleStep(StepStrategy):
                 check=False, found_inf=_other(decision), earlier_decision=decision
             )
             return decision
-        judged = replace(self.with_watch_and_causes(request), max_norm=None)
+        check_request = replace(self.with_watch_and_causes(request), max_norm=None)
         decision = check_and_unscale_held(
             gradients.held(self.optimizer.param_groups),
-            judged,
+            check_request,
             self.agreement(),
             self.decision_device,
             write=False,

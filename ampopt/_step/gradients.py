@@ -170,10 +170,10 @@ def offenders(
     """
     inverse = 1.0 if scale is None else 1.0 / float(scale)
     for index, param in present(param_groups):
-        whose = holder(param_groups[index], param)
-        if whose.grad is None:
+        tensor = holder(param_groups[index], param)
+        if tensor.grad is None:
             continue
-        values = values_of(whose)
+        values = values_of(tensor)
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         unscaled = values.to(dtype) * torch.tensor(inverse, dtype=dtype)
         if not bool(unscaled.isfinite().all()):

@@ -323,5 +323,5 @@ def _multiply(tensors: list[Tensor], factor: Tensor) -> None:
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    for kind, those in alike.items():
-        torch._foreach_mul_(those, factor.to(*kind))  # pyright: ignore[reportPrivateImportUsage]
+    for kind, same_kind in alike.items():
+        torch._foreach_mul_(same_kind, factor.to(*kind))  # pyright: ignore[reportPrivateImportUsage]

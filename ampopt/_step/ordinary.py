@@ -197,14 +197,14 @@ class OrdinaryStep(StepStrategy):
             return StepOutcome(None, called=False)
         optimizer, skip_policy = self.optimizer, self.skip_policy
         if skip_policy is None:
-            return StepOutcome(decision, self._step_told(step, decision.skip))
+            return StepOutcome(decision, self._step_with_flag(step, decision.skip))
         if self._make_state is not None:
             for _, param in gradients.present(optimizer.param_groups):
                 self._make_state(optimizer, param)
         called, returned = skip_policy.step(optimizer, step, decision)
         return StepOutcome(decision, returned, called)
 
-    def _step_told(self, step: Callable[[], Any], skip: Tensor) -> Any:
+    def _step_with_flag(self, step: Callable[[], Any], skip: Tensor) -> Any:
         """Call a ``step`` that reads ``optimizer.found_inf``, or whose rule does."""
         optimizer = self.optimizer
         optimizer.found_inf = flag = skip.to(torch.float32)

@@ -74,18 +74,18 @@ class Plan:
             RuntimeError: see :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
         groups = optimizer.param_groups
-        self._home = device_of(groups)
+        self._decision_device = device_of(groups)
         self._rule, self._uploads = rule, uploads
         # If the ranks have no common process group, steps that need no all-reduce still run; the
         # error is raised by the first one that does.
         self._agreement: Agreement | None = None
-        self._apart: ranks.NoCommonGroupError | None = None
+        self._no_common_group: ranks.NoCommonGroupError | None = None
         try:
             self._agreement = optimizer._ampopt.agreement()
         except ranks.NoCommonGroupError as error:
             if needs_agreement or rule.reduces:
                 raise
-            self._apart = error
+            self._no_common_group = error
         self._rank_sums: RankSums | None = None
         if rule.reduces and self._agreement is not None:
             n_terms = rule.widths(len(rule.hyper_values(groups[0]))).terms
@@ -93,17 +93,18 @@ class Plan:
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
-        made = RuleRows(optimizer, rule, masters, self._agreement, complete_state)
-        self.works: list[Work] = works_of(made.rows, made.grads, uploads, made.rule)
-        self._settings = Settings(rule, made.variants, groups)
+        rule_rows = RuleRows(optimizer, rule, masters, self._agreement, complete_state)
+        self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
+        self._settings = Settings(rule, rule_rows.variants, groups)
         for work in self.works:
             work.hyper = self._settings.hyper
-        order = {id(row): place for place, row in enumerate(made.rows)}
+        order = {id(row): place for place, row in enumerate(rule_rows.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
-        self._present, self._held, self._copies = made.present, made.held, made.copies
-        self._writes_gradients = made.gradients_are_written()
-        self.reusable = not made.copies and not any(p.is_complex() for p in made.present)
-        self._guards = _Guards(optimizer, masters, made)
+        self._present, self._held = rule_rows.present, rule_rows.held
+        self._copies = rule_rows.copies
+        self._writes_gradients = rule_rows.gradients_are_written()
+        self.reusable = not rule_rows.copies and not any(p.is_complex() for p in rule_rows.present)
+        self._guards = _Guards(optimizer, masters, rule_rows)
 
     def revalidate(self, optimizer: Any, rule: Rule) -> bool:
         """Update gradients and hyperparameters for this step, if nothing else has changed.
@@ -122,8 +123,8 @@ class Plan:
         if grads is None:
             return False
         for work, places in zip(self.works, self._places, strict=True):
-            own = grads if len(places) == len(grads) else [grads[i] for i in places]
-            work.take(own, self._settings.hyper)
+            work_grads = grads if len(places) == len(grads) else [grads[i] for i in places]
+            work.take(work_grads, self._settings.hyper)
         return True
 
     def run(self, request: Request) -> Decision | None:
@@ -132,27 +133,27 @@ class Plan:
         Returns:
             The decision; ``None`` if no rank has gradients.
         """
-        if request.needs_agreement and self._apart is not None:
-            raise self._apart
+        if request.needs_agreement and self._no_common_group is not None:
+            raise self._no_common_group
         if not self.works:
             return self._decided_elsewhere(request) or request.earlier_decision
-        asked = request
+        extended = request
         if self._agreement is not None:
-            vote = None
+            flag_all_reduce = None
             if request.needs_agreement:
-                vote = FlagAllReduce(self._agreement, request, len(self._present))
-            asked = replace(
-                asked,
-                agree=vote,
+                flag_all_reduce = FlagAllReduce(self._agreement, request, len(self._present))
+            extended = replace(
+                extended,
+                agree=flag_all_reduce,
                 agree_on_sums=self._rank_sums,
                 agree_on_lines=self._lines_of_ranks,
             )
         if request.write and not self._writes_gradients:
-            asked = replace(asked, write=False)
-        decision = decide(self.works, asked)
-        seen = decision.coefficients  # numbers from a backend on the CPU, else a tensor
-        self.finish(skipped=isinstance(seen, Coefficients) and seen.skip > 0)
-        if request.write and not asked.write:  # in place, after the update has read them
+            extended = replace(extended, write=False)
+        decision = decide(self.works, extended)
+        coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
+        self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
+        if request.write and not extended.write:  # in place, after the update has read them
             unscale = Request(scale=request.scale, check=False)
             check_and_unscale_held(
                 self._held, unscale, None, None, write=True, uploads=self._uploads
@@ -161,10 +162,10 @@ class Plan:
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""
-        decision = decided_elsewhere(request, self._agreement, self._home)
+        decision = decided_elsewhere(request, self._agreement, self._decision_device)
         for sums in (self._lines_of_ranks, self._rank_sums):
-            if sums is not None and self._home is not None:
-                sums.join_without_gradients(self._home)
+            if sums is not None and self._decision_device is not None:
+                sums.join_without_gradients(self._decision_device)
         return decision
 
     def finish(self, *, skipped: bool = False) -> None:
@@ -193,35 +194,36 @@ class _Guards:
     masters and states; the layouts of parameters and gradients; which parameters have a gradient.
     """
 
-    def __init__(self, optimizer: Any, masters: Masters, made: RuleRows) -> None:
+    def __init__(self, optimizer: Any, masters: Masters, rule_rows: RuleRows) -> None:
         """Record what :meth:`gradients` compares later.
 
         Args:
             optimizer: the optimizer of the plan.
             masters: its master weights.
-            made: the rows of the plan.
+            rule_rows: the rows of the plan.
         """
         groups = optimizer.param_groups
-        self._keeper = masters
-        self._present, self._masters = made.present, made.masters
+        self._masters = masters
+        self._present, self._indexed_masters = rule_rows.present, rule_rows.masters
         self._params = list(chain.from_iterable(group["params"] for group in groups))
-        self._spread = any(map(dtensor.is_spread, self._params))  # sharded, or replicated DTensors
-        kept = set(made.present)
-        self._absent = [p for p in self._params if p not in kept]
+        self._dtensors = any(map(dtensor.is_spread, self._params))
+        with_grad = set(rule_rows.present)
+        self._absent = [p for p in self._params if p not in with_grad]
         self._process_group, self._state = optimizer.process_group, optimizer.state
         # Users may store other things in optimizer.state than states of parameters.
-        of_params = [state for state in self._state.values() if isinstance(state, dict)]
+        param_states = [state for state in self._state.values() if isinstance(state, dict)]
         members = [group["params"] for group in groups]
-        self._contents = IdentityGuard([*members, self._state, *of_params])
+        self._identities = IdentityGuard([*members, self._state, *param_states])
         # `param.data = ...` keeps the object and changes its memory.
-        self._held = [*self._params, *(master for _, master in made.masters), *made.states]
+        masters_of_params = [master for _, master in rule_rows.masters]
+        self._held = [*self._params, *masters_of_params, *rule_rows.states]
         held, params = self._held, self._params
-        if self._spread:  # kernels work on the local shards
+        if self._dtensors:  # kernels work on the local shards
             held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
         self._addresses, self._params_laid_out = addresses(held), LayoutGuard(params)
-        self._grads_laid_out = LayoutGuard(made.grads)
+        self._grads_laid_out = LayoutGuard(rule_rows.grads)
         grads = list(map(_grad_of, self._present))
-        self._placements = dtensor.placements(grads) if self._spread else []
+        self._placements = dtensor.placements(grads) if self._dtensors else []
 
     def gradients(self, optimizer: Any) -> list[Tensor] | None:
         """The gradients of this step, as kernels read them; ``None`` if anything else changed."""
@@ -229,27 +231,27 @@ class _Guards:
             if param.grad is not None:
                 return None
         held, params = self._held, self._params
-        if self._spread:
+        if self._dtensors:
             held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
         if not (
             optimizer.state is self._state
             and optimizer.process_group is self._process_group
-            and self._contents.unchanged()
+            and self._identities.unchanged()
             and addresses(held) == self._addresses
             and self._params_laid_out.fit(params)
         ):
             return None
         grads = list(map(_grad_of, self._present))
-        if self._spread and dtensor.placements(grads) != self._placements:
+        if self._dtensors and dtensor.placements(grads) != self._placements:
             for param in self._present:
                 dtensor.settle(param)
             grads = list(map(_grad_of, self._present))
             self._placements = dtensor.placements(grads)
-        if self._keeper.unscaled:
-            for place, master in self._masters:
+        if self._masters.unscaled:
+            for place, master in self._indexed_masters:
                 if grads[place] is not None:
                     grads[place] = master.grad
-        if self._spread:
+        if self._dtensors:
             grads = dtensor.local_of_each(grads)
         return grads if self._grads_laid_out.fit(grads) else None
 

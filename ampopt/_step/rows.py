@@ -64,14 +64,14 @@ class RuleRows:
                 alone.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
         """
-        self._optimizer, self._rule, self._keeper = optimizer, rule, masters
+        self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
         self._agreement = agreement
-        groups, keeper = optimizer.param_groups, masters
+        groups = optimizer.param_groups
         self.held = gradients.held(groups)
         stepped = [
             one
             for one in self.held
-            if keeper.holder(groups[one.group], one.tensor).grad is not None
+            if masters.holder(groups[one.group], one.tensor).grad is not None
         ]
         self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped])
         # Parameters of one variant are adjacent, so that a backend runs them in one launch.
@@ -82,7 +82,7 @@ class RuleRows:
         self.masters = [
             (place, master)
             for place, one in enumerate(stepped)
-            if (master := keeper.of(groups[one.group], one.tensor)) is not None
+            if (master := masters.of(groups[one.group], one.tensor)) is not None
         ]
         flags = [self.flags[variant] for variant in of]
         states = [
@@ -118,7 +118,8 @@ class RuleRows:
         index, param, owner = held
         rule, flags, local, dense = self._rule, self.flags[variant], dtensor.local, self._dense
         group = self._optimizer.param_groups[index]
-        master, holder = self._keeper.of(group, param), self._keeper.holder(group, param)
+        masters = self._master_weights
+        master, holder = masters.of(group, param), masters.holder(group, param)
         keys = keys_of(self._optimizer, group, param, place)
         p = like = gradients.real(local(param.detach() if master is None else master))
         marginals = rule.marginals_for(flags)

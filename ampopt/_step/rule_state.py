@@ -76,13 +76,13 @@ def complete(
     for part in rule.tensor_state_for(flags):
         if state.get(part.name) is None:
             initial = None if part.init == PARAM else _initial(part, groups, param)
-            state[part.name] = _made(part, like, _dtype_of(part, like.dtype), initial)
+            state[part.name] = _new_state(part, like, _dtype_of(part, like.dtype), initial)
     kept = [state[part.name] for part in scalars if state.get(part.name) is not None]
     wide = torch.float64 in ([value.dtype for value in kept] or [torch.get_default_dtype()])
     for part in scalars:
         if state.get(part.name) is None:
             dtype = part.dtype or (torch.float64 if wide else torch.float32)
-            value = torch.zeros((), dtype=_held_in(dtype, param.device), device=param.device)
+            value = torch.zeros((), dtype=_dtype_on(dtype, param.device), device=param.device)
             state[part.name] = value.fill_(_initial(part, groups, param))
 
 
@@ -116,7 +116,7 @@ def convert(
         state[part.name] = value
     for part in rule.scalar_state_for(flags):
         if (value := state.get(part.name)) is not None:
-            state[part.name] = _scalar(value, part.dtype or _own_dtype(value), param.device)
+            state[part.name] = _scalar(value, part.dtype or _loaded_dtype(value), param.device)
 
 
 def widen_scalars(rule: Rule, states: Sequence[dict[str, Any]]) -> bool:
@@ -138,7 +138,7 @@ def widen_scalars(rule: Rule, states: Sequence[dict[str, Any]]) -> bool:
     return widened
 
 
-def _made(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> Tensor:
+def _new_state(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> Tensor:
     """A new tensor for the state ``part``.
 
     Args:
@@ -148,14 +148,14 @@ def _made(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> Tensor
         initial: its value; ``None`` to copy ``like``.
     """
     if part.shape is not None:
-        made = torch.empty(part.beside(like.shape), dtype=dtype, device=like.device).fill_(initial)
-        return replicated(made, like) if dtensor.is_spread(like) else made
-    made = torch.empty_like(dtensor.local(like), dtype=dtype)
+        new = torch.empty(part.beside(like.shape), dtype=dtype, device=like.device).fill_(initial)
+        return replicated(new, like) if dtensor.is_spread(like) else new
+    new = torch.empty_like(dtensor.local(like), dtype=dtype)
     if initial is None:
-        made.copy_(dtensor.local(like))
+        new.copy_(dtensor.local(like))
     else:
-        real(made).fill_(initial)
-    return dtensor.spread_like(made, like)
+        real(new).fill_(initial)
+    return dtensor.spread_like(new, like)
 
 
 def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:
@@ -217,7 +217,7 @@ def _dtype_of(part: State, own: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.complex32) if own.is_complex else dtype
 
 
-def _own_dtype(value: Any) -> torch.dtype:
+def _loaded_dtype(value: Any) -> torch.dtype:
     """The dtype for a loaded scalar state: float32, or float64 if float32 would lose digits."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
@@ -228,13 +228,13 @@ def _own_dtype(value: Any) -> torch.dtype:
     return torch.float64 if whole and abs(int(value)) > 2**24 else torch.float32
 
 
-def _held_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _dtype_on(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return widest(device) if dtype == torch.float64 else dtype
 
 
 def _scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Convert a scalar state, from any type or device that a checkpoint of torch uses."""
-    dtype = _held_in(dtype, device)
+    dtype = _dtype_on(dtype, device)
     if not isinstance(value, Tensor):
         return torch.full((), float(value), dtype=dtype, device=device)
     if value.device == device and value.dtype == dtype and value.ndim == 0:

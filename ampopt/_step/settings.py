@@ -93,7 +93,7 @@ class Settings:
         self._rule, self._variants = rule, variants
         self._members = [group["params"] for group in groups]
         self.hyper = variants.hyper(groups)
-        self._others = self._told_of(groups, self.hyper)
+        self._fixed = self._fixed_values(groups, self.hyper)
         self._groups, self._entries = groups, None
         # A tensor may change in place, and ``Rule.entries`` may read any entry of the group.
         of_numbers = not any(isinstance(value, Tensor) for value in chain(*self.hyper))
@@ -113,7 +113,7 @@ class Settings:
             if group["params"] is not members:
                 return False
         hyper = self._variants.hyper(groups)
-        if self._told_of(groups, hyper) != self._others:
+        if self._fixed_values(groups, hyper) != self._fixed:
             return False
         # A guard would not pay if a scheduler changes numbers at every step.
         stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
@@ -121,7 +121,7 @@ class Settings:
         self._groups, self.hyper = groups, hyper
         return True
 
-    def _told_of(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
+    def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
         """What requires a new plan when it changes: flags, options, types of hyperparameters."""
         options = [list(map(group.get, _OPTIONS)) for group in groups]
         return self._variants.flags(groups), options, forms_of(hyper)
@@ -147,11 +147,11 @@ def check_numbers(name: str, value: Any, like: Any) -> None:
         ValueError: ``value`` has another length than ``like``, or a tensor has not one element.
     """
     several = isinstance(like, (tuple, list))
-    given = value if isinstance(value, (tuple, list)) else (value,)
+    elements = value if isinstance(value, (tuple, list)) else (value,)
     wrong = None
-    if (given is value) != several or not all(map(_is_number, given)):
+    if (elements is value) != several or not all(map(_is_number, elements)):
         wrong = TypeError
-    elif several and len(given) != len(like) or any(map(_is_long, given)):
+    elif several and len(elements) != len(like) or any(map(_is_long, elements)):
         wrong = ValueError
     if wrong is not None:
         allowed = "a number or a tensor of one element"

@@ -78,9 +78,9 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
             if (value := state.get(part.name)) is None:
                 continue
             # A fast path: most states are plain tensors of the shape and dtype of their parameter.
-            alike = type(value) is Tensor and type(param) in _PLAIN and part.shape is None
+            plain = type(value) is Tensor and type(param) in _PLAIN and part.shape is None
             if not (
-                alike
+                plain
                 and value.shape == shape
                 and value.dtype == dtype
                 and value.device == device
@@ -97,7 +97,7 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
                 tensor = dtensor.local(tensor)
                 memory.append((*memory_of(tensor), name, key, tensor))
     for memory in written.values():
-        _check_apart(memory)
+        _check_no_overlap(memory)
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:
@@ -151,10 +151,10 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -
             "the model before the first step"
         )
     if part.shape is None:
-        _check_spread(what, param, value)
+        _check_sharding(what, param, value)
 
 
-def _check_spread(what: str, param: Any, value: Any) -> None:
+def _check_sharding(what: str, param: Any, value: Any) -> None:
     """Raise unless a state has the mesh and placements of its parameter."""
     spread = dtensor.is_spread(param)
     if dtensor.is_spread(value) != spread:
@@ -213,7 +213,7 @@ tensor.
 _start_of = operator.itemgetter(0)
 
 
-def _check_apart(memory: list[_Written]) -> None:
+def _check_no_overlap(memory: list[_Written]) -> None:
     """Raise if a state shares memory with another tensor of ``memory``.
 
     Two parameters may share memory: users tie them on purpose.
@@ -228,7 +228,7 @@ def _check_apart(memory: list[_Written]) -> None:
         for _, other_end, other_name, other_state, other in open_:
             if other_end <= start or state is None is other_state:
                 continue
-            if _meet(tensor, other):
+            if _overlap(tensor, other):
                 what, with_ = (
                     param if key is None else _named(key, param)
                     for param, key in ((name, state), (other_name, other_state))
@@ -242,6 +242,6 @@ def _check_apart(memory: list[_Written]) -> None:
             reach = max(reach, end)
 
 
-def _meet(one: Tensor, other: Tensor) -> bool:
+def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors, whose address ranges overlap, have an element at the same address."""
     return (is_dense(one) and is_dense(other)) or share_memory(one, other)

@@ -213,13 +213,13 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def with_watch_and_causes(self, request: Request) -> Request:
         """Add to ``request`` what :attr:`watch` and :attr:`causes` need and do not have yet."""
-        judged = request.earlier_decision
-        if self.watch is not None and not (judged is not None and judged.measured):
+        earlier = request.earlier_decision
+        if self.watch is not None and not (earlier is not None and earlier.measured):
             request = replace(request, measure=True)
         if self.causes and request.check:
             known = [cause for cause, _ in request.causes]
-            own = ((c, self._loss_for(c)) for c in self.causes if c not in known)
-            request = replace(request, causes=(*request.causes, *own))
+            added = ((c, self._loss_for(c)) for c in self.causes if c not in known)
+            request = replace(request, causes=(*request.causes, *added))
         return request
 
     def _loss_for(self, cause: Any) -> Tensor | None:
