@@ -62,7 +62,7 @@ PRINTED = {
     "Testing your optimizer": ["True"],
     "In every step": [
         "4 steps, 1 skipped, the last under a scale of 2^15.",
-        "weight          1     3            4     0.0%",
+        "weight          1     3            4       0.0%",
         "{'overflow': 1, 'norm': 0, 'loss': 0} 2",
     ],
     "To skip more than overflows": ["{'overflow': 0, 'norm': 1, 'loss': 0}"],

@@ -1,4 +1,4 @@
-"""Watching a run without waiting for it: which layer overflows, since when, and what to do."""
+"""Statistics of a run, without synchronizing: which layer overflows, since when, what to do."""
 
 from ampopt.watching.alarm import Alarm
 from ampopt.watching.reading import Reading

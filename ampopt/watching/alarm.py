@@ -1,4 +1,4 @@
-"""When to say, some steps later, that a run is not training any more."""
+"""Warnings, some steps later, that a run does not train any more."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -10,32 +10,34 @@ __all__ = ["Alarm", "Condition"]
 
 
 class Alarm(RuntimeWarning):
-    """What :meth:`ampopt.Watch.alarm` warns with, or raises."""
+    """The warning, or error, of :meth:`ampopt.Watch.alarm`."""
 
 
 @dataclass
 class Condition:
-    """What is to be said, once each time that it comes about.
+    """Limits that are checked against readings; see :meth:`ampopt.Watch.alarm`.
+
+    A limit warns once, and again only after a reading within it.
 
     Attributes:
-        skips_in_a_row: so many, or more.
-        scale_below: a scale less than this.
-        zero_share_above: a parameter more of whose gradients float16 would flush.
-        raises: raise it.
+        skips_in_a_row: the number of skipped steps in a row to warn of; ``None`` for never.
+        scale_below: the loss scale below which to warn.
+        zero_share_above: the ``underflow`` of a parameter above which to warn.
+        raises: raise an :class:`Alarm` in place of a warning.
     """
 
     skips_in_a_row: int | None = None
     scale_below: float | None = None
     zero_share_above: float | None = None
     raises: bool = False
-    _said: set[str] = field(default_factory=set, init=False)
+    _passed: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot come about.
+        """Check the limits.
 
         Raises:
-            TypeError: an argument is of the wrong type.
-            ValueError: it is out of range, or there is none.
+            TypeError: a limit is of the wrong type.
+            ValueError: a limit is out of range, or no limit was passed.
         """
         if self.skips_in_a_row is not None:
             check_count("skips_in_a_row", self.skips_in_a_row)
@@ -50,43 +52,42 @@ class Condition:
         check_bool("raises", self.raises)
         if (self.skips_in_a_row, self.scale_below, self.zero_share_above) == (None,) * 3:
             raise ValueError(
-                "alarm needs something to be alarmed by: give skips_in_a_row, scale_below or "
-                "zero_share_above"
+                "alarm needs a limit: give skips_in_a_row, scale_below or zero_share_above"
             )
 
-    def judge(self, reading: Reading) -> None:
-        """Say what has come about, if it has not been said since.
+    def check(self, reading: Reading) -> None:
+        """Warn of each limit that ``reading`` has passed since the last call.
 
         Raises:
-            Alarm: if it is to be raised.
+            Alarm: a limit is passed, and :attr:`raises` is true.
         """
         now = self._now(reading)
-        new = [text for kind, text in now.items() if kind not in self._said]
-        self._said = set(now)
+        new = [text for kind, text in now.items() if kind not in self._passed]
+        self._passed = set(now)
         for text in new:
             if self.raises:
                 raise Alarm(text)
             warnings.warn(Alarm(text), stacklevel=2)
 
     def _now(self, reading: Reading) -> dict[str, str]:
-        latest, found = reading.latest(), {}
+        latest, texts = reading.latest(), {}
         step, row, scale = latest["step"], latest["skips_in_a_row"], latest["scale"]
         if self.skips_in_a_row is not None and row >= self.skips_in_a_row:
-            found["skips"] = (
+            texts["skips"] = (
                 f"at step {step}, {row} steps in a row have been skipped: nothing is being "
                 "trained. print(watch.report()) says by which parameters"
             )
         if self.scale_below is not None and scale is not None and scale < self.scale_below:
-            found["scale"] = (
+            texts["scale"] = (
                 f"at step {step}, the loss scale is {scale:.3g}, below {self.scale_below:.3g}: "
-                "float16 gradients are 0 under such a scale, while weight decay goes on. Go on "
+                "float16 gradients are 0 under such a scale, while weight decay continues. Resume "
                 "from a checkpoint, scale included; print(watch.report()) says what overflowed"
             )
-        share, name = reading.worst_share()
+        share, name = reading.worst_underflow()
         if self.zero_share_above is not None and share > self.zero_share_above:
-            found["zero"] = (
-                f"at step {step}, float16 without a scale would have flushed {share:.0%} of the "
-                f"gradients of {name} to zero, more than {self.zero_share_above:.0%}: keep the "
+            texts["zero"] = (
+                f"at step {step}, without a scale {share:.0%} of the gradients of {name} would "
+                f"have underflowed in float16, more than {self.zero_share_above:.0%}: keep the "
                 "scale up, or that module in float32 with ampopt.run_in"
             )
-        return found
+        return texts

@@ -1,4 +1,4 @@
-"""The picture of what a watch has read."""
+"""A plot of the statistics of a watch."""
 
 from typing import Any
 
@@ -7,14 +7,18 @@ from ampopt.watching.report import worst_first
 __all__ = ["draw"]
 
 SHOWN = 30
-"""Parameters in the picture at most."""
+"""The largest number of parameters in the plot."""
 
 
 def draw(read: dict[str, Any], path: Any) -> None:
-    """Draw scale, norm and skips over the steps, and below what each parameter did.
+    """Plot scale, norm and skips over the steps, and below them a heat map of the parameters.
+
+    Args:
+        read: the result of :meth:`ampopt.Watch.read`.
+        path: the file to write.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib cannot be imported.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -26,7 +30,7 @@ def draw(read: dict[str, Any], path: Any) -> None:
         ) from error
     worst = worst_first(read)[:SHOWN]
     figure = Figure(figsize=(9, 4.5 + 0.22 * len(worst)), layout="constrained")
-    FigureCanvasAgg(figure)  # whatever the program draws with
+    FigureCanvasAgg(figure)  # so that the backend of the program does not matter
     over_steps, of_layers = figure.subplots(2, 1, height_ratios=[4, 1 + 0.22 * len(worst)])
     _draw_steps(over_steps, read["recent"])
     _draw_parameters(of_layers, worst)
@@ -50,7 +54,7 @@ def _draw_steps(axes: Any, recent: list[dict[str, Any]]) -> None:
 
 def _draw_parameters(axes: Any, worst: list[tuple[str, dict[str, Any]]]) -> None:
     columns = ("overflows", "largest", "underflow")
-    values = [[told[column] for column in columns] for _, told in worst]
+    values = [[stats[column] for column in columns] for _, stats in worst]
     tops = [max([row[i] for row in values], default=0) or 1 for i in range(len(columns))]
     shares = [[value / top for value, top in zip(row, tops, strict=True)] for row in values]
     if values:

@@ -1,4 +1,4 @@
-"""What a watch has noted, on its way to the host, and as a dict once it is there."""
+"""The statistics of a watch: their copy to the host, and the dict that users get."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,19 @@ from typing import Any
 from ampopt_kernels.devices import Copying, copied_to_host
 from ampopt_kernels.ledger import CAUSES, COUNTS, RING, Ledger
 
-__all__ = ["Reading", "Taken", "described", "take"]
+__all__ = ["Reading", "Snapshot", "as_dict", "copy_of"]
 
 
 @dataclass(frozen=True)
-class Taken:
-    """All that a watch had noted at one moment, in the host's memory.
+class Snapshot:
+    """The statistics of one rank after some step, in Python numbers.
 
     Attributes:
-        steps: attempts so far.
-        parameters: the numbers of each by name; see :mod:`ampopt_kernels.ledger`.
-        totals: skips in a row, and skips by cause.
-        recent: shape (steps, RING), oldest first.
-        by_rank: how many overflows each rank found, by its number; empty where one decides alone.
+        steps: the number of steps so far.
+        parameters: by name, the statistics of a parameter; see :mod:`ampopt_kernels.ledger`.
+        totals: skips in a row, then skips by cause.
+        recent: the last steps, shape (steps, RING), oldest first.
+        by_rank: in how many steps each rank found an overflow; empty without other ranks.
     """
 
     steps: int
@@ -31,7 +31,7 @@ class Taken:
 
 
 class Reading:
-    """What :meth:`ampopt.Watch.read_later` gives: a copy that is on its way."""
+    """The result of :meth:`ampopt.Watch.read_later`: a copy from the device, in progress."""
 
     def __init__(
         self,
@@ -43,37 +43,38 @@ class Reading:
         *,
         alone: bool,
     ) -> None:
-        """Hold on to the copies.
+        """Store the copies.
 
         Args:
-            steps: attempts when it was taken.
-            forgotten: how many of the first of them are in no ring.
-            copies: of the ledgers, that of the steps first, with the names of their parameters.
-            by_rank: how many overflows each of these ranks has found.
-            events: that are done when the copies are there.
-            alone: whether this rank has all gradients, and so their norm.
+            steps: the number of steps when the copy was started.
+            forgotten: how many of the first steps are not in the ring, as a loaded state had them.
+            copies: by device, the names of the parameters and the copy of the ledger; that with
+                the totals and the ring first.
+            by_rank: by ranks, in how many steps each of them found an overflow.
+            events: the events that follow the copies on their devices.
+            alone: whether the norm of this rank's gradients is that of all gradients.
         """
         self._steps, self._forgotten = steps, forgotten
         self._copies, self._by_rank, self._alone = copies, by_rank, alone
         self._events = [*events, *(copy.event for copy in by_rank.values() if copy.event)]
 
     def done(self) -> bool:
-        """Whether :meth:`result` need not wait for a device. Never waits."""
+        """Whether the copy is complete. Does not synchronize."""
         return all(event.query() for event in self._events)
 
     def result(self) -> dict[str, Any]:
-        """What :meth:`ampopt.Watch.read` would have given then. Waits until that is here."""
-        return described(self.taken(), alone=self._alone)
+        """What :meth:`ampopt.Watch.read` would have returned. Waits until the copy is complete."""
+        return as_dict(self.snapshot(), alone=self._alone)
 
-    def taken(self) -> Taken:
-        """The numbers of this rank. Waits until they are here."""
+    def snapshot(self) -> Snapshot:
+        """The statistics of this rank. Waits until the copy is complete."""
         for event in self._events:
             event.synchronize()
         _, steps = self._copies[0]
         ring = steps.ring
         first = max(self._forgotten, self._steps - len(ring))
         order = [number % len(ring) for number in range(first, self._steps)]
-        return Taken(
+        return Snapshot(
             self._steps,
             {
                 name: row
@@ -90,17 +91,17 @@ class Reading:
         )
 
     def latest(self) -> dict[str, Any]:
-        """The last step, and the totals, of this rank. Waits until they are here."""
+        """The last step and the totals. Waits until the copy is complete."""
         _, steps = self._copies[0]
         for event in self._events:
             event.synchronize()
         entry = steps.ring[(self._steps - 1) % len(steps.ring)].tolist()
         in_a_row, *by_cause = steps.totals.tolist()
-        told = {**_step(self._steps, entry, alone=self._alone), "skips": int(sum(by_cause))}
-        return {**told, "skips_in_a_row": int(in_a_row)}
+        stats = {**_step(self._steps, entry, alone=self._alone), "skips": int(sum(by_cause))}
+        return {**stats, "skips_in_a_row": int(in_a_row)}
 
-    def worst_share(self) -> tuple[float, str]:
-        """The largest share of flushed gradients, and the parameter whose it is."""
+    def worst_underflow(self) -> tuple[float, str]:
+        """The largest ``underflow``, and the name of its parameter."""
         shares = []
         for names, ledger in self._copies:
             table = ledger.parameters
@@ -111,27 +112,28 @@ class Reading:
         return max(shares, default=(0.0, ""))
 
 
-def take(ledger: Ledger) -> tuple[Ledger, Any]:
-    """A copy of ``ledger`` in the host's memory, and the event after which it is there.
+def copy_of(ledger: Ledger) -> tuple[Ledger, Any]:
+    """Copy ``ledger`` to the host, without synchronizing.
 
-    Does not wait for an accelerator.
+    Returns:
+        The copy, and the event after which it is complete; ``None`` if it is complete.
     """
     copy, event = copied_to_host(ledger.numbers)
     return Ledger(copy, ledger.places), event
 
 
-def described(taken: Taken, *, alone: bool) -> dict[str, Any]:
+def as_dict(snapshot: Snapshot, *, alone: bool) -> dict[str, Any]:
     """What :meth:`ampopt.Watch.read` returns; for ``alone`` see :class:`Reading`."""
-    in_a_row, *by_cause = taken.totals
-    first = taken.steps - len(taken.recent) + 1
+    in_a_row, *by_cause = snapshot.totals
+    first = snapshot.steps - len(snapshot.recent) + 1
     return {
-        "steps": taken.steps,
+        "steps": snapshot.steps,
         "skips": int(sum(by_cause)),
         "skips_in_a_row": int(in_a_row),
         "skipped_by": {cause: int(n) for cause, n in zip(CAUSES, by_cause, strict=True)},
-        "parameters": {name: _parameter(row) for name, row in taken.parameters.items()},
-        "recent": [_step(first + i, entry, alone=alone) for i, entry in enumerate(taken.recent)],
-        "overflows_by_rank": {rank: n for rank, n in taken.by_rank.items() if n},
+        "parameters": {name: _parameter(row) for name, row in snapshot.parameters.items()},
+        "recent": [_step(first + i, entry, alone=alone) for i, entry in enumerate(snapshot.recent)],
+        "overflows_by_rank": {rank: n for rank, n in snapshot.by_rank.items() if n},
     }
 
 
@@ -149,7 +151,7 @@ def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]
     cause, scale, norm, squares = entry
     if norm < 0:
         norm = None if squares < 0 or not alone else math.sqrt(squares)
-    elif not alone and math.isnan(norm):  # other ranks have no watch, and have not said theirs
+    elif not alone and math.isnan(norm):  # other ranks have no watch: they did not compute theirs
         norm = None
     return {
         "step": number,
@@ -159,36 +161,36 @@ def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]
     }
 
 
-def merged(ranks: Sequence[Taken]) -> Taken:
-    """What ranks that decide together have noted, as one.
+def merged(ranks: Sequence[Snapshot]) -> Snapshot:
+    """The statistics of all ranks as one.
 
-    Of a parameter that several have, in parts or alike, overflows in one step count once. Squares
-    add up to the norm.
+    A step in which several shards, or copies, of a parameter overflowed is counted once. Squared
+    norms of ranks are added up.
     """
     rows: dict[str, list[list[float]]] = {}
-    for taken in ranks:
-        for name, row in taken.parameters.items():
+    for snapshot in ranks:
+        for name, row in snapshot.parameters.items():
             rows.setdefault(name, []).append(row)
     first = ranks[0]
     recent = [list(entry) for entry in first.recent]
-    for taken in ranks[1:]:
-        for entry, other in zip(recent, taken.recent, strict=True):
+    for snapshot in ranks[1:]:
+        for entry, other in zip(recent, snapshot.recent, strict=True):
             squares = [x for x in (entry[RING - 1], other[RING - 1]) if x >= 0]
             entry[RING - 1] = sum(squares) if squares else -1.0
-    parameters = {name: _joined(parts) for name, parts in rows.items()}
-    return Taken(first.steps, parameters, first.totals, recent, first.by_rank)
+    parameters = {name: _joined(shards) for name, shards in rows.items()}
+    return Snapshot(first.steps, parameters, first.totals, recent, first.by_rank)
 
 
-def _joined(parts: Sequence[Sequence[float]]) -> list[float]:
-    """What ranks have noted of their parts of one parameter.
+def _joined(shards: Sequence[Sequence[float]]) -> list[float]:
+    """The statistics of one parameter, from those of its shards.
 
-    Of steps before those that every rank still tells, overflows are those of the part that had most
-    of them: at least so many there were.
+    A shard keeps the steps of its last overflows. Of steps before the first that all shards keep,
+    the count is that of the shard with the most overflows: a lower bound.
     """
-    known = max(min(part[COUNTS:]) for part in parts)  # 0 if all are told
-    lately = [{step for step in part[COUNTS:] if step >= max(known, 1)} for part in parts]
-    before = max(part[1] - len(steps) for part, steps in zip(parts, lately, strict=True))
+    known = max(min(shard[COUNTS:]) for shard in shards)  # 0 if no shard has dropped any
+    lately = [{step for step in shard[COUNTS:] if step >= max(known, 1)} for shard in shards]
+    before = max(shard[1] - len(steps) for shard, steps in zip(shards, lately, strict=True))
     every = set().union(*lately)
-    largest = max(part[0] for part in parts)
-    used, flushed = (sum(part[i] for part in parts) for i in (2, 3))
+    largest = max(shard[0] for shard in shards)
+    used, flushed = (sum(shard[i] for shard in shards) for i in (2, 3))
     return [largest, before + len(every), used, flushed, *every, 0.0]

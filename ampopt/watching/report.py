@@ -1,4 +1,4 @@
-"""What a watch has read, for people: a table of the worst, and what to do in words."""
+"""Statistics of a watch as text: a table, and sentences with advice."""
 
 import math
 from typing import Any
@@ -6,35 +6,35 @@ from typing import Any
 __all__ = ["in_words", "table", "worst_first"]
 
 WORST = 10
-"""Parameters that a table shows."""
-FLUSHES = 0.05
-"""Share of flushed gradients that is worth a word."""
+"""The number of parameters in a table."""
+UNDERFLOW = 0.05
+"""The ``underflow`` above which a report advises to keep the scale up."""
 
 
 def worst_first(read: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The parameters, those that overflowed most and last before others, then the largest."""
+    """The parameters, by most overflows, then latest overflow, then largest gradient."""
 
     def badness(item: tuple[str, dict[str, Any]]) -> tuple[float, ...]:
-        told = item[1]
-        return told["overflows"], told["last_overflow"] or 0, told["largest"], told["underflow"]
+        stats = item[1]
+        return stats["overflows"], stats["last_overflow"] or 0, stats["largest"], stats["underflow"]
 
     return sorted(read["parameters"].items(), key=badness, reverse=True)
 
 
 def table(read: dict[str, Any]) -> str:
-    """The worst parameters, one a line, under the totals."""
+    """The totals, and a line for each of the parameters that overflowed most."""
     worst = worst_first(read)
     width = max([len(name) for name, _ in worst[:WORST]], default=9)
     lines = [
         _totals(read),
         *_of_ranks(read),
-        f"{'parameter':<{width}}  overflows  last  largest |g|  flushed",
+        f"{'parameter':<{width}}  overflows  last  largest |g|  underflow",
     ]
-    for name, told in worst[:WORST]:
-        last = told["last_overflow"] or "-"
+    for name, stats in worst[:WORST]:
+        last = stats["last_overflow"] or "-"
         lines.append(
-            f"{name:<{width}}  {told['overflows']:>9}  {last:>4}  {told['largest']:>11.3g}  "
-            f"{told['underflow']:>7.1%}"
+            f"{name:<{width}}  {stats['overflows']:>9}  {last:>4}  {stats['largest']:>11.3g}  "
+            f"{stats['underflow']:>9.1%}"
         )
     if len(worst) > WORST:
         lines.append(f"... and {len(worst) - WORST} more")
@@ -42,12 +42,14 @@ def table(read: dict[str, Any]) -> str:
 
 
 def in_words(read: dict[str, Any]) -> str:
-    """What happened, and what a person should do."""
+    """What happened, and what to do about it."""
     if not read["steps"]:
         return "No step has been attempted yet."
-    sentences = [_totals(read), *_of_overflows(read), *_of_flushing(read), *_of_other_causes(read)]
+    sentences = [_totals(read), *_of_overflows(read), *_of_underflow(read), *_of_other_causes(read)]
     if len(sentences) == 1:
-        sentences.append("No gradient overflowed, and few are near to nothing: leave it as it is.")
+        sentences.append(
+            "No gradient overflowed, and few are too small for float16: leave it as it is."
+        )
     return "\n".join(sentences)
 
 
@@ -59,59 +61,61 @@ def _totals(read: dict[str, Any]) -> str:
 
 
 def _of_overflows(read: dict[str, Any]) -> list[str]:
-    bad = [(name, told) for name, told in worst_first(read) if told["overflows"]]
+    bad = [(name, stats) for name, stats in worst_first(read) if stats["overflows"]]
     if not bad:
         return _of_ranks(read)
-    first, told = bad[0]
-    most = [name for name, other in bad if other["overflows"] == told["overflows"]]
-    every = read["steps"] / told["overflows"]
+    first, stats = bad[0]
+    most = [name for name, other in bad if other["overflows"] == stats["overflows"]]
+    every = read["steps"] / stats["overflows"]
     how_often = (
-        "once" if told["overflows"] == 1 else f"{told['overflows']} times, every {every:.3g} steps,"
+        "once"
+        if stats["overflows"] == 1
+        else f"{stats['overflows']} times, every {every:.3g} steps,"
     )
     if len(most) > 1 and len(most) == len(read["parameters"]):
         return [
             f"All parameters overflowed together, {how_often} last at step "
-            f"{told['last_overflow']}: that is the loss, or the batch, or the first layer to "
+            f"{stats['last_overflow']}: that is the loss, or the batch, or the first layer to "
             "overflow on the way forward. Run such a step within "
             "ampopt.first_nonfinite(model), which names it."
         ]
     others = "" if len(bad) == 1 else f"; {len(bad) - 1} other parameters overflowed, too"
     sentences = [
-        f"`{first}` overflowed {how_often} last at step {told['last_overflow']}; its largest "
-        f"finite gradient was {told['largest']:.3g}{others}."
+        f"`{first}` overflowed {how_often} last at step {stats['last_overflow']}; its largest "
+        f"finite gradient was {stats['largest']:.3g}{others}."
     ]
     if read["skips_in_a_row"] > 1:
         sentences.append(
-            "Nothing is being trained any more: go on from a checkpoint, scale included."
+            "Nothing is being trained any more: resume from a checkpoint, scale included."
         )
     sentences.append(
-        "Now and then that is how a scale finds its height. Where it is too often, keep the scale "
-        f"below (max_scale=), or the module of `{first}` in float32, with "
+        "A few overflows are normal: the scale grows until one occurs. If there are too many, "
+        f"limit the scale (max_scale=), or keep the module of `{first}` in float32, with "
         "ampopt.run_in(module, torch.float32)."
     )
     return sentences
 
 
 def _of_ranks(read: dict[str, Any]) -> list[str]:
-    """Where overflows were, if several ranks decide together."""
+    """The overflows of each rank, if there are several."""
     by_rank = read["overflows_by_rank"]
     if not by_rank:
         return []
     counts = ", ".join(f"{n} on rank {rank}" for rank, n in sorted(by_rank.items())[:WORST])
     more = f", and on {len(by_rank) - WORST} more ranks" if len(by_rank) > WORST else ""
     return [
-        f"Overflows: {counts}{more}. Parameters are told of as far as this rank has them; "
+        f"Overflows: {counts}{more}. Parameters are those of this rank's shards; "
         "watch.gather(), called on all ranks, has all."
     ]
 
 
-def _of_flushing(read: dict[str, Any]) -> list[str]:
-    shares = [(told["underflow"], name) for name, told in read["parameters"].items()]
+def _of_underflow(read: dict[str, Any]) -> list[str]:
+    shares = [(stats["underflow"], name) for name, stats in read["parameters"].items()]
     share, name = max(shares, default=(0.0, ""))
-    if share <= FLUSHES:
+    if share <= UNDERFLOW:
         return []
     return [
-        f"Without a scale, float16 would flush {share:.0%} of the gradients of `{name}` to zero: "
+        f"Without a scale, {share:.0%} of the gradients of `{name}` would underflow in float16: "
         "keep the scale from falling (min_scale=), or keep that module in float32 with "
         "ampopt.run_in(module, torch.float32)."
     ]

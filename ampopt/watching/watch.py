@@ -1,4 +1,4 @@
-"""A watch over an optimizer: what overflowed, when, and how near the others are."""
+"""Statistics of an optimizer's steps: which gradients overflowed, when, and which come near."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.reading import Reading, Taken, described, merged, take
+from ampopt.watching.reading import Reading, Snapshot, as_dict, copy_of, merged
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
 from ampopt_kernels.found import Found, FoundByRanks
@@ -27,55 +27,69 @@ from ampopt_kernels.uploads import Uploads
 __all__ = ["Watch"]
 
 _EVERY = 8
-"""Attempts from one look of an alarm to the next, where the host does not see the device."""
+"""Steps from one check of the alarms to the next, where a check takes a copy from the device."""
 
 
 class Watch:
-    """Notes, on the device and without waiting, what each step finds in the gradients.
+    """Records what each step finds in the gradients, on the device, without synchronizing.
 
-    For each parameter: how often it overflowed and when last, the largest finite unscaled gradient,
-    and which share of its unscaled gradients float16 would flush to zero without a scale. For the
-    optimizer: skips by cause, and scale and norm of the last steps. Whoever takes the step, be it a
-    control point, a scaler, ``TrainStep``, its graph, or a plain ``step()``::
+    ::
 
         optimizer = ampopt.AdamW(model.named_parameters())
         watch = ampopt.Watch(optimizer)
-        ...  # train as ever
+        ...  # train as before
         print(watch.report())
 
-    Training is bitwise what it is without. On an accelerator it costs one launch a step, and what
-    detect counts besides as it reads the gradients; on the CPU, counting as they are read. A plain
-    ``step()`` of a rule has its gradients read for it; one of an ordinary optimizer is counted, and
-    nothing more is known of it, nor of a step after ``unscale_`` of torch's scaler. Of a closure
-    that is run again, each evaluation that overflowed counts for its parameters, though the attempt
-    is one, and the last is noted.
+    For each parameter: how often its gradient overflowed and when last, its largest finite unscaled
+    gradient, and ``underflow``: the fraction of its nonzero unscaled gradients that float16 would
+    round to 0 without a loss scale, which are those of magnitude 2**-25 or less. For the optimizer:
+    skipped steps by cause, and scale and norm of the last steps. What is recorded depends on the
+    kind of step:
 
-    Where ranks decide together, make a watch on each of them. Reading it, by ``print`` or any other
-    way, says what is known on this rank, and asks no other: skips, scales, the norm of all
-    gradients, how many overflows each rank has found, and the parameters as far as this rank has
-    them. :meth:`gather` brings the parameters of all ranks together. Under DDP each rank has all.
+    ================================================  =======  ==========  =======  ======
+    step                                              counted  parameters  scale    norm
+    ================================================  =======  ==========  =======  ======
+    control point or GradScaler's step, with a scale  yes      yes         yes      yes
+    ... after ``unscale_`` of torch's GradScaler      yes      yes         no       yes
+    control point without a scale, with ``max_norm``  yes      yes         no       yes
+    plain ``step()`` of a rule-based optimizer        yes      yes         no       yes
+    plain ``step()`` that is written by hand          yes      no          no       no
+    ================================================  =======  ==========  =======  ======
 
-    The watch is not in the optimizer's state dict; it has its own. A copy of the optimizer has no
-    watch. Parameters that are added later are watched, too. A micro-batch that ``accumulate`` has
-    left out is counted for no parameter: ``.overflowed`` of the step names them. A plain ``step()``
-    whose class calls ``super().step()`` counts as often as torch runs hooks for it, which may be
-    twice.
+    With a closure that is evaluated again, each evaluation that overflowed is counted for its
+    parameters, but the step is counted once. A micro-batch that ``accumulate(drop="micro_batch")``
+    dropped is not counted for its parameters; ``found_inf.overflowed`` of that call names them. A
+    plain ``step()`` that calls ``super().step()`` is counted as often as torch runs its hooks,
+    which may be twice.
+
+    Parameters and states stay bitwise the same as without a watch. On an accelerator it costs one
+    launch a step, and some work in the kernel that reads the gradients; on a CPU, some work as they
+    are read. A plain ``step()`` of a rule-based optimizer reads its gradients once more.
+
+    **Many ranks.** Make a watch on each rank. Reading it is not a collective call: it returns what
+    this rank knows, which is skipped steps, scales, the norm over all ranks, how many overflows
+    each rank found, and the statistics of this rank's shards. :meth:`gather`, a collective, returns
+    the statistics of all ranks. Under DDP each rank has all of them.
+
+    The optimizer's state dict does not contain the watch, which has a state dict itself. A copy of
+    the optimizer has no watch. Parameters that are added later are watched too.
 
     Attributes:
-        optimizer: that is watched.
+        optimizer: the optimizer that is watched.
     """
 
     def __init__(self, optimizer: Optimizer, last: int = 1000) -> None:
-        """Begin to watch.
+        """Record steps from now on.
 
         Args:
-            optimizer: of which kind so ever; made from ``model.named_parameters()``, so that
-                parameters have names.
-            last: of how many attempts to keep scale and norm.
+            optimizer: any :class:`ampopt.Optimizer`. Make it from ``model.named_parameters()``, so
+                that parameters have names.
+            last: the number of steps of which scale and norm are kept.
 
         Raises:
-            RuntimeError: it is watched already.
-            TypeError: it is no :class:`ampopt.Optimizer`, or ``last`` is no number.
+            RuntimeError: ``optimizer`` has a watch already.
+            TypeError: ``optimizer`` is not an :class:`ampopt.Optimizer`, or ``last`` is not an
+                ``int``.
             ValueError: ``last`` is less than 1.
         """
         if not isinstance(optimizer, Optimizer):
@@ -88,12 +102,12 @@ class Watch:
         ours = optimizer._ampopt
         if ours.watch is not None:
             raise RuntimeError(
-                f"this {type(optimizer).__name__} is watched already: use the watch that it has, "
-                "or close() that first"
+                f"this {type(optimizer).__name__} is watched already: use its watch, or close() "
+                "that watch first"
             )
         self.optimizer = optimizer
         self._last, self._steps = last, 0
-        self._forgotten = 0  # steps of which a saved watch did not say more
+        self._forgotten = 0  # steps before those in the ring of a loaded state
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         self._home = torch.device("cpu") if first is None else first.device
         self._ledgers: dict[torch.device, Ledger] = {self._home: zeros(0, last, self._home)}
@@ -101,7 +115,7 @@ class Watch:
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._uploads: dict[torch.device, Uploads] = {}
         self._parts: dict[torch.device, tuple[Found, list[ChunkRange]]] = {}
-        # How many overflows each of some ranks has found: float32, shape (ranks,).
+        # By ranks, in how many steps each of them found an overflow: float32, shape (ranks,).
         self._by_rank: dict[tuple[int, ...], Tensor] = {}
         self._alarms: list[Condition] = []
         self._looks: deque[Reading] = deque(maxlen=1)
@@ -113,7 +127,7 @@ class Watch:
         ours.invalidate_plan()
 
     def close(self) -> None:
-        """Watch no longer. What was noted can still be read; logs are written to the end."""
+        """Stop recording. The watch can still be read; waits until pending logs are written."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = self.optimizer._ampopt.watch = None
@@ -123,36 +137,54 @@ class Watch:
     # --- reading ----------------------------------------------------------------------------------
 
     def read(self) -> dict[str, Any]:
-        """What was noted so far, as numbers. Synchronizes: the host waits for the device.
+        """The statistics of all steps so far. Synchronizes.
+
+        Not a collective: no other rank has to call it (see :meth:`gather`).
 
         Returns:
-            ``steps``, the attempts; ``skips``; ``skips_in_a_row``, up to now; ``skipped_by``:
-            ``"overflow"``, ``"norm"`` and ``"loss"``, how many; ``parameters``: of each name
-            ``overflows``, ``last_overflow`` (the attempt, from 1, or ``None``), ``largest`` (finite
-            unscaled magnitude) and ``underflow`` (of the nonzero unscaled gradients of steps that
-            were taken, the share of 2**-25 or less); and ``recent``, of the last attempts ``step``,
-            ``skipped``, ``scale`` (``None`` without) and ``norm`` (of the unscaled gradients before
-            clipping; ``None`` if nobody has looked), oldest first.
+            A dict such as::
 
-            Where ranks decide together, ``parameters`` are the parts that this rank has; norms are
-            those of all ranks, and ``None`` in a plain ``step()``, and where other ranks have no
-            watch and do not clip; and ``overflows_by_rank`` has for each rank that found any how
-            many attempts it was, since the watch was made here. It is empty otherwise. No other
-            rank need read: see :meth:`gather`.
+                {
+                    "steps": 120,  # attempted
+                    "skips": 3,
+                    "skips_in_a_row": 0,  # up to the last step
+                    "skipped_by": {"overflow": 2, "norm": 1, "loss": 0},
+                    "parameters": {
+                        "0.weight": {
+                            "overflows": 2,
+                            "last_overflow": 88,  # the step, from 1; None without
+                            "largest": 4.5,  # finite unscaled magnitude
+                            "underflow": 0.01,  # fraction, over the steps that were not skipped
+                        },
+                    },
+                    "recent": [  # the last steps, oldest first
+                        {"step": 120, "skipped": False, "scale": 32768.0, "norm": 0.8},
+                    ],
+                    "overflows_by_rank": {},
+                }
+
+            ``scale`` is ``None`` without a scale. ``norm`` is that of the unscaled gradients before
+            clipping; ``None`` if it was not computed.
+
+            With many ranks, ``parameters`` has the statistics of this rank's shards. ``norm`` is
+            over all ranks; it is ``None`` in a plain ``step()``, and where other ranks have no
+            watch and do not clip. ``overflows_by_rank`` has, for each rank that found any, the
+            number of steps in which it did, since this watch was made.
         """
         return self.read_later().result()
 
     def read_later(self) -> Reading:
-        """What :meth:`read` gives now, copied while the host goes on. Never waits.
+        """Copy the statistics in the background, without synchronizing.
 
         Returns:
-            An object with ``done()``, which never waits, and ``result()``.
+            An object with ``done()``, which does not synchronize, and ``result()``: what
+            :meth:`read` would have returned at the time of this call.
         """
         self._grow()
         decision_device, *others = dict.fromkeys((self._home, *self._ledgers))
         copies, events = [], []
         for device in (decision_device, *others):
-            ledger, event = take(self._ledgers[device])
+            ledger, event = copy_of(self._ledgers[device])
             copies.append((list(self._names[device]), ledger))
             events += [] if event is None else [event]
         by_rank = {ranks: copied_to_host(counts) for ranks, counts in self._by_rank.items()}
@@ -161,40 +193,38 @@ class Watch:
         )
 
     def gather(self) -> dict[str, Any]:
-        """What :meth:`read` gives, of the parameters of all ranks. A collective, which waits.
+        """As :meth:`read`, with the parameters of all ranks. A collective; synchronizes.
 
-        Every rank that decides with this one has to call it after the same step, or those that do
-        wait for it. A step in which several shards of a parameter overflowed counts once; where a
-        shard has done so more than 16 times, at least as often as the one that did most. Without
-        other ranks it is :meth:`read`.
+        Every rank of the process group has to call it after the same step. Without other ranks it
+        is :meth:`read`. A step in which several shards of one parameter overflowed is counted once.
+        These counts are exact while each shard has overflowed at most 16 times, and lower bounds
+        after that.
         """
         agreement = self.optimizer._ampopt.agreement()
         if agreement is None:
             return self.read()
-        return described(merged(agreement.gather_objects(self._taken())), alone=True)
+        return as_dict(merged(agreement.gather_objects(self._snapshot())), alone=True)
 
     def report(self) -> str:
-        """What happened, and what to do about it, in words. Synchronizes as :meth:`read`."""
+        """What happened, and what to do about it, in sentences. Synchronizes."""
         return report.in_words(self.read())
 
     def __str__(self) -> str:
-        """A table of the worst parameters. Synchronizes as :meth:`read`."""
+        """A table of the parameters that overflowed most. Synchronizes."""
         return report.table(self.read())
 
     def __repr__(self) -> str:
-        """Which optimizer, and how many attempts. Does not synchronize."""
+        """The class of the optimizer, and the number of steps. Does not synchronize."""
         return f"Watch({type(self.optimizer).__name__}, steps={self._steps}, last={self._last})"
 
     def plot(self, path: Any) -> None:
-        """Draw scale, norm and skips of the last steps, and the parameters, to a file.
-
-        Synchronizes as :meth:`read`.
+        """Draw scale, norm and skips of the last steps, and the parameters. Synchronizes.
 
         Args:
-            path: of the picture; its ending says of which kind.
+            path: the file to write; its suffix is the format, such as ``".png"``.
 
         Raises:
-            ImportError: there is no matplotlib.
+            ImportError: matplotlib cannot be imported.
         """
         from ampopt.watching.plot import draw
 
@@ -203,20 +233,20 @@ class Watch:
     # --- from step to step ------------------------------------------------------------------------
 
     def log_to(self, writer: Any, every: int = 1) -> RemovableHandle:
-        """Write the numbers of steps from now on, each as soon as it is here. Waits for nothing.
+        """Log steps from now on, each in a later step, once it is copied. Does not synchronize.
 
         Args:
             writer: a ``SummaryWriter`` of TensorBoard, or any function that takes a dict of numbers
                 (``wandb.log``, ``print``): ``step``, ``skipped``, ``skips``, ``skips_in_a_row``,
-                and, where there are such, ``scale`` and ``norm``.
-            every: so many attempts one is written.
+                and ``scale`` and ``norm`` if they are known.
+            every: log every so many steps.
 
         Returns:
-            A handle; after its ``remove()`` no later step is written.
+            A handle, whose ``remove()`` ends the logging.
 
         Raises:
             RuntimeError: the watch is closed.
-            TypeError: ``writer`` is neither.
+            TypeError: ``writer`` has no ``add_scalar`` and is not callable.
             ValueError: ``every`` is less than 1.
         """
         self._refuse_closed("log_to")
@@ -233,21 +263,23 @@ class Watch:
         *,
         raises: bool = False,
     ) -> None:
-        """Warn when a run trains no longer: some steps later, and without waiting.
+        """Warn, without synchronizing, once a run does not train any more.
 
-        Once each time that it comes about. On the CPU that is at the step itself.
+        On a CPU each step is checked; on an accelerator, every 8th, and the warning comes when the
+        copy has arrived. A condition warns once, and again only after it has cleared.
 
         Args:
-            skips_in_a_row: so many skipped steps one after another, or more.
-            scale_below: a loss scale less than this.
-            zero_share_above: a parameter of whose nonzero unscaled gradients a larger share, from 0
-                to 1, is of 2**-25 or less.
-            raises: raise it, an :class:`ampopt.watching.Alarm`, from the step that finds out.
+            skips_in_a_row: warn if this many steps in a row, or more, were skipped.
+            scale_below: warn if the loss scale is less than this.
+            zero_share_above: warn if the ``underflow`` of a parameter is more than this, from 0 to
+                1; see :meth:`read`.
+            raises: raise :class:`ampopt.watching.Alarm`, from the step that checks, in place of a
+                warning.
 
         Raises:
             RuntimeError: the watch is closed.
             TypeError: an argument is of the wrong type.
-            ValueError: it is out of range, or there is none.
+            ValueError: an argument is out of range, or no condition was passed.
         """
         self._refuse_closed("alarm")
         self._alarms.append(Condition(skips_in_a_row, scale_below, zero_share_above, raises))
@@ -255,21 +287,22 @@ class Watch:
     # --- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was noted on this rank, for ``torch.load(weights_only=True)``. Synchronizes."""
-        taken = self._taken()
+        """The statistics of this rank, for ``torch.load(weights_only=True)``. Synchronizes."""
+        saved = self._snapshot()
         return {
-            "steps": taken.steps,
-            "parameters": {name: list(row) for name, row in taken.parameters.items()},
-            "totals": list(taken.totals),
-            "recent": [list(entry) for entry in taken.recent],
+            "steps": saved.steps,
+            "parameters": {name: list(row) for name, row in saved.parameters.items()},
+            "totals": list(saved.totals),
+            "recent": [list(entry) for entry in saved.recent],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what was saved, in place of what was noted.
+        """Replace the statistics by saved ones.
 
         Raises:
-            TypeError: ``state_dict`` is no dict, or ``steps`` in it no number.
-            ValueError: it is not of a watch, or of one over other parameters. Nothing has changed.
+            TypeError: ``state_dict`` is not a dict, or its ``steps`` not an ``int``.
+            ValueError: ``state_dict`` is not of a watch, or of a watch over other parameters.
+                Nothing has changed then.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
@@ -303,10 +336,10 @@ class Watch:
                     ledger.ring[number % self._last] = entry
             self._ledgers[device].numbers.copy_(ledger.numbers)
 
-    # --- the parts --------------------------------------------------------------------------------
+    # --- recording --------------------------------------------------------------------------------
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """The step post-hook: add the step to the ledgers."""
+        """Add the last step to the ledgers: a step post-hook."""
         if optimizer._ampopt.is_stepping:
             return
         self._steps += 1
@@ -314,7 +347,7 @@ class Watch:
         self._tell()
 
     def _note_discarded(self, decision: Decision | None) -> None:
-        """Add what was found in gradients that overflowed in an attempt which goes on without."""
+        """Count the overflows of an evaluation that is retried; the step is counted later."""
         self._add(decision, self._steps + 1, notes_step=False)
 
     @torch.no_grad()
@@ -357,12 +390,12 @@ class Watch:
             counts.add_(flags)
 
     def _decides_alone(self) -> bool:
-        """Whether no other rank has a say in the steps. Makes no process group to find out."""
+        """Whether the optimizer makes no all-reduces. Creates no process group to find out."""
         ours = self.optimizer._ampopt
         return not has_others(self.optimizer.param_groups, ours.process_group)
 
     def _parts_of(self, device: torch.device, found: Found) -> list[ChunkRange]:
-        """Where parameters of this optimizer are in ``found``, as in the last step if alike."""
+        """The chunks of ``found`` of each parameter, cached while the rows stay the same."""
         known = self._parts.get(device)
         if known is not None and known[0].rows == found.rows and known[0].owners == found.owners:
             return known[1]
@@ -373,14 +406,16 @@ class Watch:
         for row, run in groupby(found.rows):
             count = len(list(run))
             place = self._places.get(found.owners[row].key)
-            if place is not None:  # else it is of another optimizer, of one decision with this
+            if (
+                place is not None
+            ):  # else a parameter of another optimizer in ampopt.unscale_and_step
                 parts.append(ChunkRange(first, count, place[1]))
             first += count
         self._parts[device] = replace(found, flags=[], measures=None), parts
         return parts
 
     def _grow(self) -> None:
-        """Make room for parameters that are new to the optimizer."""
+        """Extend the ledgers by parameters that were added to the optimizer."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in self._places:
@@ -397,7 +432,7 @@ class Watch:
                     new.ring.copy_(old.ring)
 
     def _tell(self) -> None:
-        """Write what is due and here, and be alarmed by it."""
+        """Write the logs that have arrived, and check the alarms."""
         for every, write in self._logs.values():
             if self._steps % every == 0:
                 self._to_log.append((write, self.read_later()))
@@ -408,15 +443,15 @@ class Watch:
             if self._looks and self._looks[0].done():
                 reading = self._looks.popleft()
                 for condition in self._alarms:
-                    condition.judge(reading)
+                    condition.check(reading)
 
     def _write_logs(self, wait: bool) -> None:
         while self._to_log and (wait or self._to_log[0][1].done()):
             write, reading = self._to_log.popleft()
             write({k: v for k, v in reading.latest().items() if v is not None})
 
-    def _taken(self) -> Taken:
-        return self.read_later().taken()
+    def _snapshot(self) -> Snapshot:
+        return self.read_later().snapshot()
 
     def _refuse_closed(self, call: str) -> None:
         if self._hook is None:
@@ -426,7 +461,7 @@ class Watch:
 
 
 def _numbers(name: str, saved: Any, *shape: int) -> Tensor:
-    """What was saved under ``name``, as a tensor of ``shape``."""
+    """The entry ``name`` of a state dict, as a tensor of ``shape``."""
     try:
         return torch.tensor(saved, dtype=torch.float64).view(shape)
     except (RuntimeError, TypeError, ValueError) as error:
