@@ -1,7 +1,7 @@
-"""What each rank says in the all-reduce of a decision, and whether all ranks ask for the same.
+"""The matrix that ranks all-reduce for a decision, and the check that they make the same request.
 
-The all-reduce adds up a matrix with a row for each rank. A rank fills its own row and leaves the
-others 0, so that the sum has every row as its rank wrote it, NaN and infinity too.
+The matrix has a row for each rank. A rank fills its own row and leaves the others 0, so that the
+sum has every row as its rank wrote it, NaN and infinity too.
 """
 
 import enum
@@ -34,14 +34,14 @@ __all__ = [
 
 
 Row = tuple[float, ...]
-"""The numbers of :class:`Column`, as far as the host of a rank knows them."""
+"""The numbers of one rank, in the order of :class:`Column`; device values are filled in later."""
 
 
 class Call(enum.IntEnum):
-    """What a rank was called for."""
+    """The control point in which a rank takes part in the all-reduce."""
 
     ABSTAINS = 0
-    """Its own call has failed: it takes part for the sake of the others, and asks for nothing."""
+    """The call of this rank raised; it takes part so that the others do not wait for it."""
     JUDGES = 1
     MICRO_BATCH = 2
     RENORMALISES = 3
@@ -52,36 +52,36 @@ class Call(enum.IntEnum):
 
 
 class Column:  # ints, by which tensors are indexed faster than by members of an enum
-    """What a row consists of. From ``CALL`` on, the rows of all ranks have to be the same."""
+    """Indices into a row. From ``CALL`` on, the rows of all ranks have to be equal."""
 
-    OVERFLOW = 0  # more than 0 if this rank has found one; of a closure, if its loss is not finite
-    SQUARES = 1  # of the gradients that count here; NaN if not asked. Of a closure, if it raised
-    PRESENT = 2  # 1 if there are gradients
+    OVERFLOW = 0  # more than 0 if this rank found one; for CLOSURE, if its loss is not finite
+    SQUARES = 1  # squared norm of this rank; NaN if not requested; for CLOSURE, 1 if it raised
+    PRESENT = 2  # 1 if this rank has gradients
     LOSS = 3
-    GIVES_LOSS = 4  # 1 if LOSS is one
+    GIVES_LOSS = 4  # 1 if LOSS was passed
     CALL = 5
-    PARAMS = 6  # a digest
-    EVALUATION = 7  # of a closure, counted from 1
-    GRADIENTS = 8  # how many, where the step makes a collective for each
+    PARAMS = 6  # a digest of shapes, dtypes and placements
+    EVALUATION = 7  # number of the closure's evaluation, from 1
+    GRADIENTS = 8  # how many, if the step makes a collective for each; else 0
     DROPS = 9  # 1 if an overflow skips the step
     MAX_NORM = 10
-    NORM = 11  # the smallest limit of this kind that skip_when was given, likewise the next three
+    NORM = 11  # the smallest norm= of all skip_when; the next three likewise
     NORM_DEVIATIONS = 12
     LOSS_LIMIT = 13
     LOSS_DEVIATIONS = 14
-    CAUSES = 15  # a digest of all that skip_when was given
+    CAUSES = 15  # a digest of the arguments of all skip_when
     SCALE = 16
     COUNT = 17
 
 
 NOT_GIVEN = -1.0
-"""Stands for ``None`` where numbers are 0 or more."""
+"""Stands for ``None`` in columns of numbers that are 0 or more."""
 _NOT_ASKED = float("nan")
 
 
-def digest(of: object) -> int:
-    """A number of ``of``, the same on all ranks, that float32 holds exactly."""
-    return zlib.crc32(repr(of).encode()) % 2**24
+def digest(value: object) -> int:
+    """A checksum of ``repr(value)``, small enough to be exact in float32."""
+    return zlib.crc32(repr(value).encode()) % 2**24
 
 
 def row_of(
@@ -93,12 +93,14 @@ def row_of(
     present: bool = False,
     gradients: int = 0,
 ) -> Row:
-    """What the host of this rank has to say; see :class:`Column`. The scale is on the device."""
+    """The row of this rank, without what is on a device: flags, squares, losses and scale."""
     limits, causes = (NOT_GIVEN,) * 4, 0
     if request.causes:
-        given = [cause for cause, _ in request.causes]
-        limits = tuple(map(_smallest, zip(*(cause.limits for cause in given), strict=True)))
-        causes = digest(sorted(cause.settings for cause in given))
+        causes_of_step = [cause for cause, _ in request.causes]
+        limits = tuple(
+            map(_smallest, zip(*(cause.limits for cause in causes_of_step), strict=True))
+        )
+        causes = digest(sorted(cause.settings for cause in causes_of_step))
     return (
         0.0,
         _NOT_ASKED,
@@ -122,13 +124,13 @@ def _smallest(limits: Iterable[float | None]) -> float:
 
 
 def with_found(row: Row, request: Request, found: Partials, flag: Tensor | None) -> Row:
-    """``row`` with what this rank has found, where the host sees it.
+    """A copy of ``row`` with flags, squares, losses and scale, on a backend without an accelerator.
 
     Args:
-        row: of :func:`row_of`.
-        request: what this rank is asked.
-        found: what it has.
-        flag: a flag from elsewhere, more than 0 for overflow.
+        row: the result of :func:`row_of`.
+        request: the request of this rank.
+        found: overflow flags and squared norms of this rank's gradients.
+        flag: a further overflow flag, more than 0 for overflow.
     """
     whole = list(row)
     overflows = any(found.flags if isinstance(found.flags, list) else found.flags.tolist())
@@ -144,7 +146,7 @@ def with_found(row: Row, request: Request, found: Partials, flag: Tensor | None)
 
 
 def write_found(mine: Tensor, request: Request, found: Partials, flag: Tensor | None) -> None:
-    """As :func:`with_found`, to the row of this rank on a device."""
+    """Write what :func:`with_found` adds into ``mine``, this rank's row, without synchronizing."""
     flags = found.flags
     if isinstance(flags, list):
         if any(flags):
@@ -163,25 +165,27 @@ def write_found(mine: Tensor, request: Request, found: Partials, flag: Tensor | 
 
 
 class RowsOnDevices:
-    """Matrices that have the row of this rank already, kept so that a step copies one."""
+    """Matrices on devices that contain the row of this rank, cached so that a step clones one."""
 
     def __init__(self, ranks: int, place: int) -> None:
-        """Keep none yet.
+        """Cache nothing yet.
 
         Args:
-            ranks: how many rows there are.
-            place: the row of this rank.
+            ranks: the number of ranks, which is the number of rows.
+            place: the index of this rank's row.
         """
         self._ranks, self._place = ranks, place
         self._kept: dict[tuple[torch.device, Row], Tensor] = {}
 
     def matrix(self, row: Row, device: torch.device) -> Tensor:
-        """A new matrix on ``device`` that is 0 but for ``row``. Waits for nothing."""
+        """A new matrix on ``device``: ``row``, and 0 in all other rows. Does not synchronize."""
         if device.type == "cpu":
             made = torch.zeros(self._ranks, Column.COUNT, dtype=torch.float64, device=device)
             made[self._place].copy_(torch.tensor(row, dtype=torch.float64, device=device))
             return made
-        if captures(device):  # what a graph reads has to outlast it
+        if captures(
+            device
+        ):  # a graph reads the matrix in each replay, so it must not be a cached one
             return self._made(row, device)
         if (device, row) not in self._kept:
             if len(self._kept) >= _KEPT:
@@ -201,91 +205,91 @@ _KEPT = 32
 
 
 class Comparison:
-    """Compares what ranks of one process group ask for: at once, or without waiting for a device.
+    """Checks that all ranks of a process group make the same requests.
 
-    Where the host does not see the device, it looks at once where this rank is asked for something
-    for the first time. All other matrices go to the host, ``_EVERY`` of them in one copy, and are
-    looked at when the copy has arrived.
+    On a CPU at once. On an accelerator the check synchronizes for the first request of each kind;
+    later matrices are copied to the host in the background, ``_EVERY`` of them at a time, and
+    checked when the copy has arrived.
     """
 
     def __init__(self) -> None:
-        """Have nothing to compare."""
+        """Start without matrices to check."""
         self._known: set[Row] = set()
         self._waiting: dict[tuple[torch.device, int], list[Tensor]] = defaultdict(list)
         self._coming: list[Copying] = []
 
-    def compare(self, said: Tensor, row: Row, ranks: Sequence[int], *, at_once: bool) -> None:
-        """Compare the rows of ``said``, now or in a later call.
+    def compare(self, rows: Tensor, row: Row, ranks: Sequence[int], *, at_once: bool) -> None:
+        """Compare ``rows`` with each other, now or in a later call.
 
         Args:
-            said: shape (ranks, columns).
-            row: that of this rank.
-            ranks: whose the rows are.
-            at_once: whether looking costs nothing.
+            rows: the all-reduced matrix, shape (ranks, columns).
+            row: the row of this rank, for the kind of its request.
+            ranks: the rank of each row.
+            at_once: whether reading ``rows`` does not have to wait for a device.
 
         Raises:
-            RuntimeError: ranks ask for different things, in this call or in one before it.
+            RuntimeError: ranks made different requests, in this call or in an earlier one.
         """
         if at_once:
-            _refuse(said.tolist(), ranks, "nothing has been stepped")
+            _refuse(rows.tolist(), ranks, "nothing has been stepped")
             return
-        if captures(said.device):
+        if captures(rows.device):
             return
         kind = _kind(row)
         if kind not in self._known:
             self._known.add(kind)
-            _refuse(said.tolist(), ranks, "nothing has been stepped")
+            _refuse(rows.tolist(), ranks, "nothing has been stepped")
             return
-        waiting = self._waiting[said.device, len(ranks)]
-        waiting.append(said)
+        waiting = self._waiting[rows.device, len(ranks)]
+        waiting.append(rows)
         if len(waiting) == _EVERY:
             self._coming.append(copied_to_host(torch.stack(waiting)))
             waiting.clear()
         while self._coming and self._coming[0].done():
-            for rows in self._coming.pop(0).tensor.tolist():
+            for earlier in self._coming.pop(0).tensor.tolist():
                 late = "this was found some steps later, and steps since then may have been wrong"
-                _refuse(rows, ranks, late)
+                _refuse(earlier, ranks, late)
 
 
 _EVERY = 8
-"""Decisions from one copy to the host to the next."""
+"""The number of decisions whose matrices are copied to the host together."""
 
 
 def _kind(row: Row) -> Row:
-    """What of ``row`` does not change from step to step."""
+    """The columns of ``row`` that usually stay the same, and whether there is a ``max_norm``."""
     clips = float(row[Column.MAX_NORM] != NOT_GIVEN)
     return (*row[Column.CALL : Column.MAX_NORM], clips, *row[Column.MAX_NORM + 1 :])
 
 
-def _refuse(rows: list[Any], ranks: Sequence[int], then: str) -> None:
+def _refuse(rows: list[Any], ranks: Sequence[int], consequence: str) -> None:
     text = difference(rows, ranks)
     if text is not None:
-        raise RuntimeError(f"{text}; {then}")
+        raise RuntimeError(f"{text}; {consequence}")
 
 
 def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | None:
-    """What ranks ask for that others do not, in words; ``None`` if all ask for the same.
+    """The difference between the requests of ranks, as a message; ``None`` if they are equal.
 
     Args:
-        rows: of all ranks.
-        ranks: whose they are.
+        rows: the rows of all ranks.
+        ranks: the rank of each row.
     """
     first = rows[0][Column.CALL :]
     if all(row[Column.CALL :] == first for row in rows) and not _lacks_loss(rows):
         return None
-    said = {rank: row for rank, row in zip(ranks, rows, strict=True) if row[Column.CALL]}
+    calling = {rank: row for rank, row in zip(ranks, rows, strict=True) if row[Column.CALL]}
     for column, (text, shown) in _COMPARED.items():
         ranks_by_number: dict[str, list[int]] = defaultdict(list)
-        for rank, row in said.items():
-            ranks_by_number[repr(row[column])].append(rank)  # of which NaN is the same
+        for rank, row in calling.items():
+            ranks_by_number[repr(row[column])].append(rank)  # repr, since NaN != NaN
         if len(ranks_by_number) > 1:
             if shown is None:
                 return text.format(" against ".join(map(named_ranks, ranks_by_number.values())))
             each = (f"{named_ranks(r)}: {shown(float(n))}" for n, r in ranks_by_number.items())
             return text.format("; ".join(each))
-    if said and _lacks_loss(list(said.values())):
+    if calling and _lacks_loss(list(calling.values())):
         return (
-            "skip_when(loss=...) needs the loss of the step, and no rank has given one: give it to "
+            "skip_when(loss=...) needs the loss of the step, and no rank has given one: pass it to "
             "the control point, optimizer.unscale_and_step(grads_scaled_by=scale, loss=loss), or "
             "use ampopt.TrainStep"
         )
@@ -313,17 +317,17 @@ _CALLS = {
 }
 _SKIP_WHEN = (
     "skip_when({0}=...) differs between ranks ({{}}): call skip_when with the same arguments on "
-    "all ranks that decide together, before the same step"
+    "all ranks of the process group, before the same step"
 )
 _COMPARED: dict[int, tuple[str, Any]] = {
     Column.PARAMS: (
-        "ranks have different parameters ({}), where all of them hold the same ones, in parts or "
-        "in copies: make the optimizer of the same parameters, in the same order, on every rank, "
-        "or leave replicated=True out of a param group whose parameters differ from rank to rank",
+        "ranks have different parameters ({}), but all of them must have shards or copies of the "
+        "same ones: make the optimizer of the same parameters, in the same order, on every rank, "
+        "or omit replicated=True in a param group whose parameters differ from rank to rank",
         None,
     ),
     Column.CALL: (
-        "ranks that decide together make different calls ({}): let all of them make the same "
+        "ranks of one process group make different calls ({}): let all of them make the same "
         "calls, in the same order",
         lambda number: _CALLS[Call(int(number))],
     ),
@@ -333,18 +337,19 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         "evaluation {:.0f}".format,
     ),
     Column.GRADIENTS: (
-        "some ranks have gradients that others have not ({}), and all have to take part in this "
-        "step, which works on whole DTensors: give every rank the same ones, zeros where need be, "
-        "or none",
+        "some ranks have gradients that others have not ({}), but this step makes a collective for "
+        "each DTensor gradient: give every rank gradients of the same parameters, zeros if need "
+        "be, or none",
         "{:.0f} gradients".format,
     ),
     Column.DROPS: (
-        "drop_overflow_update of the scale differs between ranks ({}): give all of them one scale",
+        "drop_overflow_update of the scale differs between ranks ({}): pass the same kind of scale "
+        "on all of them",
         lambda number: repr(bool(number)),
     ),
     Column.MAX_NORM: (
-        "max_norm differs between ranks ({}): give it on all that decide together, the same "
-        "number, or on none",
+        "max_norm differs between ranks ({}): pass the same number on all ranks of the process "
+        "group, or on none",
         _number,
     ),
     Column.NORM: (_SKIP_WHEN.format("norm"), _number),
@@ -352,71 +357,67 @@ _COMPARED: dict[int, tuple[str, Any]] = {
     Column.LOSS_LIMIT: (_SKIP_WHEN.format("loss"), _number),
     Column.LOSS_DEVIATIONS: (_SKIP_WHEN.format("loss_deviations"), _number),
     Column.CAUSES: (
-        "skip_when differs between ranks ({}) in warmup, in how often it was called, or in being "
-        "like another system: call it with the same arguments on all that decide together",
+        "skip_when differs between ranks ({}) in warmup, in the number of calls, or in the name "
+        "passed to skip_when.like: call it with the same arguments on all ranks",
         None,
     ),
     Column.SCALE: (
         "the scale of the gradients differs between ranks ({}): multiply the loss by the same "
-        "scale on all of them, and go on with the one that the step returns; load a saved scale "
-        "on all of them",
+        "scale on all of them, and continue with the scale that the step returns; load a saved "
+        "scale on all of them",
         _number,
     ),
 }
 
 
 class SameGradients:
-    """What each rank says of its gradients, in numbers that are added up over ranks.
+    """Checks that all ranks have gradients of the same parameters, by counts to be all-reduced.
 
     Attributes:
-        size: how many numbers those are.
+        size: the number of counts: the ranks with a gradient of each parameter, then all ranks.
     """
 
     def __init__(self, params: Sequence[Any]) -> None:
         """Number the parameters.
 
         Args:
-            params: those that the step needs of all ranks, the same ones on each.
+            params: the parameters to check, the same ones in the same order on each rank.
         """
-        # One number for each, of ranks that have its gradient, and behind them that of all ranks.
         self._numbers = {id(param): number for number, param in enumerate(params)}
         self.size = len(params) + 1
         self._known: set[tuple[int, ...]] = set()
 
-    def say(self, said: Tensor, keys: Iterable[int]) -> None:
-        """Write what this rank has to say into ``said``, which is zeros.
+    def say(self, counts: Tensor, keys: Iterable[int]) -> None:
+        """Write the counts of this rank into ``counts``, which is zeros.
 
         Args:
-            said: of :attr:`size` elements.
+            counts: a tensor of :attr:`size` elements.
             keys: the ``id`` of each parameter with a gradient.
         """
         for number in (*self._present(keys), self.size - 1):
-            said[number].fill_(1.0)
+            counts[number].fill_(1.0)
 
-    def check(self, said: Tensor, keys: Iterable[int]) -> None:
-        """Refuse to go on if some ranks have gradients that others have not.
-
-        Where the host would have to wait to see that, only the first time that this rank has these
-        gradients.
+    def check(self, counts: Tensor, keys: Iterable[int]) -> None:
+        """Check the all-reduced counts. Synchronizes once for each set of gradients.
 
         Args:
-            said: of all ranks.
-            keys: as for :meth:`say`.
+            counts: the sums of the counts of all ranks.
+            keys: the ``id`` of each parameter with a gradient on this rank.
 
         Raises:
-            RuntimeError: they have; on every rank.
+            RuntimeError: some ranks have gradients that others have not. Raised on every rank.
         """
         present = self._present(keys)
-        seen = backend_for(said.device).host_sees
-        if not seen and (present in self._known or captures(said.device)):
+        host_sees = backend_for(counts.device).host_sees
+        if not host_sees and (present in self._known or captures(counts.device)):
             return
         self._known.add(present)
-        *having, ranks = said.tolist()
+        *having, ranks = counts.tolist()
         if any(n not in (0, ranks) for n in having):
             raise RuntimeError(
-                "some ranks have gradients that others have not, and all have to take part in this "
-                "step, which works on whole DTensors: give every rank the same ones, zeros where "
-                "need be, or none; nothing has been stepped"
+                "some ranks have gradients that others have not, but this step makes collectives "
+                "for DTensor gradients: give every rank gradients of the same parameters, zeros "
+                "if need be, or none; nothing has been stepped"
             )
 
     def _present(self, keys: Iterable[int]) -> tuple[int, ...]:

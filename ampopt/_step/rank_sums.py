@@ -1,4 +1,4 @@
-"""What a rule sums up over parameters that are spread over ranks: over the whole of each."""
+"""Sums of a rule over sharded parameters: over all shards of each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,25 +15,26 @@ __all__ = ["RankSums"]
 
 
 class RankSums:
-    """Adds up, by one all-reduce, the sums of all ranks that decide together.
+    """Adds up, by one all-reduce, the sums of a rule (such as LAMB's norms) over ranks.
 
-    Those of an ordinary tensor are this rank's alone, as is the parameter; all of them count in
-    the totals, as in the norm.
+    The sums of each ``DTensor`` are added up over its shards. The sums of an ordinary tensor stay
+    those of this rank. Both are added to the totals, as to the norm: a copy on several ranks once.
     """
 
     def __init__(
         self, agreement: Agreement, param_groups: Sequence[dict[str, Any]], n_terms: int
     ) -> None:
-        """Begin.
+        """Number the ``DTensor`` parameters.
 
         Args:
-            agreement: of these ranks.
-            param_groups: of the optimizer, the same on each of them as far as they are spread.
-            n_terms: how many the rule has.
+            agreement: the ranks to all-reduce over.
+            param_groups: the param groups of the optimizer, with the same ``DTensor`` parameters on
+                each rank.
+            n_terms: the number of sums that the rule takes.
         """
         self._agreement, self._n_terms = agreement, n_terms
-        spread = [p for group in param_groups for p in group["params"] if is_spread(p)]
-        self._places = {id(param): place for place, param in enumerate(spread)}
+        sharded = [p for group in param_groups for p in group["params"] if is_spread(p)]
+        self._places = {id(param): place for place, param in enumerate(sharded)}
 
     def __call__(self, works: Sequence[Work], sums: Sums) -> Sums:
         """See :data:`ampopt_kernels.sums.AgreeOnSums`."""
@@ -57,6 +58,6 @@ class RankSums:
         return Sums(whole, totals)
 
     def join_without_gradients(self, device: torch.device) -> None:
-        """Have the others add up theirs, when this rank has no gradients."""
+        """Take part in the all-reduce of other ranks, without gradients on this one."""
         none = torch.zeros(len(self._places), self._n_terms, dtype=widest(device), device=device)
         self._agreement.add_up_sums(none, none.new_zeros(self._n_terms))

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: what is here of each."""
+"""``DTensor``s: their local tensors, and gradients and states with the same placements."""
 
 import sys
 from itertools import repeat
@@ -21,14 +21,14 @@ __all__ = [
 
 
 def is_spread(tensor: Any) -> bool:
-    """Whether ``tensor`` is a ``DTensor``, of which this rank has a part or a copy."""
-    # Who has made one has imported this; nobody else should have to wait for that.
+    """Whether ``tensor`` is a ``DTensor``, sharded or replicated."""
+    # Not imported here, as that takes time: whoever made a DTensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of ``tensor`` that this rank has, in the same memory; an ordinary one itself."""
+    """The local shard of a ``DTensor``, in the same memory; any other tensor itself."""
     if not is_spread(tensor):
         return tensor
     part = getattr(tensor, LOCAL_TENSOR)
@@ -36,7 +36,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def _waited_for(part: Any) -> Tensor:
-    """``part``, if a collective is to bring it, once that has been waited for on the device."""
+    """``part``; if it is the result of an asynchronous collective, after a wait on the device."""
     return part.wait() if hasattr(part, "wait") else part
 
 
@@ -47,18 +47,18 @@ def local_of_each(tensors: list[Any]) -> list[Any]:
 
 
 _THERE = {Tensor, torch.nn.Parameter, type(None)}
-"""Types of what is not on its way."""
+"""Types of local tensors that are not the result of an asynchronous collective."""
 
 
 def placements(tensors: list[Any]) -> list[Any]:
-    """Where each is placed, to be compared with; ``None`` for one that is not spread."""
+    """The spec (mesh, placements, shape) of each ``DTensor``; ``None`` for any other tensor."""
     return list(map(getattr, tensors, repeat(SPEC), repeat(None)))
 
 
 def settle(param: Any) -> None:
-    """Place the gradient of ``param`` as ``param`` is: a sum still to be taken is taken.
+    """Redistribute the gradient of ``param`` to the placements of ``param``, if they differ.
 
-    That is a collective for each such gradient, so that all ranks have to come by.
+    For a ``Partial`` gradient that is a collective, which all ranks of its mesh have to call.
     """
     grad = param.grad
     if (placed := placed_as(grad, param)) is not grad:
@@ -66,18 +66,18 @@ def settle(param: Any) -> None:
 
 
 def placed_as(tensor: Any, like: Any) -> Any:
-    """``tensor`` placed as ``like``; itself where it is so already, or one of them not spread."""
+    """``tensor`` with the placements of ``like``; itself unless both are ``DTensor``s."""
     if not (is_spread(tensor) and is_spread(like)) or tensor.placements == like.placements:
         return tensor
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
 def spread_like(part: Tensor, like: Any) -> Any:
-    """``part`` as what this rank has of a tensor that is spread as ``like`` is, if it is."""
+    """A ``DTensor`` with the local shard ``part``, placed as ``like``; ``part`` if it is none."""
     if not is_spread(like):
         return part
-    # Where the part begins inside a larger buffer, what is made around it would take over that
-    # offset, and could not be copied. So it is made around another, and given the part.
+    # A DTensor made from a view into a larger buffer takes over its storage offset, and cannot be
+    # deep-copied. So it is made from another tensor, whose place the view then takes.
     from torch.distributed.tensor import DTensor
 
     whole = DTensor.from_local(

@@ -1,6 +1,6 @@
-"""Marginals of parameters that are spread over ranks: added up over all, and a rank's part of them.
+"""Row and column statistics (as Adafactor's) of sharded parameters.
 
-Every rank keeps all of the marginals, which are few: a number for each row, or column.
+Sums over rows and columns are all-reduced; every rank keeps those of the whole parameter.
 """
 
 import math
@@ -23,7 +23,7 @@ __all__ = ["LinesOfRanks", "SpreadMarginals", "on_each_rank", "replicated"]
 
 
 def on_each_rank(state: Any) -> Any:
-    """``state``, a loaded one perhaps, so that every rank has all of it, as it is made."""
+    """``state`` replicated, as a step makes it: a loaded one may be sharded."""
     if not is_spread(state) or all(p.is_replicate() for p in state.placements):
         return state
     from torch.distributed.tensor import Replicate
@@ -32,7 +32,7 @@ def on_each_rank(state: Any) -> Any:
 
 
 def replicated(tensor: Tensor, param: Any) -> Any:
-    """``tensor``, which all ranks have, as a state of ``param``."""
+    """``tensor``, equal on all ranks, as a replicated ``DTensor`` on the mesh of ``param``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = param.device_mesh
@@ -40,31 +40,31 @@ def replicated(tensor: Tensor, param: Any) -> Any:
 
 
 class SpreadMarginals:
-    """Where the rows and columns that this rank has of one ``DTensor`` are in the whole.
+    """The place of a local shard's rows and columns in the whole ``DTensor``.
 
     Attributes:
-        shape: of the whole.
+        shape: the shape of the whole ``DTensor``.
     """
 
     def __init__(self, param: Any) -> None:
-        """Find out.
+        """Find the local rows and columns.
 
         Args:
-            param: of two dimensions or more.
+            param: a ``DTensor`` of two dimensions or more.
         """
         self.shape = tuple(param.shape)
         self._runs = runs_of(param) or [[] for _ in param.shape]
         self._here = [sum(run.length for run in runs) for runs in self._runs]
 
     def here(self, part: State, factors: Tensor) -> Tensor:
-        """The factors of the rows, or columns, that this rank has; ``factors`` are of all."""
+        """The elements of ``factors``, of all rows or columns, for those of the local shard."""
         made = factors.new_empty(part.beside(tuple(self._here)))
         for here, whole in self._boxes(part):
             made[here] = factors[whole]
         return made
 
     def put(self, part: State, sums: Tensor, into: Tensor) -> None:
-        """Put sums over what this rank has into its places in a flat tensor for the whole."""
+        """Write ``sums`` over the local shard to its places in ``into``, flat, for the whole."""
         whole_of = into.view(part.beside(self.shape))
         for here, whole in self._boxes(part):
             whole_of[whole] = sums[here]
@@ -79,19 +79,20 @@ class SpreadMarginals:
 
 
 class LinesOfRanks:
-    """Adds up, by one all-reduce, the sums over rows and columns that ranks have.
+    """Adds up, by one all-reduce, sums over rows and columns of local shards.
 
-    A rank without gradients takes part, and every rank learns whether another lacks one.
+    A rank without gradients takes part. Every rank checks that all have the same gradients.
     """
 
     def __init__(
         self, agreement: Agreement, param_groups: Sequence[dict[str, Any]], parts: Sequence[State]
     ) -> None:
-        """Lay out the sums of all parameters, one after another.
+        """Lay out the sums of all parameters, one after another, in one tensor.
 
         Args:
-            agreement: of the ranks that decide together.
-            param_groups: of the optimizer, the same on each rank as far as they are spread.
+            agreement: the ranks to all-reduce over.
+            param_groups: the param groups of the optimizer, with the same ``DTensor`` parameters on
+                each rank.
             parts: the states that the rule declares.
         """
         self._agreement = agreement
@@ -131,7 +132,7 @@ class LinesOfRanks:
         return list(lines)
 
     def join_without_gradients(self, device: torch.device) -> None:
-        """Have the others add up theirs, when this rank has no gradients.
+        """Take part in the all-reduce of other ranks, without gradients on this one.
 
         Raises:
             RuntimeError: see :meth:`SameGradients.check`.
@@ -139,13 +140,13 @@ class LinesOfRanks:
         self._add_up(self._said([], device), [])
 
     def _said(self, keys: Sequence[int], device: torch.device) -> Tensor:
-        """What this rank says: that it has the gradients of parameters with these keys."""
+        """The tensor to all-reduce: counts of the gradients with these keys, then zeros."""
         said = torch.zeros(self._size, dtype=widest(device), device=device)
         self._same.say(said[: self._same.size], keys)
         return said
 
     def _add_up(self, said: Tensor, keys: Sequence[int]) -> None:
-        """Add up what all ranks say, in place."""
+        """All-reduce ``said`` in place, and check the counts."""
         if not self._slices:  # no parameter is a DTensor with rows and columns
             return
         self._agreement.add_up_parameters(said)
@@ -153,7 +154,7 @@ class LinesOfRanks:
 
 
 def _rows_with(works: Sequence[Work], lines: Sequence[LineSums]) -> Iterator[tuple[Any, list[Any]]]:
-    """The rows that are spread over ranks and have sums in ``lines``, and these."""
+    """The rows of ``DTensor`` parameters that have sums in ``lines``, with these sums."""
     for work, own in zip(works, lines, strict=True):
         for index, sums in own.items():
             row = work.rows[index]

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a rank has, where the tensor is spread over ranks."""
+"""Which elements of a ``DTensor`` are in the local shard."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ __all__ = ["Run", "boxes", "places_of", "runs_at", "runs_of"]
 
 
 class Run(NamedTuple):
-    """Indices of one dimension of a whole tensor, one behind the other, that a rank has."""
+    """Consecutive indices, in one dimension of the whole tensor, of a local shard."""
 
     start: int
     length: int
 
 
 def runs_of(tensor: Any) -> list[list[Run]] | None:
-    """What this rank has of each dimension of a ``DTensor``; ``None`` outside of its mesh."""
+    """The indices of the local shard in each dimension; ``None`` outside of the mesh."""
     here = tensor.device_mesh.get_coordinate()
     if here is None:
         return None
@@ -32,10 +32,10 @@ def runs_of(tensor: Any) -> list[list[Run]] | None:
 def runs_at(
     shape: Sequence[int], mesh: Sequence[int], here: Sequence[int], placements: Sequence[Any]
 ) -> list[list[Run]]:
-    """What the rank at the coordinates ``here`` of a mesh has of each dimension.
+    """The indices, in each dimension, of the shard at the coordinates ``here`` of a mesh.
 
-    The indices of a dimension are in the order in which they are there: a rank has a few runs of
-    them where a placement is strided, as ``fully_shard`` after tensor parallelism makes it.
+    In the order in which the shard stores them. There are several runs for a ``_StridedShard``, as
+    ``fully_shard`` after tensor parallelism makes it.
     """
     runs = [[Run(0, size)] for size in shape]
     for rank, ranks, placement in zip(here, mesh, placements, strict=True):
@@ -49,7 +49,7 @@ def runs_at(
 
 
 def _chunk(runs: Sequence[Run], which: int, of: int) -> list[Run]:
-    """What ``torch.chunk`` would make of ``runs``, the chunk number ``which``."""
+    """The chunk number ``which`` of ``of`` chunks of ``runs``, as ``torch.chunk`` cuts them."""
     size = sum(run.length for run in runs)
     share = -(-size // of)
     start, stop = min(which * share, size), min((which + 1) * share, size)
@@ -63,7 +63,7 @@ def _chunk(runs: Sequence[Run], which: int, of: int) -> list[Run]:
 
 
 def _joined(runs: Any) -> list[Run]:
-    """The same, but one run where one goes on where another ends."""
+    """``runs`` with adjacent runs joined."""
     joined: list[Run] = []
     for run in runs:
         if joined and sum(joined[-1]) == run.start:
@@ -74,9 +74,9 @@ def _joined(runs: Any) -> list[Run]:
 
 
 def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Slices of what is here of a tensor, and where these elements are in the whole.
+    """Slices of the local shard, each with the slices of the same elements in the whole tensor.
 
-    One of each, unless a shard is strided.
+    One pair, unless a shard is strided.
     """
     slices = []
     for of_dim in runs:
@@ -92,11 +92,13 @@ def boxes(runs: Sequence[Sequence[Run]]) -> Iterator[tuple[tuple[slice, ...], tu
 
 
 def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:
-    """The places of what this rank has of ``param`` in the memory of one process with all of it.
+    """The offset of each local element in the memory of a process that had all of ``param``.
+
+    Random numbers depend on that offset, so that they do not depend on the number of ranks.
 
     Args:
         param: the parameter.
-        local: what is here of it, real and dense, as it is stepped.
+        local: its local shard, real and dense, as it is stepped.
         contiguous: whether one process would step a contiguous copy.
     """
     runs = runs_of(param) if is_spread(param) else None
@@ -115,10 +117,13 @@ def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:
 def _places(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -> Places:
     """Places of a dense tensor with these runs and strides, in one with the strides ``whole``.
 
-    The element ``i`` has the index ``i // stride % length`` in a dimension. Modulo, too, is a sum
-    of quotients.
+    The element ``i`` has the index ``i // stride % length`` in a dimension, and
+    ``i // stride % length == i // stride - i // (stride * length) * length``: the place is a sum of
+    quotients of ``i``, each of which is a :class:`~ampopt_kernels.places.Jump`.
     """
-    sizes: Counter[tuple[int, int]] = Counter({(1, 0): -1})  # by period and phase; one is counted
+    sizes: Counter[tuple[int, int]] = Counter(
+        {(1, 0): -1}
+    )  # by period and phase; (1, 0) is already in the index of the element
     lengths = [sum(run.length for run in of_dim) for of_dim in runs]
     stride = 1
     for dim in sorted(range(len(runs)), key=lambda dim: local[dim]):

@@ -1,7 +1,7 @@
-"""Whole matrices of parameters that are spread over ranks: each on one rank, and back in parts.
+"""Gathers each sharded matrix on one rank, and scatters the result.
 
-So each rank has as much work, and as much memory for it, as its share of the parameters, and all
-matrices take two collectives.
+Matrices are distributed over ranks, so that work and memory are balanced. All matrices together
+take two collectives.
 """
 
 from collections import Counter
@@ -18,13 +18,13 @@ __all__ = ["WholeMatrices"]
 
 
 class _Part(NamedTuple):
-    """What one rank has of a matrix.
+    """The shard of one matrix on one rank.
 
     Attributes:
-        matrix: its number.
-        rank: its number in the process group.
-        runs: of rows and columns.
-        is_copy: whether another rank sends the same part.
+        matrix: the number of the matrix.
+        rank: the rank in the process group.
+        runs: the indices of its rows and of its columns.
+        is_copy: whether another rank sends the same shard.
     """
 
     matrix: int
@@ -42,15 +42,15 @@ class _Part(NamedTuple):
 
 
 class WholeMatrices:
-    """Which rank has which matrix whole, and who sends what to whom.
+    """Assigns each matrix to the rank that gathers it, its owner, and moves the shards.
 
     Attributes:
-        params: whose matrices.
-        owned: the numbers of the matrices that this rank has whole.
+        params: the sharded matrices.
+        owned: the numbers of the matrices that this rank gathers.
     """
 
     def __init__(self, params: list[Any], group: Any) -> None:
-        """Share out the matrices, by the time that products with them take.
+        """Assign the matrices to ranks, balancing the estimated time of products with them.
 
         Args:
             params: ``DTensor``s of two dimensions, the same on each rank.
@@ -61,8 +61,8 @@ class WholeMatrices:
         self._n_ranks, here = len(number_of), torch.distributed.get_rank()
         self._shapes = [tuple(param.shape) for param in params]
         self.owned: list[int] = []
-        self._reserved_names: list[_Part] = []  # of the matrices that this rank has whole
-        self._ours: list[tuple[int, _Part]] = []  # of every matrix, with the rank that has it whole
+        self._received: list[_Part] = []  # shards of the matrices that this rank gathers
+        self._ours: list[tuple[int, _Part]] = []  # shards of this rank, with the owner
         loads: dict[Any, list[int]] = {}
         costs = [param.numel() * min(param.shape) for param in params]
         for matrix in sorted(range(len(params)), key=costs.__getitem__, reverse=True):
@@ -82,23 +82,26 @@ class WholeMatrices:
                     is_copy = any(at[dim] != coordinates[owner][dim] for dim in copied)
                     part = _Part(matrix, number_of[rank], runs, is_copy)
                     if is_owner:
-                        self._reserved_names.append(part)
+                        self._received.append(part)
                     if rank == here:
                         self._ours.append((number_of[ranks[owner]], part))
-        # In a message from one rank to another the matrices are in their order.
-        self._reserved_names.sort(key=lambda part: (part.rank, part.matrix))
+        # Sender and receiver have to agree on the order of shards in one message.
+        self._received.sort(key=lambda part: (part.rank, part.matrix))
         self._ours.sort(key=lambda sent: (sent[0], sent[1].matrix))
 
     def gathered(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """The matrices that this rank has whole, by one collective.
+        """Gather the matrices that this rank owns, by one collective.
 
         Args:
-            parts: what this rank has of each matrix, all of one dtype.
+            parts: the local shard of each matrix, all of one dtype.
+
+        Returns:
+            Whole matrices by number.
         """
         if self._n_ranks == 1:
             return dict(enumerate(parts))
         sent = [(owner, part) for owner, part in self._ours if not part.is_copy]
-        received = [part for part in self._reserved_names if not part.is_copy]
+        received = [part for part in self._received if not part.is_copy]
         messages = self._exchanged(
             parts[0],
             [(owner, parts[part.matrix]) for owner, part in sent],
@@ -111,16 +114,19 @@ class WholeMatrices:
         return whole
 
     def scattered(self, whole: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
-        """What this rank has of each matrix, by one collective; the inverse of :meth:`gathered`.
+        """Scatter the matrices to their shards, by one collective: undoes :meth:`gathered`.
 
         Args:
-            whole: the matrices that this rank has whole.
-            like: of their dtype, on their device.
+            whole: the matrices that this rank owns, by number.
+            like: a tensor of their dtype and device.
+
+        Returns:
+            The local shard of each matrix.
         """
         if self._n_ranks == 1:
             return [whole[matrix] for matrix in range(len(self._shapes))]
         pieces = []
-        for part in self._reserved_names:
+        for part in self._received:
             piece = like.new_empty(part.shape)
             for here, there in boxes(part.runs):
                 piece[here] = whole[part.matrix][there]
@@ -135,7 +141,7 @@ class WholeMatrices:
         sent: Sequence[tuple[int, Tensor]],
         received: Iterable[tuple[int, _Part]],
     ) -> list[Tensor]:
-        """Send tensors to ranks, in order; return the parts that come from ranks, in order."""
+        """Send tensors to ranks, in order; return the shards received from ranks, in order."""
         received = list(received)
         to: Counter[int] = Counter()
         of: Counter[int] = Counter()
@@ -145,7 +151,7 @@ class WholeMatrices:
             of[rank] += part.numel * like.element_size()
         flat = [like.new_empty(0), *(tensor.reshape(-1) for _, tensor in sent)]
         out = like.new_empty(sum(part.numel for _, part in received))
-        # As bytes: not every backend takes every dtype.
+        # As bytes, since not every backend of torch.distributed accepts every dtype.
         torch.distributed.all_to_all_single(
             out.view(torch.uint8),
             torch.cat(flat).view(torch.uint8),
