@@ -1,4 +1,4 @@
-"""Compile every launch ahead of time, with no accelerator at hand, and read what came out.
+"""Compile the Triton kernels of all rules without a GPU, and report on their machine code.
 
     python -m ampopt_kernels.aot [--dump DIR] [--target sm_90 ...] [--rule adam ...] [--quick]
 
@@ -6,11 +6,12 @@ prints one line for each kernel, rule, dtype and target::
 
     update adam float32 sm_90 ok registers=70 spills=0 vectorized=yes barriers=0 bytes=28
 
-Of the loop over whole blocks, the machine code says whether it is ``vectorized``, every access 16
-bytes wide (of tensors narrower than others, as many elements); how often threads wait for each
-other in it; and how many ``bytes`` it moves for each parameter. ``spills`` are bytes of a thread's
-stack on NVIDIA and registers on AMD. What is compiled is what the triton backend would launch: it
-is made to step a small :class:`Work` with its launches recorded.
+``registers`` and ``spills`` are those of a thread; spills are bytes of stack on NVIDIA, registers
+on AMD. The other numbers are of the loop over whole blocks: it is ``vectorized`` if every access is
+16 bytes wide (for a tensor of a narrower dtype, as many elements as the widest one's 16 bytes
+hold); ``barriers`` are points where threads wait for each other; ``bytes`` are read and written for
+each element. The kernels are those that the triton backend launches for a step of a small
+:class:`Work`; the launches are recorded instead of run.
 """
 
 import argparse
@@ -54,15 +55,20 @@ REQUESTS = (
     "accumulate", "accumulate anew", "accumulate or reject", "by chance", "by chance in columns",
     "skip checks",
 )  # fmt: skip
-"""What one step may ask; see :func:`launches`. All but the first are tried with one rule."""
-QUICK = "of flags, only none and all, in turn but for float32; of targets, one in turn"
+"""Kinds of steps; see :func:`launches`. The first is compiled for all rules, the others for one."""
+QUICK = "compile fewer variants: flags all off or all on, and each kernel for one target in turn"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of one parameter: its rule by name, the rule's flags, its dtype, and a request.
+    """A step of one parameter.
 
-    With ``masters``, the optimizer's float32 copy is stepped and the parameter gets it rounded.
+    Attributes:
+        rule: name of the rule in ``ampopt_kernels.rules``.
+        flags: values of the rule's flags.
+        dtype: dtype of the parameter.
+        request: one of ``REQUESTS``.
+        masters: whether the parameter has a float32 master weight.
     """
 
     rule: str
@@ -74,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch that a step makes: the kernel and all of its arguments, by name."""
+    """A recorded launch: the kernel, and all of its arguments by name."""
 
     kernel: Any
     arguments: dict[str, Any]
@@ -96,11 +102,11 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The pass: detect, accumulate, skip_checks, control, line, reduce, its sum, or update."""
+        """Name of the kernel, such as ``detect`` or ``update``."""
         return self.kernel.fn.__name__.removesuffix("_kernel")
 
     def variant(self, case: Case) -> str:
-        """Which of the kernel's variants it is, in a word."""
+        """The compile-time options of the kernel in one word, for the report."""
         constants, names = self.constants, getattr(rules, case.rule).flags
         on = [k.lower().removeprefix("has_") for k, v in constants.items() if v is True]
         if self.name in ("update", "reduce", "line"):
@@ -122,7 +128,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Task:
-    """Launch number ``index`` of ``case``, for one target."""
+    """A compilation: launch number ``index`` of ``case``, for ``target``."""
 
     case: Case
     index: int
@@ -131,21 +137,21 @@ class Task:
 
 @dataclass(frozen=True)
 class Report:
-    """What one compilation gave.
+    """The result of one compilation.
 
     Attributes:
-        kernel: which pass.
-        variant: of the kernel.
-        dtype: of the parameter.
-        target: what it was compiled for.
-        assembly: PTX or AMD's assembly.
-        registers: of a thread.
-        spills: registers or bytes that went to memory for want of registers.
-        accesses: widths in bytes of the loop's accesses to tensors.
-        wide: what the widths are to be, at least.
-        barriers: in the loop.
-        bytes: that the loop moves for each parameter.
-        error: why it failed, if it did.
+        kernel: as :attr:`Launch.name`.
+        variant: as :meth:`Launch.variant`.
+        dtype: dtype of the parameter.
+        target: ``sm_NN`` or ``gfxNNN``.
+        assembly: PTX, or AMD's assembly.
+        registers: registers of a thread.
+        spills: bytes (NVIDIA) or registers (AMD) of a thread that are spilled to memory.
+        accesses: width in bytes of each access to tensors in the loop.
+        wide: the least width that counts as vectorized, in bytes.
+        barriers: number of barriers in the loop.
+        bytes: bytes that the loop reads and writes for each element.
+        error: the error message if the compilation failed, else ``""``.
     """
 
     kernel: str
@@ -163,7 +169,7 @@ class Report:
 
     @property
     def vectorized(self) -> bool:
-        """Whether every access is a wide one; a kernel without a loop has none."""
+        """Whether every access in the loop is wide; ``False`` without a loop."""
         return bool(self.accesses) and min(self.accesses) >= self.wide
 
     def __str__(self) -> str:
@@ -173,13 +179,15 @@ class Report:
             return f"{line} failed {self.error}"
         line += f" ok registers={self.registers} spills={self.spills}"
         if self.kernel in ("control", "skip_checks", "sum", "watch"):
-            return line  # reads a few numbers for each parameter
+            return (
+                line  # these read a few numbers for each parameter, and have no loop to report on
+            )
         vectorized = "yes" if self.vectorized else "no"
         return f"{line} vectorized={vectorized} barriers={self.barriers} bytes={self.bytes:g}"
 
 
 def launches(case: Case) -> list[Launch]:
-    """The launches of one step of one parameter, in their order."""
+    """The launches of the step that ``case`` describes, in order."""
     from ampopt_kernels.triton.backend import Triton
 
     rule: Rule = getattr(rules, case.rule)
@@ -252,10 +260,14 @@ def launches(case: Case) -> list[Launch]:
 
 
 def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> Iterator[Case]:
-    """What to try of each rule: with float32 all flags, with other dtypes none and all of them.
+    """The cases to compile.
 
-    If ``quick``, none and all with float32, all with float64, which takes the most registers, and
-    none with those of 16 bits, with masters for one of them.
+    Args:
+        names: names of rules.
+        dtypes: names of dtypes.
+        quick: whether to try fewer flags. If not, all combinations with float32, and all off and
+            all on with other dtypes. If so, all off and all on with float32, all on with float64
+            (which needs the most registers), all off with 16-bit dtypes.
     """
     names = list(names)
     for name, dtype in itertools.product(names, dtypes):
@@ -271,20 +283,20 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         if name == names[0]:
             for request in REQUESTS[1:]:
                 if request.startswith("by chance") and dtype != "bfloat16":
-                    continue  # which alone is rounded so
+                    continue  # only bfloat16 is rounded stochastically
                 yield Case(name, every[0], dtype, request)
 
 
 def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False) -> list[Task]:
-    """Each different launch of the cases once, for each target.
+    """The compilations: each different launch of the cases once, for each target.
 
-    If ``quick``, each kernel for one of them, in turn, where each rule begins one further: so every
-    target meets every rule, and every dtype, though not each rule in each dtype.
+    If ``quick``, each launch for one target. Targets take turns, and each rule starts with another
+    one, so that every target gets every rule and every dtype, but not each rule in each dtype.
     """
     different: dict[Any, tuple[Case, int]] = {}
     for case in all_cases:
         for index, launch in enumerate(launches(case)):
-            # Tables of several widths give the same code but for one number.
+            # COLUMNS, the width of a table, changes one number of the code.
             constants = {k: v for k, v in launch.constants.items() if k != "COLUMNS"}
             key = (launch.name, *launch.signature.items(), *constants.items())
             different.setdefault(key, (case, index))
@@ -301,7 +313,7 @@ def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False
 
 
 def compile_task(task: Task) -> Report:
-    """Compile, and read the machine code."""
+    """Compile one launch, and read its machine code."""
     import triton
     from triton.compiler import ASTSource
 
@@ -316,7 +328,7 @@ def compile_task(task: Task) -> Report:
             target=target,
             options=options(target.warp_size),
         )
-    except Exception as error:  # whatever the compiler raises is a line of the report
+    except Exception as error:  # any compiler error becomes a line of the report
         last = str(error).strip().splitlines()[-1:]
         return Report(*names, error=f"{type(error).__name__}: {''.join(last)}")
     if target.backend == "cuda":
@@ -346,7 +358,7 @@ def compile_task(task: Task) -> Report:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; see the module. Returns the exit status."""
+    """Run the command line; see the module. Returns the exit status."""
     known = [name for name in rules.__all__ if isinstance(getattr(rules, name), Rule)]
     parser = argparse.ArgumentParser(prog="python -m ampopt_kernels.aot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -361,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not re.fullmatch(r"sm_\d+|gfx\w+", target):
             parser.error(f"--target must be like sm_90 or gfx942, got {target!r}")
     if not HAS_TRITON:
-        parser.error("there is nothing to compile with: Triton cannot be imported here")
+        parser.error("Triton cannot be imported: install it, as it is the compiler")
     if INTERPRETED:
         parser.error("TRITON_INTERPRET=1 replaces the compiler by the interpreter: unset it")
 
@@ -387,8 +399,8 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
     if jobs <= 1:
         yield from map(compile_task, todo)
         return
-    # A fork of a process that has started torch's threads may hang. One that has but imported it,
-    # which takes seconds, is there to be forked. Forks import this module, as their main one.
+    # A fork of this process may hang, as torch has started threads. The fork server only imports
+    # torch, once, which takes seconds; it is forked for each worker.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ampopt_kernels.rules", "triton.compiler"])
     with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context) as pool:
@@ -396,7 +408,7 @@ def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
 
 
 def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
-    """How many hyperparameters the rule unpacks: an entry of ``hyper`` may stand for several."""
+    """Number of hyperparameters of a rule, tuples flattened, found by trying lengths of ``h``."""
     one = torch.ones((), dtype=torch.float64)
     states = (one,) * len(rule.tensor_state_for(flags))
     for n in range(len(rule.hyper), len(rule.hyper) + 9):
@@ -411,11 +423,11 @@ def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
         except (ValueError, IndexError):
             continue
         return n
-    raise ValueError(f"the rule takes some other number of hyperparameters than {rule.hyper} says")
+    raise ValueError(f"no number of hyperparameters fits the rule with hyper={rule.hyper}")
 
 
 def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack and local memory, of each thread."""
+    """Registers of a thread, and its bytes of stack and local memory, from ``cuobjdump``."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -440,7 +452,7 @@ _AMD_ACCESS = re.compile(r"\b(?:global|buffer|flat)_(?:load|store)_([a-z]+?)(?:x
 
 
 def _loop(assembly: str) -> str:
-    """The loop over whole blocks, the first one: from its label to the last branch back there."""
+    """The first loop, which is over whole blocks: from its label to the last branch back to it."""
     labels = {found[1]: found.end() for found in _LABEL.finditer(assembly)}
     spans = [
         (labels[found[1]], found.start())

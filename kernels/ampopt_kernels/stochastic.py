@@ -2,7 +2,7 @@
 
 A number ``x`` between the bfloat16 neighbours ``a < b`` becomes ``b`` with probability
 ``(x - a) / (b - a)``, so that its expected value is ``x``. The random bits are a function of a key
-and the place of the element, so that all backends, and all numbers of ranks, round alike.
+and the place of the element, so that all backends, and all numbers of ranks, round the same way.
 
 Each parameter has a key, which counts its steps from a start of its own. A skipped step does not
 advance it.

@@ -1,4 +1,4 @@
-"""The rules of the built-in optimizers, one optimizer family a file."""
+"""The rules of the built-in optimizers, one file for each family."""
 
 from ampopt_kernels.rules.adadelta import adadelta
 from ampopt_kernels.rules.adafactor import adafactor

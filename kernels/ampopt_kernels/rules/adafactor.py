@@ -39,7 +39,7 @@ def _factors(means: Any, state: Any, h: Any, flags: Any) -> Any:
     new, _, eps1, *_ = h
     row_var, col_var = (torch.lerp(old, mean, new) for old, mean in zip(state, means, strict=True))
     mean = row_var.mean(-2, keepdim=True).clamp(min=eps1)
-    # Roots of the variance are taken before it is as large as the matrix.
+    # Take roots of the small factors, not of their product, which has the size of the matrix.
     return (row_var, col_var), (row_var.rsqrt(), (col_var / mean).rsqrt())
 
 

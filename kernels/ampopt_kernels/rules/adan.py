@@ -30,7 +30,7 @@ def _update(p, g, state, h, flags):
     size, diff_size, correction3, eps, before, after, later, new1, beta2, new2, beta3, new3 = h
     if MAXIMIZE:
         g = -g
-    # The first gradient differs from none before it.
+    # Before the first step there is no previous gradient: its difference is 0.
     diff = tl.where(later > 0, g + state[3], 0.0)
     exp_avg, exp_avg_diff = lerp(state[0], g, new1), lerp(state[2], diff, new2)
     ahead = g + beta2 * diff

@@ -13,8 +13,8 @@ __all__ = ["asgd"]
 def _advanced(s, h, ROUNDED: tl.constexpr):
     step, eta, mu = s
     lr, lambd, alpha, t0, weight_decay = h
-    # The learning rate is the first eta, and may have changed since a first step that was skipped
-    # made the state. Like any other it is rounded as it is kept.
+    # The first eta is the learning rate at the first applied step. A skipped step may have created
+    # the state with another one. It is rounded to float32, as stored etas are.
     eta = tl.where(step > 0, eta, lr)
     if ROUNDED:
         eta = as_float32(eta)

@@ -9,8 +9,8 @@ __all__ = ["lerp"]
 def lerp(start, end, weight):
     """``start + weight * (end - start)``, as ``torch.lerp`` computes it.
 
-    Reckoned from whichever of the two is nearer, so that a weight of 1 gives ``end`` and no
-    rounding of a much larger ``start`` is left in it.
+    Computed from the nearer of the two, so that a weight of 1 gives exactly ``end``, without a
+    rounding error of a much larger ``start``.
     """
     near = weight < 0.5
     return tl.where(near, start, end) + tl.where(near, weight, weight - 1) * (end - start)

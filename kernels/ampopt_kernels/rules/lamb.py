@@ -13,7 +13,7 @@ def _before_reduce(s, h, flags):
     (step,) = s
     lr, beta1, beta2, eps, weight_decay = h
     step = step + 1
-    # Reciprocals, as both reduce and update would divide every element by what is one number.
+    # Reciprocals, so that reduce and update multiply each element instead of dividing it.
     over1 = step * 0 + 1
     over2 = step * 0 + 1
     if BIAS_CORRECTION:

@@ -24,7 +24,7 @@ def _advanced(s, h, ROUNDED: tl.constexpr):
     mu = _momentum(beta1, momentum_decay, step)
     mu_next = _momentum(beta1, momentum_decay, step + 1)
     if ROUNDED:
-        # torch multiplies in float32, and float64 parameters feel how it rounds.
+        # torch multiplies in float32, and the rounding shows in float64 parameters.
         mu_product = as_float32(mu_product * as_float32(mu))
     else:
         mu_product = mu_product * mu

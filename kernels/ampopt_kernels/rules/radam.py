@@ -19,8 +19,8 @@ def _scalars(s, h):
     correction2 = 1 - power2
     longest = 2 / (1 - beta2) - 1
     length = longest - 2 * step * power2 / correction2
-    # Where the average is short, rectify nothing, and compute with a length that can be divided
-    # by. An average that cannot grow beyond 5 never gets there.
+    # Lengths up to 5 are not rectified: compute with 6 instead, as the formula may divide by 0
+    # there, and discard the result. If the longest length is 5 or less, no step is rectified.
     rectified = length > 5
     length = tl.where(rectified, length, 6.0)
     longest = tl.where(longest > 5, longest, 6.0)

@@ -10,8 +10,8 @@ __all__ = ["rprop"]
 def _scalars(s, h):
     (step,) = s
     lr, shrink, grow, smallest, largest = h
-    # The learning rate is the first step size, and may have changed since a first step that was
-    # skipped made the state.
+    # The first step size is the learning rate at the first applied step. A skipped step may have
+    # created the state with another one.
     first = tl.where(step > 0, 0.0, 1.0)
     return (step + 1,), (lr, shrink, grow, smallest, largest, first)
 
@@ -27,7 +27,7 @@ def _update(p, g, state, h, flags):
     slower = tl.where(agreement < 0, old * shrink, old)
     step_size = tl.where(agreement > 0, old * grow, slower)
     step_size = minimum(maximum(step_size, smallest), largest)
-    # Where the sign has changed, stay, and let the next step not see that it did.
+    # Where the sign has changed, do not move, and store 0, so that the next step sees no change.
     g = tl.where(agreement < 0, 0.0, g)
     p = tl.where(g > 0, p - step_size, tl.where(g < 0, p + step_size, p))
     return p, (g, step_size)

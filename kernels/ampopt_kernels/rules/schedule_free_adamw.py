@@ -20,7 +20,7 @@ def _scalars(s, h):
     step = step + 1
     lr = lr * tl.where(step < warmup_steps, step / warmup_steps, 1.0)
     lr_max = maximum(lr, lr_max)
-    # 0 to the power of 0 is 1.
+    # power() needs an exponent above 0; x ** 0 is 1, also for x = 0.
     of_lr = tl.where(weight_lr_power > 0, power(lr_max, weight_lr_power), 1.0)
     weight = power(step, r) * of_lr
     weight_sum = weight_sum + weight
@@ -48,7 +48,7 @@ schedule_free_adamw = Rule(
     hyper=("lr", "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power"),
     flags=("maximize",),
     state=(State("z", init="param"), State("exp_avg_sq")),
-    # Sums of many small weights, of which float32 would lose the last.
+    # float64, as the sum of many small weights in float32 would stop growing.
     scalar_state=(
         State("step"),
         State("lr_max", dtype=torch.float64),

@@ -10,8 +10,9 @@ __all__ = ["sgd"]
 def _scalars(s, h):
     (stepped,) = s
     lr, momentum, dampening, weight_decay = h
-    # The first step sets the buffer to the gradient, undampened; torch knows it by the missing
-    # buffer, a kernel that may be skipped by this number: 0 before the first step, 1 after it.
+    # The first step sets the buffer to the undampened gradient. torch recognizes that step by the
+    # missing buffer; here the buffer exists even if the first step was skipped, so this counts: 0
+    # before the first applied step, 1 after it.
     undampened = tl.where(stepped > 0, 1 - dampening, 1.0)
     return (tl.where(stepped > 0, stepped, 1.0),), (lr, momentum, undampened, weight_decay)
 
@@ -48,8 +49,8 @@ sgd = Rule(
     scalars=_scalars,
     hyper=("lr", "momentum", "dampening", "weight_decay"),
     flags=("momentum", "nesterov", "weight_decay", "maximize", "dampening"),
-    # Whatever is added to -0.0 stays as it is, so that the first buffer is the gradient to the bit.
+    # x + -0.0 is x for every x, also for -0.0, so the first buffer is the gradient to the bit.
     state=(State("momentum_buffer", init=-0.0, when="momentum"),),
-    # Only dampening, of momentum, has to tell the first step from later ones.
+    # Only dampening makes the first step different from later ones.
     scalar_state=(State("stepped", when=("momentum", "dampening")),),
 )

@@ -1,6 +1,7 @@
 """Sophia (Liu et al., 2305.14342, algorithm 3), as its authors' ``sophia.py`` computes it.
 
-Two rules over the same states: a step, and now and then an estimate of the Hessian's diagonal.
+Two rules over the same states: the step, and the update of the Hessian diagonal estimate, which
+runs every few steps.
 """
 
 from ampopt_kernels.language import div_rn, jit, minimum, sign, tl
