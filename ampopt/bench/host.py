@@ -90,7 +90,7 @@ def _no_launches(tensors: int) -> Iterator[None]:
 
 def _have_object_loops() -> None:
     objects.loops.want()
-    objects.loops.asked(wait=True)
+    objects.loops.get(wait=True)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

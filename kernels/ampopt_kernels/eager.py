@@ -50,8 +50,8 @@ def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partial
 
     The flags are those of chunks of at most :data:`CHUNK` elements.
     """
-    look = Tensor.item if self.host_sees else widened
-    inverse = 1.0 if request.scale is None else reciprocal(look(request.scale))
+    read = Tensor.item if self.host_sees else widened
+    inverse = 1.0 if request.scale is None else reciprocal(read(request.scale))
     rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
     flags, rows = [], []
     for place, (row, whole) in enumerate(zip(work.rows, work.grads, strict=True)):
@@ -65,12 +65,12 @@ def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partial
             if rejected is not None:
                 new = torch.where(rejected, old, new)
             # A sum that was inf or NaN before is not the fault of this gradient.
-            spoilt = ~new.isfinite() & old.isfinite()
-            flags.append((spoilt | ~unscaled.isfinite()).any())
+            overflowed = ~new.isfinite() & old.isfinite()
+            flags.append((overflowed | ~unscaled.isfinite()).any())
             rows.append(place)
             total.copy_(new)
-    judged = as_tensor(flags, torch.float32, work.device)
-    return Partials(judged, None, (Found(judged, rows, work.owners),))
+    flag_tensor = as_tensor(flags, torch.float32, work.device)
+    return Partials(flag_tensor, None, (Found(flag_tensor, rows, work.owners),))
 
 
 class Eager(Backend):
@@ -103,11 +103,11 @@ class Eager(Backend):
                 measures.append(measured(unscaled, row.in_norm))
             if norm is not None and row.in_norm:
                 squares.append(norm * norm)
-        judged = as_tensor(flags, torch.float32, work.device)
+        flag_tensor = as_tensor(flags, torch.float32, work.device)
         return Partials(
-            judged,
+            flag_tensor,
             as_tensor(squares, wide, work.device) if norms else None,
-            (Found(judged, rows, work.owners, torch.stack(measures) if measures else None),),
+            (Found(flag_tensor, rows, work.owners, torch.stack(measures) if measures else None),),
         )
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:

@@ -273,7 +273,7 @@ def use_triton(launcher: Any) -> Iterator[None]:
     backend._compiles = True
     with (
         # Its C++ would find no memory in a pretended tensor.
-        mock.patch.object(objects.loops, "asked", lambda wait=False: None),
+        mock.patch.object(objects.loops, "get", lambda wait=False: None),
         mock.patch("ampopt.backend.ACCELERATORS", ("pretend",)),
         mock.patch("ampopt.backend._triton_backend", lambda: backend),
     ):

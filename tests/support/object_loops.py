@@ -11,4 +11,4 @@ def need_object_loops() -> None:
     if cpp_compiler() is None:
         pytest.skip("there is no C++ compiler here")
     loops.want()
-    assert loops.asked(wait=True) is not None
+    assert loops.get(wait=True) is not None

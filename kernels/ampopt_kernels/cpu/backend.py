@@ -71,10 +71,10 @@ class CpuBackend(Backend):
 
         A part is a bundle, or a row where no bundles were prepared.
         """
-        pieces = []
+        bundles = []
         if isinstance(work.table, Bundles):
-            pieces = [piece for _, piece in work.table.pieces]
-            parts = [_Read(p.gather(work), p.dtype, p.rows[0].in_norm, p.among) for p in pieces]
+            bundles = [bundle for _, bundle in work.table.bundles]
+            parts = [_Read(p.gather(work), p.dtype, p.rows[0].in_norm, p.among) for p in bundles]
         else:
             parts = [
                 _Read(grad, row.compute_dtype, row.in_norm, (place,))
@@ -117,7 +117,7 @@ class CpuBackend(Backend):
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
             squares = squares * inverse * inverse
         if request.write:
-            gathered = [piece.grad for piece in pieces if piece.grad is not None]
+            gathered = [bundle.grad for bundle in bundles if bundle.grad is not None]
             _multiply(work.grads + gathered, inverse)
         return Partials(flags, squares, found)
 
@@ -127,12 +127,12 @@ class CpuBackend(Backend):
         rule = work.rule
         assert rule is not None
         found: LineSums = {}
-        for block, piece in () if skip > 0 else work.table.pieces:
-            if piece.marginals and piece.marginals[0].spread is not None:  # never bundled
+        for block, bundle in () if skip > 0 else work.table.bundles:
+            if bundle.marginals and bundle.marginals[0].spread is not None:  # never bundled
                 h = (inverse, clip, *block.before_reduce(rule, work.hyper))
-                tensors = (piece.gather(work), piece.param, *piece.states)
-                rows = list(piece.each(h))
-                found[piece.among[0]] = piece.functions["averages"](rows, tensors)
+                tensors = (bundle.gather(work), bundle.param, *bundle.states)
+                rows = list(bundle.each(h))
+                found[bundle.among[0]] = bundle.functions["averages"](rows, tensors)
         return found
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
@@ -146,21 +146,21 @@ class CpuBackend(Backend):
             return sums
         order, found = [], []
         last, h = None, ()
-        for block, piece in work.table.pieces:
+        for block, bundle in work.table.bundles:
             if block is not last:
                 last, h = block, (inverse, clip, *block.before_reduce(rule, work.hyper))
-            grad = piece.gather(work)
-            if piece.copies is not None:
-                piece.copies.load()
-            tensors = (grad, piece.param, *piece.states)
-            rows = list(piece.each(h))
-            if piece.marginals:
-                of_lines = decision.lines.get(piece.among[0])
+            grad = bundle.gather(work)
+            if bundle.copies is not None:
+                bundle.copies.load()
+            tensors = (grad, bundle.param, *bundle.states)
+            rows = list(bundle.each(h))
+            if bundle.marginals:
+                of_lines = decision.lines.get(bundle.among[0])
                 if of_lines is None:
-                    of_lines = piece.functions["averages"](rows, tensors)
-                advance(rule, piece.marginals, piece.flags, of_lines, [row.h for row in rows])
-            order += piece.among
-            found.append(piece.functions["reduce"](rows, tensors))
+                    of_lines = bundle.functions["averages"](rows, tensors)
+                advance(rule, bundle.marginals, bundle.flags, of_lines, [row.h for row in rows])
+            order += bundle.among
+            found.append(bundle.functions["reduce"](rows, tensors))
         if found:
             sums[order] = torch.cat(found)  # one indexing takes as long as that of one bundle
         return sums
@@ -171,9 +171,9 @@ class CpuBackend(Backend):
         rule = work.rule
         assert rule is not None
         last, h, varies = None, (), False
-        for block, piece in work.table.pieces:
-            grad = piece.gather(work)
-            piece.gathered_at = None
+        for block, bundle in work.table.bundles:
+            grad = bundle.gather(work)
+            bundle.gathered_at = None
             if skip > 0:
                 continue
             if block is not last:
@@ -182,24 +182,24 @@ class CpuBackend(Backend):
                     rule, work.hyper, work.table.advanced, decision.sums
                 )
                 h = (inverse, clip, *advanced)
-            if piece.copies is not None:
-                piece.copies.load()
-            tensors = (grad, piece.param, *piece.rest)
-            if piece.rows[0].keys is not None or rule.draws:
-                keys = (None if row.keys is None else int(row.keys) for row in piece.rows)
+            if bundle.copies is not None:
+                bundle.copies.load()
+            tensors = (grad, bundle.param, *bundle.rest)
+            if bundle.rows[0].keys is not None or rule.draws:
+                keys = (None if row.keys is None else int(row.keys) for row in bundle.rows)
                 parts = [
                     part._replace(places=row.places, key=key)
-                    for row, part, key in zip(piece.rows, piece.each(h), keys, strict=True)
+                    for row, part, key in zip(bundle.rows, bundle.each(h), keys, strict=True)
                 ]
-            elif varies or piece.marginals:
-                parts = list(piece.alike(h))
+            elif varies or bundle.marginals:
+                parts = list(bundle.alike(h))
             else:
                 parts = [BundleSlice(0, grad.numel(), h)]
-            piece.functions["update"](parts, tensors)
-            if piece.copies is not None:
-                piece.copies.store()
-                if piece.rounded is not None:
-                    piece.rounded.store()
+            bundle.functions["update"](parts, tensors)
+            if bundle.copies is not None:
+                bundle.copies.store()
+                if bundle.rounded is not None:
+                    bundle.rounded.store()
 
 
 class Cpu(CpuBackend):
@@ -210,8 +210,8 @@ class Cpu(CpuBackend):
 
     def _prepare_functions(self, work: Work) -> bool:
         assert work.rule is not None
-        for _, piece in work.table.pieces:
-            piece.functions = torch_functions(work.rule, piece)
+        for _, bundle in work.table.bundles:
+            bundle.functions = torch_functions(work.rule, bundle)
         return True
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:

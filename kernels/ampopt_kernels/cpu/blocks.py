@@ -32,14 +32,14 @@ class Block:
         rows: the rows, in the order in which their scalar states lie in memory.
         start: the index of the first row in ``work.rows``.
         scalars: for each scalar state, a view of shape (rows,); ``None`` where the flags omit it.
-        pieces: the bundles that the rows are divided into.
+        bundles: the bundles that the rows are divided into.
     """
 
     group: int
     rows: list[Row]
     start: int
     scalars: list[Tensor | None] = field(default_factory=list)
-    pieces: list[Bundle] = field(default_factory=list)
+    bundles: list[Bundle] = field(default_factory=list)
 
     @staticmethod
     def of(rows: list[Row], start: int) -> "Block":
@@ -149,13 +149,13 @@ class Bundles:
     """All rows of a work in bundles, kept between steps as ``work.table``.
 
     Attributes:
-        pieces: each bundle with its block.
+        bundles: each bundle with its block.
         prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
             has to prepare them again.
         advanced: the last result for each param group; see :meth:`Block.advance`.
     """
 
-    pieces: list[tuple[Block, Bundle]]
+    bundles: list[tuple[Block, Bundle]]
     prepared_by: Any = None
     advanced: dict[int, _Advanced] = field(default_factory=dict)
 
@@ -170,7 +170,7 @@ class Bundles:
                 blocks.append([row])
         starts = accumulate((len(rows) for rows in blocks), initial=0)
         made = [Block.of(rows, start) for rows, start in zip(blocks, starts, strict=False)]
-        return Bundles([(block, piece) for block in made for piece in block.pieces])
+        return Bundles([(block, bundle) for block in made for bundle in block.bundles])
 
 
 def _advance_together(last: Row, row: Row) -> bool:

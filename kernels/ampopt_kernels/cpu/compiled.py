@@ -138,37 +138,37 @@ class Compiled(CpuBackend):
         rule = work.rule
         assert rule is not None
         decided, used = True, False
-        for block, piece in work.table.pieces:
-            piece.functions = torch_functions(rule, piece)
-            if piece.param.numel():
+        for block, bundle in work.table.bundles:
+            bundle.functions = torch_functions(rule, bundle)
+            if bundle.param.numel():
                 widths = rule.widths(len(work.hyper[block.group]))
-                keys = [_key(rule, piece, 2 + widths.update, "update")]
+                keys = [_key(rule, bundle, 2 + widths.update, "update")]
                 if rule.reduces:
-                    keys.append(_key(rule, piece, 2 + widths.reduce, "reduce"))
-                if piece.marginals:
-                    keys.append(_key(rule, piece, 2 + widths.reduce, "averages"))
+                    keys.append(_key(rule, bundle, 2 + widths.reduce, "reduce"))
+                if bundle.marginals:
+                    keys.append(_key(rule, bundle, 2 + widths.reduce, "averages"))
                 for key in keys:
-                    function = self._function_for(piece, key)
+                    function = self._function_for(bundle, key)
                     used = used or function is not None
-                    piece.functions[key.role] = function or self._timed(
-                        piece.functions[key.role], key
+                    bundle.functions[key.role] = function or self._timed(
+                        bundle.functions[key.role], key
                     )
                 decided = decided and all(
                     key in self._functions or self._libraries[key][0] is None for key in keys
                 )
         if used and self._loaded(numbers.library(), wanted=True) is not None:
             numbers.loops()
-            for _, piece in work.table.pieces:
-                if isinstance(piece.copies, TorchCopies):
-                    piece.copies = NativeCopies(piece.params, piece.param)
+            for _, bundle in work.table.bundles:
+                if isinstance(bundle.copies, TorchCopies):
+                    bundle.copies = NativeCopies(bundle.params, bundle.param)
         return self._broken or (decided and (numbers.loaded is not None or not used))
 
-    def _function_for(self, piece: Bundle, key: _Key) -> Any:
+    def _function_for(self, bundle: Bundle, key: _Key) -> Any:
         """Return :meth:`_function` of ``key``, bound to the row and column statistics, if any."""
         function = self._function(key)
-        if function is None or not piece.marginals:
+        if function is None or not bundle.marginals:
             return function
-        own = piece.marginals[0]
+        own = bundle.marginals[0]
         if key.role == "averages":
             return functools.partial(function, own=own)
         return functools.partial(function, beside=own.addresses)
@@ -243,18 +243,18 @@ def _needed(error: Exception, message: str) -> str:
     )
 
 
-def _key(rule: Rule, piece: Bundle, width: int, role: str) -> _Key:
+def _key(rule: Rule, bundle: Bundle, width: int, role: str) -> _Key:
     """Return the arguments of :func:`source_of` for a bundle.
 
     Args:
         rule: the update rule.
-        piece: the bundle.
+        bundle: the bundle.
         width: how many numbers the function takes as ``h``.
         role: ``"update"``, ``"reduce"`` or ``"averages"``.
     """
     updates = role == "update"
-    stored = (piece.param, *(piece.rest if updates else piece.states))
-    dtypes = (piece.rows[0].grad_dtype, *(t.dtype for t in stored))
-    rounds_stochastically = updates and piece.rows[0].keys is not None
-    jumps = len(piece.rows[0].places.jumps) if updates else 0
-    return _Key(rule, piece.flags, dtypes, width, role, rounds_stochastically, jumps)
+    stored = (bundle.param, *(bundle.rest if updates else bundle.states))
+    dtypes = (bundle.rows[0].grad_dtype, *(t.dtype for t in stored))
+    rounds_stochastically = updates and bundle.rows[0].keys is not None
+    jumps = len(bundle.rows[0].places.jumps) if updates else 0
+    return _Key(rule, bundle.flags, dtypes, width, role, rounds_stochastically, jumps)

@@ -78,7 +78,7 @@ def _literal(x: float) -> str:
     return '__builtin_nanf("")' if math.isnan(x) else f"({'-' if x < 0 else ''}__builtin_inff())"
 
 
-def _made(
+def _operation(
     template: str, *operands: Any, dtype: torch.dtype | None = None, exact: bool = True
 ) -> Any:
     """Return a new variable: ``template`` filled with ``operands`` in their common dtype.
@@ -115,8 +115,8 @@ def _logical(template: str, *operands: Any) -> Any:
 def _operator(template: str, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
     """Return the method of a binary operator and its reflected method."""
     return (
-        lambda self, other: _made(template, self, other, dtype=dtype),
-        lambda self, other: _made(template, other, self, dtype=dtype),
+        lambda self, other: _operation(template, self, other, dtype=dtype),
+        lambda self, other: _operation(template, other, self, dtype=dtype),
     )
 
 
@@ -145,10 +145,10 @@ class _Expression:
     __le__, __ge__ = _operator("{0} <= {1}", torch.bool)
 
     def __eq__(self, other: Any) -> Any:
-        return _made("{0} == {1}", self, other, dtype=torch.bool)
+        return _operation("{0} == {1}", self, other, dtype=torch.bool)
 
     def __ne__(self, other: Any) -> Any:
-        return _made("{0} != {1}", self, other, dtype=torch.bool)
+        return _operation("{0} != {1}", self, other, dtype=torch.bool)
 
     def __truediv__(self, other: Any) -> Any:
         return _divided(self, other)
@@ -166,13 +166,13 @@ class _Expression:
         return _logical("!{0}", self)
 
     def __neg__(self) -> Any:
-        return _made("-{0}", self)
+        return _operation("-{0}", self)
 
     def __pos__(self) -> Any:
         return self
 
     def __abs__(self) -> Any:
-        return _made("math::fabs({0})", self)
+        return _operation("math::fabs({0})", self)
 
     def __bool__(self) -> bool:
         raise TypeError("a rule branches on a value; say tl.where(condition, a, b)")
@@ -189,9 +189,9 @@ class _Expression:
 
 def _divided(x: Any, y: Any) -> Any:
     if _varies(y) and not _varies(x):
-        return _made("(({T})1 / {1}) * {0}", x, y)  # torch divides a number by a tensor so
+        return _operation("(({T})1 / {1}) * {0}", x, y)  # torch divides a number by a tensor so
     # Python raises for a number over 0; what ``torch_language`` does instead differs in some bits.
-    return _made("{0} / {1}", x, y, exact=_varies(x))
+    return _operation("{0} / {1}", x, y, exact=_varies(x))
 
 
 def _varies(x: Any) -> bool:
@@ -217,14 +217,20 @@ def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
         if not isinstance(a, _Expression) and not isinstance(b, _Expression):
             return torch_language.HELPERS[name](a, b)
         # Of 0.0 and -0.0, which are equal, torch takes that of the tensor.
-        return _made(template, b, a) if _varies(a) and not _varies(b) else _made(template, a, b)
+        return (
+            _operation(template, b, a)
+            if _varies(a) and not _varies(b)
+            else _operation(template, a, b)
+        )
 
     return function
 
 
 def _function(name: str, template: str, exact: bool = True) -> Callable[[Any], Any]:
     of_number = getattr(torch_language, name)
-    return lambda x: _made(template, x, exact=exact) if isinstance(x, _Expression) else of_number(x)
+    return lambda x: (
+        _operation(template, x, exact=exact) if isinstance(x, _Expression) else of_number(x)
+    )
 
 
 def _sqrt(x: Any) -> Any:
@@ -237,7 +243,7 @@ def _sqrt(x: Any) -> Any:
 def _div_rn(x: Any, y: Any) -> Any:
     if not isinstance(x, _Expression) and not isinstance(y, _Expression):
         return torch_language.HELPERS["div_rn"](x, y)
-    return _made("{0} / {1}", x, y, exact=_varies(x) or _varies(y))
+    return _operation("{0} / {1}", x, y, exact=_varies(x) or _varies(y))
 
 
 def _rand(seed: Any, step: Any, program: Any) -> Any:
@@ -247,7 +253,7 @@ def _rand(seed: Any, step: Any, program: Any) -> Any:
 
 def _as_float32(x: Any) -> Any:
     return (
-        _made("(float){0}", x)
+        _operation("(float){0}", x)
         if isinstance(x, _Expression)
         else torch_language.HELPERS["as_float32"](x)
     )

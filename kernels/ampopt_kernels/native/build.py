@@ -38,12 +38,12 @@ _OPTIONS = (
 # A process group, so that a compiler can be ended with all processes that it has started. Not a
 # session where avoidable: Linux gives each session an equal share of the processors (autogroup),
 # and niceness has no effect between sessions.
-_apart: dict[str, Any] = (
+_own_group: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
-_start_apart: Any = functools.partial(subprocess.Popen, **_apart)
+_start_in_group: Any = functools.partial(subprocess.Popen, **_own_group)
 
-_MADE = "library.so"
+_OUTPUT = "library.so"
 _BESIDE, _LOWEST = 5, 19  # niceness: the program comes first; everything comes first
 
 
@@ -132,7 +132,7 @@ class Library:
         """
         # A fork of the program has inherited ``_process``, but cannot wait for it.
         if not self._is_there() and self._started_by != os.getpid():
-            with cache.said(self._path.parent):
+            with cache.as_cache_errors(self._path.parent):
                 if not cache.claim(self._claim):
                     return
             self._start(_LOWEST if self._can_wait else _BESIDE)
@@ -183,12 +183,12 @@ class Library:
             return self._loaded
 
     def _is_there(self) -> bool:
-        with cache.said(self._path.parent):
+        with cache.as_cache_errors(self._path.parent):
             self._there = self._there or cache.is_whole(self._path)
         return self._there
 
     def _start(self, niceness: int = 0) -> "subprocess.Popen[bytes]":
-        with cache.said(self._path.parent):
+        with cache.as_cache_errors(self._path.parent):
             self._work = cache.work_folder(self._path)
         try:
             self._process = process = self._started()
@@ -204,16 +204,16 @@ class Library:
 
     def _started(self) -> "subprocess.Popen[bytes]":
         with contextlib.ExitStack() as stack:
-            with cache.said(self._path.parent):
-                given = stack.enter_context(_unnamed_file(self._work))
-                given.write(self._source.encode())
-                given.seek(0)
-                self._said = _unnamed_file(self._work)
-            return _start_apart(
-                [*self._command, "-o", str(self._work / _MADE)],
-                stdin=given,
+            with cache.as_cache_errors(self._path.parent):
+                source = stack.enter_context(_unnamed_file(self._work))
+                source.write(self._source.encode())
+                source.seek(0)
+                self._output = _unnamed_file(self._work)
+            return _start_in_group(
+                [*self._command, "-o", str(self._work / _OUTPUT)],
+                stdin=source,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._output,
                 env={**os.environ, "TMPDIR": str(self._work), "LC_ALL": "C"},
             )
 
@@ -223,16 +223,16 @@ class Library:
         self._started_by = 0  # after a failure, the next call tries again
         atexit.unregister(self._give_up)
         try:
-            with self._said as said:
-                said.seek(0)
-                lines = said.read().decode(errors="replace").splitlines()
+            with self._output as output:
+                output.seek(0)
+                lines = output.read().decode(errors="replace").splitlines()
             if status:
                 if full := cache.full_disk(folder, lines):
                     raise full
                 why = next((line for line in lines if "error" in line), f"exit status {status}")
                 raise RuntimeError(f"the compiler failed: {why}")
-            with cache.said(folder):
-                cache.keep(self._work / _MADE, self._path)
+            with cache.as_cache_errors(folder):
+                cache.keep(self._work / _OUTPUT, self._path)
                 self._there = True
                 cache.sweep(folder)
         finally:
@@ -245,7 +245,7 @@ class Library:
             if self._process.poll() is None:
                 _end(self._process)
             self._process.wait()
-            self._said.close()
+            self._output.close()
             self._clean_up()
 
     def _clean_up(self) -> None:

@@ -30,7 +30,7 @@ __all__ = [
     "is_whole",
     "keep",
     "place",
-    "said",
+    "as_cache_errors",
     "sweep",
     "work_folder",
 ]
@@ -142,7 +142,7 @@ def _prepared(folder: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def said(folder: Path) -> Iterator[None]:
+def as_cache_errors(folder: Path) -> Iterator[None]:
     """Within this context, an ``OSError`` is raised as a :class:`CacheError` about ``folder``."""
     try:
         yield

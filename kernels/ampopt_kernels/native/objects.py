@@ -54,7 +54,7 @@ class Loops:
             with contextlib.suppress(FileNotFoundError):  # there is no compiler
                 self._library = _library()
 
-    def asked(self, wait: bool = False) -> ctypes.PyDLL | None:
+    def get(self, wait: bool = False) -> ctypes.PyDLL | None:
         """Return the loops; ``None`` while they are not loaded or not enabled.
 
         Args:
@@ -99,8 +99,8 @@ def _library() -> Library:
     return Library(source, options, can_wait=True)
 
 
-def _declared(made: ctypes.CDLL) -> ctypes.PyDLL:
-    library = ctypes.PyDLL(made._name, handle=made._handle)
+def _declared(loaded: ctypes.CDLL) -> ctypes.PyDLL:
+    library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     library.hold.argtypes = (objects, pointer, objects, objects)
     library.addresses.argtypes = library.laid_out.argtypes = (objects, pointer)
@@ -111,7 +111,7 @@ def _declared(made: ctypes.CDLL) -> ctypes.PyDLL:
 
 def addresses(tensors: list[Tensor]) -> array:
     """Return the addresses of the first elements of strided ``tensors``, as 64-bit integers."""
-    library = loops.asked()
+    library = loops.get()
     if library is not None:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
@@ -121,7 +121,7 @@ def addresses(tensors: list[Tensor]) -> array:
 
 def bump_versions(tensors: list[Tensor]) -> None:
     """Increment the version counter of each tensor, for autograd, after a write by a kernel."""
-    library = loops.asked()
+    library = loops.get()
     if library is None or not library.bump_versions(tensors):
         torch.autograd.graph.increment_version(tensors)
 
@@ -139,7 +139,7 @@ class IdentityGuard:
 
     def unchanged(self) -> bool:
         """Return whether the containers still have the same objects in the same order."""
-        library = loops.asked()
+        library = loops.get()
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
             return bool(library.hold(self._containers, sizes, self._members, self._values))
@@ -162,8 +162,8 @@ class LayoutGuard:
         self._n = len(tensors)
         self._classes = set(map(type, tensors))  # keeps them alive: C++ compares their addresses
         self._numbers = _numbers(tensors)
-        told = self._numbers is not None
-        self._told = None if told else [list(map(of, tensors)) for of in _TOLD]
+        encoded = self._numbers is not None
+        self._properties = None if encoded else [list(map(of, tensors)) for of in _PROPERTIES]
 
     def fit(self, tensors: list[Any]) -> bool:
         """Return whether each of ``tensors`` has the layout of the stored tensor at its index.
@@ -173,17 +173,20 @@ class LayoutGuard:
         if len(tensors) != self._n:
             return False
         if self._numbers is not None:
-            library = loops.asked()
+            library = loops.get()
             assert library is not None
             return bool(library.laid_out(tensors, self._numbers.buffer_info()[0]))
-        assert self._told is not None
-        if any(list(map(of, tensors)) != told for of, told in zip(_TOLD, self._told, strict=True)):
+        assert self._properties is not None
+        if any(
+            list(map(of, tensors)) != stored
+            for of, stored in zip(_PROPERTIES, self._properties, strict=True)
+        ):
             return False
         self._numbers = _numbers(tensors)  # the loops may have been compiled since
         return True
 
 
-_TOLD: tuple[Callable[[Any], Any], ...] = (
+_PROPERTIES: tuple[Callable[[Any], Any], ...] = (
     type,
     *map(operator.attrgetter, ("layout", "dtype", "device", "shape")),
     Tensor.stride,  # fails for sparse tensors, whose layouts differ already
@@ -195,7 +198,7 @@ _TOLD: tuple[Callable[[Any], Any], ...] = (
 
 def _numbers(tensors: list[Tensor]) -> array | None:
     """Return the layouts of ``tensors`` as the loops encode them; ``None`` without loops."""
-    library = loops.asked()
+    library = loops.get()
     if library is None or (n := library.layouts(tensors, None, 0)) < 0:
         return None
     found = array("q", bytes(8 * n))

@@ -173,7 +173,7 @@ def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypa
     assert not known.fit(changed)
     monkeypatch.setattr(objects, "loops", loops)
     assert known.fit(example())
-    monkeypatch.setattr(objects, "_TOLD", ())  # Python is asked no more
+    monkeypatch.setattr(objects, "_PROPERTIES", ())  # Python compares nothing any more
     assert known.fit(example())
     assert not known.fit(changed)
 
@@ -201,7 +201,7 @@ class Compiler:
 def wanted(monkeypatch, compiler):
     monkeypatch.setattr(objects, "_library", lambda: compiler)
     loops = Loops()
-    assert loops.asked() is None
+    assert loops.get() is None
     loops.want()
     return loops
 
@@ -212,9 +212,9 @@ def test_the_compiler_is_started_once_loops_over_objects_pay_and_not_waited_for(
     compiler = Compiler()
     loops = wanted(monkeypatch, compiler)
     for _ in range(objects.QUESTIONS):
-        assert loops.asked() is None
+        assert loops.get() is None
     assert not compiler.asked
-    assert loops.asked() is None
+    assert loops.get() is None
     assert compiler.asked == ["start"]
     assert compiler.looks == 1 + objects.QUESTIONS // objects.LOOKS
 
@@ -224,14 +224,14 @@ def test_loops_over_objects_that_are_there_are_taken_up_at_once(monkeypatch):
     made = objects._library()
     loops = wanted(monkeypatch, made)
     assert isinstance(made, Library)
-    assert loops.asked() is not None
+    assert loops.get() is not None
 
 
 def test_where_they_cannot_be_compiled_python_goes_on_answering(monkeypatch):
     compiler = Compiler(there=True, fails=True)
     loops = wanted(monkeypatch, compiler)
     for _ in range(3):
-        assert loops.asked() is None
+        assert loops.get() is None
     assert compiler.asked == ["load"]  # once
     monkeypatch.setattr(objects, "loops", loops)
     assert addresses([tensor := torch.zeros(3)]).tolist() == [tensor.data_ptr()]

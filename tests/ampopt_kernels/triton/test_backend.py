@@ -177,7 +177,7 @@ def test_gradients_that_moved_are_asked_for_their_addresses_once(monkeypatch, in
     if in_cpp:
         need_object_loops()
     else:
-        monkeypatch.setattr(objects.loops, "asked", lambda: None)
+        monkeypatch.setattr(objects.loops, "get", lambda: None)
     work = WorkPlan((row(),) * 5, rules.sgd, (HYPER,)).build().work
     launched(work, Request(max_norm=1.0, scale=torch.ones(())))
     asked, data_ptr = [], torch.Tensor.data_ptr
