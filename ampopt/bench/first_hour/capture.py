@@ -24,9 +24,9 @@ def run(record: Record, device: torch.device) -> None:
         return
     with record.trying("TrainStep"):
         _trained(record, device, "alone")
-    beside = "while a thread pins memory"
-    with record.trying(f"TrainStep {beside}"), _pinning(device):
-        _trained(record, device, beside)
+    how = "while a thread pins memory"
+    with record.trying(f"TrainStep {how}"), _pinning(device):
+        _trained(record, device, how)
     with record.trying("a graph captured by hand"):
         _by_hand(record, device)
 

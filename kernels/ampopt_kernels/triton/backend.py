@@ -108,7 +108,7 @@ class Triton(Backend):
         )
         if kind in self._prepared:
             return
-        compiling = Triton(lambda on, kernel, _, given: self._launch(on, kernel, 0, given))
+        compiling = Triton(lambda on, kernel, _, by_name: self._launch(on, kernel, 0, by_name))
         detect = compiling.accumulate if request.accumulate else compiling.detect
         partials = detect(work, request)
         if decides:
@@ -263,21 +263,21 @@ class Triton(Backend):
             squares=None if squares is None else torch.empty_like(cause).reshape(1),
         )
 
-        def given(tensor: Tensor | None) -> Tensor:
-            return cause if tensor is None else tensor  # any address serves for one never read
+        def pointer(tensor: Tensor | None) -> Tensor:
+            return cause if tensor is None else tensor  # one that is not read may be any
 
         arguments = {
             "flags": flags,
-            "squares": given(squares),
+            "squares": pointer(squares),
             "n_parts": flags.numel(),
-            "external": given(found_inf),
+            "external": pointer(found_inf),
             "settings": settings,
-            "values": given(values),
-            "statistics": given(statistics),
+            "values": pointer(values),
+            "statistics": pointer(statistics),
             "n_checks": settings.shape[0],
             "flag_out": found.flag,
             "cause_out": cause,
-            "squares_out": given(found.squares),
+            "squares_out": pointer(found.squares),
             "HAS_EXTERNAL": found_inf is not None,
             "HAS_NORM": squares is not None,
             "HAS_VALUES": values is not None,
@@ -302,8 +302,8 @@ class Triton(Backend):
         if found is None or found.measures is None:
             parts = ()
         where = uploads.get("parts", [x for p in parts for x in p], torch.int64, device)
-        given = (attempt.skip, attempt.cause, attempt.scale, attempt.norm)
-        skip, cause, scale, norm = (numbers if x is None else x for x in given)
+        optional = (attempt.skip, attempt.cause, attempt.scale, attempt.norm)
+        skip, cause, scale, norm = (numbers if x is None else x for x in optional)
         arguments = {
             "flags": numbers if found is None else found.flags_on(device),
             "measures": numbers if found is None or found.measures is None else found.measures,
@@ -362,8 +362,8 @@ class Triton(Backend):
         if rule is not None and first:
             scalars, takes = rule.before_reduce, 3
 
-        def given(tensor: Tensor | None) -> Tensor:
-            return coefficients if tensor is None else tensor  # may be any pointer
+        def pointer(tensor: Tensor | None) -> Tensor:
+            return coefficients if tensor is None else tensor  # one that is not read may be any
 
         flags = None if partials is None else partials.flags_on(work.device)
         squares = None if partials is None else partials.squares
@@ -381,25 +381,25 @@ class Triton(Backend):
                 "max_norm", [float(request.max_norm)], torch.float64, work.device
             )
         arguments = {
-            "flags": given(flags),
-            "squares": given(squares),
+            "flags": pointer(flags),
+            "squares": pointer(squares),
             "n_parts": 0 if flags is None else flags.numel(),
-            "external": given(request.found_inf),
-            "scale": given(request.scale),
-            "constants": given(constants),
-            "counters": given(request.counters),
-            "max_norm": given(max_norm),
+            "external": pointer(request.found_inf),
+            "scale": pointer(request.scale),
+            "constants": pointer(constants),
+            "counters": pointer(request.counters),
+            "max_norm": pointer(max_norm),
             # If another device made the decision, its flag is there, and is not needed here.
             "found_out": decision.found_inf if decide else coefficients,
             "coefficients": coefficients,
-            "norm_out": given(decision.norm),
-            "scale_out": given(decision.scale),
-            "counters_out": given(decision.counters),
-            "table": given(None if table is None else table.rows),
-            "hyper": given(hyper),
-            "sums": given(None if sums is None else sums.each),
-            "totals": given(None if sums is None else sums.totals),
-            "h_out": given(h),
+            "norm_out": pointer(decision.norm),
+            "scale_out": pointer(decision.scale),
+            "counters_out": pointer(decision.counters),
+            "table": pointer(None if table is None else table.rows),
+            "hyper": pointer(hyper),
+            "sums": pointer(None if sums is None else sums.each),
+            "totals": pointer(None if sums is None else sums.totals),
+            "h_out": pointer(h),
             "n_rows": 0 if h is None else h.shape[0],
             "DECIDE": decide,
             "CHECK": request.check and flags is not None,

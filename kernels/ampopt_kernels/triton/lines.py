@@ -121,36 +121,37 @@ class Lines:
             chunk: the number of elements of a program, at least.
             block: the number of elements that a program reads at a time.
         """
-        alike: dict[Any, list[int]] = {}
+        of_kind: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
-            if (own := row.marginals) is not None:
-                alone = None if own.spread is None else index
-                key = (row.kind, aligned[index], own.parts, own.shape, own.size, alone)
-                alike.setdefault(key, []).append(index)
+            if (marginals := row.marginals) is not None:
+                alone = None if marginals.spread is None else index
+                layout = (marginals.parts, marginals.shape, marginals.size)
+                key = (row.kind, aligned[index], *layout, alone)
+                of_kind.setdefault(key, []).append(index)
         stacks: list[Stack] = []
         tiles: dict[Any, list[int]] = {}
         likes: dict[Any, Row] = {}
         size = 0
-        for (kind, is_aligned, *_), members in alike.items():
+        for (kind, is_aligned, *_), members in of_kind.items():
             first = rows[members[0]]
-            own = first.marginals
-            assert own is not None
-            *_, m, n = own.shape
+            marginals = first.marginals
+            assert marginals is not None
+            *_, m, n = marginals.shape
             sums = []
-            for term, of_rows in enumerate(own.of_rows):
-                length, lines = n if of_rows else m, own.lines(term)
+            for term, of_rows in enumerate(marginals.of_rows):
+                length, lines = n if of_rows else m, marginals.lines(term)
                 wide = of_rows and SHORT * SHORT * n >= block
                 shape = (SHORT, block // SHORT) if wide else (block // SHORT, SHORT)
                 span = max(chunk // shape[0], BLOCKS * shape[1])
                 parts = max(1, -(-length // span))
-                launch = (kind, is_aligned and own.is_even, term, shape, span)
+                launch = (kind, is_aligned and marginals.is_even, term, shape, span)
                 likes.setdefault(launch, first)
-                mine = tiles.setdefault(launch, [])
-                for i, index in enumerate(members if own.numel else ()):
+                tiles_of_launch = tiles.setdefault(launch, [])
+                for i, index in enumerate(members if marginals.numel else ()):
                     for part in range(parts):
                         place = size + (i * parts + part) * lines
                         for line in range(0, lines, shape[0]):
-                            mine += (index, line, part * span, place + line)
+                            tiles_of_launch += (index, line, part * span, place + line)
                 sums.append(Sums(size, parts, lines))
                 size += len(members) * parts * lines
             of_members = [row.marginals for row in (rows[i] for i in members) if row.marginals]
