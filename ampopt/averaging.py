@@ -1,4 +1,4 @@
-"""Averages of a model's parameters, for which skipped steps do not count."""
+"""Averages of a model's parameters over the steps that were not skipped."""
 
 import sys
 from collections import Counter
@@ -29,11 +29,11 @@ def averaged(
     multi_avg_fn: Callable[[list[Tensor], list[Tensor], Tensor], None] | None = None,
     use_buffers: bool = False,
 ) -> "SkipAwareAverage":
-    """Average a model's parameters over the steps that happened.
+    """Average a model's parameters over the steps that were not skipped.
 
     The result is a ``torch.optim.swa_utils.AveragedModel``: a copy of the model to evaluate, to
-    save, and to give to ``update_bn``. Only that ``update_parameters(model)`` does nothing if the
-    last step of the optimizer was skipped, since the parameters are what was counted before::
+    save, and to pass to ``update_bn``. Unlike torch's, its ``update_parameters(model)`` is a no-op
+    if the last step of the optimizer was skipped::
 
         average = ampopt.averaged(model, optimizer, decay=0.999)
         for batch in batches:
@@ -42,21 +42,19 @@ def averaged(
             _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
             average.update_parameters(model)
 
-    Nothing means nothing, bit for bit: averages, buffers, and ``n_averaged``. Over the steps that
-    were taken it is torch's: bitwise with a decay, within rounding without, where torch computes
-    otherwise on the CPU than elsewhere. Whoever takes the step, be it a control point,
-    ``TrainStep``, a GradScaler or a plain ``step()``, which is never skipped.
+    After a skipped step, averages, buffers and ``n_averaged`` stay bitwise the same. After other
+    steps the averages are torch's: bitwise with a ``decay``, within rounding without. That holds
+    for steps of a control point, ``TrainStep``, a GradScaler, and for a plain ``step()``.
 
-    The question is about the last step alone. Two calls after a step that was taken count it twice,
-    as torch's do, and two calls after a skipped one do nothing twice. Called every so many steps,
-    it does nothing if the last of them was skipped, and counts the model at the next call. Before
-    any step it counts. A copy, by ``copy.deepcopy``, follows the same optimizer. State dicts are
-    torch's, and load either way.
+    Only the last step matters. Two calls after a step that was not skipped count it twice, as
+    torch's do. Called every n steps, it is a no-op if the last of them was skipped. Before any step
+    it counts the model. A ``copy.deepcopy`` of the average follows the same optimizer. State dicts
+    are interchangeable with those of torch's ``AveragedModel``.
 
-    Does not synchronize, as long as model and average are on one device; torch's does, twice.
+    Does not synchronize if model and average are on one device; torch's does, twice.
 
-    **Many ranks.** A model that ``fully_shard`` has changed cannot be copied. Copy it before, give
-    that to this function, and shard the average as the model::
+    **Many ranks.** A model that ``fully_shard`` has changed cannot be copied. Copy the model
+    before, pass the copy to this function, and shard the average as the model::
 
         whole = copy.deepcopy(model)
         fully_shard(model)
@@ -66,15 +64,15 @@ def averaged(
         ...
         average.update_parameters(model)
 
-    Each rank then averages its parts, and asks no other.
+    Each rank then averages its shards, without a collective.
 
     Args:
-        model: to be copied and averaged.
-        optimizer: of its parameters; or several, when nothing is done if the last steps of all that
-            have stepped were skipped.
-        decay: of an exponential moving average, from 0 to 1; ``None`` for the plain mean of the
-            parameters after each step, as stochastic weight averaging takes it.
-        device: where to keep the average; that of the model, if left out.
+        model: the model to copy and to average.
+        optimizer: the optimizer of its parameters; or several, of which the last steps of all that
+            have stepped must be skipped for a no-op.
+        decay: the decay of an exponential moving average, from 0 to 1; ``None`` for the plain mean
+            of the parameters after each step, as in stochastic weight averaging.
+        device: the device of the average; ``None`` for that of the model.
         avg_fn: ``avg_fn(averaged, value, n_averaged)`` gives the new average of one parameter, in
             place of ``decay``. As torch's, but that it is called, without effect, for the first
             step and skipped ones too, since the host does not know them; of a ``DTensor`` it gets
@@ -106,7 +104,7 @@ class SkipAwareAverage(AveragedModel):
     Attributes:
         module: the copy of the model that holds the averages.
         n_averaged: how many steps were counted: int64, 0-d, on the device of the parameters.
-        decay: as it was given.
+        decay: the argument ``decay``.
     """
 
     def __init__(

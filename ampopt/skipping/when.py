@@ -1,4 +1,4 @@
-"""Further causes for which steps are skipped, judged on the device."""
+"""Further causes for which steps are skipped, checked on the device."""
 
 import functools
 import math
@@ -44,29 +44,29 @@ _DEVIATIONS = {"olmo": 6.0, "llm.c": None}
 
 
 class skip_when:
-    """Skip steps whose gradient norm, or loss, is out of the ordinary, as overflowed ones are.
+    """Skip steps whose gradient norm, or loss, is an outlier, as steps that overflow are skipped.
 
-    On the device, and without waiting: parameters and state stay bitwise as they are, ``found_inf``
-    of the step is more than 0, and :class:`ampopt.Watch` says which cause it was. The loss scale
-    stays as it is and counts such a step neither for nor against its growth. Example:
+    Without synchronizing: parameters and state stay bitwise the same, ``found_inf`` of the step is
+    more than 0, and :class:`ampopt.Watch` records the cause. The loss scale stays the same, and
+    the step is not counted towards its growth. Example:
         >>> handle = ampopt.skip_when(optimizer, norm_deviations=6.0, warmup=100)
         >>> ...  # train with optimizer.unscale_and_step(grads_scaled_by=scale), or TrainStep
         >>> handle.remove()
 
-    The norm is that of all unscaled gradients before clipping, of all ranks that decide together.
-    The loss is that of ``TrainStep``, or ``unscale_and_step(..., loss=loss)``. Where ranks decide
-    together it is the mean over those that give one, by the all-reduce that the step makes anyway:
-    a loss that is NaN on one rank skips the step on all, and a rank that has none, as a stage of a
-    pipeline, leaves ``loss=`` out. Under ``DistributedDataParallel`` the optimizer has to be told
-    of the ranks, by ``process_group=`` and ``replicated=True`` in its param groups; without, the
-    step is a ``RuntimeError`` that says so. Only what is judged can be skipped
-    for a cause: not a plain ``step()``, nor ``grads_scaled_by=None``, a scale with
-    ``drop_overflow_update=False``. What ``accumulate`` has added up is judged as one, where it is
-    stepped with: the norm is that of the sum, and the loss the one that is given there. A loss that
-    is NaN counts as too large, though the gradients be finite.
+    The norm is that of all unscaled gradients before clipping. The loss is that of ``TrainStep``,
+    or ``unscale_and_step(..., loss=loss)``; a loss of NaN is too large. After ``accumulate``, the
+    norm is that of the sum, and the loss the one that is passed to the step.
 
-    Deviations are counted from the running mean of the steps that were taken. It is bitwise the
-    same training as without, as long as nothing is skipped.
+    Never skipped: a plain ``step()``, a step with ``grads_scaled_by=None``, and a step under a
+    scale with ``drop_overflow_update=False``.
+
+    **Many ranks.** The norm is over all ranks of the process group. The loss is the mean over the
+    ranks that pass one, by the all-reduce that the step makes anyway: NaN on one rank skips the
+    step on all, and a rank without a loss, such as a pipeline stage, omits ``loss=``. Under
+    ``DistributedDataParallel``, ``loss=`` and ``loss_deviations=`` need ``process_group=`` and
+    ``replicated=True`` in the param groups; otherwise the step raises a ``RuntimeError``.
+
+    As long as nothing is skipped, training is bitwise the same as without.
     """
 
     def __init__(
@@ -78,20 +78,21 @@ class skip_when:
         loss: float | None = None,
         loss_deviations: float | None = None,
     ) -> None:
-        """Skip from the next step on.
+        """Skip steps from the next one on.
 
         Args:
-            optimizer: whose steps.
-            norm: skip a step whose norm is larger.
-            norm_deviations: skip one whose norm is more standard deviations above the mean.
-            warmup: steps to be taken before deviations are judged.
-            loss: skip a step whose loss is larger.
-            loss_deviations: as for the norm.
+            optimizer: the optimizer to skip steps of.
+            norm: skip a step whose norm is larger than this.
+            norm_deviations: skip a step whose norm is larger than mean + ``norm_deviations`` x
+                standard deviation of the norms of earlier steps that were not skipped.
+            warmup: the number of steps, at least 2, before anything is skipped by deviations.
+            loss: skip a step whose loss is larger than this.
+            loss_deviations: as ``norm_deviations``, for the loss.
 
         Raises:
-            TypeError: ``optimizer`` is no :class:`ampopt.Optimizer`, or one that evaluates its loss
-                itself; a limit is no number.
-            ValueError: there is no cause, or a limit is not positive.
+            TypeError: ``optimizer`` is not an :class:`ampopt.Optimizer`, or its ``step`` requires a
+                closure; a limit is not a number.
+            ValueError: no limit was passed, or a limit is not positive.
         """
         limits = {"norm": norm, "loss": loss}
         deviations = {"norm": norm_deviations, "loss": loss_deviations}
@@ -102,21 +103,25 @@ class skip_when:
     def like(cls, name: str, optimizer: Optimizer, **overrides: float | None) -> "skip_when":
         """Skip as another system does.
 
-        ``"olmo"``: OLMo-core's ``SkipStepOptimizer``: norm or loss 6 deviations away from the mean
-        of the last 128 steps, above or below, from the 64th step on. ``"llm.c"``: its outlier
-        detector over 64 steps, the new one among them, for ``norm_deviations`` and
-        ``loss_deviations`` that are given; its options ``-sg`` and ``-sl`` have no default. In both
-        skipped steps are part of the history; here overflowed ones are not, nor is a loss that is
-        NaN, for which the step is skipped here, as in OLMo-core; in llm.c it is not.
+        ``"olmo"``: OLMo-core's ``SkipStepOptimizer``. Skips if norm or loss is more than 6 standard
+        deviations above or below the mean of the last 128 steps, from the 64th step on.
+
+        ``"llm.c"``: its outlier detector. Skips if norm or loss is too far above the mean of the
+        last 64 steps, including the new one. Pass ``norm_deviations`` or ``loss_deviations``: its
+        options ``-sg`` and ``-sl`` have no default.
+
+        As in both systems, the means include skipped steps. Unlike in both, they do not include
+        steps that overflowed, nor a loss of NaN. A loss of NaN skips the step, as in OLMo-core, and
+        unlike in llm.c.
 
         Args:
-            name: one of these.
-            optimizer: whose steps.
-            overrides: ``norm_deviations`` and ``loss_deviations``; ``None`` for none.
+            name: ``"olmo"`` or ``"llm.c"``.
+            optimizer: the optimizer to skip steps of.
+            overrides: ``norm_deviations`` and ``loss_deviations``; ``None`` for no such limit.
 
         Raises:
-            TypeError: see the class.
-            ValueError: there is no such name, or see the class.
+            TypeError: see the class; or an override has another name.
+            ValueError: ``name`` is unknown; or see the class.
         """
         if name not in _WINDOWS:
             raise ValueError(f"name must be one of {', '.join(map(repr, _WINDOWS))}, got {name!r}")
@@ -133,21 +138,21 @@ class skip_when:
         return made
 
     def remove(self) -> None:
-        """Skip for these causes no longer."""
+        """Stop skipping steps for these causes."""
         ours = self.optimizer._ampopt
         ours.causes = tuple(cause for cause in ours.causes if cause is not self)
         ours.invalidate_plan()
 
     def state_dict(self) -> dict[str, list[float]]:
-        """What is usual so far, for ``torch.load(weights_only=True)``. Synchronizes."""
+        """The running statistics, for ``torch.load(weights_only=True)``. Synchronizes."""
         return {what: history.state_dict() for what, history in self._histories.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what was usual.
+        """Load saved running statistics.
 
         Raises:
-            TypeError: ``state_dict`` is no dict.
-            ValueError: it is of other causes. Nothing has changed then.
+            TypeError: ``state_dict`` is not a dict.
+            ValueError: ``state_dict`` is of other limits. Nothing has changed then.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
