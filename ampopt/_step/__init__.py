@@ -11,7 +11,7 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    only gradients and hyperparameters have changed (``settings``). Otherwise it makes a new plan:
    it checks parameters and states (``checks``, ``state_checks``), makes missing states
    (``rule_state``), and collects the tensors of each parameter (``rows``).
-4. ``plan.Plan.run`` runs the step. With several ranks, ``ranks`` all-reduces overflow flag and
+4. ``plan.Plan.run`` runs the step. With several ranks, ``all_reduce`` combines overflow flag and
    norm; ``sharding`` knows what a shard needs.
 5. ``ampopt_kernels.step.run`` is the order of the three passes, *detect*, *control* and *update*,
    of which each device's backend has its own.
