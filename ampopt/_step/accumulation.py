@@ -178,8 +178,7 @@ class Accumulation(RefersToOptimizer):
                 uploads=self.uploads["check"],
                 call=Call.MICRO_BATCH,
             )
-            if decision is not None:
-                cycle.count(decision)
+        checked = decision
         if present:
             reject = None if decision is None else decision.found_inf
             # Check even if this call has no scale: the step that ends the cycle may have one.
@@ -188,6 +187,10 @@ class Accumulation(RefersToOptimizer):
             )
             added = run(backend_for, self._works_of_sums(cycle, present), add_request)
             decision = added if decision is None else decision
+        # Recorded only now: if a kernel could not be compiled, nothing was added.
+        cycle.params.update({id(held.tensor): held for held in present})
+        if checked is not None:
+            cycle.count(checked)
         if decision is not None:
             cycle.add_flag(decision)
         return decision
@@ -200,7 +203,6 @@ class Accumulation(RefersToOptimizer):
             group, param, owner = held
             values = gradients.values_of(param)
             fresh = id(param) not in cycle.params
-            cycle.params[id(param)] = held
             total = real(dtensor.local(self._sum_of(param, fresh)))
             grads.append(dense_like(values, total))
             rows.append(Row(values.dtype, total, flags=(fresh,), group=group, owner=owner))

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale, scale_outputs
+from ampopt._step import accumulation
 from ampopt.testing.bits import bits, everything
 from ampopt_kernels.language import HAS_TRITON
 
@@ -363,6 +364,26 @@ def test_nothing_to_accumulate_is_nothing():
     result = optimizer.unscale_and_step(grads_scaled_by=scale)
     assert not result.skipped and result.scale.item() == 4.0  # does not count towards growth
     assert not optimizer.state
+
+
+def test_a_call_that_fails_may_be_repeated(monkeypatch):
+    """What failed, as where no kernel could be compiled, has added nothing."""
+    weights = Parameter(torch.ones(3))
+    optimizer = ampopt.SGD([weights], lr=1.0)
+    weights.grad = torch.ones(3)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accumulation, "run", fails)
+        with pytest.raises(RuntimeError, match="no compiler"):
+            optimizer.accumulate(grads_scaled_by=1.0, drop="micro_batch")
+    poisoned = optimizer._ampopt.accumulation._sums[weights]
+    poisoned.fill_(float("nan"))  # it was never written to
+    optimizer.accumulate(grads_scaled_by=1.0, drop="micro_batch")
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert weights.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_does_not_use_the_scale_up():
