@@ -306,9 +306,10 @@ class Machine(RuleBasedStateMachine):
         else:
             happened()
         self.scale = result.scale
-        if overflows and self.kind in ("number", "dynamic"):
-            floor = FLOOR if self.kind == "dynamic" else 0.0
-            self.number, self.finite = max(self.number / 2, floor), 0
+        if overflows and self.kind == "dynamic":
+            self.number, self.finite = max(self.number / 2, FLOOR), 0
+        elif overflows and self.kind == "number" and self.number != 1.0:  # which scales nothing
+            self.number /= 2
         elif gradients and self.kind == "dynamic":
             self.finite += 1
         self.grow()

@@ -348,7 +348,7 @@ def shared(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)
-    nobody = SimpleNamespace(want=lambda: None, asked=lambda wait=False: None)
+    nobody = SimpleNamespace(want=lambda: None, get=lambda wait=False: None)
     monkeypatch.setattr(objects, "loops", nobody)  # which stay with the folder they are sought in
     numbers.library.cache_clear()
     place.cache_clear()

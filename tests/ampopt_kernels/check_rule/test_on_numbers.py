@@ -334,7 +334,7 @@ def test_a_state_that_begins_with_an_entry_no_group_has_is_refused():
     rule = Rule(update=one_state, hyper=HYPER, state=(State("average", init="gradient"),))
     param = Parameter(torch.ones(3))
     param.grad = torch.ones(3)
-    with pytest.raises(KeyError, match="State 'average' begins with the entry 'gradient'.*'decay'"):
+    with pytest.raises(KeyError, match="State 'average' has init='gradient', an entry.*'decay'"):
         optimizer_of(rule)([param]).step()
     assert param.tolist() == [1.0, 1.0, 1.0]
 
