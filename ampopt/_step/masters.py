@@ -310,7 +310,7 @@ def needs_master(group: dict[str, Any], param: Tensor) -> bool:
 
 
 def _writable(unscaled: _Unscaled) -> _Unscaled:
-    """The same for a gradient with memory for each element: a copy of an expanded one."""
+    """``unscaled`` with a gradient that can be written in place: a copy of an expanded one."""
     param, grad, _ = unscaled
     if not overlaps_itself(dtensor.local(grad)):
         return unscaled

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt.backend import backend_for
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
 from ampopt_kernels.found import named_ranks
@@ -24,7 +23,6 @@ __all__ = [
     "Column",
     "Comparison",
     "RowsOnDevices",
-    "SameGradients",
     "difference",
     "digest",
     "row_of",
@@ -183,9 +181,8 @@ class RowsOnDevices:
             made = torch.zeros(self._ranks, Column.COUNT, dtype=torch.float64, device=device)
             made[self._place].copy_(torch.tensor(row, dtype=torch.float64, device=device))
             return made
-        if captures(
-            device
-        ):  # a graph reads the matrix in each replay, so it must not be a cached one
+        if captures(device):
+            # A graph reads the matrix in each replay, so it must not be a cached one.
             return self._made(row, device)
         if (device, row) not in self._kept:
             if len(self._kept) >= _KEPT:
@@ -368,57 +365,3 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         _number,
     ),
 }
-
-
-class SameGradients:
-    """Checks that all ranks have gradients of the same parameters, by counts to be all-reduced.
-
-    Attributes:
-        size: the number of counts: the ranks with a gradient of each parameter, then all ranks.
-    """
-
-    def __init__(self, params: Sequence[Any]) -> None:
-        """Number the parameters.
-
-        Args:
-            params: the parameters to check, the same ones in the same order on each rank.
-        """
-        self._numbers = {id(param): number for number, param in enumerate(params)}
-        self.size = len(params) + 1
-        self._known: set[tuple[int, ...]] = set()
-
-    def say(self, counts: Tensor, keys: Iterable[int]) -> None:
-        """Write the counts of this rank into ``counts``, which is zeros.
-
-        Args:
-            counts: a tensor of :attr:`size` elements.
-            keys: the ``id`` of each parameter with a gradient.
-        """
-        for number in (*self._present(keys), self.size - 1):
-            counts[number].fill_(1.0)
-
-    def check(self, counts: Tensor, keys: Iterable[int]) -> None:
-        """Check the all-reduced counts. Synchronizes once for each set of gradients.
-
-        Args:
-            counts: the sums of the counts of all ranks.
-            keys: the ``id`` of each parameter with a gradient on this rank.
-
-        Raises:
-            RuntimeError: some ranks have gradients that others have not. Raised on every rank.
-        """
-        present = self._present(keys)
-        host_sees = backend_for(counts.device).host_sees
-        if not host_sees and (present in self._known or captures(counts.device)):
-            return
-        self._known.add(present)
-        *having, ranks = counts.tolist()
-        if any(n not in (0, ranks) for n in having):
-            raise RuntimeError(
-                "some ranks have gradients that others have not, but this step makes collectives "
-                "for DTensor gradients: give every rank gradients of the same parameters, zeros "
-                "if need be, or none; nothing has been stepped"
-            )
-
-    def _present(self, keys: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self._numbers[key] for key in keys if key in self._numbers)

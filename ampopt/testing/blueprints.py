@@ -183,7 +183,7 @@ class History(_Code):
         return [{"params": list(params[a:b])} for a, b in zip(bounds, bounds[1:], strict=False)]
 
     def without_overflows(self) -> "History":
-        """The same training without the steps that overflow."""
+        """A history of the steps that do not overflow."""
         kept = [step for step, bad in zip(self.steps, self.overflows, strict=True) if not bad]
         return History(self.params, tuple(kept), (False,) * len(kept), self.groups)
 

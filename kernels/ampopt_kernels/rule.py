@@ -313,7 +313,7 @@ class Rule:
 
     @functools.cached_property
     def host_before_reduce(self) -> Any:
-        """The same on tensors that the host may read, with the bits of each number alone."""
+        """``before_reduce`` on CPU memory; each element has the bits that it would have alone."""
         return self._before_reduce_in(torch_language.of_scalars_on_host)
 
     def _before_reduce_in(self, language: Any) -> Any:
@@ -326,7 +326,7 @@ class Rule:
 
     @functools.cached_property
     def host_scalars(self) -> Any:
-        """The same on tensors that the host may read, with the bits of each number alone."""
+        """``scalars`` on CPU memory; each element has the bits that it would have alone."""
         return self._scalars_in(torch_language.of_scalars_on_host)
 
     def _scalars_in(self, language: Any) -> Any:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ampopt._step.all_reduce import Agreement
-from ampopt._step.rank_messages import SameGradients
 from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.same_gradients import SameGradients
 from ampopt._step.sharding.shards import Run, boxes, runs_of
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.state import State
@@ -98,7 +98,8 @@ class LinesOfRanks:
         self._agreement = agreement
         params = [p for group in param_groups for p in group["params"] if is_spread(p)]
         params = [param for param in params if param.ndim > 1]
-        self._same, self._size = SameGradients(params), len(params) + 1
+        self._same = SameGradients(params)
+        self._size = self._same.size  # the counts come first, the sums after them
         self._slices: dict[tuple[int, str], slice] = {}
         for param in params:
             for part in parts:
