@@ -189,8 +189,9 @@ def run(
             if work.keys:
                 take_keys(work.keys, decided.skip)
             backend.update(work, decided)
-    for work in works:
-        work.uploads.keep_while_captured(work.device, work.row_column_factors)
+    for backend, work in zip(backends, works, strict=True):
+        if not backend.host_sees:  # then a graph of the device may be capturing this step
+            work.uploads.keep_while_captured(work.device, work.row_column_factors)
     return decision
 
 
