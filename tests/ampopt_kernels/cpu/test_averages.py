@@ -11,7 +11,7 @@ from hypothesis import given
 
 from ampopt_kernels import Rule, State, jit, tl
 from ampopt_kernels.cpu.bundles import BUNDLE, BundleSlice
-from ampopt_kernels.cpu.calls import Averages
+from ampopt_kernels.cpu.compiled import Averages
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.native.build import Library, cpp_compiler
