@@ -7,6 +7,7 @@ scratch and the states, and the values are scattered back. A large parameter is 
 which needs no scratch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -15,13 +16,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.gather_scatter import Copies, TorchCopies
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.tensors import flat
 from ampopt_kernels.work import Row, Work
 
-__all__ = ["BUNDLE", "SMALL", "BundleSlice", "Bundle", "adjoins", "spanning"]
+__all__ = [
+    "BUNDLE",
+    "SMALL",
+    "Bundle",
+    "BundleSlice",
+    "Copies",
+    "TorchCopies",
+    "adjoins",
+    "spanning",
+]
+
+_foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
 
 SMALL = 1 << 14
 """Elements of the largest tensor that is bundled with others: beyond, a call costs less than a
@@ -29,6 +41,67 @@ copy."""
 BUNDLE = 1 << 16
 """Elements of the largest bundle: its float32 gradient, parameter and two states fit the cache of
 a core."""
+
+
+class Copies(ABC):
+    """Copies between contiguous CPU parameters and flat scratch, which has one after another.
+
+    For small tensors a torch call costs more than the copy that it makes. :class:`TorchCopies`
+    makes few calls; ``numbers.NativeCopies``, once its loops are compiled, makes one.
+    """
+
+    @abstractmethod
+    def gather(self, grads: list[Tensor], scratch: Tensor) -> None:
+        """Copy ``grads`` into ``scratch``, a flat tensor of their dtype.
+
+        Args:
+            grads: contiguous, one for each parameter, of its shape.
+            scratch: as long as all of them.
+        """
+
+    @abstractmethod
+    def load(self) -> None:
+        """Copy the parameters into the scratch."""
+
+    @abstractmethod
+    def store(self) -> None:
+        """Copy the scratch into the parameters."""
+
+
+class TorchCopies(Copies):
+    """Copies by torch operations."""
+
+    def __init__(self, params: Sequence[Tensor], scratch: Tensor) -> None:
+        """Make the views that the copies read and write.
+
+        Args:
+            params: contiguous, of one dtype.
+            scratch: flat, as long as all of them. If its dtype is not that of ``params``, only
+                :meth:`store` may be called.
+        """
+        self._params, self._scratch = params, scratch
+        self._flat_params = [flat(p) for p in params]
+        self._parts = _shaped(scratch, params)
+        self._one_dimensional = all(p.ndim == 1 for p in params)
+        self._grad_scratch: Tensor | None = None
+        self._grad_parts: list[Tensor] = []
+
+    def gather(self, grads: list[Tensor], scratch: Tensor) -> None:
+        """See :meth:`Copies.gather`."""
+        if self._one_dimensional:
+            torch.cat(grads, out=scratch)  # takes less than half as long as the copies below
+            return
+        if scratch is not self._grad_scratch:
+            self._grad_scratch, self._grad_parts = scratch, _shaped(scratch, self._params)
+        _foreach_copy(self._grad_parts, grads)
+
+    def load(self) -> None:
+        """See :meth:`Copies.load`."""
+        torch.cat(self._flat_params, out=self._scratch)
+
+    def store(self) -> None:
+        """See :meth:`Copies.store`."""
+        _foreach_copy(self._params, self._parts)
 
 
 class BundleSlice(NamedTuple):
@@ -190,6 +263,12 @@ class Bundle:
         for size, *own in zip(sizes, *columns, strict=False):  # ``repeat`` has no end
             yield BundleSlice(start, start + size, tuple(own))
             start += size
+
+
+def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the flat ``buffer`` with the shapes of the tensors ``like``."""
+    parts = buffer.split([t.numel() for t in like])
+    return [part.view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 def _params(rows: Sequence[Row]) -> list[Tensor]:

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from ampopt_kernels.cpu import numbers, watch
 from ampopt_kernels.cpu.backend import CpuBackend, sums_are_finite, torch_functions
-from ampopt_kernels.cpu.bundles import BUNDLE, Bundle, BundleSlice
+from ampopt_kernels.cpu.bundles import BUNDLE, Bundle, BundleSlice, TorchCopies
 from ampopt_kernels.cpu.cpp import source_of
-from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.found import Found
@@ -163,7 +162,7 @@ class Compiled(CpuBackend):
             numbers.loops()
             for _, bundle in work.table.bundles:
                 if isinstance(bundle.copies, TorchCopies):
-                    bundle.copies = NativeCopies(bundle.params, bundle.param)
+                    bundle.copies = numbers.NativeCopies(bundle.params, bundle.param)
         return self._broken or (decided and (numbers.loaded is not None or not used))
 
     def _function_for(self, bundle: Bundle, key: _Key) -> Any:

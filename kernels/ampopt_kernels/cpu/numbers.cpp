@@ -1,5 +1,5 @@
-// What numbers.py declares, and gather_scatter.py and noting.py call besides: loops over numbers in
-// memory, which need neither Python nor torch to compile.
+// The loops that numbers.py loads, and watch.py calls too: over numbers in memory. They need neither
+// Python nor torch to compile.
 
 // Or else g++ makes vectors half as wide as they can be.
 #if defined(__AVX512F__) && !defined(__clang__)

@@ -1,4 +1,4 @@
-"""Finiteness, sums of squares and other measures of CPU tensors, by loops of C++.
+"""Copies of CPU tensors, tests for inf/NaN, sums of squares and other measures, by loops of C++.
 
 One call reads all tensors once. The loops, in ``numbers.cpp``, need only the standard headers of
 C++, and take a compiler half a second.
@@ -9,13 +9,14 @@ import functools
 import math
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ampopt_kernels.cpu.bundles import Copies
 from ampopt_kernels.ledger import CAUSES, COLUMNS, COUNTS, NOT_GIVEN
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import addresses
@@ -23,6 +24,7 @@ from ampopt_kernels.native.objects import addresses
 __all__ = [
     "INFINITY",
     "PART",
+    "NativeCopies",
     "all_finite",
     "common",
     "library",
@@ -95,6 +97,44 @@ def loops() -> ctypes.CDLL:
     made.common.argtypes, made.common.restype = (pointer, count), ctypes.c_double
     loaded = made
     return made
+
+
+class NativeCopies(Copies):
+    """Copies by two loops of C++, which leave torch's version counters as they are."""
+
+    def __init__(self, params: Sequence[Tensor], scratch: Tensor) -> None:
+        """Store the addresses of ``params`` and ``scratch``.
+
+        Args:
+            params: contiguous, of one dtype; their memory must stay in place.
+            scratch: flat, of that dtype, as long as all of them.
+
+        Raises:
+            OSError: there is no C++ compiler.
+            RuntimeError: the compiler failed.
+        """
+        self._loops = loops()
+        self._bytes = {
+            width: array("q", [p.numel() * width for p in params]) for width in (2, 4, 8)
+        }
+        where, sizes = addresses(list(params)), self._bytes[scratch.element_size()]
+        starts = where.buffer_info()[0], sizes.buffer_info()[0]
+        self._arguments = (*starts, len(where), scratch.data_ptr())
+        self._alive = where, scratch  # the arguments are pointers into these
+
+    def gather(self, grads: list[Tensor], scratch: Tensor) -> None:
+        """See :meth:`Copies.gather`."""
+        where, sizes = addresses(grads), self._bytes[scratch.element_size()]
+        starts = where.buffer_info()[0], sizes.buffer_info()[0]
+        self._loops.gather(*starts, len(where), scratch.data_ptr())
+
+    def load(self) -> None:
+        """See :meth:`Copies.load`."""
+        self._loops.gather(*self._arguments)
+
+    def store(self) -> None:
+        """See :meth:`Copies.store`."""
+        self._loops.scatter(*self._arguments)
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

@@ -11,10 +11,11 @@ from support.kernel_rows import edge_numbers, fingerprint
 from ampopt_kernels.control import reciprocal
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.backend import Cpu
-from ampopt_kernels.cpu.gather_scatter import NativeCopies, TorchCopies
+from ampopt_kernels.cpu.bundles import TorchCopies
 from ampopt_kernels.cpu.numbers import (
     INFINITY,
     PART,
+    NativeCopies,
     all_finite,
     common,
     measures,
