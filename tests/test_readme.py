@@ -53,6 +53,7 @@ PRINTED = {
     "From DeepSpeed": ["65536.0"],
     "From Megatron": ["131072.0 5001.0"],
     "From MindSpore": ["16384.0"],
+    "Casts by hand": ["torch.float16 torch.float32"],
     "From NNabla": ["8192.0"],
     "From Keras": ["131072.0"],
     "From JAX: jmp, flax, optax": ["131072.0 5001.0"],

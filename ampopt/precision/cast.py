@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
 from ampopt._step.torch_private import NormBase, pytree, with_tensors
 
@@ -29,15 +30,18 @@ def cast(
 ) -> Model:
     """Convert a model to ``dtype``, in place, and keep some of its modules in float32.
 
-    Parameters and buffers are converted, and forward hooks are installed that cast the inputs.
-    Parameters stay the same objects, with the same state-dict keys and ties; copies, pickles and
-    compiled versions of the model behave like it. A second call, with any dtype, replaces the
-    first; one with float32 removes the hooks. Does not synchronize.
+    Parameters and buffers are converted, and forward hooks are installed. They cast the
+    floating-point inputs of the model to ``dtype``, and those of each module inside that has
+    parameters of its own to the dtype of these. So a ``forward`` that computes in float32 in
+    between, or feeds a module the result of another dtype, needs no cast back. Parameters stay the
+    same objects, with the same state-dict keys and ties; copies, pickles and compiled versions of
+    the model behave like it. A second call, with any dtype, replaces the first; after one with
+    float32, only the inputs and results of the model are cast. Does not synchronize.
 
     The hooks cast what modules receive and return, so a kept module must be called as a module: one
     whose weights are used by its parent, such as the ``out_proj`` of ``nn.MultiheadAttention``,
-    cannot be kept alone. ``fully_shard`` requires one dtype in a group: apply it to the kept
-    modules first.
+    cannot be kept alone. A module whose inputs must not be cast gets :func:`run_in`.
+    ``fully_shard`` requires one dtype in a group: apply it to the kept modules first.
 
     Args:
         model: any module.
@@ -66,8 +70,12 @@ def cast(
     within = {
         inner for outer in model.modules() if _runs_in_own(outer) for inner in outer.modules()
     }
-    hooks: dict[nn.Module, Any] = dict.fromkeys(kept - within, (torch.float32, dtype))
-    hooks[model] = (torch.float32, outputs or dtype) if model in hooks else (dtype, outputs)
+    hooks: dict[nn.Module, Any] = {}
+    if dtype != torch.float32:
+        own = {module: _dtype_of(module) for module in model.modules() if module not in within}
+        hooks = {module: (inputs, None) for module, inputs in own.items() if inputs is not None}
+        hooks.update(dict.fromkeys(kept - within, (torch.float32, dtype)))
+    hooks[model] = (torch.float32, outputs or dtype) if model in kept else (dtype, outputs)
     for module, (inputs, returned) in hooks.items():
         _put_on_hooks(module, inputs, returned)
     return model
@@ -134,6 +142,15 @@ def _tensors(model: nn.Module, but: Any = None) -> Iterator[tuple[str, nn.Module
                 yield path, module, tensor
 
 
+def _dtype_of(module: nn.Module) -> torch.dtype | None:
+    """The dtype of the floating-point parameters of ``module`` itself; ``None`` without any."""
+    owners = [module]
+    if parametrize.is_parametrized(module):
+        owners.extend(module.parametrizations.children())  # type: ignore[union-attr, operator]
+    own = (p for owner in owners for p in owner.parameters(recurse=False))
+    return next((p.dtype for p in own if p.is_floating_point()), None)
+
+
 def _to(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in _FLOATS else t, tree)
 
@@ -142,6 +159,8 @@ def _to(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype:
+        return None  # what nearly every call is: a tensor that needs no cast
     return _to((args, kwargs), dtype)
 
 

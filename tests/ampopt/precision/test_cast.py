@@ -160,6 +160,38 @@ def test_gradients_that_are_there_are_cast_too():
     assert torch.equal(model.weight.grad, 2 * expected)
 
 
+class Manual(nn.Module):
+    """As scripts for MindSpore are written: some convolutions in float16, and casts by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.low = ampopt.run_in(nn.Conv2d(1, 4, 3), torch.float16)
+            self.norm = nn.BatchNorm2d(4)
+            self.conv = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, bias=False))
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+            self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.low(x).float()).relu()
+        x = self.conv(x.float()).float().flatten(2).transpose(1, 2)
+        x = self.attention(x, x, value=x, need_weights=False)[0].float()
+        return self.head(x.mean(1).double())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_modules_cast_what_a_forward_with_casts_by_hand_feeds_them(dtype):
+    x = torch.linspace(-1.0, 1.0, 72).reshape(2, 1, 6, 6)
+    expected = ampopt.cast(Manual(), torch.float64)(x)
+    model = ampopt.cast(Manual(), dtype)
+    got = model(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, atol=0.05, rtol=0.05)
+    got.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+
+
 def test_names_types_and_modules_to_keep():
     model = Net()
     ampopt.cast(model, LOW, keep=["encoder.lin*", nn.BatchNorm1d, model.encoder.norm2])
