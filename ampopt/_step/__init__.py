@@ -17,7 +17,7 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    of which each device's backend has its own.
 6. ``ampopt_kernels.cpu.backend`` is the CPU backend: small tensors in bundles (``cpu.bundles``),
    and loops of C++ once they are compiled (``cpu.compiled``). The line that skips a step is in
-   ``CpuBackend.update``; the decision to skip is made in ``ampopt_kernels.control``.
+   ``CpuBackend.update``; the decision to skip is made in ``ampopt_kernels.step.Backend.control``.
 
 An optimizer with a hand-written ``step()`` has an ``ordinary.OrdinaryStep`` instead: gradients are
 unscaled and tested first (``masters``, ``overflow``); then its step is called, not called, or

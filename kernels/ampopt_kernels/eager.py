@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.control import as_tensor, decide, reciprocal, widened
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.found import Found, measured
 from ampopt_kernels.marginals import LineSums, advance, sums_of
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Backend
+from ampopt_kernels.step import Backend, as_tensor, reciprocal, widened
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import flat, widest
@@ -77,7 +76,6 @@ class Eager(Backend):
     """Torch operations on one parameter after another."""
 
     name = "eager"
-    control = decide
     accumulate = accumulate_gradients
 
     def detect(self, work: Work, request: Request) -> Partials:

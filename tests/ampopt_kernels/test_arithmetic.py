@@ -8,7 +8,7 @@ from support.kernel_rows import WorkPlan, works
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ampopt_kernels import control, eager, torch_language
+from ampopt_kernels import eager, step, torch_language
 from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.policy import PolicyConstants
@@ -43,7 +43,7 @@ class NoFloat64(TorchDispatchMode):
 def metal():
     """The CPU, taken for a device without float64."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (control, eager, torch_language):
+        for module in (eager, step, torch_language):
             patch.setattr(module, "widest", lambda device: torch.float32)
         # Square roots of the CPU alone go by way of float64.
         patch.setattr(torch_language, "_ROOTS_BY_FLOAT64", frozenset())

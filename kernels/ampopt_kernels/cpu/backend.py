@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.control import decide, reciprocal
 from ampopt_kernels.cpu.blocks import Bundles
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
@@ -24,7 +23,7 @@ from ampopt_kernels.eager import CHUNK, accumulate_gradients, overflows
 from ampopt_kernels.found import Found
 from ampopt_kernels.marginals import LineSums, Marginals, advance, sums_of
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.step import Backend
+from ampopt_kernels.step import Backend, reciprocal
 from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.tensors import arithmetic, times
 from ampopt_kernels.work import Work
@@ -40,7 +39,6 @@ class CpuBackend(Backend):
     """
 
     host_sees = True
-    control = decide
     accumulate = accumulate_gradients
 
     @abstractmethod

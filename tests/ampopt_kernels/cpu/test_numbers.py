@@ -8,7 +8,6 @@ import torch
 from hypothesis import example, given
 from support.kernel_rows import edge_numbers, fingerprint
 
-from ampopt_kernels.control import reciprocal
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.bundles import TorchCopies
@@ -23,6 +22,7 @@ from ampopt_kernels.cpu.numbers import (
 )
 from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.step import reciprocal
 from ampopt_kernels.work import Row, Work
 
 pytestmark = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
