@@ -24,12 +24,11 @@ from ampopt._step.overflow import (
     device_of,
     works_of,
 )
-from ampopt._step.rank_sums import RankSums
+from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rows import RuleRows
 from ampopt._step.rule_state import StateCompleter
 from ampopt._step.settings import Settings
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.line_sums import LinesOfRanks
 from ampopt_kernels.decision import Coefficients, Decision, Request
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses, bump_versions
 from ampopt_kernels.rule import Rule

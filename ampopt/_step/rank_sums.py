@@ -1,17 +1,22 @@
-"""Sums of a rule over sharded parameters: over all shards of each."""
+"""All-reduces of the sums that a rule takes over whole parameters, and over rows and columns."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.same_gradients import SameGradients
+from ampopt_kernels.marginals import LineSums
+from ampopt_kernels.state import State
 from ampopt_kernels.sums import Sums
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.work import Work
 
-__all__ = ["RankSums"]
+__all__ = ["LinesOfRanks", "RankSums"]
 
 
 class RankSums:
@@ -44,7 +49,7 @@ class RankSums:
         in_norm = [(i, place) for i, place in spread if rows[i].in_norm]
         device, uploads = sums.each.device, works[0].uploads
 
-        def sent(name: str, pairs: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        def sent(name: str, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
             flat = [n for pair in pairs for n in pair]
             table = uploads.get(name, flat, torch.int64, device).view(-1, 2)
             return table[:, 0], table[:, 1]
@@ -61,3 +66,88 @@ class RankSums:
         """Take part in the all-reduce of other ranks, without gradients on this one."""
         none = torch.zeros(len(self._places), self._n_terms, dtype=widest(device), device=device)
         self._agreement.add_up_sums(none, none.new_zeros(self._n_terms))
+
+
+class LinesOfRanks:
+    """Adds up, by one all-reduce, sums over rows and columns of local shards.
+
+    A rank without gradients takes part. Every rank checks that all have the same gradients.
+    """
+
+    def __init__(
+        self, agreement: Agreement, param_groups: Sequence[dict[str, Any]], parts: Sequence[State]
+    ) -> None:
+        """Lay out the sums of all parameters, one after another, in one tensor.
+
+        Args:
+            agreement: the ranks to all-reduce over.
+            param_groups: the param groups of the optimizer, with the same ``DTensor`` parameters on
+                each rank.
+            parts: the states that the rule declares.
+        """
+        self._agreement = agreement
+        params = [p for group in param_groups for p in group["params"] if is_spread(p)]
+        params = [param for param in params if param.ndim > 1]
+        self._same = SameGradients(params)
+        self._size = self._same.size  # the counts come first, the sums after them
+        self._slices: dict[tuple[int, str], slice] = {}
+        for param in params:
+            for part in parts:
+                if part.shape is not None:
+                    n = math.prod(part.beside(tuple(param.shape)))
+                    self._slices[id(param), part.name] = slice(self._size, self._size + n)
+                    self._size += n
+
+    def __call__(self, works: Sequence[Work], lines: Sequence[LineSums]) -> list[LineSums]:
+        """See :data:`ampopt_kernels.marginals.AgreeOnLines`.
+
+        Raises:
+            RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
+        """
+        keys = [row.owner.key for work in works for row in work.rows]
+        decision_device = next(
+            (work.device for work, own in zip(works, lines, strict=True) if own), None
+        )
+        said = self._said(keys, works[0].device if decision_device is None else decision_device)
+        for row, sums in _rows_with(works, lines):
+            for part, own in zip(row.marginals.parts, sums, strict=True):
+                if row.in_norm:
+                    into = said[self._slices[row.owner.key, part.name]]
+                    row.marginals.spread.put(part, own[0], into)
+        self._add_up(said, keys)
+        for row, sums in _rows_with(works, lines):
+            shape = row.marginals.spread.shape
+            for i, part in enumerate(row.marginals.parts):
+                whole = said[self._slices[row.owner.key, part.name]]
+                sums[i] = whole.view(1, *part.beside(shape))
+        return list(lines)
+
+    def join_without_gradients(self, device: torch.device) -> None:
+        """Take part in the all-reduce of other ranks, without gradients on this one.
+
+        Raises:
+            RuntimeError: see :meth:`SameGradients.check`.
+        """
+        self._add_up(self._said([], device), [])
+
+    def _said(self, keys: Sequence[int], device: torch.device) -> Tensor:
+        """The tensor to all-reduce: counts of the gradients with these keys, then zeros."""
+        said = torch.zeros(self._size, dtype=widest(device), device=device)
+        self._same.say(said[: self._same.size], keys)
+        return said
+
+    def _add_up(self, said: Tensor, keys: Sequence[int]) -> None:
+        """All-reduce ``said`` in place, and check the counts."""
+        if not self._slices:  # no parameter is a DTensor with rows and columns
+            return
+        self._agreement.add_up_parameters(said)
+        self._same.check(said[: self._same.size], keys)
+
+
+def _rows_with(works: Sequence[Work], lines: Sequence[LineSums]) -> Iterator[tuple[Any, list[Any]]]:
+    """The rows of ``DTensor`` parameters that have sums in ``lines``, with these sums."""
+    for work, own in zip(works, lines, strict=True):
+        for index, sums in own.items():
+            row = work.rows[index]
+            if row.marginals is not None and row.marginals.spread is not None:
+                yield row, sums

@@ -12,8 +12,7 @@ from ampopt._step.masters import Masters, needs_master
 from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
 from ampopt._step.settings import Variants
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.line_sums import SpreadMarginals
-from ampopt._step.sharding.shards import places_of
+from ampopt._step.sharding.shards import SpreadMarginals, places_of
 from ampopt._step.state_checks import KEYS
 from ampopt.options import is_stochastic
 from ampopt_kernels.marginals import Marginals

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.line_sums import on_each_rank, replicated
 from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
@@ -108,7 +107,7 @@ def convert(
         if has_master or part.dtype is not None:
             value = value.to(_dtype_of(part, torch.float32 if has_master else param.dtype))
         if part.shape is not None:
-            value = on_each_rank(value).contiguous()
+            value = dtensor.on_each_rank(value).contiguous()
         if value.is_conj() or value.is_neg():  # kernels read memory without the lazy sign
             value = value.resolve_conj().resolve_neg()
         if overlaps_itself(dtensor.local(value)):
@@ -149,7 +148,7 @@ def _new_state(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> T
     """
     if part.shape is not None:
         new = torch.empty(part.beside(like.shape), dtype=dtype, device=like.device).fill_(initial)
-        return replicated(new, like) if dtensor.is_spread(like) else new
+        return dtensor.replicated(new, like) if dtensor.is_spread(like) else new
     new = torch.empty_like(dtensor.local(like), dtype=dtype)
     if initial is None:
         new.copy_(dtensor.local(like))

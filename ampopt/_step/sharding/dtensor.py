@@ -13,8 +13,10 @@ __all__ = [
     "is_spread",
     "local",
     "local_of_each",
+    "on_each_rank",
     "placed_as",
     "placements",
+    "replicated",
     "settle",
     "spread_like",
 ]
@@ -90,3 +92,20 @@ def spread_like(part: Tensor, like: Any) -> Any:
     )
     setattr(whole, LOCAL_TENSOR, part)
     return whole
+
+
+def on_each_rank(state: Any) -> Any:
+    """``state`` replicated, as a step makes it: a loaded one may be sharded."""
+    if not is_spread(state) or all(p.is_replicate() for p in state.placements):
+        return state
+    from torch.distributed.tensor import Replicate
+
+    return state.redistribute(placements=[Replicate()] * state.device_mesh.ndim)
+
+
+def replicated(tensor: Tensor, param: Any) -> Any:
+    """``tensor``, equal on all ranks, as a replicated ``DTensor`` on the mesh of ``param``."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = param.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)

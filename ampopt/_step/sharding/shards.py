@@ -1,4 +1,4 @@
-"""Which elements of a ``DTensor`` are in the local shard."""
+"""Which elements, rows and columns of a ``DTensor`` are in the local shard."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ampopt._step.sharding.dtensor import is_spread
 from ampopt_kernels.places import Jump, Places
+from ampopt_kernels.state import State
 
-__all__ = ["Run", "boxes", "places_of", "runs_at", "runs_of"]
+__all__ = ["Run", "SpreadMarginals", "boxes", "places_of", "runs_at", "runs_of"]
 
 
 class Run(NamedTuple):
@@ -143,3 +144,42 @@ def _places(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -
     first = sum(of_dim[0].start * size for of_dim, size in zip(runs, whole, strict=True))
     jumps = [Jump(*at, size) for at, size in sizes.items() if size and stride > at[0] - at[1]]
     return Places(first, tuple(sorted(jumps)))
+
+
+class SpreadMarginals:
+    """The place of a local shard's rows and columns in the whole ``DTensor``.
+
+    Attributes:
+        shape: the shape of the whole ``DTensor``.
+    """
+
+    def __init__(self, param: Any) -> None:
+        """Find the local rows and columns.
+
+        Args:
+            param: a ``DTensor`` of two dimensions or more.
+        """
+        self.shape = tuple(param.shape)
+        self._runs = runs_of(param) or [[] for _ in param.shape]
+        self._here = [sum(run.length for run in runs) for runs in self._runs]
+
+    def here(self, part: State, factors: Tensor) -> Tensor:
+        """The elements of ``factors``, of all rows or columns, for those of the local shard."""
+        made = factors.new_empty(part.beside(tuple(self._here)))
+        for here, whole in self._boxes(part):
+            made[here] = factors[whole]
+        return made
+
+    def put(self, part: State, sums: Tensor, into: Tensor) -> None:
+        """Write ``sums`` over the local shard to its places in ``into``, flat, for the whole."""
+        whole_of = into.view(part.beside(self.shape))
+        for here, whole in self._boxes(part):
+            whole_of[whole] = sums[here]
+
+    def _boxes(self, part: State) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """As :func:`boxes`, with one dimension summed over."""
+        runs = list(self._runs)
+        averaged = len(runs) - (1 if part.shape == "rows" else 2)
+        if runs[averaged]:
+            runs[averaged] = [Run(0, 1)]
+        return boxes(runs)

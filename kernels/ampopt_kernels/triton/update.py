@@ -3,7 +3,6 @@
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.stochastic import rounded_stochastically
 from ampopt_kernels.triton.marginals import factors_of, load_factors
-from ampopt_kernels.triton.places import jumps_of, places_of
 
 __all__ = ["update_kernel"]
 
@@ -92,7 +91,7 @@ def update_kernel(
 
     key = tl.full((), 0, tl.int64)
     position = tl.load(row + COLUMNS - 5) + start
-    jumps = jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
+    jumps = _jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
     factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE, EVEN)
     if STOCHASTIC:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
@@ -171,7 +170,7 @@ def _update_block(
     # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
     state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)
-    places = places_of(position, jumps, at)
+    places = _places_of(position, jumps, at)
     if DRAWS:
         param, state = RULE(values[1], grad, state, h, FLAGS, (places, values[1]))  # pyright: ignore
     else:
@@ -193,3 +192,45 @@ def _rounded(x, position, key, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
         return rounded_stochastically(x, position, key)
     else:
         return rounded(x, DTYPE)
+
+
+@jit
+def _jumps_of(end, start, JUMPS: tl.constexpr, CHUNK: tl.constexpr):
+    """The gaps in the positions of one chunk; see ``ampopt_kernels.places``.
+
+    Args:
+        end: pointer into the table of addresses, to the column after the row's last jump.
+        start: the first element of the chunk.
+        JUMPS: the number of jumps of the row.
+        CHUNK: elements of a chunk.
+
+    Returns:
+        For each jump a tuple: the positions skipped before the chunk, the positions that each gap
+        skips, and the phase and the period within the chunk, as int32, where division is fast.
+    """
+    jumps = ()
+    for i in tl.static_range(JUMPS):
+        period = tl.load(end - 3 * (JUMPS - i))
+        at = start + tl.load(end - 3 * (JUMPS - i) + 1)
+        size = tl.load(end - 3 * (JUMPS - i) + 2)
+        # A period that is longer than a chunk ends within it at most once.
+        short = tl.minimum(period, CHUNK)
+        phase = short - tl.minimum(period - at % period, short)
+        jumps = jumps + ((at // period * size, size, phase.to(tl.int32), short.to(tl.int32)),)
+    return jumps
+
+
+@jit
+def _places_of(position, jumps, at):
+    """The positions of some elements of a chunk in the whole parameter, int64.
+
+    Args:
+        position: the position of the chunk's first element, if there were no gaps.
+        jumps: see :func:`_jumps_of`.
+        at: int32 block, the elements, counted from the beginning of the chunk.
+    """
+    places = position + at
+    for i in tl.static_range(len(jumps)):
+        before, size, phase, period = jumps[i]
+        places += before + ((at + phase) // period).to(tl.int64) * size
+    return places
