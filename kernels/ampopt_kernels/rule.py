@@ -56,10 +56,12 @@ class Rule:
       ``rsqrt``, ``sigmoid``, ``sin``, ``sqrt``, ``where``, and ``static_range`` for loops;
     - of ``ampopt_kernels``: ``as_float32``, ``div_rn``, ``maximum``, ``minimum``, ``power``,
       ``rand``, ``randn``, ``sign``, ``sqrt_rn``, and your own functions marked ``jit``;
-    - ``if`` of a flag, as in ``NESTEROV: tl.constexpr = flags[0]``.
+    - ``if`` of a flag, as in ``NESTEROV: tl.constexpr = flags[0]``, and loops over whole numbers by
+      ``range`` and ``while``, which are as fast as ``static_range``.
 
-    Triton refuses other Python, such as ``g ** 2`` or ``torch.sign(g)``. Wherever Triton can be
-    imported, the error comes before the first step, with Triton's reason.
+    The first step refuses other Python before it changes anything, with the line and what to write
+    instead: ``torch.sign(g)``, ``g.abs()``, ``assert``; and, wherever Triton can be imported, what
+    Triton cannot compile, such as ``g ** 2``.
 
     Most rules need ``update``, ``hyper`` and ``state``. ``scalars`` is for step counts, ``reduce``
     for norms of whole parameters (as in LAMB), and ``averages`` with ``factors`` for row and column

@@ -25,7 +25,11 @@ def optimizer_of(rule: Rule) -> type[ampopt.ElementwiseOptimizer]:
 
 
 def assert_refused(rule: Rule, error: type[Exception], *message: str) -> None:
-    """Check that each kind of first step raises ``error`` and changes nothing."""
+    """Check that each kind of first step raises ``error`` and changes nothing.
+
+    The message is the same each time that the rule is tried.
+    """
+    said = set()
     for step in (
         lambda optimizer: optimizer.step(),
         lambda optimizer: optimizer.unscale_and_step(grads_scaled_by=2.0),
@@ -37,6 +41,8 @@ def assert_refused(rule: Rule, error: type[Exception], *message: str) -> None:
         before = everything(optimizer), bits(param.grad)
         with pytest.raises(error) as raised:
             step(optimizer)
+        said.add(str(raised.value))
         for part in ("Author's rule", *message):
             assert part in str(raised.value)
         assert (everything(optimizer), bits(param.grad)) == before
+    assert len(said) == 1

@@ -1,4 +1,4 @@
-"""Checks of a rule before its first step: on two numbers, and by Triton's compiler."""
+"""Checks of a rule before its first step: of its source, on two numbers, and by the compilers."""
 
 from ampopt_kernels.check_rule.on_numbers import try_out
 

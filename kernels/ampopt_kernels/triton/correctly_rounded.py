@@ -33,7 +33,11 @@ class CorrectlyRounded(JITFunction):
         """Triton's key of the compiled code, which otherwise depends on the source text alone."""
         with self._hash_lock:
             if self.hash is None:
-                self.hash = f"{super().cache_key}-correctly-rounded"
+                try:
+                    self.hash = f"{super().cache_key}-correctly-rounded"
+                except BaseException:
+                    self.hash = None  # Triton leaves a placeholder, and would not search again
+                    raise
             return self.hash
 
 

@@ -146,7 +146,7 @@ def _plain(p, g, state, h, flags):
 
 @pytest.mark.parametrize(
     ("reduce", "message"),
-    [(_summed_already, "is elementwise"), (_alone, "not a tuple of terms")],
+    [(_summed_already, "is elementwise"), (_alone, "return a tuple of terms")],
 )
 def test_a_reduce_that_breaks_its_word_is_named_before_the_first_step(reduce, message):
     class Wrong(ampopt.ElementwiseOptimizer):

@@ -21,6 +21,11 @@ COUNT = (State("count"),)
 HYPER = ("lr", "decay")
 
 
+def place_of(function: Any, line: int) -> str:
+    """File and line of a ``jit`` function; line 1 is its ``def``."""
+    return f"{__file__}:{function.fn.__code__.co_firstlineno + line}"
+
+
 # --- update --------------------------------------------------------------------------------------
 
 
@@ -129,17 +134,31 @@ def test_states_that_depend_on_a_flag_are_counted_under_that_flag():
     rule = Rule(
         update=one_state, hyper=HYPER, state=(State("average", when="extra"),), flags=("extra",)
     )
-    assert_refused(rule, ValueError, "state=[]", "{'extra': False}", "IndexError")
+    message = "declares 0, state=[] under flags {'extra': False}, but reads state[0]"
+    assert_refused(rule, ValueError, place_of(one_state, 2), message)
     optimizer = optimizer_of(rule)([Parameter(torch.ones(3))])
     optimizer.param_groups[0]["extra"] = True
     optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
     optimizer.step()  # keeps to it under this one
 
 
-@pytest.mark.parametrize("function", [param_alone, bare_state])
-def test_what_is_no_parameter_and_tuple_of_states_is_refused(function):
+@jit
+def nothing(p, g, state, h, flags):
+    p = p - h[0] * g
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        (param_alone, "returned a Tensor"),
+        (bare_state, "returned Tensor in place of a tuple of states"),
+        (nothing, "returned None: return the new p and a tuple of 1 states"),
+    ],
+)
+def test_what_is_no_parameter_and_tuple_of_states_is_refused(function, returned):
     rule = Rule(update=function, hyper=HYPER, state=STATE)
-    assert_refused(rule, ValueError, "update of", "['average']")
+    place = f"({place_of(function, 1)}, {function.fn.__name__})"
+    assert_refused(rule, ValueError, "update of", place, returned, "['average']")
 
 
 @jit
@@ -153,10 +172,17 @@ def unpacks_two_states(p, g, state, h, flags):
     return p - h[0] * second, (first,)
 
 
-@pytest.mark.parametrize("function", [reads_second_state, unpacks_two_states])
-def test_a_state_that_is_not_declared_is_refused(function):
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (reads_second_state, "but reads state[1]"),
+        (unpacks_two_states, "not enough values to unpack (expected 2, got 1)"),
+    ],
+)
+def test_a_state_that_is_not_declared_is_refused(function, reads):
     rule = Rule(update=function, hyper=HYPER, state=STATE)
-    assert_refused(rule, ValueError, "state=['average']", "does not keep to that")
+    declared = "he rule declares 1, state=['average']"
+    assert_refused(rule, ValueError, place_of(function, 2), declared, reads)
 
 
 @jit
@@ -170,10 +196,17 @@ def unpacks_three_hypers(p, g, state, h, flags):
     return p - lr * g, state
 
 
-@pytest.mark.parametrize("function", [reads_third_hyper, unpacks_three_hypers])
-def test_a_hyperparameter_that_is_not_declared_is_refused(function):
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (reads_third_hyper, "but reads h[2]"),
+        (unpacks_three_hypers, "not enough values to unpack (expected 3, got 2)"),
+    ],
+)
+def test_a_hyperparameter_that_is_not_declared_is_refused(function, reads):
     rule = Rule(update=function, hyper=HYPER)
-    assert_refused(rule, ValueError, "hyper=('lr', 'decay')", "does not keep to that")
+    declared = "he rule declares 2, hyper=('lr', 'decay')"
+    assert_refused(rule, ValueError, place_of(function, 2), declared, reads)
 
 
 def test_a_hyperparameter_that_no_group_has_is_refused():
@@ -194,7 +227,8 @@ def reads_a_flag(p, g, state, h, flags):
 
 
 def test_a_flag_that_is_not_declared_is_refused():
-    assert_refused(Rule(update=reads_a_flag, hyper=HYPER), ValueError, "flags=()", "IndexError")
+    message = "the rule declares 0, flags=(), but reads flags[0]"
+    assert_refused(Rule(update=reads_a_flag, hyper=HYPER), ValueError, message)
 
 
 @jit
@@ -233,13 +267,8 @@ def misspelt(p, g, state, h, flags):
 
 
 @jit
-def reduces(p, g, state, h, flags):
-    return p - h[0] * g.sum(), state
-
-
-@jit
-def reduces_state(p, g, state, h, flags):
-    return p - h[0] * g, (state[0].max(),)
+def counts_elements(p, g, state, h, flags):
+    return p - h[0] * g.shape[0], state
 
 
 @jit
@@ -248,12 +277,10 @@ def returns_a_number(p, g, state, h, flags):
 
 
 def test_a_result_that_is_not_elementwise_is_refused():
-    assert_refused(
-        Rule(update=reduces, hyper=HYPER), ValueError, "'p'", "no element may depend on others"
-    )
-    for function in (reduces_state, returns_a_number):
-        rule = Rule(update=function, hyper=HYPER, state=STATE)
-        assert_refused(rule, ValueError, "'average'", "a rule is elementwise")
+    rule = Rule(update=counts_elements, hyper=HYPER)
+    assert_refused(rule, ValueError, "'p'", "no element may depend on others")
+    rule = Rule(update=returns_a_number, hyper=HYPER, state=STATE)
+    assert_refused(rule, ValueError, "'average'", "a rule is elementwise")
 
 
 # --- scalars -------------------------------------------------------------------------------------
@@ -311,8 +338,8 @@ def takes_the_larger(s, h):
 def test_scalars_that_branch_on_a_count_are_refused_with_their_line(scalars):
     """Of one parameter they would do, but not of several whose counts differ."""
     rule = Rule(update=no_state, scalars=scalars, hyper=HYPER, scalar_state=COUNT)
-    line = scalars.fn.__code__.co_firstlineno + 3
-    assert_refused(rule, ValueError, "scalars of", f"{__file__}:{line}, `return", "tl.where(x > 0")
+    place = f"{place_of(scalars, 3)}, in {scalars.fn.__name__}: `return"
+    assert_refused(rule, ValueError, "scalars of", place, "tl.where(x > 0")
 
 
 @jit
@@ -327,7 +354,8 @@ def reads_second_sum(s, h, flags, sums):
 
 def test_a_sum_that_reduce_does_not_return_is_refused():
     rule = Rule(update=no_state, reduce=one_term, scalars=reads_second_sum, hyper=HYPER)
-    assert_refused(rule, ValueError, "scalars of", "does not keep to that", "IndexError")
+    message = "the rule gets 1 sums, one for each term of reduce, but reads sums[1]"
+    assert_refused(rule, ValueError, "scalars of", message)
 
 
 def test_a_state_that_begins_with_an_entry_no_group_has_is_refused():
@@ -361,7 +389,7 @@ def test_scalars_too_few_or_too_many_are_refused():
         "returned 1 scalar states",
     )
     rule = Rule(update=no_state, hyper=HYPER, scalars=counts)
-    assert_refused(rule, ValueError, "scalar_state=[]", "IndexError")
+    assert_refused(rule, ValueError, "declares 0, scalar_state=[], but reads s[0]")
 
 
 @pytest.mark.parametrize(
@@ -374,7 +402,8 @@ def test_scalars_that_return_no_two_tuples_are_refused(function):
 
 def test_an_update_that_takes_more_than_scalars_hand_on_is_refused():
     rule = Rule(update=unpacks_three_hypers, hyper=HYPER, scalars=counts, scalar_state=COUNT)
-    assert_refused(rule, ValueError, "update of", "does not keep to that")
+    message = "gets 2 numbers, the h that scalars returns"
+    assert_refused(rule, ValueError, "update of", "(expected 3, got 2)", message)
 
 
 # --- the declaration -----------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""What to write in a rule in place of what not every backend can run."""
+
+import re
+
+from ampopt_kernels import torch_language
+
+__all__ = ["advice"]
+
+_OTHER_NAMES = {
+    "absolute": "abs",
+    "clip": "clamp",
+    "expit": "sigmoid",
+    "fabs": "abs",
+    "fmax": "maximum",
+    "fmin": "minimum",
+    "max": "maximum",
+    "min": "minimum",
+    "pow": "power",
+}
+"""Functions of Python, math, numpy and torch, and the name of the same function here."""
+
+_OF_PACKAGE = {
+    "maximum": "maximum(x, y)",
+    "minimum": "minimum(x, y)",
+    "power": "power(x, y), for x >= 0 and y > 0",
+    "rand": "rand(seed, step, at)",
+    "randn": "randn(seed, step, at)",
+    "sign": "sign(x)",
+}
+"""Functions of this package that torch or numpy has too, and a call of each."""
+
+_FORMULAS = {
+    "addcdiv": "x + value * a / b",
+    "addcmul": "x + value * a * b",
+    "clamp": "minimum(maximum(x, low), high), with minimum and maximum of ampopt_kernels",
+    "enumerate": "for i in tl.static_range(len(state)), with state[i]",
+    "expm1": "tl.exp(x) - 1",
+    "float": "x itself: blocks and the numbers of h are floating-point",
+    "int": "tl.floor(x)",
+    "isfinite": "x - x == 0",
+    "isnan": "x != x",
+    "lerp": "x + weight * (y - x)",
+    "log10": "tl.log2(x) * 0.3010299956639812",
+    "log1p": "tl.log(1 + x)",
+    "nan_to_num": "tl.where(x == x, x, 0.0)",
+    "ones_like": "x * 0 + 1",
+    "reciprocal": "1 / x",
+    "round": "tl.floor(x + 0.5)",
+    "square": "x * x",
+    "tanh": "2 * tl.sigmoid(2 * x) - 1",
+    "zeros_like": "x * 0",
+    "zip": "for i in tl.static_range(len(state)), with state[i]",
+}
+"""What stands for a function that rules do not have, by its name."""
+
+_SUMS = ("all", "any", "argmax", "dot", "mean", "norm", "numel", "size", "std", "sum", "var")
+
+_BY_PATTERN = {
+    r"\*\*|__pow__": (
+        "Write x * x, tl.sqrt(x) or, for x >= 0 and y > 0, power(x, y) of ampopt_kernels"
+    ),
+    r"//|__floordiv__": "Write tl.floor(x / y)",
+    r" % |%:|__mod__": "Write x - y * tl.floor(x / y)",
+    r"branches on a value|truth value": (
+        "There are many values at once, of elements or of parameters, so choose between them by "
+        "tl.where(x > 0, a, b), not by `if x > 0`, nor by `and`, `or`, `not`, nor by `max` or "
+        "`min`, but by maximum and minimum of ampopt_kernels"
+    ),
+    r"Cannot access global variable": (
+        "Write the number in the function, as NAME: tl.constexpr = NUMBER; one that may change "
+        "is a hyperparameter"
+    ),
+    r"[Ss]tarred|[` ]\*\w": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
+    r"^for |'Name' object has no attribute 'func'": (
+        "Write for i in tl.static_range(len(state)), with state[i]"
+    ),
+    r"attribute 'to'": "The seed and the step of rand are numbers of h, such as hyperparameters",
+}
+"""Advice by a pattern in the message or in the code."""
+
+
+def advice(said: str, code: str) -> str | None:
+    """What to write instead of code that a rule may not have.
+
+    Args:
+        said: the message of the error that the code led to.
+        code: the code at fault: an expression or a line.
+
+    Returns:
+        A sentence without its full stop, or ``None``.
+    """
+    for searched in (said, code):
+        for pattern, sentence in _BY_PATTERN.items():
+            if re.search(pattern, searched):
+                return sentence
+    undefined = re.findall(r"(\w+) is not defined", said)
+    called = re.findall(r"((?:\w+|[)\]])\.)?\b(\w+)\(", code)
+    for owner, name in [("", name) for name in undefined] + called:
+        if owner != "tl." and (owner or name not in _OF_PACKAGE):
+            sentence = _instead_of(name)
+            if sentence is not None:
+                return sentence
+    if re.search("Unsupported function referenced|real number|is not defined", said) or called:
+        return "Call functions of tl and of ampopt_kernels, and your own marked with jit"
+    return None
+
+
+def _instead_of(name: str) -> str | None:
+    name = _OTHER_NAMES.get(name, name)
+    if name in _OF_PACKAGE:
+        return f"Write {_OF_PACKAGE[name]}, with {name} of ampopt_kernels"
+    if name in _FORMULAS:
+        return f"Write {_FORMULAS[name]}"
+    if name in _SUMS:
+        return (
+            "A rule is elementwise: for sums over a parameter, return the terms from "
+            "Rule(reduce=), whose sums are passed to scalars"
+        )
+    if name[:1] != "_" and hasattr(getattr(torch_language, name, None), "on_number"):
+        return f"Write tl.{name}(x)"
+    return "Write tl.where(condition, a, b)" if name == "where" else None

@@ -1,0 +1,66 @@
+"""Translate a rule to C++ before its first step.
+
+The eager backend runs what Triton and the translation to C++ refuse. Without this check such a rule
+would stay on the eager backend under ``auto``, at half the speed, and no one would know.
+"""
+
+import torch
+
+from ampopt_kernels import torch_language
+from ampopt_kernels.check_rule.advice import advice
+from ampopt_kernels.check_rule.source import raised_at
+from ampopt_kernels.cpu.cpp import source_of
+from ampopt_kernels.cpu.expressions import LANGUAGE, Program
+from ampopt_kernels.rule import Rule
+
+__all__ = ["check"]
+
+
+def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
+    """Refuse a rule that cannot be translated to C++. Runs no C++ compiler.
+
+    Args:
+        rule: the rule.
+        flags: values of ``rule.flags``.
+        n_hyper: number of hyperparameters, tuples flattened.
+        owner: name of the optimizer class, for the message.
+
+    Raises:
+        ValueError: a function of the rule cannot be translated. The message has the line, and what
+            to write instead.
+    """
+    widths = rule.widths(n_hyper)
+    roles = {"update": widths.update}
+    if rule.reduces:
+        roles["reduce"] = widths.reduce
+    if rule.marginals_for(flags):
+        roles["averages"] = widths.reduce
+    dtypes = (torch.float32,) * (2 + len(rule.state_for(flags)))
+    role = "scalars"
+    try:
+        _translate_scalars(rule, flags, n_hyper, widths.terms)
+        for role, width in roles.items():
+            source_of(rule, flags, dtypes, 2 + width, role)
+    except Exception as error:  # of any type, as functions of the author run here
+        where, code = raised_at(error)
+        said = str(error).replace("'_Expression'", "'block'")
+        parts = [
+            f"{role} of {owner}'s rule cannot be compiled for the CPU: {where}{said}",
+            advice(said, code),
+            "See ampopt_kernels.Rule for all that it may use",
+        ]
+        raise ValueError(". ".join(filter(None, parts))) from error
+
+
+def _translate_scalars(rule: Rule, flags: tuple[bool, ...], n_hyper: int, n_terms: int) -> None:
+    """Run ``before_reduce`` and ``scalars`` on expressions, as :func:`source_of` runs the rest."""
+    program = Program(torch.float64)
+
+    def numbers(n: int) -> tuple[object, ...]:
+        return tuple(program.new(torch.float64, "x", varies=False) for _ in range(n))
+
+    s, h, sums = numbers(len(rule.scalar_state)), numbers(n_hyper), numbers(n_terms)
+    if rule.reduces:
+        s, h = torch_language.bind(rule.before_reduce, LANGUAGE)(s, h, flags)
+    scalars = torch_language.bind(rule.scalars, LANGUAGE)
+    scalars(*(s, h, flags, sums, sums)[: rule.scalars_arguments])

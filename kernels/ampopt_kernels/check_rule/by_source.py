@@ -1,0 +1,55 @@
+"""Refuse a rule by its source: statements that some backends would run and others would not."""
+
+import ast
+import types
+from collections.abc import Iterator
+
+from ampopt_kernels.check_rule.advice import advice
+from ampopt_kernels.check_rule.source import Source, authored
+from ampopt_kernels.rule import Rule
+
+__all__ = ["check"]
+
+_LANGUAGES = ("triton.language", "ampopt_kernels.torch_language")
+_ASSERT = "a rule cannot assert. Check settings in __init__ of the optimizer, or in check_step"
+_PRINT = "a rule cannot print. Read the optimizer's state after a step, or see ampopt.Watch"
+
+
+def check(rule: Rule, owner: str) -> None:
+    """Refuse ``assert``, ``print``, and calls such as ``g.abs()`` and ``torch.abs(g)``.
+
+    Does nothing for a function whose source Python does not have.
+
+    Args:
+        rule: the rule.
+        owner: name of the optimizer class, for the message.
+
+    Raises:
+        ValueError: a function of the rule, or one that it calls, has such a statement. The message
+            has the line, and what to write instead.
+    """
+    roles = ["update", "scalars", "before_reduce"]
+    roles += ["reduce"] * rule.reduces + ["averages"] * (rule.averages is not None)
+    for role in roles:
+        for fn in authored(getattr(rule, role)):
+            try:
+                source = Source(fn)
+            except OSError:
+                continue
+            for node, why in _refused(source):
+                raise ValueError(f"{role} of {owner}'s rule: {source.place(node)}: {why}")
+
+
+def _refused(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    """The nodes that a rule may not have, and why."""
+    for node in source.nodes():
+        if isinstance(node, ast.Assert):
+            yield node, _ASSERT
+    for call, root in source.calls():
+        written = ast.unparse(call)
+        if isinstance(root, types.ModuleType) and root.__name__ not in _LANGUAGES:
+            yield call, f"a rule cannot call functions of {root.__name__}. {advice('', written)}"
+        elif isinstance(call.func, ast.Name) and call.func.id == "print":
+            yield call, _PRINT
+        elif isinstance(call.func, ast.Attribute) and root is None and call.func.attr != "to":
+            yield call, f"a rule cannot call methods of values. {advice('', written)}"

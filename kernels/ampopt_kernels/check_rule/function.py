@@ -1,0 +1,96 @@
+"""A function of a rule that is called for a check, and errors that have its line."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels.check_rule.advice import advice
+from ampopt_kernels.check_rule.source import defined_at, raised_at
+
+__all__ = ["Broken", "Function"]
+
+
+class Broken(ValueError):
+    """An error whose message is complete."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of a rule, and what its rule declares of its arguments.
+
+    Attributes:
+        name: which function: ``"update"``, ``"scalars"``, ...
+        owner: name of the optimizer class.
+        written: the author's Python function.
+        declared: for each argument that is a tuple, its position, length and declaration, such as
+            ``(2, 1, "declares 1, state=['momentum'] under flags {}")``.
+    """
+
+    name: str
+    owner: str
+    written: Any
+    declared: tuple[tuple[int, int, str], ...]
+
+    @property
+    def title(self) -> str:
+        """Name, owner and place of the function, for messages."""
+        return f"{self.name} of {self.owner}'s rule ({defined_at(self.written)})"
+
+    def __call__(self, taken: Callable[[Any], Any], function: Any, *arguments: Any) -> Any:
+        """Return ``taken(function(*arguments))``.
+
+        Args:
+            taken: takes apart what the function returns. Raises :class:`Broken` if it cannot.
+            function: the function, as it runs on torch tensors.
+            arguments: its arguments.
+
+        Raises:
+            ValueError: the call fails, or changes an argument.
+            AttributeError: the function reads what no backend has.
+        """
+        given = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        before = [x.clone() for x in tensors]
+        try:
+            result = taken(function(*arguments))
+        except Broken as error:
+            raise ValueError(f"{self.title} {error}") from None
+        except AttributeError as error:
+            raise AttributeError(f"{self._place_of(error)}{error}") from error
+        except (IndexError, NameError, TypeError, ValueError) as error:
+            raise ValueError(f"{self._place_of(error)}{self._explained(error)}") from error
+        except RuntimeError as error:
+            raise ValueError(
+                f"{self._place_of(error)}the rule is not elementwise: {error}. "
+                f"{advice('branches on a value', '')}"
+            ) from error
+        if not all(map(torch.equal, tensors, before)):
+            raise ValueError(
+                f"{self.title} changes in place one of its arguments, as `x += y` does on the CPU: "
+                "write `x = x + y`"
+            )
+        return result
+
+    def _place_of(self, error: Exception) -> str:
+        return f"{self.name} of {self.owner}'s rule: {raised_at(error)[0]}"
+
+    def _explained(self, error: Exception) -> str:
+        """What is wrong, with the declaration of the arguments that the line of code reads."""
+        code = raised_at(error)[1]
+        names = self.written.__code__.co_varnames
+        arguments = [(re.escape(names[i]), n, declared) for i, n, declared in self.declared]
+        for name, n, declared in arguments:
+            indices = map(int, re.findall(rf"\b{name}\[(\d+)\]", code))
+            beyond = [index for index in indices if index >= n]
+            if beyond and isinstance(error, IndexError):
+                return f"the rule {declared}, but reads {name}[{beyond[0]}]"
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, (NameError, TypeError)):
+            return ". ".join(filter(None, (said, advice(str(error), code))))
+        every = [declared for _, _, declared in arguments]
+        read = [declared for name, _, declared in arguments if re.search(rf"\b{name}\b", code)]
+        return f"{said}. The rule {'; '.join(read or every)}"

@@ -1,0 +1,113 @@
+"""Statements that only some backends would run are refused, with their line and a remedy."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.refused_rules import assert_refused
+
+import ampopt_kernels
+from ampopt_kernels import Rule, State, jit
+
+HYPER = ("lr", "decay")
+
+
+@jit
+def calls_a_method(p, g, state, h, flags):
+    return p - h[0] * g.abs(), state  # here
+
+
+@jit
+def calls_a_method_of_a_product(p, g, state, h, flags):
+    return p - h[0] * (p * g).clamp(-1.0, 1.0), state  # here
+
+
+@jit
+def calls_math(p, g, state, h, flags):
+    return p - math.sqrt(h[0]) * g, state  # here
+
+
+@jit
+def calls_numpy(p, g, state, h, flags):
+    return p - h[0] * np.sign(g), state  # here
+
+
+@jit
+def calls_torch(p, g, state, h, flags):
+    return p - h[0] * torch.pow(g, 2.0), state  # here
+
+
+@jit
+def calls_through_the_package(p, g, state, h, flags):
+    return p - h[0] * ampopt_kernels.maximum(g, p), state  # here
+
+
+@jit
+def asserts(p, g, state, h, flags):
+    assert h[0] > 0  # here
+    return p - h[0] * g, state
+
+
+@jit
+def prints(p, g, state, h, flags):
+    print(h[0])  # here
+    return p - h[0] * g, state
+
+
+@jit
+def root_of_a_number(s, h):
+    return (s[0] + 1,), (h[0].sqrt(), h[1])  # here
+
+
+@jit
+def length(x):
+    return x.norm()  # here
+
+
+@jit
+def calls_one_that_is_refused(p, g, state, h, flags):
+    return p - length(g), state
+
+
+@jit
+def plain(p, g, state, h, flags):
+    return p - h[0] * g, state
+
+
+@pytest.mark.parametrize(
+    ("rule", "at_fault", "code", "advice"),
+    [
+        ({"update": calls_a_method}, calls_a_method, "`g.abs()`", "Write tl.abs(x)"),
+        (
+            {"update": calls_a_method_of_a_product},
+            calls_a_method_of_a_product,
+            "`(p * g).clamp(-1.0, 1.0)`",
+            "Write minimum(maximum(x, low), high)",
+        ),
+        ({"update": calls_math}, calls_math, "`math.sqrt(h[0])`", "Write tl.sqrt(x)"),
+        ({"update": calls_numpy}, calls_numpy, "`np.sign(g)`", "Write sign(x), with sign of"),
+        ({"update": calls_torch}, calls_torch, "`torch.pow(g, 2.0)`", "Write power(x, y), for"),
+        (
+            {"update": calls_through_the_package},
+            calls_through_the_package,
+            "`ampopt_kernels.maximum(g, p)`",
+            "Write maximum(x, y), with maximum of ampopt_kernels",
+        ),
+        ({"update": asserts}, asserts, "`assert h[0] > 0`", "in __init__"),
+        ({"update": prints}, prints, "`print(h[0])`", "ampopt.Watch"),
+        (
+            {"update": plain, "scalars": root_of_a_number, "scalar_state": (State("step"),)},
+            root_of_a_number,
+            "`h[0].sqrt()`",
+            "Write tl.sqrt(x)",
+        ),
+        ({"update": calls_one_that_is_refused}, length, "`x.norm()`", "Rule(reduce=)"),
+    ],
+)
+def test_what_only_some_backends_would_run_is_refused_everywhere(rule, at_fault, code, advice):
+    lines, first = inspect.getsourcelines(at_fault.fn)
+    (line,) = (first + i for i, text in enumerate(lines) if "# here" in text)
+    place = f"{__file__}:{line}, in {at_fault.fn.__name__}: {code}"
+    assert_refused(Rule(hyper=HYPER, **rule), ValueError, place, advice)
