@@ -334,11 +334,11 @@ def _averaged_in(model: torch.nn.Module, use_buffers: bool) -> Iterator[Tensor]:
 
 
 def _check_placed_alike(average: Any, value: Any) -> None:
-    spread = dtensor.is_spread(average), dtensor.is_spread(value)
-    if spread == (True, True):
+    distributed = dtensor.is_dtensor(average), dtensor.is_dtensor(value)
+    if distributed == (True, True):
         alike = (average.device_mesh, average.placements) == (value.device_mesh, value.placements)
     else:
-        alike = not any(spread)
+        alike = not any(distributed)
     if not alike:
         raise RuntimeError(
             "update_parameters: ranks have other parts of the average than of the model: shard "

@@ -8,17 +8,17 @@ from torch import Tensor
 from ampopt._step import torch_scaler
 from ampopt._step.by_rule import RuleStep
 from ampopt._step.checks import check_loaded, check_options, check_rule
-from ampopt._step.closures import evaluated
+from ampopt._step.closures import call_closure
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.rule_state import shares_storage
 from ampopt._step.settings import kind_of
-from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StepStrategy, StrategyAttribute
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.arguments import request_for, successor_of
+from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.optimizer import Optimizer
 from ampopt.options import PARAM_ROUNDING, is_stochastic
 from ampopt.results import Unscaled
@@ -192,10 +192,10 @@ class ElementwiseOptimizer(Optimizer):
             The loss that the closure returned; ``None`` without a closure.
         """
         ours = self._ampopt
-        left = torch_scaler.take(self, (closure,), {})
+        left = torch_scaler.take_handoff(self, (closure,), {})
         try:
             self.check_step()
-            loss = evaluated(closure)
+            loss = call_closure(closure)
             judged = None if ours.pending is None else ours.pending.decision
             request = ours.step_request or Request(check=False, earlier_decision=judged)
         finally:
@@ -252,9 +252,9 @@ class ElementwiseOptimizer(Optimizer):
         if steps.checks.need_torch():
             raise RuntimeError("run_rule: a rule takes neither sparse nor differentiable steps")
         decision = steps.step(request_for(scale))
-        successor = successor_of(scale, decision)
-        ours.mark_stepped(scale, successor)
-        return Unscaled(ours.flag(decision), successor)
+        next_scale = next_scale_of(scale, decision)
+        ours.mark_stepped(scale, next_scale)
+        return Unscaled(ours.flag(decision), next_scale)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as torch does, maybe with options of its own.
@@ -351,7 +351,7 @@ def _is_as_made(master: Tensor, param: Tensor) -> bool:
 
     ``False`` for a ``DTensor``, without a comparison, because all ranks have to save alike.
     """
-    if is_spread(param):
+    if is_dtensor(param):
         return False
     return master.is_meta or torch.equal(master, param.detach().to(master.dtype))
 

@@ -16,7 +16,7 @@ from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
 from ampopt._step.stepping import Pending, StrategyAttribute, overridable_property
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.arguments import request_for, successor_of
+from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.options import show_options
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.decision import Request
@@ -232,7 +232,7 @@ class Optimizer(torch.optim.Optimizer):
     def pending(self) -> Unscaled | None:
         """What the last :meth:`unscale` returned; ``None`` once a step has followed."""
         pending = self._ampopt.pending
-        return None if pending is None else Unscaled(pending.found_inf, pending.successor)
+        return None if pending is None else Unscaled(pending.found_inf, pending.next_scale)
 
     @overridable_property
     def grad_norm(self) -> Tensor | None:
@@ -414,7 +414,7 @@ class Optimizer(torch.optim.Optimizer):
         ours.check_gradients()
         decision = ours.accumulation.add(request_for(scale), ours.agreement(), drop)
         judged = None if scale is None else decision
-        return Unscaled(ours.flag(judged), successor_of(scale, decision))
+        return Unscaled(ours.flag(judged), next_scale_of(scale, decision))
 
     @uncompiled
     @torch.no_grad()
@@ -462,9 +462,9 @@ class Optimizer(torch.optim.Optimizer):
             if decision is None:
                 ours.warn_without_gradients()
         found_inf = ours.flag(decision)
-        successor = successor_of(scale, decision)
-        ours.pending = Pending(found_inf, scale, successor, decision)
-        return Unscaled(found_inf, successor)
+        next_scale = next_scale_of(scale, decision)
+        ours.pending = Pending(found_inf, scale, next_scale, decision)
+        return Unscaled(found_inf, next_scale)
 
     @uncompiled
     def unscale_and_step(
@@ -643,9 +643,9 @@ def _step_scaled_gradients(
         decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     if decision is None:
         ours.warn_without_gradients()
-    successor = successor_of(scale, decision)
-    ours.mark_stepped(scale, successor)
-    return StepResult(returned, ours.flag(decision), successor)
+    next_scale = next_scale_of(scale, decision)
+    ours.mark_stepped(scale, next_scale)
+    return StepResult(returned, ours.flag(decision), next_scale)
 
 
 step_scaled_gradients = uncompiled(_step_scaled_gradients)
@@ -680,7 +680,7 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     # Also after a skip. Usually the hook after the step has done it, but the step of a wrapper may
     # have no hooks.
     ours.end_pending()
-    return StepResult(attempt.returned, pending.found_inf, pending.successor)
+    return StepResult(attempt.returned, pending.found_inf, pending.next_scale)
 
 
 def _showing(cls: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:

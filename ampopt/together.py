@@ -11,7 +11,7 @@ from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.overflow import check_and_unscale, check_and_unscale_held, device_of
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.arguments import as_loss_scale, request_for, successor_of
+from ampopt.loss_scale.arguments import as_loss_scale, next_scale_of, request_for
 from ampopt.optimizer import Optimizer, check_max_norm
 from ampopt.results import StepResult, as_flag
 from ampopt_kernels.decision import Decision, Request
@@ -103,21 +103,21 @@ def unscale_and_step(
         decision = _end_cycles(optimizers, request, agreed, device)
     else:
         decision = check_and_unscale(groups, request, uploads=uploads, process_group=process_group)
-    successor = successor_of(scale, decision)
+    next_scale = next_scale_of(scale, decision)
     to_device = None if accumulated else request.scale  # the scale of the gradients in p.grad
     step = Request(check=False) if decision is None else _step_after(request, to_device, decision)
     try:
         for optimizer in optimizers:
             ours = optimizer._ampopt
             ours.attempt(step)
-            ours.mark_stepped(scale, successor)
+            ours.mark_stepped(scale, next_scale)
             ours.note_norm(request, decision)
     finally:
         for optimizer in optimizers:
             optimizer._ampopt.accumulation.restore_gradients()
     if decision is None:
-        return StepResult(None, as_flag(torch.zeros((), device=device)), successor)
-    return StepResult(None, as_flag(decision.found_inf, decision.overflow_details), successor)
+        return StepResult(None, as_flag(torch.zeros((), device=device)), next_scale)
+    return StepResult(None, as_flag(decision.found_inf, decision.overflow_details), next_scale)
 
 
 def _device_of(optimizers: list[Optimizer]) -> torch.device:

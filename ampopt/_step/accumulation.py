@@ -221,7 +221,7 @@ class Accumulation(RefersToOptimizer):
             total = self._sums[param] = total.to(torch.promote_types(wide, total.dtype))
         elif total is None or total.dtype != wide or not _is_placed_like(total, param):
             total = torch.empty_like(dtensor.local(param.detach()), dtype=wide)
-            self._sums[param] = total = dtensor.spread_like(total, param)
+            self._sums[param] = total = dtensor.from_local_like(total, param)
         return total
 
     def _check_sums(self, cycle: AccumulationCycle) -> None:
@@ -307,12 +307,12 @@ class Accumulation(RefersToOptimizer):
             ]
             agree = None
             if agreement is not None and checked:
-                agree = FlagAllReduce(agreement, rescale_request, call=Call.RENORMALISES)
+                agree = FlagAllReduce(agreement, rescale_request, call=Call.AFTER_MICRO_BATCHES)
             works = works_of(rows, sums, self.uploads["renormalise"])
             decision = run(backend_for, works, replace(rescale_request, agree=agree))
         else:
             decision = decided_elsewhere(
-                rescale_request, agreement, cycle.decision_device, call=Call.RENORMALISES
+                rescale_request, agreement, cycle.decision_device, call=Call.AFTER_MICRO_BATCHES
             )
         if decision is None:  # no rank has checked anything
             return torch.zeros_like(share)

@@ -22,7 +22,7 @@ from ampopt._step.rank_messages import (
     with_found,
     write_found,
 )
-from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.sharding.fsdp1 import whole_parameters
 from ampopt._step.sharding.meshes import groups_of, ranks_of
 from ampopt.backend import backend_for
@@ -81,7 +81,7 @@ class Agreement:
             param
             for group, is_copy in zip(param_groups, replicated, strict=True)
             for param in group["params"]
-            if is_copy or (is_spread(param) and not names_ranks)
+            if is_copy or (is_dtensor(param) and not names_ranks)
         )
 
     def in_norm(self, tensor: Any, group: int, key: int) -> bool:
@@ -95,7 +95,7 @@ class Agreement:
             group: the index of the parameter's param group.
             key: the ``id`` of the parameter.
         """
-        if not is_spread(tensor):
+        if not is_dtensor(tensor):
             is_shard = self._names_ranks and not self._replicated[group] and key not in self._whole
             return self._is_first or is_shard
         where = tensor.device_mesh, tensor.placements
@@ -176,7 +176,7 @@ class Agreement:
         """Take part in the all-reduce of the other ranks after the closure of this rank raised."""
         with contextlib.suppress(RuntimeError):  # the error of the closure is the one to show
             empty = Partials([], None)
-            self.exchange(Request(), Call.ABSTAINS, empty, None, device, present=0)
+            self.exchange(Request(), Call.RAISED, empty, None, device, present=0)
 
     def closures(
         self, device: torch.device, evaluation: int, *, finite: bool, raised: bool
@@ -288,7 +288,7 @@ _COMPARISONS: WeakKeyDictionary[Any, Comparison] = WeakKeyDictionary()
 
 def _digest(params: Iterable[Any]) -> int:
     """A number that is equal on all ranks if shapes, dtypes and placements of ``params`` are."""
-    layouts = [(*p.shape, p.dtype, p.placements if is_spread(p) else ()) for p in params]
+    layouts = [(*p.shape, p.dtype, p.placements if is_dtensor(p) else ()) for p in params]
     return digest(layouts) if layouts else 0
 
 
@@ -307,7 +307,7 @@ class FlagAllReduce:
     agreement: Agreement
     request: Request
     present: int = 1
-    call: Call = Call.JUDGES
+    call: Call = Call.CHECK
     rows: Tensor | None = None
 
     @property

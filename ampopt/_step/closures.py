@@ -18,18 +18,18 @@ from ampopt._step.replay import Replay, Verdict
 from ampopt.loss_scale.arguments import (
     check_bool,
     check_scale_number,
+    next_scale_of,
     request_for,
     rounded,
-    successor_of,
 )
 from ampopt.loss_scale.base import LossScale
 from ampopt.results import StepResult, as_flag, found_behind
 from ampopt_kernels.decision import Decision
 
-__all__ = ["evaluated", "step_with_closure", "step_with_unscaling_closure"]
+__all__ = ["call_closure", "step_with_closure", "step_with_unscaling_closure"]
 
 
-def evaluated(closure: Callable[[], Any] | None) -> Any:
+def call_closure(closure: Callable[[], Any] | None) -> Any:
     """Call ``closure`` with gradients enabled, as torch's optimizers do; ``None`` without one."""
     if closure is None:
         return None
@@ -90,9 +90,9 @@ def step_with_closure(
                     request_for(scale, max_norm=max_norm, write=write)
                 )
             if decision is None:
-                return 0.0, successor_of(scale, None), None
+                return 0.0, next_scale_of(scale, None), None
             flag = as_flag(decision.overflow, decision.overflow_details)
-            return flag, successor_of(scale, decision), decision
+            return flag, next_scale_of(scale, decision), decision
 
         return loss, verdict
 
@@ -211,12 +211,12 @@ def _step_with_replays(
     )
     with ours.restored_on_failure(replay.restore_rng):
         loss = _call_step(optimizer.step, replay)
-    ours.mark_given(given, replay.successor)
-    ours.mark_given(replay.scale, replay.successor)
+    ours.mark_given(given, replay.next_scale)
+    ours.mark_given(replay.scale, replay.next_scale)
     found_inf = ours.no_overflow() + float(replay.overflowed)
     if ours.causes and ours.decided is not None:
         found_inf = found_inf + ours.decided.found_inf
-    return StepResult(loss, as_flag(found_inf, found_behind(replay.found_inf)), replay.successor)
+    return StepResult(loss, as_flag(found_inf, found_behind(replay.found_inf)), replay.next_scale)
 
 
 def _call_step(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:

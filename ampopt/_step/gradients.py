@@ -142,8 +142,8 @@ def values_of(param: Tensor) -> Tensor:
     a sum of duplicates may overflow; a lazy conjugate or negative, which autograd leaves on complex
     parameters, is resolved; a ``DTensor`` is redistributed to the placements of the parameter.
     """
-    if spread := dtensor.is_spread(param.grad):
-        dtensor.settle(param)
+    if distributed := dtensor.is_dtensor(param.grad):
+        dtensor.redistribute_gradient(param)
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
@@ -152,7 +152,7 @@ def values_of(param: Tensor) -> Tensor:
         return real(grad.detach().values())
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
-    return real((dtensor.local(grad) if spread else grad).detach())
+    return real((dtensor.local(grad) if distributed else grad).detach())
 
 
 def offenders(

@@ -148,7 +148,7 @@ class HostState:
         """Add all objects that are reachable from those in ``_unseen`` to the snapshot."""
         while self._unseen:
             value, what = self._unseen.pop()
-            if dtensor.is_spread(value):
+            if dtensor.is_dtensor(value):
                 self._find_spread(value, what)
                 continue
             known = self._find_contents(value, what)

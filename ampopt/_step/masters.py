@@ -105,12 +105,12 @@ class Masters(RefersToOptimizer):
     # --- the gradients that steps read ------------------------------------------------------------
 
     def holder(self, group: dict[str, Any], param: Tensor) -> Tensor:
-        """The tensor whose ``grad`` the step reads: after :meth:`take`, the master, if any."""
+        """The tensor whose ``grad`` the step reads: the master, after :meth:`copy_gradients`."""
         if not self.unscaled:
             return param
         return param if (master := self.of(group, param)) is None else master
 
-    def take(self, held: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
+    def copy_gradients(self, held: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
         """Copy the gradients of parameters that have masters to the masters, to be unscaled there.
 
         Returns:
@@ -128,7 +128,7 @@ class Masters(RefersToOptimizer):
         for place, (index, param, owner) in enumerate(held):
             master = self.of(groups[index], param)
             if master is not None:
-                dtensor.settle(param)
+                dtensor.redistribute_gradient(param)
                 grad = param.grad
                 assert grad is not None
                 master.grad = grad.to(master.dtype)
@@ -159,7 +159,7 @@ class Masters(RefersToOptimizer):
         held, decision_device = gradients.held(groups), device_of(groups)
         if write:
             self.check_float16(held)  # before masters are made
-            held = self.take(held)
+            held = self.copy_gradients(held)
         decision = check_and_unscale_held(
             held, request, agreement, decision_device, write=write, uploads=uploads
         )
@@ -183,7 +183,7 @@ class Masters(RefersToOptimizer):
         )
 
     def drop_gradients(self) -> None:
-        """Remove the gradients that :meth:`take` has put on the masters."""
+        """Remove the gradients that :meth:`copy_gradients` has put on the masters."""
         if self.unscaled:
             self.unscaled = ()
             for param in self._with_masters():

@@ -70,7 +70,7 @@ def decided_elsewhere(
     device: torch.device | None,
     *,
     present: bool = False,
-    call: Call = Call.JUDGES,
+    call: Call = Call.CHECK,
 ) -> Decision | None:
     """The decision from the all-reduced flags, on a rank with no gradients to check.
 
@@ -88,13 +88,13 @@ def decided_elsewhere(
     """
     if agreement is None or device is None or not request.needs_agreement:
         return None
-    vote = FlagAllReduce(agreement, request, present, call)
-    check_request = replace(request, write=False, apply=False, agree=vote)
+    flag_all_reduce = FlagAllReduce(agreement, request, present, call)
+    check_request = replace(request, write=False, apply=False, agree=flag_all_reduce)
     decision = decide([Work(device, [])], check_request)
     if decision.scale is None:
         return decision
-    assert vote.ranks is not None
-    return decision.with_schedule_where(vote.ranks.reshape(()) > 0, request)
+    assert flag_all_reduce.ranks is not None
+    return decision.with_schedule_where(flag_all_reduce.ranks.reshape(()) > 0, request)
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def check_and_unscale_held(
     *,
     write: bool,
     uploads: dict[torch.device, Uploads],
-    call: Call = Call.JUDGES,
+    call: Call = Call.CHECK,
 ) -> Decision | None:
     """Do what :func:`check_and_unscale` does, for gradients that ``gradients.held`` returned.
 
@@ -137,10 +137,10 @@ def check_and_unscale_held(
         grads.append(grad)
         in_norm = agreement is None or agreement.in_norm(tensor, group, owner.key)
         rows.append(Row(grad.dtype, group=group, in_norm=in_norm, owner=owner))
-    vote = None
+    flag_all_reduce = None
     if agreement is not None and request.needs_agreement:
-        vote = FlagAllReduce(agreement, request, len(held), call)
-    check_request = replace(request, write=write, apply=False, agree=vote)
+        flag_all_reduce = FlagAllReduce(agreement, request, len(held), call)
+    check_request = replace(request, write=write, apply=False, agree=flag_all_reduce)
     decision = decide(works_of(rows, grads, uploads), check_request)
     for values, unscaled in copies:
         values.copy_(unscaled)
@@ -242,11 +242,11 @@ class SkipCauses:
             flag: a flag from an earlier check; ``None`` without one.
             device: the device of the decision.
         """
-        vote: Any = self._request.agree  # a FlagAllReduce
+        flag_all_reduce: Any = self._request.agree  # a FlagAllReduce
         loss_of_all = None
-        if vote is not None:
-            found, flag = vote(found, flag, device), None
-            loss_of_all = vote.loss
+        if flag_all_reduce is not None:
+            found, flag = flag_all_reduce(found, flag, device), None
+            loss_of_all = flag_all_reduce.loss
         checks: list[Check] = []
         for cause, loss in self._request.causes:
             if loss_of_all is not None:

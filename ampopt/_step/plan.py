@@ -123,7 +123,7 @@ class Plan:
             return False
         for work, places in zip(self.works, self._places, strict=True):
             work_grads = grads if len(places) == len(grads) else [grads[i] for i in places]
-            work.take(work_grads, self._settings.hyper)
+            work.refresh(work_grads, self._settings.hyper)
         return True
 
     def run(self, request: Request) -> Decision | None:
@@ -205,7 +205,7 @@ class _Guards:
         self._masters = masters
         self._present, self._indexed_masters = rule_rows.present, rule_rows.masters
         self._params = list(chain.from_iterable(group["params"] for group in groups))
-        self._dtensors = any(map(dtensor.is_spread, self._params))
+        self._dtensors = any(map(dtensor.is_dtensor, self._params))
         with_grad = set(rule_rows.present)
         self._absent = [p for p in self._params if p not in with_grad]
         self._process_group, self._state = optimizer.process_group, optimizer.state
@@ -243,7 +243,7 @@ class _Guards:
         grads = list(map(_grad_of, self._present))
         if self._dtensors and dtensor.placements(grads) != self._placements:
             for param in self._present:
-                dtensor.settle(param)
+                dtensor.redistribute_gradient(param)
             grads = list(map(_grad_of, self._present))
             self._placements = dtensor.placements(grads)
         if self._masters.unscaled:

@@ -38,11 +38,11 @@ Row = tuple[float, ...]
 class Call(enum.IntEnum):
     """The control point in which a rank takes part in the all-reduce."""
 
-    ABSTAINS = 0
+    RAISED = 0
     """The call of this rank raised; it takes part so that the others do not wait for it."""
-    JUDGES = 1
+    CHECK = 1
     MICRO_BATCH = 2
-    RENORMALISES = 3
+    AFTER_MICRO_BATCHES = 3
     CYCLE = 4
     CAUSES_OF_CYCLE = 5
     CLOSURE = 6
@@ -304,9 +304,9 @@ def _number(number: float) -> str:
 
 
 _CALLS = {
-    Call.JUDGES: "unscale, unscale_and_step or a scaler's step",
+    Call.CHECK: "unscale, unscale_and_step or a scaler's step",
     Call.MICRO_BATCH: 'accumulate(drop="micro_batch")',
-    Call.RENORMALISES: 'the step after accumulate(drop="micro_batch")',
+    Call.AFTER_MICRO_BATCHES: 'the step after accumulate(drop="micro_batch")',
     Call.CYCLE: "the step after accumulate",
     Call.CAUSES_OF_CYCLE: "the step after accumulate, with skip_when",
     Call.CLOSURE: "a step with a closure",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.all_reduce import Agreement
-from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.sharding.same_gradients import SameGradients
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.state import State
@@ -38,7 +38,7 @@ class RankSums:
             n_terms: the number of sums that the rule takes.
         """
         self._agreement, self._n_terms = agreement, n_terms
-        sharded = [p for group in param_groups for p in group["params"] if is_spread(p)]
+        sharded = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
         self._places = {id(param): place for place, param in enumerate(sharded)}
 
     def __call__(self, works: Sequence[Work], sums: Sums) -> Sums:
@@ -86,7 +86,7 @@ class LinesOfRanks:
             parts: the states that the rule declares.
         """
         self._agreement = agreement
-        params = [p for group in param_groups for p in group["params"] if is_spread(p)]
+        params = [p for group in param_groups for p in group["params"] if is_dtensor(p)]
         params = [param for param in params if param.ndim > 1]
         self._same = SameGradients(params)
         self._size = self._same.size  # the counts come first, the sums after them
@@ -113,10 +113,10 @@ class LinesOfRanks:
             for part, own in zip(row.marginals.parts, sums, strict=True):
                 if row.in_norm:
                     into = said[self._slices[row.owner.key, part.name]]
-                    row.marginals.spread.put(part, own[0], into)
+                    row.marginals.shard.put(part, own[0], into)
         self._add_up(said, keys)
         for row, sums in _rows_with(works, lines):
-            shape = row.marginals.spread.shape
+            shape = row.marginals.shard.shape
             for i, part in enumerate(row.marginals.parts):
                 whole = said[self._slices[row.owner.key, part.name]]
                 sums[i] = whole.view(1, *part.beside(shape))
@@ -149,5 +149,5 @@ def _rows_with(works: Sequence[Work], lines: Sequence[LineSums]) -> Iterator[tup
     for work, own in zip(works, lines, strict=True):
         for index, sums in own.items():
             row = work.rows[index]
-            if row.marginals is not None and row.marginals.spread is not None:
+            if row.marginals is not None and row.marginals.shard is not None:
                 yield row, sums

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ampopt._step.all_reduce import Agreement
-from ampopt._step.sharding.dtensor import is_spread, placements
+from ampopt._step.sharding.dtensor import is_dtensor, placements
 from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
 from ampopt._step.torch_private import is_flattened_by_fsdp1
 from ampopt.loss_scale.arguments import check_bool
@@ -69,7 +69,7 @@ def agreement(
         process_group = torch.distributed.group.WORLD
     if process_group is None and "torch.distributed.tensor" not in sys.modules:
         return None
-    sharded: list[Any] = [param for param in _params_of(param_groups) if is_spread(param)]
+    sharded: list[Any] = [param for param in _params_of(param_groups) if is_dtensor(param)]
     meshes = list(dict.fromkeys(param.device_mesh for param in sharded))
     if process_group is not None:
         _check_has_ranks_of(meshes, process_group)
@@ -226,7 +226,7 @@ def has_others(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bo
         return False
     if process_group is not None or is_fsdp1(param_groups):
         return True
-    return any(map(is_spread, _params_of(param_groups)))
+    return any(map(is_dtensor, _params_of(param_groups)))
 
 
 def _is_initialized() -> bool:

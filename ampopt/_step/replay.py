@@ -37,7 +37,7 @@ class Replay:
 
     Attributes:
         scale: the scale of the last evaluation, with which the next one starts.
-        successor: the next scale, as computed from the last evaluation.
+        next_scale: the next scale, as computed from the last evaluation.
         overflowed: whether the last evaluation overflowed and was accepted, as a scale with
             ``drop_overflow_update=False`` demands.
         found_inf: the overflow flag of the last evaluation.
@@ -72,7 +72,7 @@ class Replay:
                 closure has raised on any. ``None`` on one rank.
         """
         self._evaluate = evaluate
-        self.scale = self.successor = scale
+        self.scale = self.next_scale = scale
         self.overflowed, self.found_inf = False, None
         self._max_replays = max_replays
         self._devices = [d for d in devices if d.type in ACCELERATORS]
@@ -94,7 +94,7 @@ class Replay:
                 self._set_rng_state(state)
             look_anew()
             loss, finite, everywhere, verdict = self._evaluated()
-            self.found_inf, self.successor, decision = verdict()
+            self.found_inf, self.next_scale, decision = verdict()
             if self.scale is None:
                 return loss
             if not everywhere:
@@ -105,9 +105,9 @@ class Replay:
             if not self.overflowed or not drops(self.scale):
                 return loss
             self._discard(decision)
-            if self.successor is self.scale:
+            if self.next_scale is self.scale:
                 raise self._error("replays", f"{self.scale!r} has no smaller scale to replay with")
-            self.scale = self.successor
+            self.scale = self.next_scale
         raise self._error(
             "replays",
             f"gradients still overflow after {self._max_replays} replays (max_replays)",

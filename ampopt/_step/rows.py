@@ -12,7 +12,7 @@ from ampopt._step.masters import Masters, needs_master
 from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
 from ampopt._step.settings import Variants
 from ampopt._step.sharding import dtensor
-from ampopt._step.sharding.shards import SpreadMarginals, places_of
+from ampopt._step.sharding.shards import ShardedMarginals, places_of
 from ampopt._step.state_checks import KEYS
 from ampopt.options import is_stochastic
 from ampopt_kernels.marginals import Marginals
@@ -152,9 +152,9 @@ class RuleRows:
         )
         if marginals:
             kept = [local(state[part.name]) for part in marginals]
-            spread = SpreadMarginals(param) if dtensor.is_spread(param) else None
+            shard = ShardedMarginals(param) if dtensor.is_dtensor(param) else None
             size = (param.shape[-2], param.shape[-1])
-            row.marginals = Marginals.of(marginals, kept, p, row.compute_dtype, size, spread)
+            row.marginals = Marginals.of(marginals, kept, p, row.compute_dtype, size, shard)
         return row, grad
 
     def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:

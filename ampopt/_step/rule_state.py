@@ -107,7 +107,7 @@ def convert(
         if has_master or part.dtype is not None:
             value = value.to(_dtype_of(part, torch.float32 if has_master else param.dtype))
         if part.shape is not None:
-            value = dtensor.on_each_rank(value).contiguous()
+            value = dtensor.as_replicated(value).contiguous()
         if value.is_conj() or value.is_neg():  # kernels read memory without the lazy sign
             value = value.resolve_conj().resolve_neg()
         if overlaps_itself(dtensor.local(value)):
@@ -148,13 +148,13 @@ def _new_state(part: State, like: Tensor, dtype: torch.dtype, initial: Any) -> T
     """
     if part.shape is not None:
         new = torch.empty(part.beside(like.shape), dtype=dtype, device=like.device).fill_(initial)
-        return dtensor.replicated(new, like) if dtensor.is_spread(like) else new
+        return dtensor.replicated_like(new, like) if dtensor.is_dtensor(like) else new
     new = torch.empty_like(dtensor.local(like), dtype=dtype)
     if initial is None:
         new.copy_(dtensor.local(like))
     else:
         real(new).fill_(initial)
-    return dtensor.spread_like(new, like)
+    return dtensor.from_local_like(new, like)
 
 
 def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], name: str) -> None:
@@ -183,7 +183,7 @@ def lay_end_to_end(params: Sequence[Tensor], states: Sequence[dict[str, Any]], n
         buffer = torch.cat([old.detach().reshape(-1) for _, _, old in entries])
         parts = buffer.split([old.numel() for _, _, old in entries])
         for (state, whole, old), part in zip(entries, parts, strict=True):
-            state[name] = dtensor.spread_like(part.view(old.shape), whole)
+            state[name] = dtensor.from_local_like(part.view(old.shape), whole)
 
 
 def shares_storage(tensor: Tensor) -> bool:

@@ -156,14 +156,14 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -
 
 def _check_sharding(what: str, param: Any, value: Any) -> None:
     """Raise unless a state has the mesh and placements of its parameter."""
-    spread = dtensor.is_spread(param)
-    if dtensor.is_spread(value) != spread:
+    distributed = dtensor.is_dtensor(param)
+    if dtensor.is_dtensor(value) != distributed:
         raise RuntimeError(
             f"{what} is a {type(value).__name__}, which the parameter is not: load it with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict, which shards states "
             "like their parameters"
         )
-    if not spread:
+    if not distributed:
         return
     if value.device_mesh != param.device_mesh or value.placements != param.placements:
         raise RuntimeError(

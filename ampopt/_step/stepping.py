@@ -58,13 +58,13 @@ class Pending:
             returned.
         scale: the loss scale that was passed to ``unscale``; ``None`` for gradients without a
             scale.
-        successor: the next loss scale, which ``unscale`` returned.
+        next_scale: the next loss scale, which ``unscale`` returned.
         decision: the result of the check; ``None`` without gradients, or without a scale.
     """
 
     found_inf: Tensor
     scale: AnyScale | None
-    successor: Any
+    next_scale: Any
     decision: Decision | None = None
 
 
@@ -313,7 +313,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Copy gradients without a scale to the master weights, as :meth:`unscale` does others."""
         if self.runner is not None:
             self.runner.checks.need_torch()
-        self.masters.take(gradients.held(self.optimizer.param_groups))
+        self.masters.copy_gradients(gradients.held(self.optimizer.param_groups))
 
     def end_cycle(self, request: Request) -> Decision | None:
         """Assign the accumulated sums to ``p.grad``; see ``accumulated_step``."""
@@ -417,14 +417,14 @@ class StepStrategy(RefersToOptimizer, ABC):
                 "optimizer.unscale_and_step(grads_scaled_by=scale)`"
             )
 
-    def mark_given(self, given: Any, successor: Any) -> None:
+    def mark_given(self, given: Any, next_scale: Any) -> None:
         """Like :meth:`mark_stepped`, for an argument of a caller, which may be a plain number."""
         if isinstance(given, LossScale):
-            self.mark_stepped(given, successor)
+            self.mark_stepped(given, next_scale)
 
-    def mark_stepped(self, scale: AnyScale | None, successor: Any) -> None:
+    def mark_stepped(self, scale: AnyScale | None, next_scale: Any) -> None:
         """Record that a step has used ``scale``, unless the next scale is the same object."""
-        if scale is not None and scale._generation is not None and successor is not scale:
+        if scale is not None and scale._generation is not None and next_scale is not scale:
             self._stepped_with.add(scale._generation)
 
     def end_pending(self) -> None:
@@ -432,7 +432,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         if self.accumulation.swapped_in:
             self.accumulation.restore_gradients()
         if self.pending is not None:
-            self.mark_stepped(self.pending.scale, self.pending.successor)
+            self.mark_stepped(self.pending.scale, self.pending.next_scale)
             self.pending = None
 
     def refuse_unfinished(self, call: str) -> None:

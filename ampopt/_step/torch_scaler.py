@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ampopt._step.stepping import StepOutcome
     from ampopt.optimizer import Optimizer
 
-__all__ = ["ScalerHandoff", "SupportsAmpScaling", "wrap_step", "take"]
+__all__ = ["ScalerHandoff", "SupportsAmpScaling", "take_handoff", "wrap_step"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class SupportsAmpScaling:
         return optimizer is None or not ranks.is_fsdp1(optimizer.param_groups)
 
 
-def take(
+def take_handoff(
     optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ScalerHandoff | None:
     """Remove the attributes that a scaler has set, and return their values.
@@ -139,7 +139,7 @@ def wrap_step(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
 def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def wrapper(self: "Optimizer", *args: Any, **kwargs: Any) -> Any:
-        handoff = take(self, args, kwargs)
+        handoff = take_handoff(self, args, kwargs)
         if handoff is None:
             returned = step(self, *args, **kwargs)
             _end_pending(self)  # if torch's hooks, which do so, are not around this step

@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import OptState
 from ampopt._step import gradients
 from ampopt._step.overflow import check_and_unscale
 from ampopt._step.torch_private import mark_as_called
-from ampopt.loss_scale.arguments import request_for, successor_of
+from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.loss_scale.base import LossScale
 from ampopt.results import as_flag
 from ampopt_kernels.decision import Request
@@ -35,7 +35,7 @@ class Record:
         process_group: the ranks that decide together about its steps.
         stage: torch's ``OptState``: ready, unscaled or stepped.
         found_inf: a tensor, more than 0 after an overflow; ``None`` until gradients were checked.
-        successor: the next scale, computed from ``scale``; ``scale`` itself without gradients.
+        next_scale: the next scale, computed from ``scale``; ``scale`` itself without gradients.
         owned: whether its own ``unscale`` was called, so that ``step_after_unscale`` must follow.
         holder: the ampopt optimizer that has unscaled, which can be inside a wrapper.
         pending: the holder's pending unscale, to detect that it was discarded since.
@@ -48,7 +48,7 @@ class Record:
     process_group: Any = None
     stage: OptState = OptState.READY
     found_inf: Tensor | None = None
-    successor: LossScale | None = None
+    next_scale: LossScale | None = None
     owned: bool = False
     holder: Any = None
     pending: Any = None
@@ -58,9 +58,9 @@ class Record:
         """Whether this is the record of ``optimizer``, or of the optimizer that it wraps."""
         return optimizer is self.optimizer or optimizer.param_groups is self.groups
 
-    def set_result(self, found_inf: Tensor | None, successor: LossScale) -> None:
+    def set_result(self, found_inf: Tensor | None, next_scale: LossScale) -> None:
         """Store the overflow flag of the gradients and the next scale."""
-        self.found_inf, self.successor = found_inf, successor
+        self.found_inf, self.next_scale = found_inf, next_scale
 
     @property
     def skipped(self) -> bool:
@@ -108,7 +108,7 @@ def check_gradients(
         return
     found_inf = as_flag(decision.found_inf, decision.overflow_details)
     if times is None:
-        record.set_result(found_inf, successor_of(scale, decision))
+        record.set_result(found_inf, next_scale_of(scale, decision))
     else:
         record.set_result(found_inf, scale.next(found_inf))
 

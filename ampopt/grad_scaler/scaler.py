@@ -299,9 +299,9 @@ class GradScaler(scheduled.ScheduledScaler):
             scale = scheduled.at(self._loss_scale, new_scale)
         else:
             candidates = [
-                record.successor
+                record.next_scale
                 for record in self._records
-                if record.successor is not None and record.successor is not record.scale
+                if record.next_scale is not None and record.next_scale is not record.scale
             ]
             scale = self._loss_scale
             if candidates:

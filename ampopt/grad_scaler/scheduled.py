@@ -150,7 +150,7 @@ def at(scale: LossScale, value: Any) -> LossScale:
             raise ValueError(f"new_scale must be from {low!r} to {high!r}, got {value!r}")
         new = torch.full_like(scale.value, number)
     assert scale._counters is not None
-    return scale._successor(new, scale._counters)
+    return scale._with(new, scale._counters)
 
 
 def changed(scale: LossScale, **settings: Any) -> LossScale:

@@ -31,7 +31,7 @@ __all__ = [
     "no_scale",
     "request_for",
     "rounded",
-    "successor_of",
+    "next_scale_of",
 ]
 
 SMALLEST_SCALE = 2.0**-126
@@ -239,7 +239,7 @@ class BareScale(AnyScale):
         self._policy = _HALVED_IN_CLOSURES if in_closure else _HALVED
         self._counters = held.get("counters of a bare scale", [0, 0], torch.int32, value.device)
 
-    def _successor(self, value: Tensor, counters: Tensor) -> Tensor:
+    def _with(self, value: Tensor, counters: Tensor) -> Tensor:
         return value
 
     def _unstepped(self) -> Tensor:
@@ -322,15 +322,15 @@ def request_for(scale: AnyScale | None, **asked: Any) -> Request:
     )
 
 
-def successor_of(scale: AnyScale | None, decision: Decision | None) -> Any:
+def next_scale_of(scale: AnyScale | None, decision: Decision | None) -> Any:
     """The next scale, as the caller gets it; ``decision`` is ``None`` without gradients."""
     if scale is None:
         return None
     if decision is None:
         return scale._unstepped()
     decided: Any = decision  # has the next scale and counters if the scale has a policy
-    successor = scale._successor(decided.scale, decided.counters)
+    next_scale = scale._with(decided.scale, decided.counters)
     seen = decision.coefficients  # no tensor if the host has read it, and so the scale, too
-    if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(successor, LossScale):
-        successor._warn_if_collapsed()
-    return successor
+    if not isinstance(seen, Tensor) and seen.skip > 0 and isinstance(next_scale, LossScale):
+        next_scale._warn_if_collapsed()
+    return next_scale

@@ -38,7 +38,7 @@ class AnyScale(ABC):
       scale; ``None`` for a scale that never changes;
     * ``_counters``, if there is a ``_policy``: an int32 tensor of shape (2,) with the finite steps
       counted towards the next growth, and the overflows left before the scale is lowered;
-    * ``_successor(value, counters)``: the next scale, as the caller gets it, from the value and the
+    * ``_with(value, counters)``: the next scale, as the caller gets it, from the value and the
       counters that the device computed;
     * ``_unstepped()``: the next scale, as the caller gets it, if no parameter had a gradient;
     * ``_generation``: a weakly referenceable object that identifies this value of the scale. An
@@ -64,7 +64,7 @@ class AnyScale(ABC):
         return self._drop
 
     @abstractmethod
-    def _successor(self, value: Tensor, counters: Tensor) -> Any: ...
+    def _with(self, value: Tensor, counters: Tensor) -> Any: ...
 
     @abstractmethod
     def _unstepped(self) -> Any: ...
@@ -224,7 +224,7 @@ class LossScale(AnyScale):
             )
 
     @abstractmethod
-    def _successor(self, value: Tensor, counters: Tensor) -> "LossScale": ...
+    def _with(self, value: Tensor, counters: Tensor) -> "LossScale": ...
 
     def _unstepped(self) -> "LossScale":
         return self

@@ -83,4 +83,4 @@ def _smaller(a: LossScale, b: LossScale) -> LossScale:
         counters_a,
         torch.where(value_b < value_a, counters_b, torch.minimum(counters_a, counters_b)),
     )
-    return a._successor(torch.minimum(value_a, value_b), counters)
+    return a._with(torch.minimum(value_a, value_b), counters)

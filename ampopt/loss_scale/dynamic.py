@@ -209,7 +209,7 @@ class DynamicLossScale(LossScale):
             new = _advance(
                 self._value.item(), *self._counters.tolist(), found, self._schedule.policy
             )
-            return self._successor(*self._tensors(*new))
+            return self._with(*self._tensors(*new))
         device, dtype = self._value.device, widest(self._value.device)
         if isinstance(flag, Tensor):
             flag = to_device(flag.reshape(()), device, dtype)
@@ -221,7 +221,7 @@ class DynamicLossScale(LossScale):
             flag,
             self._schedule.policy,
         )
-        return self._successor(value.to(torch.float32), torch.stack(counters).to(torch.int32))
+        return self._with(value.to(torch.float32), torch.stack(counters).to(torch.int32))
 
     def item(self) -> float:
         """The scale as a Python number; see :meth:`LossScale.item`. Synchronizes."""
@@ -276,7 +276,7 @@ class DynamicLossScale(LossScale):
         self._schedule, self._policy = schedule, schedule.policy
         self._set(value, counters, self._placed)
 
-    def _successor(self, value: Tensor, counters: Tensor) -> "DynamicLossScale":
+    def _with(self, value: Tensor, counters: Tensor) -> "DynamicLossScale":
         new = type(self).__new__(type(self))
         new._schedule, new._collapse = self._schedule, self._collapse
         new._policy = self._policy

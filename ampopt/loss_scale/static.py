@@ -69,7 +69,7 @@ class StaticLossScale(LossScale):
         number, drop = _check_static(entries["value"], entries["drop_overflow_update"])
         self._take(number, drop, self._placed)
 
-    def _successor(self, value: Tensor, counters: Tensor) -> "StaticLossScale":
+    def _with(self, value: Tensor, counters: Tensor) -> "StaticLossScale":
         return self
 
     def _settings(self) -> dict[str, Any]:

@@ -35,14 +35,14 @@ def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None
     """
     params = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     held = [(group, p) for group, p in params if p.grad is not None]
-    meeting = _Meeting.of(optimizer, [p for _, p in params if dtensor.is_spread(p)])
+    meeting = _Meeting.of(optimizer, [p for _, p in params if dtensor.is_dtensor(p)])
     if meeting is None or any(p.is_complex() or p.grad.is_sparse for _, p in held):
         return False
     device = params[0][1].device
-    matrices = meeting.matrices([p for _, p in held if dtensor.is_spread(p)], device)
+    matrices = meeting.matrices([p for _, p in held if dtensor.is_dtensor(p)], device)
     updates = {p: _update(optimizer, group, p, make_state) for group, p in held}
     groups = {p: group for group, p in held}
-    whole: dict[Any, Tensor] = {p: u for p, u in updates.items() if not dtensor.is_spread(p)}
+    whole: dict[Any, Tensor] = {p: u for p, u in updates.items() if not dtensor.is_dtensor(p)}
     if matrices.params:
         gathered = matrices.gathered([updates[p] for p in matrices.params])
         whole |= {matrices.params[number]: update for number, update in gathered.items()}
@@ -66,7 +66,7 @@ def _update(
     optimizer: Any, group: dict[str, Any], param: Any, make_state: Callable[[Any, Tensor], None]
 ) -> Tensor:
     """This rank's shard of the momentum to orthogonalize, in bfloat16, as torch computes it."""
-    dtensor.settle(param)
+    dtensor.redistribute_gradient(param)
     make_state(optimizer, param)
     buffer = dtensor.local(optimizer.state[param]["momentum_buffer"])
     grad, momentum = dtensor.local(param.grad), group["momentum"]

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt._step.ordinary import OrdinaryStep
-from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StrategyAttribute
 from ampopt.optim._sharded_muon import step_whole_matrices
@@ -56,7 +56,7 @@ class Muon(Optimizer, torch.optim.Muon):
         Raises:
             RuntimeError: some ranks have gradients of ``DTensor``s that others have not.
         """
-        if not any(is_spread(p) for group in self.param_groups for p in group["params"]):
+        if not any(is_dtensor(p) for group in self.param_groups for p in group["params"]):
             return _torchs_step(self, closure)
         loss = None
         if closure is not None:

@@ -9,7 +9,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from ampopt._step import gradients
-from ampopt._step.closures import evaluated
+from ampopt._step.closures import call_closure
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.stepping import StrategyAttribute
 from ampopt._step.torch_private import uncompiled
@@ -76,7 +76,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         Raises:
             RuntimeError: a gradient is dense. Nothing has changed then.
         """
-        loss = evaluated(closure)
+        loss = call_closure(closure)
         present = gradients.with_groups(self.param_groups)
         if not all(grad.is_sparse for _, _, grad in present):
             raise RuntimeError(

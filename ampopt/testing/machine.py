@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
         result = self.optimizer.unscale(grads_scaled_by=self.scale)
         assert bool(result.found_inf > 0) is self.overflows
         self.pending = self.overflows
-        self.successor = result.scale
+        self.next_scale = result.scale
 
     @property
     def splits(self) -> bool:
@@ -281,7 +281,7 @@ class Machine(RuleBasedStateMachine):
         self.happened(before)
         if self.kind == "dynamic":
             self.finite += 1
-        self.scale = self.successor
+        self.scale = self.next_scale
         self.grow()
         self.drop()
 

@@ -331,7 +331,7 @@ def _copied(scale: Any) -> Any:
     """A dynamic scale with tensors of its own; any other scale, which no step changes, itself."""
     if scale is None or scale._counters is None:
         return scale
-    return scale._successor(scale._value.clone(), scale._counters.clone())
+    return scale._with(scale._value.clone(), scale._counters.clone())
 
 
 def _kind(leaf: Any) -> Any:

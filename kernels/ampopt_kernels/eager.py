@@ -113,7 +113,7 @@ class Eager(Backend):
         rule, found = work.rule, {}
         assert rule is not None
         for index, (row, given) in enumerate(_before_reduce(work, rule, decision)):
-            if row.marginals is not None and row.marginals.spread is not None:
+            if row.marginals is not None and row.marginals.shard is not None:
                 read = (work.grads[index], *row.written[: 1 + len(row.state)])
                 found[index] = sums_of(rule, row.marginals, row.flags, read, given)
         return found

@@ -64,7 +64,7 @@ class Marginals:
             shard, contiguous, in the arithmetic dtype. Each step overwrites it.
         shape: shape of this rank's shard.
         size: row count m and column count n of the whole parameter.
-        spread: for a sharded parameter, an object whose ``here(part, factors)`` returns the slice
+        shard: for a sharded parameter, an object whose ``here(part, factors)`` returns the slice
             of whole-parameter factors that belongs to this rank's shard; else ``None``.
     """
 
@@ -73,7 +73,7 @@ class Marginals:
     factors: tuple[Tensor, ...]
     shape: tuple[int, ...]
     size: tuple[int, int]
-    spread: Any = None
+    shard: Any = None
 
     @staticmethod
     def of(
@@ -82,7 +82,7 @@ class Marginals:
         param: Tensor,
         dtype: torch.dtype,
         size: tuple[int, int],
-        spread: Any = None,
+        shard: Any = None,
     ) -> "Marginals":
         """The marginals of ``param``, with factors of 0.
 
@@ -92,11 +92,11 @@ class Marginals:
             param: this rank's shard, or the whole parameter.
             dtype: dtype of the factors.
             size: row and column count of the whole parameter.
-            spread: as :attr:`spread`.
+            shard: as :attr:`shard`.
         """
         shape = tuple(param.shape)
         factors = [torch.zeros(p.beside(shape), dtype=dtype, device=param.device) for p in parts]
-        return Marginals(parts, tuple(states), tuple(factors), shape, size, spread)
+        return Marginals(parts, tuple(states), tuple(factors), shape, size, shard)
 
     @property
     def numel(self) -> int:
@@ -178,7 +178,7 @@ def advance(
     if first.is_empty:
         return
     assert rule.factors is not None
-    dtype, spread = first.factors[0].dtype, first.spread
+    dtype, shard = first.factors[0].dtype, first.shard
     means = first.means(sums)
     # One at a time: on a stack, torch may sum in another order, and so round differently.
     for own, numbers, *mean in zip(several, h, *means, strict=True):
@@ -187,8 +187,8 @@ def advance(
         for state, value in zip(own.states, new, strict=True):
             value = value.to(state.dtype)
             state.copy_(value if skip is None else torch.where(skip > 0, state, value))
-        if spread is not None:
-            factors = map(spread.here, own.parts, factors)
+        if shard is not None:
+            factors = map(shard.here, own.parts, factors)
         for room, factor in zip(own.factors, factors, strict=True):
             room.copy_(factor)
 
@@ -217,15 +217,15 @@ def advance_stack(
     if first.is_empty:
         return
     assert rule.factors is not None
-    dtype, spread = first.factors[0].dtype, first.spread
+    dtype, shard = first.factors[0].dtype, first.shard
     means = first.means(sums)
     old = [torch.stack(states) for states in zip(*(own.states for own in several), strict=True)]
     numbers = h.to(dtype).T.reshape(h.shape[1], -1, *[1] * len(first.shape)).unbind()
     before = tuple(state.to(dtype) for state in old)
     new, factors = rule.factors(tuple(means), before, numbers, flags)
-    if spread is not None:
+    if shard is not None:
         here = zip(first.parts, factors, strict=True)
-        factors = [spread.here(part, factor[0])[None] for part, factor in here]
+        factors = [shard.here(part, factor[0])[None] for part, factor in here]
     copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
     states, rooms = ([*own.states] for own in several), ([*own.factors] for own in several)
     for kept, state, value in zip(zip(*states, strict=True), old, new, strict=True):

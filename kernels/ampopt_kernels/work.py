@@ -130,7 +130,7 @@ class Work:
         """The arithmetic dtype of each row."""
         return [row.compute_dtype for row in self.rows]
 
-    def take(self, grads: list[Tensor], hyper: Sequence[Sequence[float | Tensor]]) -> None:
+    def refresh(self, grads: list[Tensor], hyper: Sequence[Sequence[float | Tensor]]) -> None:
         """Replace gradients and hyperparameters.
 
         Args:

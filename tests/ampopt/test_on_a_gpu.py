@@ -84,9 +84,7 @@ def test_a_step_captured_by_hand_replays_through_overflow_and_growth():
         give(params, 1.0)
 
         def step(optimizer: Any = optimizer, scale: Any = first, kept: Any = (value, counters)):
-            result = optimizer.unscale_and_step(
-                grads_scaled_by=scale._successor(*kept), max_norm=1.0
-            )
+            result = optimizer.unscale_and_step(grads_scaled_by=scale._with(*kept), max_norm=1.0)
             kept[0].copy_(result.scale._value)
             kept[1].copy_(result.scale._counters)
 

@@ -242,7 +242,7 @@ class GrowsOnNothing(OwnHooks):
         found_inf, scale = super().unscale(grads_scaled_by)
         if scale is grads_scaled_by and isinstance(scale, ampopt.DynamicLossScale):
             scale = scale.next(0.0)
-            self._ampopt.pending = replace(self._ampopt.pending, successor=scale)
+            self._ampopt.pending = replace(self._ampopt.pending, next_scale=scale)
         return ampopt.Unscaled(found_inf, scale)
 
 

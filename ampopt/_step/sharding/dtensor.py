@@ -10,19 +10,19 @@ from torch import Tensor
 from ampopt._step.torch_private import LOCAL_TENSOR, SPEC
 
 __all__ = [
-    "is_spread",
+    "as_replicated",
+    "from_local_like",
+    "is_dtensor",
     "local",
     "local_of_each",
-    "on_each_rank",
     "placed_as",
     "placements",
-    "replicated",
-    "settle",
-    "spread_like",
+    "redistribute_gradient",
+    "replicated_like",
 ]
 
 
-def is_spread(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether ``tensor`` is a ``DTensor``, sharded or replicated."""
     # Not imported here, as that takes time: whoever made a DTensor has imported it.
     module = sys.modules.get("torch.distributed.tensor")
@@ -31,7 +31,7 @@ def is_spread(tensor: Any) -> bool:
 
 def local(tensor: Any) -> Tensor:
     """The local shard of a ``DTensor``, in the same memory; any other tensor itself."""
-    if not is_spread(tensor):
+    if not is_dtensor(tensor):
         return tensor
     part = getattr(tensor, LOCAL_TENSOR)
     return part if type(part) is Tensor else _waited_for(part)
@@ -57,7 +57,7 @@ def placements(tensors: list[Any]) -> list[Any]:
     return list(map(getattr, tensors, repeat(SPEC), repeat(None)))
 
 
-def settle(param: Any) -> None:
+def redistribute_gradient(param: Any) -> None:
     """Redistribute the gradient of ``param`` to the placements of ``param``, if they differ.
 
     For a ``Partial`` gradient that is a collective, which all ranks of its mesh have to call.
@@ -69,14 +69,14 @@ def settle(param: Any) -> None:
 
 def placed_as(tensor: Any, like: Any) -> Any:
     """``tensor`` with the placements of ``like``; itself unless both are ``DTensor``s."""
-    if not (is_spread(tensor) and is_spread(like)) or tensor.placements == like.placements:
+    if not (is_dtensor(tensor) and is_dtensor(like)) or tensor.placements == like.placements:
         return tensor
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
-def spread_like(part: Tensor, like: Any) -> Any:
+def from_local_like(part: Tensor, like: Any) -> Any:
     """A ``DTensor`` with the local shard ``part``, placed as ``like``; ``part`` if it is none."""
-    if not is_spread(like):
+    if not is_dtensor(like):
         return part
     # A DTensor made from a view into a larger buffer takes over its storage offset, and cannot be
     # deep-copied. So it is made from another tensor, whose place the view then takes.
@@ -94,16 +94,16 @@ def spread_like(part: Tensor, like: Any) -> Any:
     return whole
 
 
-def on_each_rank(state: Any) -> Any:
-    """``state`` replicated, as a step makes it: a loaded one may be sharded."""
-    if not is_spread(state) or all(p.is_replicate() for p in state.placements):
+def as_replicated(state: Any) -> Any:
+    """``state``, redistributed if it is not replicated, as a loaded one may be."""
+    if not is_dtensor(state) or all(p.is_replicate() for p in state.placements):
         return state
     from torch.distributed.tensor import Replicate
 
     return state.redistribute(placements=[Replicate()] * state.device_mesh.ndim)
 
 
-def replicated(tensor: Tensor, param: Any) -> Any:
+def replicated_like(tensor: Tensor, param: Any) -> Any:
     """``tensor``, equal on all ranks, as a replicated ``DTensor`` on the mesh of ``param``."""
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt._step.sharding.dtensor import is_spread
+from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.state import State
 
-__all__ = ["Run", "SpreadMarginals", "boxes", "places_of", "runs_at", "runs_of"]
+__all__ = ["Run", "ShardedMarginals", "boxes", "places_of", "runs_at", "runs_of"]
 
 
 class Run(NamedTuple):
@@ -102,7 +102,7 @@ def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:
         local: its local shard, real and dense, as it is stepped.
         contiguous: whether one process would step a contiguous copy.
     """
-    runs = runs_of(param) if is_spread(param) else None
+    runs = runs_of(param) if is_dtensor(param) else None
     if runs is None or not local.numel():
         return Places()
     whole = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
@@ -146,7 +146,7 @@ def _places(runs: list[list[Run]], local: Sequence[int], whole: Sequence[int]) -
     return Places(first, tuple(sorted(jumps)))
 
 
-class SpreadMarginals:
+class ShardedMarginals:
     """The place of a local shard's rows and columns in the whole ``DTensor``.
 
     Attributes:

@@ -126,7 +126,7 @@ class CpuBackend(Backend):
         assert rule is not None
         found: LineSums = {}
         for block, bundle in () if skip > 0 else work.table.bundles:
-            if bundle.marginals and bundle.marginals[0].spread is not None:  # never bundled
+            if bundle.marginals and bundle.marginals[0].shard is not None:  # never bundled
                 h = (inverse, clip, *block.before_reduce(rule, work.hyper))
                 tensors = (bundle.gather(work), bundle.param, *bundle.states)
                 rows = list(bundle.each(h))

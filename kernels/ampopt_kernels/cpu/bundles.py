@@ -310,7 +310,7 @@ def _stackable(last: Marginals | None, own: Marginals | None) -> bool:
     """Return whether two parameters, one after the other in memory, form a stack of matrices."""
     if last is None or own is None:
         return last is own
-    return last.shape == own.shape and last.spread is own.spread is None
+    return last.shape == own.shape and last.shard is own.shard is None
 
 
 def _end_to_end(several: list[Marginals]) -> list[Marginals]:

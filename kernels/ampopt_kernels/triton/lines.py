@@ -124,7 +124,7 @@ class Lines:
         of_kind: dict[Any, list[int]] = {}
         for index, row in enumerate(rows):
             if (marginals := row.marginals) is not None:
-                alone = None if marginals.spread is None else index
+                alone = None if marginals.shard is None else index
                 layout = (marginals.parts, marginals.shape, marginals.size)
                 key = (row.kind, aligned[index], *layout, alone)
                 of_kind.setdefault(key, []).append(index)

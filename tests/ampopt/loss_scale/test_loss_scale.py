@@ -239,7 +239,7 @@ class TestValueSemantics:
         scale = DynamicLossScale()
         others = [
             scale.next(0),
-            scale._successor(scale.value, counters(scale)),
+            scale._with(scale.value, counters(scale)),
             copy.copy(scale),
             copy.deepcopy(scale),
             pickle.loads(pickle.dumps(scale)),
@@ -274,7 +274,7 @@ class TestValueSemantics:
         assert scale.drop_overflow_update is True
         assert scale._policy == (2.0, 0.5, 5.0, 4.0, 2.0, 1.0, 0.0, FLOOR, math.inf, 0.0)
         assert counters(scale).tolist() == [0, 2]
-        successor = scale._successor(torch.tensor(3.0), torch.tensor([1, 1], dtype=torch.int32))
+        successor = scale._with(torch.tensor(3.0), torch.tensor([1, 1], dtype=torch.int32))
         assert type(successor) is DynamicLossScale
         assert state(successor) == (3.0, [1, 1])
         assert successor._policy is scale.next(0)._policy is scale._policy
@@ -283,7 +283,7 @@ class TestValueSemantics:
         scale = StaticLossScale(3.0)
         assert scale.value.dtype == torch.float32 and scale.value.shape == ()
         assert scale._policy is scale._counters is None
-        assert scale._successor(torch.tensor(1.0), torch.zeros(2)) is scale
+        assert scale._with(torch.tensor(1.0), torch.zeros(2)) is scale
         assert scale.next(1.0) is scale
         assert scale.drop_overflow_update is True
         assert StaticLossScale(3.0, False).drop_overflow_update is False
@@ -582,7 +582,7 @@ class TestNextScale:
 
     @given(scale=scales())
     def test_an_overflow_prevails_over_an_optimizer_that_saw_no_gradients(self, scale):
-        unchanged = scale._successor(scale.value, counters(scale))
+        unchanged = scale._with(scale.value, counters(scale))
         lowered = scale.next(True)
         value, (growth, budget) = state(next_scale(lowered, unchanged))
         assert (value, growth) == (lowered.item(), 0)

@@ -94,7 +94,7 @@ def test_a_decision_of_ranks_is_captured_and_replayed(form):
         value, counters = first._value.clone(), first._counters.clone()
 
         def step(optimizer: Any = optimizer, scale: Any = first, kept: Any = (value, counters)):
-            now = scale._successor(*kept)
+            now = scale._with(*kept)
             result = optimizer.unscale_and_step(grads_scaled_by=now, max_norm=1.0)
             kept[0].copy_(result.scale._value)
             kept[1].copy_(result.scale._counters)

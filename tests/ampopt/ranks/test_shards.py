@@ -122,9 +122,8 @@ def trained(
         held = [{"param": p, **optimizer.state.get(p, {})} for p in params]
         for p, kept in zip(params, held, strict=True):
             for key, value in kept.items():
-                assert value.shape != p.shape or dtensor.is_spread(value) == dtensor.is_spread(p), (
-                    f"{key} is {type(value)}"
-                )
+                alike = dtensor.is_dtensor(value) == dtensor.is_dtensor(p)
+                assert value.shape != p.shape or alike, f"{key} is {type(value)}"
         together = [{key: bits(whole(value)) for key, value in kept.items()} for kept in held]
         told.append((found_inf.item(), scale.item(), norm, together))
     ampopt.set_backend("auto")

@@ -143,7 +143,7 @@ def test_update_is_compiled_beforehand_once_for_each_kind(monkeypatch):
     work = WorkPlan((row(), row(dtype=torch.float64)), rules.sgd, (HYPER,)).build().work
     for _ in range(2):
         run(lambda _: backend, [work], Request())
-        work.take(list(work.grads), work.hyper)
+        work.refresh(list(work.grads), work.hyper)
     assert [programs for programs, _ in updates] == [0, 0, 1, 1, 1, 1]
     assert updates[0][1] == updates[2][1] == updates[4][1]
 
@@ -182,7 +182,7 @@ def test_gradients_that_moved_are_asked_for_their_addresses_once(monkeypatch, in
     launched(work, Request(max_norm=1.0, scale=torch.ones(())))
     asked, data_ptr = [], torch.Tensor.data_ptr
     grads = [grad.clone() for grad in work.grads]
-    work.take(grads, work.hyper)
+    work.refresh(grads, work.hyper)
 
     def asked_for(tensor):
         asked.append(tensor)
