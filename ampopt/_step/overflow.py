@@ -227,6 +227,14 @@ class SkipCauses:
         request, self._works = self._request, works
         measures = any(cause.needs_norm for cause, _ in request.causes)
         max_norm = float("inf") if request.max_norm is None and measures else request.max_norm
+        device = works[0].device
+        backend_for(device).prepare_checks(
+            device,
+            request.found_inf if request.agree is None else None,  # the all-reduce includes it
+            norm=max_norm is not None,
+            values=any(cause.needs_values for cause, _ in request.causes),
+            statistics=any(cause.needs_statistics for cause, _ in request.causes),
+        )
         decision = run(backend_for, works, replace(request, agree=self, max_norm=max_norm))
         cause = self._cause
         assert cause is not None

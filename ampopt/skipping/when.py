@@ -183,6 +183,17 @@ class skip_when:
         """Whether the loss is to be had."""
         return "loss" in self._watched
 
+    @property
+    def needs_values(self) -> bool:
+        """Whether a check is of another number than the norm."""
+        windows = [isinstance(h, WindowStatistics) for h in self._histories.values()]
+        return self.needs_loss or any(windows)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether a check reads running statistics."""
+        return any(isinstance(history, Running) for history in self._histories.values())
+
     def checks(
         self, squares: Tensor | None, loss: Tensor | None, device: torch.device
     ) -> list[Check]:

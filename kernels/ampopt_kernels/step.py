@@ -50,15 +50,35 @@ class Backend(ABC):
                 from another device.
         """
 
-    def prepare_gradients(self, work: Work, request: Request, *, decides: bool) -> None:  # noqa: B027
-        """Run the part of :meth:`accumulate`, or of a writing :meth:`detect`, that may fail.
+    def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:  # noqa: B027
+        """Run the part of :meth:`detect`, :meth:`accumulate` and :meth:`control` that may fail.
 
-        Called for the works of all devices before any gradient or sum changes.
+        Called for the works of all devices if something is written before control has decided:
+        gradients, their sums, or the statistics of skip checks.
 
         Args:
             work: the rows and gradients of one device.
-            request: has ``accumulate`` or ``write``, and no ``apply``.
+            request: has ``write``, ``accumulate`` or ``causes``.
             decides: whether :meth:`control` makes the decision with this work.
+        """
+
+    def prepare_checks(  # noqa: B027
+        self,
+        device: torch.device,
+        found_inf: Tensor | None,
+        *,
+        norm: bool,
+        values: bool,
+        statistics: bool,
+    ) -> None:
+        """Run the part of :meth:`find_cause` that may fail, before anything changes.
+
+        Args:
+            device: the device of the checks.
+            found_inf: as for :meth:`find_cause`, a tensor of the same dtype at least.
+            norm: whether the sum of squares of the gradients is passed.
+            values: whether ``checks.values`` is passed.
+            statistics: whether ``checks.statistics`` is passed.
         """
 
     @abstractmethod
@@ -212,9 +232,9 @@ def run(
     if request.apply:
         for backend, work in zip(backends, works, strict=True):
             backend.prepare(work, decides=work is first)
-    if request.write or request.accumulate:
+    if request.write or request.accumulate or request.causes:
         for backend, work, on_device in zip(backends, works, requests, strict=True):
-            backend.prepare_gradients(work, on_device, decides=work is first)
+            backend.prepare_decision(work, on_device, decides=work is first)
     first_request, partials = requests[0], None
     if reads:
         results = []

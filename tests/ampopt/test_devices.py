@@ -210,11 +210,12 @@ class CompilerThatFails:
         launch(device, kernel, programs, arguments)
 
 
-def check_what_fails(name: str) -> None:
-    """Whichever compilation fails, nothing is changed on any device."""
+def check_what_fails(name: str, **limits: float) -> None:
+    """Whichever compilation fails, nothing is changed on any device, nor known to ``skip_when``."""
     for failing in range(100):
         params = [Parameter(torch.ones(3, 2).to(d)) for d in ("pretend:0", "pretend:1")]
         optimizer = getattr(ampopt, name)(params)
+        skips = ampopt.skip_when(optimizer, **limits) if limits else None
         for p in params:
             p.grad = torch.ones(3, 2).to(p.device)
         with use_triton(CompilerThatFails(failing)):
@@ -228,9 +229,11 @@ def check_what_fails(name: str) -> None:
         assert all(host(p).eq(1).all() for p in params), f"{name}, compilation {failing}"
         states = [value for p in params for value in optimizer.state[p].values()]
         assert not any(host(t).any() for t in states), f"{name}, compilation {failing}"
+        histories = () if skips is None else skips._histories.values()
+        assert not any(host(h._numbers).any() for h in histories), f"{name}, compilation {failing}"
 
 
-def check_what_fails_of_gradients(way: str) -> None:
+def check_what_fails_of_gradients(way: str, **limits: float) -> None:
     """Whichever compilation fails, gradients and their sums are changed on no device."""
     scale = ampopt.DynamicLossScale(init_scale=2.0)
 
@@ -243,6 +246,8 @@ def check_what_fails_of_gradients(way: str) -> None:
     for failing in range(100):
         params = [Parameter(torch.ones(3, 2).to(d)) for d in ("pretend:0", "pretend:1")]
         optimizer = ampopt.SGD(params, lr=1.0)
+        if limits:
+            ampopt.skip_when(optimizer, **limits)
         if way == "accumulate":
             call(optimizer, launch)
         failed = True
@@ -326,6 +331,8 @@ def check_the_triton_backend() -> None:
             check_what_fails(name)
         for way in ("unscale", "accumulate"):
             check_what_fails_of_gradients(way)
+        check_what_fails("SGD", norm_deviations=6.0)
+        check_what_fails_of_gradients("unscale", norm_deviations=6.0)
 
 
 CHECKS = {"eager": check_the_eager_backend, "triton": check_the_triton_backend}

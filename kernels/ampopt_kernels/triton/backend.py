@@ -63,7 +63,7 @@ class Triton(Backend):
         """
         self._launch = launch if launcher is None else launcher
         self._compiles = launcher is None
-        self._prepared: set[Any] = set()  # what `prepare_gradients` has compiled
+        self._prepared: set[Any] = set()  # what was compiled for decisions and checks
         if launcher is None and not INTERPRETED:
             objects.loops.want()  # C++ that reads hundreds of addresses in one call
 
@@ -93,8 +93,8 @@ class Triton(Backend):
             launch(update_kernel, 0, arguments)
         table.prepared = True
 
-    def prepare_gradients(self, work: Work, request: Request, *, decides: bool) -> None:
-        """See :meth:`Backend.prepare_gradients`. Compiles by launching 0 programs."""
+    def prepare_decision(self, work: Work, request: Request, *, decides: bool) -> None:
+        """See :meth:`Backend.prepare_decision`. Compiles by launching 0 programs."""
         if not self._compiles:
             return
         table = Table.of(work)
@@ -105,10 +105,11 @@ class Triton(Backend):
             *(request.accumulate, request.write, request.measure, request.max_norm is None),
             *(request.check, request.drop, request.policy is None, request.agree is None),
             *(None if tensor is None else tensor.dtype for tensor in tensors),
+            request.apply and (work.rule, table.flag_sets, work.scalar_dtypes, len(work.hyper[0])),
         )
         if kind in self._prepared:
             return
-        compiling = Triton(lambda on, kernel, _, by_name: self._launch(on, kernel, 0, by_name))
+        compiling = self._compiling()
         detect = compiling.accumulate if request.accumulate else compiling.detect
         partials = detect(work, request)
         if decides:
@@ -116,6 +117,32 @@ class Triton(Backend):
                 request = replace(request, found_inf=None)  # which the agreement includes
             compiling.control(work, request, partials)
         self._prepared.add(kind)
+
+    def prepare_checks(
+        self,
+        device: torch.device,
+        found_inf: Tensor | None,
+        *,
+        norm: bool,
+        values: bool,
+        statistics: bool,
+    ) -> None:
+        """See :meth:`Backend.prepare_checks`. Compiles by launching 0 programs."""
+        dtype = None if found_inf is None else found_inf.dtype
+        kind = (device, dtype, norm, values, statistics)
+        if not self._compiles or kind in self._prepared:
+            return
+        numbers = torch.empty((1, 5), dtype=torch.float64, device=device)  # in place of every table
+        self._compiling().find_cause(
+            Partials(torch.empty(1, dtype=torch.float32, device=device), numbers if norm else None),
+            found_inf,
+            SkipChecks(numbers, numbers if values else None, numbers if statistics else None),
+        )
+        self._prepared.add(kind)
+
+    def _compiling(self) -> "Triton":
+        """This backend, which compiles kernels in place of launching them."""
+        return Triton(lambda on, kernel, _, by_name: self._launch(on, kernel, 0, by_name))
 
     def detect(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.detect`. There is one flag for each chunk."""
