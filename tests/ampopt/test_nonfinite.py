@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import ampopt
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 FLOAT16_MAX = 65504.0
 
 
@@ -173,6 +173,87 @@ def test_a_batch_that_is_not_finite_is_not_blamed_on_the_module():
     assert (found.first.name, found.first.given_finite) == ("0", False)
     assert found.first.largest is None
     assert "check the batch" in str(found)
+
+
+class Attention(nn.Module):
+    """One head, with scores that are not scaled down."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(4, 4, bias=False) for _ in range(4))
+        for layer in self.children():
+            layer.weight.data = torch.eye(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return self.out((q @ k.T).softmax(-1) @ v)
+
+
+def test_what_a_forward_computes_between_modules_is_blamed_on_it_with_the_last_finite_output():
+    model = nn.Sequential(nn.Identity(), Attention()).half()
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.full((2, 4), 200.0, dtype=torch.float16))
+    first = found.first
+    assert first is not None and first.last_finite is not None
+    assert (first.name, first.kind, first.given_to) == ("1", "Attention", "1.out")
+    assert first.given_finite and first.dtype == torch.float16
+    assert (first.last_finite.name, first.last_finite.largest) == ("1.v", 200.0)
+    for part in (
+        "'1' (Attention)",
+        "'1.out'",
+        "'1.v' (Linear), float16",
+        "between modules in float32",
+    ):
+        assert part in str(found)
+    assert "batch" not in str(found)
+
+
+class ExplodesUnderAMask(Explodes):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) + mask
+
+
+class MakesAMask(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = ExplodesUnderAMask()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, mask=torch.full((2, 2), -INF).triu(1))
+
+
+def test_a_mask_is_not_taken_for_the_cause():
+    model = MakesAMask()
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(2, 2))
+    assert found.first is not None
+    assert (found.first.name, found.first.given_finite) == ("inner", True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "given", "parameter"),
+    [
+        (nn.Linear(2, 2), torch.ones(1, 2), "1.weight"),
+        (nn.Embedding(3, 2), torch.tensor([0, 1]), "1.weight"),
+        (nn.BatchNorm1d(2).eval(), torch.ones(1, 2), "1.running_mean"),
+        (Attention(), torch.ones(2, 4), "1.q.weight"),
+    ],
+)
+def test_a_parameter_that_is_nan_is_told_from_an_overflow(layer, given, parameter):
+    model = nn.Sequential(nn.Identity(), layer)
+    model.state_dict()[parameter][1] = NAN
+    with ampopt.first_nonfinite(model) as found:
+        model(given)
+    assert found.first is not None and found.first.parameter == parameter
+    assert "checkpoint" in str(found) and "float32 " not in found.first.advice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float32_is_not_advised_where_it_has_no_larger_range(dtype):
+    model = nn.Sequential(nn.Identity(), Explodes()).to(dtype)
+    with ampopt.first_nonfinite(model) as found:
+        model(torch.ones(1, 2, dtype=dtype))
+    assert "in float32" not in str(found) and "division by 0" in str(found)
 
 
 def test_a_loss_whose_gradient_is_not_finite_is_not_blamed_on_the_module():

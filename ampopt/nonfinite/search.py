@@ -1,4 +1,4 @@
-"""Find the first module whose output, or gradient, is inf or NaN."""
+"""The search for the first output or gradient that is inf or NaN, by hooks on modules."""
 
 import contextvars
 import functools
@@ -14,107 +14,10 @@ from torch import Tensor
 
 from ampopt._step.sharding import dtensor
 from ampopt._step.torch_private import pytree
+from ampopt.nonfinite.result import FiniteOutput, FirstNonFinite, NonFiniteOutput
 from ampopt_kernels.tensors import real
 
-__all__ = [
-    "FirstNonFinite",
-    "NonFiniteOutput",
-    "first_nonfinite",
-    "found_now",
-    "is_looking",
-    "look_anew",
-]
-
-
-_ADVICE = {
-    ("forward", True): "Its inputs were finite. A loss scale does not help: run the module in "
-    "float32, or scale down its inputs.",
-    ("forward", False): "Its inputs were not finite already: check the batch, and operations "
-    "between modules.",
-    ("backward", True): "Its incoming gradient was finite: a smaller loss scale may help.",
-    ("backward", False): "Its incoming gradient was not finite already: check the loss, whose "
-    "scale may be too large, and tensors used several times, whose gradients are added up.",
-}
-"""Where to search next, by direction and by whether the inputs of the module were finite."""
-
-
-@dataclass(frozen=True)
-class NonFiniteOutput:
-    """A tensor that is not finite, and the module that made it, forward or backward.
-
-    Attributes:
-        name: the name of the module, as in ``model.named_modules()``; ``""`` for the model itself.
-        kind: the name of the module's class.
-        direction: ``"forward"`` for an output, ``"backward"`` for a gradient.
-        dtype: the dtype of the tensor that is not finite.
-        shape: the shape of that tensor.
-        largest: the largest finite magnitude in that tensor; ``None`` if no element is finite.
-        given_finite: whether the module's inputs (backward, its incoming gradients) were finite, so
-            that the module itself is the cause.
-        operation: backward, the node of the autograd graph that made the gradient, such as
-            ``"AddmmBackward0"``; forward, ``None``.
-    """
-
-    name: str
-    kind: str
-    direction: Literal["forward", "backward"]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    largest: float | None
-    given_finite: bool
-    operation: str | None = None
-
-    @property
-    def subject(self) -> str:
-        """The tensor that is not finite, in words."""
-        module = f"{self.name!r} ({self.kind})" if self.name else f"the model itself ({self.kind})"
-        if self.direction == "forward":
-            return f"the output of {module}"
-        return f"the gradient that {module} made backward, in {self.operation},"
-
-    def __str__(self) -> str:
-        """What was found, and where to search next."""
-        limit = torch.finfo(self.dtype).max
-        values = (
-            "without a finite element"
-            if self.largest is None
-            else f"largest finite magnitude {self.largest:.4g} of at most {limit:.4g}"
-        )
-        return (
-            f"{self.subject} is not finite: {str(self.dtype).removeprefix('torch.')} of shape "
-            f"{self.shape}, {values}. {_ADVICE[self.direction, self.given_finite]}"
-        )
-
-
-class FirstNonFinite:
-    """The result of :func:`first_nonfinite`: print it, or read :attr:`first`.
-
-    Attributes:
-        first: what was found; ``None`` while everything was finite.
-        calls: the number of module calls that were checked.
-    """
-
-    def __init__(self) -> None:
-        """Nothing has been found yet."""
-        self.first: NonFiniteOutput | None = None
-        self.calls = 0
-
-    def __bool__(self) -> bool:
-        """Whether something was found."""
-        return self.first is not None
-
-    def __str__(self) -> str:
-        """What was found, in words."""
-        if self.first is not None:
-            return str(self.first)
-        if not self.calls:
-            return (
-                "no module of the model was called: run the step within the context. A CUDA graph "
-                "that is replayed calls none, nor does model.forward(x) where model(x) is meant"
-            )
-        return f"everything that {self.calls} calls of modules made was finite"
-
-    __repr__ = __str__
+__all__ = ["first_nonfinite", "found_now", "is_looking", "look_anew"]
 
 
 @contextmanager
@@ -124,7 +27,8 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
     Run the failing step again within this context: the forward pass alone, or if gradients
     overflow, the backward pass too. Gradients of parameters and of inputs are checked. Of nested
     modules the innermost is named. Operations in the ``forward`` of a module, between calls of its
-    submodules, are attributed to that module.
+    submodules, are attributed to that module; the submodule that got their result, and the last
+    finite output before, are named too. If a parameter of the module is not finite, it is named.
 
     If a closure is evaluated again after an overflow, as under ``TrainStep(max_replays=...)``, the
     search restarts with each evaluation, and its result is that of the last one that failed. A
@@ -166,8 +70,7 @@ def first_nonfinite(model: torch.nn.Module) -> Iterator[FirstNonFinite]:
         stack.callback(_searches.reset, token)
         stack.callback(search.end)
         for name, module in model.named_modules():
-            whose = (name, type(module).__name__)
-            before = functools.partial(search.before, whose)
+            before = functools.partial(search.before, name)
             hooks = (
                 module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_forward_hook(search.after, always_call=True),
@@ -187,7 +90,7 @@ def is_looking() -> bool:
 def look_anew() -> None:
     """Restart the searches around this call, because the same batch is about to run again."""
     for search in _searches.get():
-        search.anew = True
+        search.restart()
 
 
 def found_now() -> NonFiniteOutput | None:
@@ -195,13 +98,30 @@ def found_now() -> NonFiniteOutput | None:
     return next((s.found.first for s in _searches.get() if s.found and not s.anew), None)
 
 
+@dataclass(frozen=True)
+class _Bad:
+    """A tensor that is not finite: its dtype, shape and largest finite magnitude."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    largest: float | None
+
+
 @dataclass
 class _Call:
-    """A call of a module that has not returned yet."""
+    """A call of a module that has not returned yet.
+
+    Attributes:
+        name: the module's name in the model.
+        module: the module.
+        bad_input: the first of its inputs that is not finite; ``None`` if all are.
+        around: the module call that it was made in; ``None`` for an outermost one.
+    """
 
     name: str
-    kind: str
-    given_finite: bool
+    module: torch.nn.Module
+    bad_input: _Bad | None
+    around: "_Call | None"
 
 
 class _Search:
@@ -217,7 +137,12 @@ class _Search:
         self.found = FirstNonFinite()
         self.anew = False
         self._over = False
+        self._last_finite: FiniteOutput | None = None
         self._running = threading.local()
+
+    def restart(self) -> None:
+        """Replace what was found by what the next evaluation finds, if it finds anything."""
+        self.anew, self._last_finite = True, None
 
     def end(self) -> None:
         """Stop checking: a watched graph may run backward after the context has ended."""
@@ -230,21 +155,33 @@ class _Search:
             self._running.calls = []
         return self._running.calls
 
-    def before(self, whose: tuple[str, str], module: Any, args: Any, kwargs: Any) -> None:
+    def before(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
         """A forward pre-hook: ``module`` is about to run."""
-        given = (args, kwargs)
-        self._watch_nodes(given, self._calls[-1] if self._calls else None)
+        given, around = (args, kwargs), self._calls[-1] if self._calls else None
+        self._watch_nodes(given, around)
         # Check the inputs now, because a module that works in place overwrites them.
-        self._calls.append(_Call(*whose, given_finite=self._first_bad(given) is None))
+        inputs = [tensor for tensor in _tensors(given) if not _is_mask(tensor)]
+        self._calls.append(_Call(name, module, self._first_bad(inputs), around))
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """A forward hook: ``module`` has run, or raised an error."""
         call = self._calls.pop()
         self.found.calls += 1
         self._watch_nodes(output, call)
+        if not self._looking:
+            return
         bad = self._first_bad(output)
-        if bad is not None:
-            self._note(call, bad, "forward", call.given_finite)
+        if bad is None:
+            self._last_finite = _finite_output(call, output) or self._last_finite
+            return
+        # The forward of the innermost call with finite inputs made the tensor, if not this module.
+        inner, outer = call, call.around
+        while inner.bad_input is not None and outer is not None:
+            if outer.bad_input is None:
+                self._note(outer, inner.bad_input, "forward", given_to=inner.name)
+                return
+            inner, outer = outer, outer.around
+        self._note(call, bad, "forward", given_finite=call.bad_input is None)
 
     def _watch_nodes(self, structure: Any, call: _Call | None) -> None:
         """Hook the nodes behind these tensors that are not hooked yet.
@@ -269,33 +206,40 @@ class _Search:
         """A hook of an autograd node that ``call`` made: the node has run."""
         bad = None if self._over else self._first_bad(made)
         if bad is not None:
-            self._note(call, bad, "backward", _first_not_finite(given) is None, operation)
+            given_finite = _first_not_finite(given) is None
+            self._note(call, bad, "backward", given_finite=given_finite, operation=operation)
 
     @property
     def _looking(self) -> bool:
         return self.anew or not self.found
 
-    def _first_bad(self, made: Any) -> Tensor | None:
+    def _first_bad(self, made: Any) -> _Bad | None:
         return _first_not_finite(made) if self._looking else None
 
     def _note(
         self,
         call: _Call,
-        bad: Tensor,
+        bad: _Bad,
         direction: Literal["forward", "backward"],
-        given_finite: bool,
+        *,
+        given_finite: bool = True,
         operation: str | None = None,
+        given_to: str | None = None,
     ) -> None:
         self.anew = False
+        forward = direction == "forward"
         self.found.first = NonFiniteOutput(
             name=call.name,
-            kind=call.kind,
+            kind=type(call.module).__name__,
             direction=direction,
             dtype=bad.dtype,
-            shape=tuple(bad.shape),
-            largest=_largest(bad),
+            shape=bad.shape,
+            largest=bad.largest,
             given_finite=given_finite,
             operation=operation,
+            parameter=_bad_parameter(call) if forward else None,
+            given_to=given_to,
+            last_finite=self._last_finite if forward else None,
         )
 
 
@@ -323,11 +267,46 @@ def _values(tensor: Tensor) -> Tensor:
     return values.float() if values.dtype.itemsize == 1 else values
 
 
-def _first_not_finite(structure: Any) -> Tensor | None:
-    return next((t for t in _tensors(structure) if not _values(t).isfinite().all()), None)
+def _first_not_finite(structure: Any) -> _Bad | None:
+    for tensor in _tensors(structure):
+        values = _values(tensor)
+        if not values.isfinite().all():
+            return _Bad(tensor.dtype, tuple(tensor.shape), _largest(values[values.isfinite()]))
+    return None
 
 
-def _largest(tensor: Tensor) -> float | None:
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is a mask to be added to attention scores: constant, with -inf alone."""
+    if tensor.requires_grad:
+        return False
     values = _values(tensor)
-    finite = values[values.isfinite()]
+    infinite = values[~values.isfinite()]
+    return bool(infinite.numel() and (infinite == -torch.inf).all())
+
+
+def _finite_output(call: _Call, output: Any) -> FiniteOutput | None:
+    """The output of ``call``, which is finite; ``None`` if it has no floating-point elements."""
+    found = [(_largest(_values(tensor)), tensor.dtype) for tensor in _tensors(output)]
+    sizes = [(largest, dtype) for largest, dtype in found if largest is not None]
+    if not sizes:
+        return None
+    largest, dtype = max(sizes, key=lambda size: size[0])
+    return FiniteOutput(call.name, type(call.module).__name__, dtype, largest)
+
+
+def _largest(finite: Tensor) -> float | None:
     return finite.abs().max().item() if finite.numel() else None
+
+
+def _bad_parameter(call: _Call) -> str | None:
+    """The name of a parameter of the module that is not finite, or of a buffer that has NaN.
+
+    Infinities in buffers are masks more often than errors.
+    """
+    for name, param in call.module.named_parameters(call.name):
+        if _first_not_finite(param) is not None:
+            return name
+    for name, buffer in call.module.named_buffers(call.name):
+        if any(_values(tensor).isnan().any() for tensor in _tensors(buffer)):
+            return name
+    return None
