@@ -99,7 +99,7 @@ class LinesOfRanks:
                     self._size += n
 
     def __call__(self, works: Sequence[Work], lines: Sequence[LineSums]) -> list[LineSums]:
-        """See :data:`ampopt_kernels.marginals.AgreeOnLines`.
+        """See :data:`ampopt_kernels.decision.AgreeOnLines`.
 
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.

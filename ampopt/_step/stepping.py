@@ -35,6 +35,7 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.masters import Masters
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
+from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.arguments import as_loss_scale
 from ampopt.loss_scale.base import AnyScale, LossScale
@@ -42,9 +43,6 @@ from ampopt.results import as_flag
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
-
-if TYPE_CHECKING:
-    from ampopt._step.rule_runner import RuleRunner
 
 __all__ = ["StrategyAttribute", "StepOutcome", "Pending", "StepStrategy", "overridable_property"]
 
@@ -119,7 +117,7 @@ class StepStrategy(RefersToOptimizer, ABC):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        runner: "RuleRunner | None",
+        runner: RuleRunner | None,
         *,
         step_has_collectives: bool = False,
     ) -> None:

@@ -10,18 +10,15 @@ and deletes both attributes.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.step_hooks import SCALER_WRAPPER, beneath_hooks, has_own_step, has_step
+from ampopt._step.stepping import StepOutcome
 from ampopt._step.torch_private import uncompiled
 from ampopt_kernels.decision import Decision, Request
-
-if TYPE_CHECKING:
-    from ampopt._step.stepping import StepOutcome
-    from ampopt.optimizer import Optimizer
 
 __all__ = ["ScalerHandoff", "SupportsAmpScaling", "take_handoff", "wrap_step"]
 
@@ -70,12 +67,12 @@ class SupportsAmpScaling:
 
 
 def take_handoff(
-    optimizer: "Optimizer", args: tuple[Any, ...], kwargs: dict[str, Any]
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> ScalerHandoff | None:
     """Remove the attributes that a scaler has set, and return their values.
 
     Args:
-        optimizer: the optimizer that is about to step.
+        optimizer: an :class:`ampopt.Optimizer` that is about to step.
         args: the positional arguments of ``step``.
         kwargs: the keyword arguments of ``step``.
 
@@ -114,14 +111,14 @@ def take_handoff(
     return handoff
 
 
-def wrap_step(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
+def wrap_step(cls: type[Any], root: type[Any]) -> None:
     """Wrap the ``step`` of ``cls`` so that it skips and unscales as a scaler requests.
 
     A class that defines ``_step_supports_amp_scaling = True`` itself, at or below the class that
     defines ``step``, supports the scaler already and is not wrapped.
 
     Args:
-        cls: the class to wrap.
+        cls: the subclass of ``ampopt.Optimizer`` to wrap.
         root: ``ampopt.Optimizer``, whose own ``_step_supports_amp_scaling`` does not count.
     """
     for base in cls.__mro__:
@@ -138,7 +135,7 @@ def wrap_step(cls: type["Optimizer"], root: type["Optimizer"]) -> None:
 
 def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def wrapper(self: "Optimizer", *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         handoff = take_handoff(self, args, kwargs)
         if handoff is None:
             returned = step(self, *args, **kwargs)
@@ -156,10 +153,10 @@ def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @uncompiled
-def _end_pending(optimizer: "Optimizer") -> None:
+def _end_pending(optimizer: Any) -> None:
     optimizer._ampopt.end_pending()
 
 
 @uncompiled
-def _around(optimizer: "Optimizer", step: Callable[[], Any], request: Request) -> "StepOutcome":
+def _around(optimizer: Any, step: Callable[[], Any], request: Request) -> StepOutcome:
     return optimizer._ampopt.around(step, request)

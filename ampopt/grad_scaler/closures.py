@@ -2,10 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ampopt.grad_scaler.scaler import GradScaler
+from typing import Any
 
 __all__ = ["evaluation", "refused", "split"]
 
@@ -18,11 +15,12 @@ def split(args: Any, kwargs: Any) -> tuple[Callable[..., Any] | None, Any, dict[
     return kwargs.pop("closure", None), args, kwargs
 
 
-def evaluation(scaler: "GradScaler", closure: Callable[..., Any]) -> Callable[[Any], Any]:
+def evaluation(scaler: Any, closure: Callable[..., Any]) -> Callable[[Any], Any]:
     """Wrap ``closure`` as ``closure(scale) -> loss``, as ``unscale_and_step`` calls it.
 
     Args:
-        scaler: the scaler; its ``scale`` multiplies by the scale of the evaluation meanwhile.
+        scaler: the ``GradScaler``; its ``scale`` multiplies by the scale of the evaluation
+            meanwhile.
         closure: the user's closure, with or without an argument for the scale.
     """
     takes_scale = _takes_scale(closure)

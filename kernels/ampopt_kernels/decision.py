@@ -5,7 +5,7 @@ squares; ``control`` returns a :class:`Decision`, which ``update`` carries out.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,12 +14,17 @@ from torch import Tensor
 
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.found import Found, FoundByRanks
-from ampopt_kernels.marginals import AgreeOnLines, LineSums
+from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.sums import AgreeOnSums, Sums
 from ampopt_kernels.tensors import widest
+from ampopt_kernels.work import Work
 
-__all__ = ["Coefficients", "Decision", "Partials", "Request"]
+__all__ = ["AgreeOnLines", "Coefficients", "Decision", "Partials", "Request"]
+
+AgreeOnLines = Callable[[Sequence[Work], Sequence[LineSums]], list[LineSums]]
+"""All-reduces sums over the shards of this rank, for each work, to sums over whole parameters. A
+collective: every rank that has a shard calls it once."""
 
 
 @dataclass(frozen=True)

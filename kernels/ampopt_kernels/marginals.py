@@ -12,9 +12,9 @@ of a parameter.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,8 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.state import State
 from ampopt_kernels.tensors import widest
 
-if TYPE_CHECKING:
-    from ampopt_kernels.work import Work
-
 __all__ = [
     "EVEN",
-    "AgreeOnLines",
     "LineSums",
     "Marginals",
     "advance",
@@ -39,9 +35,6 @@ __all__ = [
 LineSums = dict[int, list[Tensor]]
 """Sums over lines. The key is the index of a row of a work. Parameters of one shape may share an
 entry, under the first one's index: their results of :func:`sums_of`, joined in dimension 0."""
-AgreeOnLines = Callable[[Sequence["Work"], Sequence[LineSums]], list[LineSums]]
-"""All-reduces sums over the shards of this rank, for each work, to sums over whole parameters. A
-collective: every rank that has a shard calls it once."""
 
 _CHUNK_ON_CPU, _CHUNK_ON_DEVICES = 1 << 16, 1 << 24
 """Elements whose terms are in memory at a time; on a CPU, as many as fit the cache of a core."""

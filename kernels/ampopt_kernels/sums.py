@@ -1,16 +1,14 @@
 """The sums that ``Rule.reduce`` asks for, over the shards and devices of all ranks."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.tensors import widest
-
-if TYPE_CHECKING:
-    from ampopt_kernels.work import Work
+from ampopt_kernels.work import Work
 
 __all__ = ["AgreeOnSums", "Sums", "over_all"]
 
@@ -29,13 +27,13 @@ class Sums(NamedTuple):
     totals: Tensor
 
 
-AgreeOnSums = Callable[[Sequence["Work"], Sums], Sums]
+AgreeOnSums = Callable[[Sequence[Work], Sums], Sums]
 """All-reduces the sums of this rank, over the rows of all works in their order. Returns the sums
 over whole parameters, and totals over the parameters of all ranks, on the same device."""
 
 
 def over_all(
-    works: Sequence["Work"], sums: Sequence[Tensor], agree: AgreeOnSums | None
+    works: Sequence[Work], sums: Sequence[Tensor], agree: AgreeOnSums | None
 ) -> list[Sums]:
     """The sums over all devices and ranks, for each work on its device.
 

@@ -31,7 +31,7 @@ import functools
 import operator
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +41,6 @@ from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.work import Row, Work
-
-if TYPE_CHECKING:
-    from ampopt_kernels.triton.lines import Lines
 
 __all__ = ["CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
 
@@ -113,7 +110,8 @@ class Table:
         flag_sets: all different flags of the rows; empty if ``scalars`` of the rule takes no flags.
         aligned: for each row, whether its addresses are multiples of 16 bytes.
         grads_version: ``Work.grads_version`` of the gradients in the table.
-        lines: the lines that the rule averages over; ``None`` until they are needed.
+        lines: the :class:`~ampopt_kernels.triton.lines.Lines` that the rule averages over; ``None``
+            until they are needed.
         prepared: whether the launches of update are compiled.
     """
 
@@ -128,7 +126,7 @@ class Table:
     flag_sets: tuple[tuple[bool, ...], ...]
     aligned: list[bool]
     grads_version: int
-    lines: "Lines | None" = None
+    lines: Any = None
     prepared: bool = False
 
     @property
