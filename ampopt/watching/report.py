@@ -1,6 +1,8 @@
 """Statistics of a watch as text: a table, and sentences with advice."""
 
 import math
+import statistics
+from itertools import groupby
 from typing import Any
 
 __all__ = ["in_words", "table", "worst_first"]
@@ -9,6 +11,13 @@ WORST = 10
 """The number of parameters in a table."""
 UNDERFLOW = 0.05
 """The ``underflow`` above which a report advises to keep the scale up."""
+SPIKE = 10.0
+"""A gradient norm of more than this many times the median of the norms before it is a spike."""
+BEFORE_A_SPIKE = 10, 100
+"""The least and the largest number of norms that this median is of."""
+COLLAPSE = 10
+"""Overflows in a row from which on nothing is trained any more: a scale that starts too high causes
+fewer."""
 
 
 def worst_first(read: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -41,15 +50,27 @@ def table(read: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def in_words(read: dict[str, Any]) -> str:
-    """What happened, and what to do about it."""
+def in_words(read: dict[str, Any], *, float16: bool) -> str:
+    """What happened, and what to do about it.
+
+    Args:
+        read: what :meth:`ampopt.Watch.read` returned.
+        float16: whether parameters are float16.
+    """
     if not read["steps"]:
         return "No step has been attempted yet."
-    sentences = [_totals(read), *_of_overflows(read), *_of_underflow(read), *_of_other_causes(read)]
+    scaled = float16 or any(entry["scale"] not in (None, 1.0) for entry in read["recent"])
+    sentences = [
+        _totals(read),
+        *_of_overflows(read, scaled),
+        *_of_runs(read),
+        *_of_spikes(read),
+        *(_of_underflow(read) if scaled else []),
+        *_of_other_causes(read),
+    ]
     if len(sentences) == 1:
-        sentences.append(
-            "No gradient overflowed, and few are too small for float16: leave it as it is."
-        )
+        few = ", and few are too small for float16" if scaled else ""
+        sentences.append(f"No gradient overflowed{few}: leave it as it is.")
     return "\n".join(sentences)
 
 
@@ -60,7 +81,7 @@ def _totals(read: dict[str, Any]) -> str:
     return f"{_steps(read['steps'])}, {read['skips']} skipped{row}{under}."
 
 
-def _of_overflows(read: dict[str, Any]) -> list[str]:
+def _of_overflows(read: dict[str, Any], scaled: bool) -> list[str]:
     bad = [(name, stats) for name, stats in worst_first(read) if stats["overflows"]]
     if not bad:
         return _of_ranks(read)
@@ -84,16 +105,63 @@ def _of_overflows(read: dict[str, Any]) -> list[str]:
         f"`{first}` overflowed {how_often} last at step {stats['last_overflow']}; its largest "
         f"finite gradient was {stats['largest']:.3g}{others}."
     ]
-    if read["skips_in_a_row"] > 1:
-        sentences.append(
-            "Nothing is being trained any more: resume from a checkpoint, scale included."
-        )
     sentences.append(
         "A few overflows are normal: the scale grows until one occurs. If there are too many, "
         f"limit the scale (max_scale=), or keep the module of `{first}` in float32, with "
         "ampopt.run_in(module, torch.float32)."
+        if scaled
+        else "Run such a step within ampopt.first_nonfinite(model), which names the module and "
+        "the cause."
     )
     return sentences
+
+
+def _of_runs(read: dict[str, Any]) -> list[str]:
+    """The overflows in a row up to now, or else the longest run of them among the last steps."""
+
+    def overflowed(entry: dict[str, Any]) -> bool:
+        return entry["skipped"] and (entry["norm"] is None or not math.isfinite(entry["norm"]))
+
+    runs = [list(run) for is_run, run in groupby(read["recent"], overflowed) if is_run]
+    if not runs:
+        return []
+    now = [run for run in runs if run[-1]["step"] == read["steps"]]
+    run = now[0] if now else max(runs, key=len)
+    first, last = run[0]["step"], run[-1]["step"]
+    if len(run) == 1:
+        return []
+    if not now:
+        return [f"The longest run of overflows is of {len(run)} steps, from {first} to {last}."]
+    earlier = " or earlier" if first == read["recent"][0]["step"] > 1 else ""
+    sentence = f"All steps from step {first}{earlier} on have overflowed, {len(run)} in a row."
+    if len(run) < COLLAPSE:
+        return [sentence]
+    return [
+        f"{sentence} Nothing is being trained any more: resume from a checkpoint of before step "
+        f"{first}, scale included."
+    ]
+
+
+def _of_spikes(read: dict[str, Any]) -> list[str]:
+    """The steps that were applied with an unusual gradient norm, the largest of them by name."""
+    least, most = BEFORE_A_SPIKE
+    norms, spikes = [], []
+    for entry in read["recent"]:
+        norm = entry["norm"]
+        if entry["skipped"] or norm is None or not math.isfinite(norm):
+            continue
+        usual = statistics.median(norms[-most:]) if len(norms) >= least else math.inf
+        if norm > SPIKE * usual:
+            spikes.append((norm, usual, entry["step"]))
+        norms.append(norm)
+    if not spikes:
+        return []
+    norm, usual, step = max(spikes)
+    others = f", the largest of {len(spikes)} such spikes" if len(spikes) > 1 else ""
+    return [
+        f"At step {step} the gradient norm rose from about {usual:.3g} to {norm:.3g}{others}; the "
+        "step was applied. ampopt.skip_when(optimizer, norm_deviations=6.0) skips such steps."
+    ]
 
 
 def _of_ranks(read: dict[str, Any]) -> list[str]:

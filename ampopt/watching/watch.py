@@ -18,6 +18,7 @@ from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
 from ampopt.watching.reading import Reading, Snapshot, as_dict, copy_of, merged
+from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
 from ampopt_kernels.found import Found, FoundByRanks
@@ -207,7 +208,8 @@ class Watch:
 
     def report(self) -> str:
         """What happened, and what to do about it, in sentences. Synchronizes."""
-        return report.in_words(self.read())
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        return report.in_words(self.read(), float16=any(p.dtype == torch.float16 for p in params))
 
     def __str__(self) -> str:
         """A table of the parameters that overflowed most. Synchronizes."""
@@ -272,17 +274,26 @@ class Watch:
             skips_in_a_row: warn if this many steps in a row, or more, were skipped.
             scale_below: warn if the loss scale is less than this.
             zero_share_above: warn if the ``underflow`` of a parameter is more than this, from 0 to
-                1; see :meth:`read`.
+                1; see :meth:`read`. With several ranks it is that of this rank's shards.
             raises: raise :class:`ampopt.watching.Alarm`, from the step that checks, in place of a
                 warning.
 
         Raises:
-            RuntimeError: the watch is closed.
+            RuntimeError: the watch is closed; or ``zero_share_above`` is to raise, and the
+                optimizer makes all-reduces: one rank alone would raise, and the others would wait
+                for it.
             TypeError: an argument is of the wrong type.
             ValueError: an argument is out of range, or no condition was passed.
         """
         self._refuse_closed("alarm")
-        self._alarms.append(Condition(skips_in_a_row, scale_below, zero_share_above, raises))
+        condition = Condition(skips_in_a_row, scale_below, zero_share_above, raises)
+        if raises and zero_share_above is not None and not self._decides_alone():
+            raise RuntimeError(
+                "alarm: zero_share_above is tested on this rank's shards, so one rank alone would "
+                "raise, and the others would wait for it. Leave out raises=True, or pass "
+                "zero_share_above in a call of its own"
+            )
+        self._alarms.append(condition)
 
     # --- saving -----------------------------------------------------------------------------------
 
@@ -342,6 +353,12 @@ class Watch:
         """Add the last step to the ledgers: a step post-hook."""
         if optimizer._ampopt.is_stepping:
             return
+        if devices.captures(self._home):
+            raise RuntimeError(
+                "a CUDA graph cannot capture what a Watch records: each replay would record the "
+                "same step again. Close the watch before the capture, or let "
+                "TrainStep(cuda_graph=True) capture the step"
+            )
         self._steps += 1
         self._add(optimizer._ampopt.decided, self._steps)
         self._tell()

@@ -106,6 +106,16 @@ def test_a_first_step_is_refused_inside_a_capture_and_leaves_nothing(masters):
     assert not any(optimizer.state.values())
 
 
+def test_a_watch_is_refused_inside_a_capture():
+    training = Training(ampopt.AdamW)
+    watch = ampopt.Watch(training.optimizer)
+    training.step()
+    with pytest.raises(RuntimeError, match=r"each replay would record.*TrainStep\(cuda_graph"):
+        with FakeGraphs().capture():
+            training.step()
+    assert watch.read()["steps"] == 1
+
+
 @pytest.mark.parametrize(
     "changed",
     [{"max_norm": 0.25}, {"scale": 8.0}, {"scale": ampopt.DynamicLossScale()}],

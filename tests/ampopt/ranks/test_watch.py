@@ -90,6 +90,8 @@ def read_on_rank_0(clips: bool) -> Any:
     param = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     optimizer = ampopt.AdamW([("weight", param)])
     watch = ampopt.Watch(optimizer)
+    with pytest.raises(RuntimeError, match="one rank alone would raise"):
+        watch.alarm(zero_share_above=0.5, raises=True)
     for bad in (4, 3, 4):
         whole = torch.full((4,), 2.0)
         whole[bad:] = INF
