@@ -290,7 +290,12 @@ class Masters(RefersToOptimizer):
                     "unscaled gradients on the float32 masters, where the step finds them: clip or "
                     "edit those of optimizer.master_params(), "
                     "as in torch.nn.utils.clip_grad_norm_(optimizer.master_params(), max_norm), or "
-                    "let unscale_and_step(max_norm=...) clip. zero_grad() discards the unscale"
+                    "let unscale_and_step(max_norm=...) clip. Those are what a Trainer of "
+                    "transformers or trl clips after "
+                    "ampopt.integrations.transformers.prepare(trainer), Accelerate after "
+                    "ampopt.integrations.accelerate.use_scaler(accelerator), and Lightning with "
+                    "the plugin ampopt.integrations.lightning.MixedPrecision. zero_grad() discards "
+                    "the unscale"
                 )
 
     def _with_masters(self) -> Iterator[Tensor]:

@@ -2,10 +2,16 @@
 
 # pyright: reportMissingImports=false
 
+import functools
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError(
         "ampopt.integrations.accelerate needs Accelerate: python -m pip install accelerate"
@@ -15,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ampopt.grad_scaler.scaler import GradScaler
 from ampopt.loss_scale.static import StaticLossScale
+from ampopt.optimizer import Optimizer
 from ampopt.scheduler_gate import LRSchedulerGate
 
 __all__ = ["lr_scheduler_gate", "unwrapped", "use_scaler"]
@@ -29,10 +36,10 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
         scaler = use_scaler(accelerator)
         model, optimizer, gate, loader = accelerator.prepare(model, optimizer, gate, loader)
 
-    ``accelerator.clip_grad_norm_`` then unscales gradients in every precision. Without this call it
-    unscales only if ``mixed_precision`` is ``"fp16"``. With ``master_weights=True``, clip
-    ``optimizer.master_params()`` of the optimizer from before ``prepare``. ``save_state`` and
-    ``load_state`` include the scaler.
+    ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` then unscale gradients in every
+    precision; without this call they unscale only if ``mixed_precision`` is ``"fp16"``. Of
+    parameters with ``master_weights=True`` they clip the gradients of the master weights, which the
+    step uses, and return the norm of these. ``save_state`` and ``load_state`` include the scaler.
 
     To find out whether a step was skipped, read ``scaler.skipped``.
     ``accelerator.optimizer_step_was_skipped`` covers only optimizers whose step the host skips, and
@@ -42,7 +49,8 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
         accelerator: an ``Accelerator`` that has not prepared an optimizer yet.
         scaler: an :class:`ampopt.GradScaler`. ``None`` makes one: with the default schedule if
             ``mixed_precision`` is ``"fp16"``, else with ``StaticLossScale(1.0)``, which scales
-            nothing and skips overflows.
+            nothing and skips overflows. For float16 parameters in another ``mixed_precision``,
+            pass ``ampopt.GradScaler(...)``.
 
     Returns:
         The scaler.
@@ -66,6 +74,8 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
 
     accelerator.scaler = scaler
     accelerator.unscale_gradients = unscale_gradients
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        setattr(accelerator, name, _of_masters(accelerator, getattr(accelerator, name)))
     return scaler
 
 
@@ -87,6 +97,40 @@ def unwrapped(optimizer: Any) -> Any:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def _of_masters(accelerator: Any, clip: Callable[..., Any]) -> Callable[..., Any]:
+    """``clip``, a method of ``accelerator``, with master weights in place of their parameters."""
+
+    @functools.wraps(clip)
+    def clip_masters(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        masters = {
+            param: master
+            for optimizer in map(unwrapped, accelerator._optimizers)
+            if isinstance(optimizer, Optimizer)
+            for param, master in optimizer.params_and_masters()
+            if master is not param
+        }
+        if not masters:
+            return clip(parameters, *args, **kwargs)
+        # A generator, which Accelerate runs once it has unscaled: if `parameters` is
+        # master_params(), that must not be read before.
+        listed = [parameters] if isinstance(parameters, Tensor) else parameters
+        tensors = (masters.get(p, p) for p in listed)
+        if accelerator.distributed_type != DistributedType.FSDP:
+            return clip(tensors, *args, **kwargs)
+        if not accelerator.is_fsdp2:
+            raise RuntimeError(
+                "under FSDP1, Accelerate clips the gradients of the parameters, and the step uses "
+                "those of their float32 master weights: choose fsdp_version=2, or keep the "
+                "parameters in float32, without master_weights"
+            )
+        # Accelerate's method would unscale twice, as it does with any list but the parameters of a
+        # model that it has prepared.
+        accelerator.unscale_gradients()
+        return torch.nn.utils.clip_grad_norm_(tensors, *args, **kwargs)
+
+    return clip_masters
 
 
 class _GateOfProcesses(LRSchedulerGate):

@@ -4,6 +4,8 @@
 
 from typing import Any
 
+import torch
+
 try:
     from transformers import TrainerCallback
 except ImportError as error:
@@ -12,6 +14,7 @@ except ImportError as error:
         "python -m pip install transformers accelerate"
     ) from error
 
+from ampopt.grad_scaler.scaler import GradScaler
 from ampopt.integrations.accelerate import unwrapped, use_scaler
 from ampopt.integrations.step_record import StepRecord
 from ampopt.scheduler_gate import LRSchedulerGate, lr_scheduler_gate
@@ -22,7 +25,7 @@ __all__ = ["StepMonitor", "prepare"]
 def prepare(trainer: Any, scaler: Any = None) -> Any:
     """Make a ``Trainer`` scale with ``scaler``, gate its scheduler, and log skipped steps.
 
-    Call it before ``train()``, with any subclass of ``Trainer``::
+    Call it before ``train()``, with any subclass of ``Trainer``, such as those of trl::
 
         trainer = Trainer(model, args, optimizer_cls_and_kwargs=(ampopt.AdamW, {"lr": 1e-4}))
         scaler = prepare(trainer)
@@ -30,12 +33,14 @@ def prepare(trainer: Any, scaler: Any = None) -> Any:
 
     The scheduler, whether the trainer makes it or you passed it, advances only after steps that
     were applied; see :func:`ampopt.lr_scheduler_gate`. Every reporter gets the numbers of
-    :class:`StepMonitor`.
+    :class:`StepMonitor`. Of float16 or bfloat16 parameters whose optimizer keeps master weights,
+    ``max_grad_norm`` clips the gradients of these, and the ``grad_norm`` in the log is theirs.
 
     Args:
         trainer: a ``Trainer`` that has not started to train.
-        scaler: see :func:`ampopt.integrations.accelerate.use_scaler`; with ``bf16=True``, ``None``
-            makes a scaler with a scale of 1.0, which skips overflows.
+        scaler: an :class:`ampopt.GradScaler`. ``None`` makes one: with the default schedule if
+            ``fp16=True`` or if the model has float16 parameters, else with a scale of 1.0, which
+            scales nothing and skips overflows.
 
     Returns:
         The scaler. ``scaler.skipped`` says whether the last step was skipped.
@@ -43,6 +48,8 @@ def prepare(trainer: Any, scaler: Any = None) -> Any:
     Raises:
         RuntimeError: the trainer has already prepared an optimizer.
     """
+    if scaler is None and any(p.dtype == torch.float16 for p in trainer.model.parameters()):
+        scaler = GradScaler(trainer.accelerator.device.type)
     scaler = use_scaler(trainer.accelerator, scaler)
     create_scheduler = trainer.create_scheduler
 

@@ -22,6 +22,7 @@ from ampopt.testing.bits import bits
 needs("accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
 
 from ampopt.integrations import StepRecord  # noqa: E402
 from ampopt.integrations import accelerate as shipped  # noqa: E402
@@ -238,17 +239,58 @@ def test_clipping_sees_unscaled_gradients_in_every_precision(precision, accumula
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
-def test_the_gradients_of_masters_are_clipped():
+def stepped_with_masters(clip: Any, version: int | None = None) -> tuple[Any, list[Any]]:
+    """What ``clip(accelerator, net, optimizer)`` returned, and how far the masters moved.
+
+    The rate is 1.0, so they moved by their clipped gradients. With ``version``, Accelerate takes
+    itself to run that version of FSDP.
+    """
     accelerator = accelerator_for(None, "bf16")
     net = linear().bfloat16()
     inner = ampopt.SGD(net.parameters(), lr=1.0, master_weights=True)
     _, optimizer = accelerator.prepare(net, inner)
     before = [p.detach().float() for p in net.parameters()]
     accelerator.backward(net(torch.ones(2, 4, dtype=torch.bfloat16)).sum())
-    accelerator.clip_grad_norm_(inner.master_params(), 2.0**-6)
+    if version is not None:
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=version)
+    returned = clip(accelerator, net, inner)
     optimizer.step()
-    changes = [old - new.detach() for old, new in zip(before, inner.master_params(), strict=True)]
+    return returned, [
+        old - new.detach() for old, new in zip(before, inner.master_params(), strict=True)
+    ]
+
+
+NORM = (8 * 2.0**2 + 2 * 2.0**2) ** 0.5  # of the sum over two rows of ones, for weight and bias
+
+
+@pytest.mark.parametrize("version", [None, 2])
+@pytest.mark.parametrize("of", ["parameters", "masters"])
+def test_the_gradients_of_masters_are_clipped(of, version):
+    """Whether it is given the parameters, as by a Trainer, or the masters."""
+
+    def clip(accelerator: Any, net: Any, optimizer: Any) -> Any:
+        tensors = net.parameters() if of == "parameters" else optimizer.master_params()
+        return accelerator.clip_grad_norm_(tensors, 2.0**-6)
+
+    norm, changes = stepped_with_masters(clip, version)
+    assert norm.dtype == torch.float32 and float(norm) == pytest.approx(NORM)
     assert float(torch.nn.utils.get_total_norm(changes)) == pytest.approx(2.0**-6, rel=1e-2)
+
+
+def test_the_gradients_of_masters_are_clipped_by_value():
+    _, changes = stepped_with_masters(
+        lambda accelerator, net, _: accelerator.clip_grad_value_(net.parameters(), 0.5)
+    )
+    assert all(torch.equal(change, torch.full_like(change, 0.5)) for change in changes)
+
+
+def test_masters_under_fsdp1_are_refused():
+    """Whose norm Accelerate has the model compute, of the gradients of its parameters."""
+    with pytest.raises(RuntimeError, match="under FSDP1, .* choose fsdp_version=2"):
+        stepped_with_masters(
+            lambda accelerator, net, _: accelerator.clip_grad_norm_(net.parameters(), 1.0), 1
+        )
 
 
 @pytest.mark.parametrize("processes", [1, 3])

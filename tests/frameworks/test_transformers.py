@@ -78,10 +78,10 @@ def trainer_of(
         use_cpu=True,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
-        max_grad_norm=0.5,
         report_to=[],
         disable_tqdm=True,
         **{
+            "max_grad_norm": 0.5,
             "fp16": scaler is not None,
             "logging_strategy": "no",
             "save_strategy": "no",
@@ -209,6 +209,51 @@ def test_a_gate_that_it_was_given_is_kept_and_a_watch_is_logged(tmp_path):
     names = {"steps": "step", "scale": "scale", "norm": "norm", "skipped": "skipped"}
     assert {n: logged[f"ampopt/{n}"] for n in names} == {n: last[m] for n, m in names.items()}
     assert logged["ampopt/skips_in_a_row"] == 0
+
+
+@pytest.mark.parametrize("fp16", [True, False])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+def test_the_gradients_of_masters_are_clipped_and_logged(fp16, max_grad_norm, tmp_path):
+    """Of float16 parameters, as of float32 ones; a step of SGD at a rate of 1 is its gradient."""
+    norms, changes = [], []
+    for half in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        model = llama().half() if half else llama().half().float()
+        optimizer = ampopt.SGD(model.parameters(), lr=1.0, master_weights=half)
+        before = [p.detach().clone() for p in optimizer.master_params()]
+        options = {"max_grad_norm": max_grad_norm, "fp16": fp16, "max_steps": 1}
+        options |= {"logging_strategy": "steps", "logging_steps": 1}
+        trainer = trainer_of(model, tmp_path, None, {"optimizers": (optimizer, None)}, **options)
+        trainer.accelerator.native_amp = fp16  # as on a GPU
+        shipped.prepare(trainer, ampopt.GradScaler("cpu", init_scale=2.0**10))
+        trainer.train()
+        moved = [b - p.detach() for b, p in zip(before, optimizer.master_params(), strict=True)]
+        changes.append(float(torch.nn.utils.get_total_norm(moved)))
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+    assert norms[0] > 0.5 and norms[1] == pytest.approx(norms[0], rel=2e-2)
+    assert changes == pytest.approx([0.5] * 2 if max_grad_norm else norms, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp16", "scale"),
+    [
+        (torch.float16, False, 2.0**16),
+        (torch.float32, True, 2.0**16),
+        (torch.bfloat16, False, 1.0),
+    ],
+)
+def test_the_scaler_that_a_model_asks_for(dtype, fp16, scale, tmp_path):
+    trainer = trainer_of(llama().to(dtype), tmp_path, fp16=fp16)
+    assert shipped.prepare(trainer).get_scale() == scale
+
+
+def test_without_it_the_error_says_what_clips_masters(tmp_path):
+    model = llama().half()
+    optimizer = ampopt.AdamW(model.parameters(), master_weights=True)
+    scaler = ampopt.GradScaler("cpu")
+    trainer = trainer_of(model, tmp_path, scaler, {"optimizers": (optimizer, None)})
+    with pytest.raises(RuntimeError, match=r"integrations.transformers.prepare\(trainer\)"):
+        trainer.train()
 
 
 def test_an_overflow_in_bfloat16_is_skipped(tmp_path):
