@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ampopt_kernels import places, random_numbers, stochastic, torch_language
+from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.cpu.expressions import C_TYPES, LANGUAGE, Program, cast
 from ampopt_kernels.cpu.loops import AVERAGES, PREAMBLE, SPREAD, SUMS, UPDATE
 from ampopt_kernels.cpu.sums import BLOCK, PART
@@ -21,10 +22,6 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["Source", "source_of"]
-
-_STORED = {**C_TYPES, torch.float16: "uint16_t", torch.bfloat16: "uint16_t"}
-_LOADED = {torch.float16: "from_float16", torch.bfloat16: "from_bfloat16"}
-_ROUNDED = {torch.float16: "to_float16", torch.bfloat16: "to_bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -75,11 +72,11 @@ def source_of(
     compute = arithmetic(*dtypes[:2])
     program = Program(compute)
     for i, dtype in enumerate(dtypes):
-        pointer = f"{_STORED[dtype]}*"
+        pointer = f"{DTYPES[dtype].c_type}*"
         program.before.append(f"{pointer} __restrict t{i} = static_cast<{pointer}>(tensors[{i}]);")
     inverse, clip, *rest = (program.new(torch.float64, f"h[{i}]", False) for i in range(width))
     grad, *stored = (
-        program.new(compute, f"{_LOADED[dtype]}(t{i}[i])" if dtype in _LOADED else f"t{i}[i]", True)
+        program.new(compute, DTYPES[dtype].load.format(f"t{i}[i]"), True)
         for i, dtype in enumerate(dtypes)
     )
     n_state = len(rule.state_for(flags))
@@ -130,9 +127,8 @@ def source_of(
     for i, (dtype, value) in enumerate(
         zip(dtypes[1:], new, strict=True), 2 if rounds_stochastically else 1
     ):
-        rounded = _ROUNDED.get(dtype)
-        to = f"{rounded}({cast(value, torch.float32)})" if rounded else cast(value, dtype)
-        program.each.append(f"t{i}[i] = {to};")
+        stored_value = DTYPES[dtype].store.format(cast(value, arithmetic(dtype)))
+        program.each.append(f"t{i}[i] = {stored_value};")
     width += (rule.draws or rounds_stochastically) + rounds_stochastically + places.NUMBERS * jumps
     body = program.body(range(1 + len(stored)), filled)
     return Source(preamble + UPDATE.format(width=width, **body), program.exact)

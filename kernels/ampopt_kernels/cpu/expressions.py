@@ -11,11 +11,15 @@ from typing import Any
 import torch
 
 from ampopt_kernels import torch_language
+from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.tensors import arithmetic
 
 __all__ = ["C_TYPES", "LANGUAGE", "Program", "cast"]
 
-C_TYPES = {torch.float32: "float", torch.float64: "double", torch.bool: "bool"}
+C_TYPES = {torch.bool: "bool"} | {
+    dtype: DTYPES[dtype].c_type for dtype in (torch.float32, torch.float64)
+}
+"""The C++ types of variables."""
 
 
 @dataclass

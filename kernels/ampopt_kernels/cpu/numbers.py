@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu.bundles import Copies
+from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.ledger import CAUSES, COLUMNS, COUNTS, NOT_GIVEN
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import addresses
 
 __all__ = [
-    "INFINITY",
     "PART",
     "NativeCopies",
     "all_finite",
@@ -35,16 +35,7 @@ __all__ = [
 
 PART = 1 << 12
 """Elements that a thread processes at a time; their float64 squares fit the cache of a core."""
-INFINITY = {
-    torch.float16: 0x7C00,
-    torch.bfloat16: 0x7F80,
-    torch.float32: 0x7F800000,
-    torch.float64: 0x7FF0000000000000,
-}
-"""The bits of infinity, as an integer, in each dtype that rules support."""
-_DTYPES = {dtype: number for number, dtype in enumerate(INFINITY)}
-
-
+_INDICES = {dtype: index for index, dtype in enumerate(DTYPES)}
 _CONSTANTS = {
     "PART": PART,
     "COLUMNS": COLUMNS,
@@ -141,7 +132,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
     """Return whether every element is finite.
 
     Args:
-        tensors: dense CPU tensors of the dtypes in :data:`INFINITY`.
+        tensors: dense CPU tensors of the dtypes in :data:`DTYPES`.
     """
     where, dtypes, sizes = _located(tensors)
     starts = where.buffer_info()[0], dtypes.buffer_info()[0], sizes.buffer_info()[0]
@@ -154,9 +145,10 @@ def sums_of_squares(tensors: list[Tensor]) -> list[float]:
     A sum depends neither on the number of threads nor on the other tensors.
 
     Args:
-        tensors: dense CPU tensors of the dtypes in :data:`INFINITY`.
+        tensors: dense CPU tensors of the dtypes in :data:`DTYPES`.
     """
-    _, found = measures(tensors, [(1, 1, INFINITY[tensor.dtype], 1) for tensor in tensors], 1.0)
+    bounds = [(1, 1, DTYPES[tensor.dtype].infinity, 1) for tensor in tensors]
+    _, found = measures(tensors, bounds, 1.0)
     return found[:, 3].tolist()
 
 
@@ -166,7 +158,7 @@ def measures(
     """Measure tensors without changing them, reading each once.
 
     Args:
-        tensors: dense CPU tensors of the dtypes in :data:`INFINITY`.
+        tensors: dense CPU tensors of the dtypes in :data:`DTYPES`.
         bounds: for each tensor three magnitudes, as integers of the same bits, and whether its
             arithmetic is float64 (1) or float32 (0).
         inverse: the reciprocal of the scale, by which the largest magnitude is multiplied in the
@@ -200,8 +192,8 @@ def common(tensor: Tensor) -> float | None:
 
 
 def _located(tensors: list[Tensor]) -> tuple[array, array, array]:
-    """Return the addresses, the numbers of the dtypes, and the sizes of ``tensors``."""
-    dtypes, sizes = map(_DTYPES.__getitem__, map(_dtype_of, tensors)), map(Tensor.numel, tensors)
+    """Return the addresses, the indices of the dtypes, and the sizes of ``tensors``."""
+    dtypes, sizes = map(_INDICES.__getitem__, map(_dtype_of, tensors)), map(Tensor.numel, tensors)
     return addresses(tensors), array("q", dtypes), array("q", sizes)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu import numbers
+from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.found import FLUSHED, Found, measured
 from ampopt_kernels.ledger import NOT_GIVEN, ChunkRange, Ledger, RecordedStep
@@ -66,15 +67,6 @@ def _number(tensor: Tensor | None, otherwise: float) -> float:
     return otherwise if tensor is None else tensor.item()
 
 
-_INTEGERS = {
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
-"""The integer dtype of the same width."""
-
-
 def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
     """Measure the gradients of ``work``.
 
@@ -126,11 +118,11 @@ def _bounds(dtype: torch.dtype, computed: torch.dtype, inverse: float) -> tuple[
     """
     # The lower ends of the three intervals. Only an invalid scale makes 0 times ``inverse`` NaN.
     low = torch.tensor([1, 1, 0], dtype=torch.int64, device="cpu")
-    high = torch.full_like(low, numbers.INFINITY[dtype])  # the upper ends
+    high = torch.full_like(low, DTYPES[dtype].infinity)  # the upper ends
     flushed = torch.tensor([0.0, FLUSHED, torch.finfo(computed).max], dtype=computed, device="cpu")
     while (low < high).any():
         middle = low + (high - low) // 2  # low + high may overflow int64
-        unscaled = (middle.to(_INTEGERS[dtype]).view(dtype).to(computed) * inverse).abs()
+        unscaled = (middle.to(DTYPES[dtype].integer).view(dtype).to(computed) * inverse).abs()
         below = unscaled <= flushed
         low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
     return *low.tolist(), computed == torch.float64

@@ -11,8 +11,8 @@ from support.kernel_rows import edge_numbers, fingerprint
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.bundles import TorchCopies
+from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.cpu.numbers import (
-    INFINITY,
     PART,
     NativeCopies,
     all_finite,
@@ -107,7 +107,7 @@ def test_measures_have_the_same_bits_from_vectors_of_any_width(monkeypatch):
         for size in (1, 33, 600, PART, PART + 1)
     ]
     tensors[1][7] = float("nan")
-    bounds = [(1, 0x3000, INFINITY[tensor.dtype], 0) for tensor in tensors]
+    bounds = [(1, 0x3000, DTYPES[tensor.dtype].infinity, 0) for tensor in tensors]
     flags, wanted = measures(tensors, bounds, 0.5)
     narrow = numbers.library("-mno-avx2").load()
     narrow.measure.argtypes = numbers.loops().measure.argtypes

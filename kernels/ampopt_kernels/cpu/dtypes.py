@@ -1,0 +1,35 @@
+"""What C++ has to know about the dtypes of parameters, gradients and states."""
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["DTYPES", "CDtype"]
+
+
+class CDtype(NamedTuple):
+    """How C++ stores and reads elements of one dtype.
+
+    Attributes:
+        c_type: the C++ type of an element in memory.
+        load: format of the C++ expression that converts an element to its arithmetic dtype.
+        store: format of the C++ expression that rounds a number of the arithmetic dtype to an
+            element.
+        integer: the integer dtype of the same width.
+        infinity: the bits of infinity, as an integer.
+    """
+
+    c_type: str
+    load: str
+    store: str
+    integer: torch.dtype
+    infinity: int
+
+
+DTYPES = {
+    torch.float16: CDtype("uint16_t", "from_float16({})", "to_float16({})", torch.int16, 0x7C00),
+    torch.bfloat16: CDtype("uint16_t", "from_bfloat16({})", "to_bfloat16({})", torch.int16, 0x7F80),
+    torch.float32: CDtype("float", "{}", "{}", torch.int32, 0x7F800000),
+    torch.float64: CDtype("double", "{}", "{}", torch.int64, 0x7FF0000000000000),
+}
+"""The dtypes that rules support. ``numbers.cpp`` knows them by their index here."""
