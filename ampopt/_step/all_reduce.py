@@ -18,9 +18,8 @@ from ampopt._step.rank_messages import (
     Comparison,
     RowsOnDevices,
     digest,
+    local_results,
     row_of,
-    with_found,
-    write_found,
 )
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.sharding.fsdp1 import whole_parameters
@@ -149,11 +148,16 @@ class Agreement:
             gradients=present if self._step_has_collectives else 0,
         )
         host_sees = backend_for(device).host_sees
+        results = local_results(request, found, flag, device)
         if host_sees:
-            rows = self._rows.matrix(with_found(row, request, found, flag), device)
+            whole = list(row)
+            for column, result in results.items():
+                whole[column] = float(result)
+            rows = self._rows.matrix(tuple(whole), device)
         else:
             rows = self._rows.matrix(row, device)
-            write_found(rows[self._place], request, found, flag)
+            for column, result in results.items():
+                rows[self._place, column] = result
         self._all_reduce(rows, self._groups)
         self._comparison.compare(rows, row, self._ranks, at_once=host_sees)
         return rows

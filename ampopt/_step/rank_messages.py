@@ -25,9 +25,8 @@ __all__ = [
     "RowsOnDevices",
     "difference",
     "digest",
+    "local_results",
     "row_of",
-    "with_found",
-    "write_found",
 ]
 
 
@@ -121,45 +120,35 @@ def _smallest(limits: Iterable[float | None]) -> float:
     return min((limit for limit in limits if limit is not None), default=NOT_GIVEN)
 
 
-def with_found(row: Row, request: Request, found: Partials, flag: Tensor | None) -> Row:
-    """A copy of ``row`` with flags, squares, losses and scale, on a backend without an accelerator.
+def local_results(
+    request: Request, found: Partials, flag: Tensor | None, device: torch.device
+) -> dict[int, float | Tensor]:
+    """What :func:`row_of` leaves out, by column: overflow flag, squared norm, scale and loss.
+
+    Does not synchronize.
 
     Args:
-        row: the result of :func:`row_of`.
         request: the request of this rank.
         found: overflow flags and squared norms of this rank's gradients.
         flag: a further overflow flag, more than 0 for overflow.
+        device: the device on which the step is decided, that of the tensors in the result.
     """
-    whole = list(row)
-    overflows = any(found.flags if isinstance(found.flags, list) else found.flags.tolist())
-    whole[Column.OVERFLOW] = float(overflows or (flag is not None and flag.item() > 0))
-    if found.squares is not None:
-        whole[Column.SQUARES] = found.squares.sum().item()
-    if request.scale is not None:
-        whole[Column.SCALE] = request.scale.item()
-    for _, loss in request.causes:
-        if loss is not None:
-            whole[Column.LOSS] = loss.item()
-    return tuple(whole)
-
-
-def write_found(mine: Tensor, request: Request, found: Partials, flag: Tensor | None) -> None:
-    """Write what :func:`with_found` adds into ``mine``, this rank's row, without synchronizing."""
     flags = found.flags
     if isinstance(flags, list):
-        if any(flags):
-            mine[Column.OVERFLOW] = 1.0
-    elif flags.numel():
-        mine[Column.OVERFLOW] = flags.amax()
+        overflow: float | Tensor = float(any(flags))
+    else:
+        overflow = flags.amax() if flags.numel() else 0.0
     if flag is not None:
-        mine[Column.OVERFLOW].add_(flag.reshape(()) > 0)
+        overflow = overflow + (flag.reshape(()) > 0)
+    results: dict[int, float | Tensor] = {Column.OVERFLOW: overflow}
     if found.squares is not None:
-        mine[Column.SQUARES] = found.squares.sum()
+        results[Column.SQUARES] = found.squares.sum()
     if request.scale is not None:
-        mine[Column.SCALE] = to_device(request.scale.reshape(()), mine.device, mine.dtype)
+        results[Column.SCALE] = to_device(request.scale.reshape(()), device)
     for _, loss in request.causes:
         if loss is not None:
-            mine[Column.LOSS] = to_device(loss.detach().reshape(()), mine.device, mine.dtype)
+            results[Column.LOSS] = to_device(loss.detach().reshape(()), device)
+    return results
 
 
 class RowsOnDevices:
