@@ -23,7 +23,8 @@ from support.torch_options import (
 
 import ampopt
 from ampopt.testing.bits import bits
-from ampopt_kernels.cpu import numbers
+from ampopt_kernels.cpu import compiled, numbers
+from ampopt_kernels.cpu.bundles import SMALL
 
 pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
 
@@ -100,6 +101,35 @@ def test_a_parameter_trains_to_the_same_bits_beside_others_that_rest(options, ba
         return bits([(p, dict(optimizer.state[p])) for p in params_of(optimizer)])
 
     assert train(range(3)) == [train([i])[0] for i in range(3)]
+
+
+def test_tensors_too_large_to_copy_are_updated_in_one_call_with_the_eager_bits(
+    backend, monkeypatch
+):
+    """Eager operations bundle what has at most ``SMALL`` elements; a norm is that of bundles."""
+    sizes = (3 * compiled.IN_PLACE // 2 + 3, 1, 70, 3 * compiled.IN_PLACE, SMALL + 9, SMALL + 1)
+    rows: list[int] = []
+    run = compiled.Loop.run
+
+    def counted(loop: Any, parts: Any, *arguments: Any) -> None:
+        rows.append(len(parts))
+        run(loop, parts, *arguments)
+
+    def train() -> Any:
+        optimizer = ampopt.AdamW([torch.ones(n).requires_grad_() for n in sizes])
+        for step in range(3):
+            source = torch.Generator().manual_seed(step)
+            grads = [torch.randn(n, generator=source) for n in sizes]
+            give(optimizer, [None if step == i == 1 else g for i, g in enumerate(grads)])
+            rows.clear()
+            optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=1.0)
+        return bits([(optimizer.grad_norm, p, optimizer.state[p]) for p in params_of(optimizer)])
+
+    monkeypatch.setattr(compiled.Loop, "run", counted)
+    ours = train()
+    assert rows == [len(sizes)]
+    ampopt.set_backend("eager")
+    assert ours == train()
 
 
 def test_gradients_of_who_has_no_rule_are_judged_by_the_compiled_loops(backend, monkeypatch):

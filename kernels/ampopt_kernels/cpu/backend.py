@@ -28,7 +28,10 @@ from ampopt_kernels.stochastic import stochastically
 from ampopt_kernels.tensors import arithmetic, times
 from ampopt_kernels.work import Work
 
-__all__ = ["Cpu", "CpuBackend", "apply_rule", "sums_are_finite", "torch_functions"]
+__all__ = ["Cpu", "CpuBackend", "LargeRow", "apply_rule", "sums_are_finite", "torch_functions"]
+
+LargeRow = tuple[Bundle, BundleSlice, Sequence[Tensor]]
+"""A bundle of a single row, the slice that is all of it, and the tensors of :func:`apply_rule`."""
 
 
 class CpuBackend(Backend):
@@ -54,8 +57,13 @@ class CpuBackend(Backend):
         """Return the sum of squares of each gradient, in float64."""
 
     @abstractmethod
-    def _surely_finite(self, grads: list[Tensor]) -> bool:
-        """Return whether every element is finite; ``False`` where only a slower test can tell."""
+    def _surely_finite(self, work: Work, parts: "list[_Part]") -> bool:
+        """Return whether every gradient is finite; ``False`` where only a slower test can tell.
+
+        Args:
+            work: the gradients.
+            parts: what they are divided into.
+        """
 
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`."""
@@ -72,15 +80,14 @@ class CpuBackend(Backend):
         bundles = []
         if isinstance(work.table, Bundles):
             bundles = [bundle for _, bundle in work.table.bundles]
-            parts = [_Read(p.gather(work), p.dtype, p.rows[0].in_norm, p.among) for p in bundles]
+            parts = [_Part(b, b.dtype, b.rows[0].in_norm, b.among) for b in bundles]
         else:
             parts = [
-                _Read(grad, row.compute_dtype, row.in_norm, (place,))
-                for place, (grad, row) in enumerate(zip(work.grads, work.rows, strict=True))
+                _Part(None, row.compute_dtype, row.in_norm, (place,))
+                for place, row in enumerate(work.rows)
             ]
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
-        parts = [part for part in parts if part.grad.numel()]
-        grads = [part.grad for part in parts]
+        parts = [part for part in parts if work.grads[part.rows[0]].numel()]
         found, sums, squares = (), {}, None
         if request.measure:
             measured, sums = found_in(work, inverse)
@@ -88,7 +95,7 @@ class CpuBackend(Backend):
         if request.max_norm is not None:
             # The measures of a row that is not bundled include its sum of squares.
             unread = {
-                part.rows[0]: part.grad
+                part.rows[0]: part.grad(work)
                 for part in parts
                 if len(part.rows) > 1 or part.rows[0] not in sums
             }
@@ -99,9 +106,11 @@ class CpuBackend(Backend):
         else:
             # Unscaling by 1 or less makes nothing larger: finite before means finite after.
             finite = 0 <= inverse <= 1 and (
-                self._surely_finite(grads) if squares is None else all(map(math.isfinite, squares))
+                self._surely_finite(work, parts)
+                if squares is None
+                else all(map(math.isfinite, squares))
             )
-            flags = [not finite and bool(overflows(p.grad, inverse, p.dtype)) for p in parts]
+            flags = [not finite and bool(overflows(p.grad(work), inverse, p.dtype)) for p in parts]
             if any(flags):
                 among = [
                     row
@@ -169,11 +178,9 @@ class CpuBackend(Backend):
         rule = work.rule
         assert rule is not None
         last, h, varies = None, (), False
-        for block, bundle in work.table.bundles:
+        large: list[LargeRow] = []
+        for block, bundle in () if skip > 0 else work.table.updated:
             grad = bundle.gather(work)
-            bundle.gathered_at = None
-            if skip > 0:
-                continue
             if block is not last:
                 last = block
                 advanced, varies = block.advance(
@@ -193,11 +200,21 @@ class CpuBackend(Backend):
                 parts = list(bundle.alike(h))
             else:
                 parts = [BundleSlice(0, grad.numel(), h)]
+            if bundle.copies is None:
+                large.append((bundle, parts[0], tensors))
+                continue
             bundle.functions["update"](parts, tensors)
-            if bundle.copies is not None:
-                bundle.copies.store()
-                if bundle.rounded is not None:
-                    bundle.rounded.store()
+            bundle.copies.store()
+            if bundle.rounded is not None:
+                bundle.rounded.store()
+        self._update_large(large)
+        for _, bundle in work.table.bundles:
+            bundle.gathered_at = None
+
+    def _update_large(self, large: list[LargeRow]) -> None:
+        """Update parameters that are not bundled with others."""
+        for bundle, whole, tensors in large:
+            bundle.functions["update"]([whole], tensors)
 
 
 class Cpu(CpuBackend):
@@ -215,17 +232,17 @@ class Cpu(CpuBackend):
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
         return list(map(sum_of_squares, grads))
 
-    def _surely_finite(self, grads: list[Tensor]) -> bool:
-        return sums_are_finite(grads)
+    def _surely_finite(self, work: Work, parts: "list[_Part]") -> bool:
+        return sums_are_finite(work, parts)
 
 
-def sums_are_finite(grads: list[Tensor]) -> bool:
-    """Return whether every element is finite; ``False`` for half precision, without a test."""
+def sums_are_finite(work: Work, parts: "list[_Part]") -> bool:
+    """Return :meth:`CpuBackend._surely_finite`; ``False`` for half precision, without a test."""
     # A sum is finite only if all elements are, and it takes two thirds of the time of the
     # extremes. That of a half-precision tensor would be half-precision.
     return all(
         grad.dtype in (torch.float32, torch.float64) and math.isfinite(grad.sum().item())
-        for grad in grads
+        for grad in (part.grad(work) for part in parts)
     )
 
 
@@ -279,20 +296,24 @@ def _averages(
     return list(map(torch.cat, zip(*sums, strict=True)))
 
 
-class _Read(NamedTuple):
-    """A gradient that detect reads as a whole: that of one row, or of all rows of a bundle.
+class _Part(NamedTuple):
+    """What detect reads as a whole: the gradient of one row, or those of all rows of a bundle.
 
     Attributes:
-        grad: the gradient; flat if it is that of a bundle.
+        bundle: the bundle; ``None`` for a row, where no bundles were prepared.
         dtype: the arithmetic dtype, in which it is unscaled.
         in_norm: whether the gradient norm counts it; the same for all rows of a bundle.
         rows: the indices of its rows in ``work.rows``.
     """
 
-    grad: Tensor
+    bundle: Bundle | None
     dtype: torch.dtype
     in_norm: bool
     rows: Sequence[int]
+
+    def grad(self, work: Work) -> Tensor:
+        """Return the gradient; flat if it is that of several rows, which is copied on first use."""
+        return work.grads[self.rows[0]] if self.bundle is None else self.bundle.gather(work)
 
 
 def apply_rule(

@@ -150,6 +150,7 @@ class Bundles:
 
     Attributes:
         bundles: each bundle with its block.
+        updated: the same rows as ``update`` takes them: a backend may divide bundles further.
         prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
             has to prepare them again.
         advanced: the last result for each param group; see :meth:`Block.advance`.
@@ -158,6 +159,11 @@ class Bundles:
     bundles: list[tuple[Block, Bundle]]
     prepared_by: Any = None
     advanced: dict[int, _Advanced] = field(default_factory=dict)
+    updated: list[tuple[Block, Bundle]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Update bundles as they are, until a backend divides them."""
+        self.updated = self.bundles
 
     @staticmethod
     def of(work: Work) -> "Bundles":

@@ -36,8 +36,9 @@ _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImport
 
 
 SMALL = 1 << 14
-"""Elements of the largest tensor that is bundled with others: beyond, a call costs less than a
-copy."""
+"""Elements of the largest tensor that is bundled with others: beyond, torch operations on each
+tensor cost less than a copy. Compiled code takes larger rows out again; see
+``compiled.IN_PLACE``."""
 BUNDLE = 1 << 16
 """Elements of the largest bundle: its float32 gradient, parameter and two states fit the cache of
 a core."""
@@ -123,8 +124,8 @@ class BundleSlice(NamedTuple):
     key: int | None = None
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of these elements of ``tensors``, the flat tensors of the bundle."""
-        return [t[self.start : self.end] for t in tensors]
+        """Return flat views of these elements of ``tensors``, the tensors of the bundle."""
+        return [flat(t)[self.start : self.end] for t in tensors]
 
 
 @dataclass
@@ -221,9 +222,12 @@ class Bundle:
         return _params(self.rows)
 
     def gather(self, work: Work) -> Tensor:
-        """Return the gradients of all rows as one flat tensor; copies at most once a step."""
+        """Return the gradients of all rows as one flat tensor; copies at most once a step.
+
+        Of a single row, return its gradient, in its own shape.
+        """
         if self.grad is None or self.copies is None:
-            return flat(work.grads[self.among[0]])
+            return work.grads[self.among[0]]
         if self.gathered_at != work.grads_version:
             if isinstance(self.among, range):
                 grads = work.grads[self.among.start : self.among.stop]

@@ -18,13 +18,15 @@ import time
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt_kernels.cpu import numbers, watch
-from ampopt_kernels.cpu.backend import CpuBackend, sums_are_finite, torch_functions
+from ampopt_kernels.cpu.backend import CpuBackend, LargeRow, sums_are_finite, torch_functions
+from ampopt_kernels.cpu.blocks import Block
 from ampopt_kernels.cpu.bundles import BUNDLE, Bundle, BundleSlice, TorchCopies
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.sums import sum_of_squares
@@ -48,6 +50,10 @@ To compile a rule takes about 0.1 seconds of a core, and three times as long whi
 all cores. Without this delay a program of a few steps, such as a test, would start a compiler for
 each rule. A rule that was compiled before is loaded from disk at once.
 """
+
+IN_PLACE = 1 << 11
+"""Elements of a row, on average, beyond which a compiled rule updates the rows of a bundle where
+they are: to copy that many to scratch and back takes longer than one more row of a call."""
 
 
 class _Key(NamedTuple):
@@ -131,10 +137,25 @@ class Compiled(CpuBackend):
             return numbers.sums_of_squares(grads)
         return list(map(sum_of_squares, grads))
 
-    def _surely_finite(self, grads: list[Tensor]) -> bool:
+    def _update_large(self, large: list[LargeRow]) -> None:
+        """Update those that share a compiled function in one call of it."""
+        alike: dict[_CompiledUpdate, list[LargeRow]] = {}
+        others = []
+        for row in large:
+            function = row[0].functions["update"]
+            if isinstance(function, _CompiledUpdate):
+                alike.setdefault(function, []).append(row)
+            else:
+                others.append(row)
+        super()._update_large(others)
+        for function, rows in alike.items():
+            _, parts, tensors = zip(*rows, strict=True)
+            function.whole(parts, tensors)
+
+    def _surely_finite(self, work: Work, parts: list[Any]) -> bool:
         if numbers.loaded is not None:
-            return numbers.all_finite(grads)
-        return sums_are_finite(grads)
+            return numbers.all_finite(work.grads)
+        return sums_are_finite(work, parts)
 
     def _prepare_functions(self, work: Work) -> bool:
         rule = work.rule
@@ -163,6 +184,7 @@ class Compiled(CpuBackend):
             for _, bundle in work.table.bundles:
                 if isinstance(bundle.copies, TorchCopies):
                     bundle.copies = numbers.NativeCopies(bundle.params, bundle.param)
+        work.table.updated = list(chain.from_iterable(starmap(_in_place, work.table.bundles)))
         return self._broken or (decided and (numbers.loaded is not None or not used))
 
     def _function_for(self, bundle: Bundle, key: _Key) -> Any:
@@ -236,6 +258,24 @@ class Compiled(CpuBackend):
         return None
 
 
+def _in_place(block: Block, bundle: Bundle) -> list[tuple[Block, Bundle]]:
+    """Divide a bundle of rows that compiled code updates faster where they are than in scratch.
+
+    What detect reads remains the bundle: sums of squares are added up as the eager backend does.
+    """
+    update = bundle.functions["update"]
+    large = bundle.param.numel() > IN_PLACE * len(bundle.rows)
+    if bundle.copies is None or not large or not isinstance(update, _CompiledUpdate):
+        return [(block, bundle)]
+    alone = [
+        Bundle.of([row], [place], block.start)
+        for row, place in zip(bundle.rows, bundle.places, strict=True)
+    ]
+    for row in alone:
+        row.functions = bundle.functions
+    return [(block, row) for row in alone]
+
+
 def _needed(error: Exception, message: str) -> str:
     if isinstance(error, CacheError):
         return f"needs a place on disk: {message}, or choose 'auto' or 'eager'"
@@ -293,25 +333,63 @@ class Loop:
             beside: integers that follow the addresses of ``tensors``: the addresses of row and
                 column statistics, and the sizes of their matrix.
         """
+        where = array("q", map(Tensor.data_ptr, tensors))
+        where.extend(beside)
+        ends = array("q", map(_end_of, parts))
+        self.run(parts, where, ends, ends[-1], *gives)
+
+    def run(
+        self, parts: Sequence[BundleSlice], where: array, sizes: array, total: int, *gives: int
+    ) -> None:
+        """Run the function on addresses.
+
+        Args:
+            parts: slices or rows, with the numbers of each.
+            where: the addresses of the tensors, and what follows them.
+            sizes: the third argument of the function: where each slice ends, or how many elements
+                each row has.
+            total: how many elements there are.
+            gives: the further arguments.
+        """
         h = array("d")
+        last, numbers_of_last = None, array("d")
         for part in parts:
-            h.extend(part.h)
+            if part.h is not last:
+                last, numbers_of_last = part.h, array("d", part.h)
+            h += numbers_of_last
             if part.places is not None:
                 h.append(part.places.first - part.start)  # the place of the bundle's first element
                 if part.key is not None:
                     h.append(part.key)
                 for period, phase, size in part.places.jumps:
                     h.extend((period, phase - part.start, size))
-        where = array("q", map(Tensor.data_ptr, tensors))
-        where.extend(beside)
-        ends = array("q", map(_end_of, parts))
-        starts = h.buffer_info()[0], where.buffer_info()[0], ends.buffer_info()[0]
+        starts = h.buffer_info()[0], where.buffer_info()[0], sizes.buffer_info()[0]
         # For less than that, starting threads takes longer than the work.
-        threads = torch.get_num_threads() if ends[-1] > BUNDLE else 1
+        threads = torch.get_num_threads() if total > BUNDLE else 1
         self._function(*starts, len(parts), threads, *gives)
 
 
 _end_of = operator.attrgetter("end")
+
+
+class _CompiledUpdate(Loop):
+    """The compiled ``update`` of a rule: called with slices of the same tensors, or whole rows."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Look up both functions in ``library``."""
+        super().__init__(library.update)
+        self._whole = Loop(library.update_whole)
+
+    def whole(self, parts: Sequence[BundleSlice], tensors: Sequence[Sequence[Tensor]]) -> None:
+        """Update several parameters in one call.
+
+        Args:
+            parts: for each parameter the slice that has all of its elements.
+            tensors: for each parameter, dense: its gradient, the parameter, and its other tensors.
+        """
+        sizes = array("q", map(_end_of, parts))
+        where = objects.addresses(list(chain.from_iterable(tensors)))
+        self._whole.run(parts, where, sizes, sum(sizes))
 
 
 class _CompiledSums:
@@ -366,7 +444,7 @@ class Averages:
 
 
 _CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {
-    "update": lambda library: Loop(library.update),
+    "update": _CompiledUpdate,
     "reduce": _CompiledSums,
     "averages": Averages,
 }

@@ -131,4 +131,5 @@ def source_of(
         program.each.append(f"t{i}[i] = {stored_value};")
     width += (rule.draws or rounds_stochastically) + rounds_stochastically + places.NUMBERS * jumps
     body = program.body(range(1 + len(stored)), filled)
-    return Source(preamble + UPDATE.format(width=width, **body), program.exact)
+    text = UPDATE.format(width=width, n_tensors=1 + len(stored), **body)
+    return Source(preamble + text, program.exact)

@@ -30,9 +30,16 @@ static inline double halved(double* x, int64_t n) {
     return x[0];
 }
 
-// Into the cache what comes some blocks later. Processors do so by themselves, but begin anew with
-// each page, and not where something is only written.
+// Prefetch what comes some blocks later. Processors do so by themselves, but begin anew with each
+// page, and not where something is only written. Those of AMD are faster without it: measured on
+// Zen 4, it adds up to a fifth to the time of a loop.
+#if defined(__x86_64__)
+static const bool FETCHES = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
+#else
+static const bool FETCHES = true;
+#endif
 template <typename T> static inline void fetch(const T* block) {
+    if (!FETCHES) return;
     constexpr int64_t AHEAD = 16 * BLOCK, LINE = 64 / sizeof(T);
     for (int64_t i = 0; i < BLOCK; i += LINE) __builtin_prefetch(block + AHEAD + i);
 }
@@ -118,6 +125,23 @@ extern "C" void update(
         for (int64_t part = 0, start = 0; part < n_parts; start = ends[part++]) {{
             const int64_t from = start < first ? first : start, to = lesser(ends[part], last);
             if (from < to) apply(h + part * {width}, tensors, from, to);
+        }}
+    }}
+}}
+
+// Rows with tensors of their own: ``sizes`` has the number of elements of each row, ``tensors`` the
+// addresses of the tensors of one row after another.
+extern "C" void update_whole(
+    const double* h, void* const* tensors, const int64_t* sizes, int64_t n_rows, int64_t threads
+) {{
+    int64_t n = 0;
+    for (int64_t row = 0; row < n_rows; ++row) n += sizes[row];
+    #pragma omp parallel for num_threads(threads)
+    for (int64_t thread = 0; thread < threads; ++thread) {{
+        int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
+        for (int64_t row = 0; row < n_rows; first -= sizes[row], last -= sizes[row], ++row) {{
+            const int64_t from = first < 0 ? 0 : first, to = lesser(sizes[row], last);
+            if (from < to) apply(h + row * {width}, tensors + row * {n_tensors}, from, to);
         }}
     }}
 }}
