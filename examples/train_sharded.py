@@ -23,6 +23,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+import torch._dynamo  # as FSDP2 does at its first use: once here, not on every rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -141,9 +142,8 @@ def run(begin: int, steps: int, folder: str, **meeting: Any) -> None:
 
 
 def run_on(ranks: int, begin: int, steps: int, folder: str) -> None:
-    """Train on ``ranks`` new processes, forked from one that has done the imports."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ampopt", "torch._dynamo", "torch.distributed.fsdp"])
+    """Train on ``ranks`` new processes, forked from this one, which has done the imports."""
+    context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as place:
         meeting = {"init_method": f"file://{place}/met", "world_size": ranks}
         processes = [
