@@ -117,17 +117,33 @@ class StepMonitor(Callback):
     :meth:`ampopt.integrations.StepRecord.numbers`. With several optimizers they are
     ``ampopt/0/scale`` and so on. The values stay on the device until the logger writes them. For an
     optimizer with an :class:`ampopt.Watch` that ``configure_optimizers`` made, the watch's numbers
-    are logged.
+    are logged. Checkpoints hold the counts, and the statistics of the watch on rank 0; a run that
+    is resumed continues them.
     """
 
     def __init__(self) -> None:
         """Start without records; ``on_fit_start`` makes one for each optimizer."""
         self._records: list[StepRecord] = []
+        self._loaded: list[dict[str, Any]] = []
+        self._ended: dict[str, Any] = {"records": []}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of each optimizer, for a checkpoint. Synchronizes."""
+        if not self._records:
+            return self._ended
+        return {"records": [record.state_dict() for record in self._records]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have ``on_fit_start`` continue these counts."""
+        self._loaded = state_dict["records"]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Start counting the steps of the trainer's optimizers."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._records = [StepRecord(optimizer, scaler) for optimizer in trainer.optimizers]
+        for record, saved in zip(self._records, self._loaded, strict=False):
+            record.load_state_dict(saved)
+        self._loaded = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log the current numbers."""
@@ -141,7 +157,8 @@ class StepMonitor(Callback):
             pl_module.log_dict({prefix + name: number for name, number in numbers.items()})
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Stop counting."""
+        """Stop counting. A checkpoint that is saved afterwards has the counts, too."""
+        self._ended = self.state_dict()
         for record in self._records:
             record.remove()
         self._records = []

@@ -1,5 +1,7 @@
 """Counts of an optimizer's steps and skips, kept on the device, to be logged."""
 
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,9 +42,9 @@ class StepRecord:
         self._last: dict[str, Tensor] = {}
         self._watched: dict[str, float] = {}  # the numbers of a watch
         self._hooks = [optimizer.register_step_post_hook(self._note)]
-        watch = getattr(getattr(optimizer, "_ampopt", None), "watch", None)
-        if watch is not None:
-            self._hooks.append(watch.log_to(self._store))
+        self._watch = getattr(getattr(optimizer, "_ampopt", None), "watch", None)
+        if self._watch is not None:
+            self._hooks.append(self._watch.log_to(self._store))
 
     def numbers(self) -> dict[str, float | Tensor]:
         """The numbers to log now. Does not synchronize: tensors are 0-d, on the device.
@@ -57,7 +59,7 @@ class StepRecord:
         """
         found: dict[str, float | Tensor] = {"steps": float(self._steps), **self._last}
         if self._skips is not None:
-            found["skips"] = self._skips.clone()  # the counter is updated in place
+            found["skips"] = self._skips
         scale = _scale_of(self._scaler)
         if scale is not None:
             found["scale"] = scale
@@ -66,6 +68,32 @@ class StepRecord:
     def read(self) -> dict[str, float]:
         """Return :meth:`numbers` as Python numbers, sorted by name. Synchronizes."""
         return {name: float(number) for name, number in sorted(self.numbers().items())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts, and the statistics of the watch, if there is one. Synchronizes."""
+        return {
+            "steps": self._steps,
+            "skips": None if self._skips is None else self._skips.item(),
+            "watch": None if self._watch is None else self._watch.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue the counts of a saved record, and the statistics of its watch.
+
+        Warns, and loads the counts alone, if the saved watch was over other parameters.
+
+        Args:
+            state_dict: what :meth:`state_dict` returned.
+        """
+        self._steps, skips = state_dict["steps"], state_dict["skips"]
+        if skips is not None:
+            skipped = self._last.get("skipped", torch.zeros(()))
+            self._skips = torch.full_like(skipped, skips)
+        if self._watch is not None and state_dict["watch"] is not None:
+            try:
+                self._watch.load_state_dict(state_dict["watch"])
+            except ValueError as error:
+                warnings.warn(f"the watch starts anew: {error}", RuntimeWarning, stacklevel=2)
 
     def remove(self) -> None:
         """Stop counting, and remove the hook from the optimizer."""
@@ -80,7 +108,7 @@ class StepRecord:
         skipped = torch.zeros(()) if flag is None else (flag.detach().reshape(()) > 0).float()
         if self._skips is None:
             self._skips = torch.zeros_like(skipped)
-        self._skips += skipped.to(self._skips.device)
+        self._skips = self._skips.to(skipped.device) + skipped  # loaded counts are on the CPU
         self._last = {"skipped": skipped}
         norm = getattr(optimizer, "grad_norm", None)
         if isinstance(norm, Tensor):

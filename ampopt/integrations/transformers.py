@@ -2,12 +2,14 @@
 
 # pyright: reportMissingImports=false
 
+import json
 from typing import Any
 
 import torch
 
 try:
     from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise ImportError(
         "ampopt.integrations.transformers needs transformers and Accelerate: "
@@ -65,7 +67,7 @@ def prepare(trainer: Any, scaler: Any = None) -> Any:
     return scaler
 
 
-class StepMonitor(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
+class StepMonitor(TrainerCallback, ExportableState):  # pyright: ignore[reportGeneralTypeIssues]
     """Callback that adds loss scale, skipped steps and gradient norm to what the ``Trainer`` logs.
 
     The names are ``ampopt/scale``, ``ampopt/skipped``, ``ampopt/skips`` and ``ampopt/steps``, and
@@ -74,17 +76,38 @@ class StepMonitor(TrainerCallback):  # pyright: ignore[reportGeneralTypeIssues]
     :func:`prepare` puts this callback before all others; passed as one of the ``callbacks=`` of a
     ``Trainer``, it would run after those that report to TensorBoard and the like, and they would
     miss its numbers. Synchronizes at each log, as the ``Trainer`` does.
+
+    The ``Trainer`` saves the counts, and the statistics of the watch on rank 0, in its checkpoints.
+    A run that is resumed continues them.
+
+    Attributes:
+        saved: what the ``Trainer`` saved of this callback, as JSON; ``None`` before it did.
     """
 
     def __init__(self) -> None:
         """Start without a record; ``on_train_begin`` makes it."""
+        self.saved: str | None = None
         self._record: StepRecord | None = None
 
-    def on_train_begin(self, *args: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Start counting the steps of the optimizer."""
+    def state(self) -> dict[str, Any]:
+        """What the ``Trainer`` saves. Synchronizes."""
+        if self._record is not None:
+            self.saved = json.dumps(self._record.state_dict())  # compact, in an indented file
+        return {"args": {}, "attributes": {"saved": self.saved}}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Start counting the steps of the optimizer, or continue the counts of a checkpoint."""
         if optimizer is not None:
             scaler = getattr(optimizer, "scaler", None)
             self._record = StepRecord(unwrapped(optimizer), scaler)
+            # A checkpoint from before this callback has no entry, which the Trainer needs to save.
+            entry = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+            entry = entry[0] if isinstance(entry, list) else entry
+            saved = entry["attributes"]["saved"]
+            if saved is not None:
+                self._record.load_state_dict(json.loads(saved))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the current numbers to the log."""

@@ -197,14 +197,21 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path: Path):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
         return {"optimizer": optimizer, "lr_scheduler": ampopt.lr_scheduler_gate(scheduler)}
 
+    def counts(trainer: Any) -> dict[str, float]:
+        return {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("ampopt/")}
+
     straight = mixed(ampopt.GradScaler, shipped.MixedPrecision)
-    expected, _ = trained(Net(make), straight, max_epochs=2)
-    _, trainer = trained(Net(make), mixed(ampopt.GradScaler, shipped.MixedPrecision))
+    whole = {"max_epochs": 2, "callbacks": [shipped.StepMonitor()]}
+    expected, through = trained(Net(make), straight, **whole)
+    plugin, monitor = mixed(ampopt.GradScaler, shipped.MixedPrecision), shipped.StepMonitor()
+    _, trainer = trained(Net(make), plugin, callbacks=[monitor])
     trainer.save_checkpoint(tmp_path / "half.ckpt")
     resumed = mixed(ampopt.GradScaler, shipped.MixedPrecision, 1.0)
-    got, _ = trained(Net(make), resumed, resume=tmp_path / "half.ckpt", max_epochs=2)
+    whole["callbacks"] = [shipped.StepMonitor()]
+    got, trainer = trained(Net(make), resumed, resume=tmp_path / "half.ckpt", **whole)
     assert got == expected
     assert resumed.scaler.state_dict() == straight.scaler.state_dict()
+    assert counts(trainer) == counts(through) and counts(trainer)["ampopt/steps"] == 16
 
 
 def test_manual_optimization_without_a_scaler():

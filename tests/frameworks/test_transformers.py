@@ -152,13 +152,17 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_run(tmp_path):
     for resume in (False, True):
         AcceleratorState._reset_state(reset_partial_state=True)
         model = llama()
-        optimizer = ampopt.AdamW(model.parameters(), lr=0.05)
+        optimizer = ampopt.AdamW(model.named_parameters(), lr=0.05)
+        watch = ampopt.Watch(optimizer)
         scaler = ampopt.GradScaler("cpu", init_scale=1.0 if resume else OVERFLOWS)
-        given = {"optimizers": (optimizer, gated(optimizer))}
+        given = {"optimizers": (optimizer, gated(optimizer)), "callbacks": [shipped.StepMonitor()]}
         saving = {"save_strategy": "steps", "save_steps": 4, "seed": 0}
-        trainer = trainer_of(model, tmp_path, scaler, given, **saving)
+        logging = {"logging_strategy": "steps", "logging_steps": 6}
+        trainer = trainer_of(model, tmp_path, scaler, given, **saving, **logging)
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if resume else None)
-        results.append((bits(list(model.parameters())), scaler.state_dict()))
+        logged = next(log for log in trainer.state.log_history if log["step"] == 6)
+        counts = [logged["ampopt/steps"], logged["ampopt/skips"], watch.read()]
+        results.append((bits(list(model.parameters())), scaler.state_dict(), counts))
     assert results[0] == results[1]
 
 
