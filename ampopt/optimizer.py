@@ -1,7 +1,5 @@
 """``Optimizer``: the base class that gives every optimizer its control points."""
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -11,22 +9,20 @@ from torch import Tensor
 
 from ampopt._step import closures, ranks, torch_scaler
 from ampopt._step.accumulation import DROPS
+from ampopt._step.descriptors import StrategyAttribute, overridable_property
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.snapshot import loaded_uncast
 from ampopt._step.step_hooks import beneath_hooks, has_step
-from ampopt._step.stepping import Pending, StrategyAttribute, overridable_property
+from ampopt._step.stepping import Pending
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.arguments import next_scale_of, request_for
-from ampopt.options import show_options
+from ampopt.loss_scale.arguments import check_max_norm, next_scale_of, request_for
+from ampopt.options import show_options, show_torch_signature
 from ampopt.results import StepResult, Unscaled
 from ampopt_kernels.decision import Request
 
-__all__ = ["Optimizer", "check_max_norm", "step_scaled_gradients"]
+__all__ = ["Optimizer", "step_scaled_gradients"]
 
 Pair = tuple[Tensor, Tensor]
-
-_HANDS_ON = (["self"], "args", "kwargs")
-"""The arguments of a constructor that forwards everything."""
 
 # A default that is no scale, since None is one; help() shows it by this repr.
 _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
@@ -182,12 +178,9 @@ class Optimizer(torch.optim.Optimizer):
         """Prepare ``step`` of a subclass for loss scaling, and the signature for ``help``."""
         # `step` is wrapped to use the scale and flag that torch.amp.GradScaler sets on the
         # optimizer, unless the class says by `_step_supports_amp_scaling = True` that its step
-        # reads them itself. A constructor that forwards everything to a class of torch's, or that
-        # takes the shared options, shows the arguments behind it; see `ampopt.options`.
+        # reads them itself.
         super().__init_subclass__(**kwargs)
-        theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
-        if theirs is not None and inspect.getfullargspec(cls.__init__)[:3] == _HANDS_ON:
-            cls.__init__ = _showing(cls, theirs)
+        show_torch_signature(cls, Optimizer)
         show_options(cls)
         torch_scaler.wrap_step(cls, Optimizer)
         step = beneath_hooks(cls.step)
@@ -681,32 +674,3 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     # have no hooks.
     ours.end_pending()
     return StepResult(attempt.returned, pending.found_inf, pending.next_scale)
-
-
-def _showing(cls: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:
-    """The constructor of ``cls``, with the signature of ``theirs`` and ampopt's own options."""
-    init: Any = cls.__init__
-
-    @functools.wraps(init)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-
-    signature = inspect.signature(theirs.__init__)
-    ours = [base.__init__ for base in cls.__mro__ if issubclass(base, Optimizer)]
-    added = [p for init in ours for p in inspect.signature(init).parameters.values()]
-    keywords = {p.name: p for p in added if p.kind is p.KEYWORD_ONLY}
-    parameters = [*signature.parameters.values(), *keywords.values()]
-    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return __init__
-
-
-def check_max_norm(max_norm: Any) -> None:
-    """Refuse a value that cannot be a norm to clip to.
-
-    Raises:
-        ValueError: ``max_norm`` is neither ``None`` nor a number that is 0 or more.
-    """
-    if max_norm is None:
-        return
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-        raise ValueError(f"max_norm must be a number, 0 or more, or None, got {max_norm!r}")

@@ -5,8 +5,11 @@ docstring has one line for all of them. When the class is made, :func:`show_opti
 option into the signature and the docstring, where ``help()`` and ``inspect.signature`` find it.
 """
 
+import functools
 import inspect
 from typing import Any, TypedDict
+
+import torch
 
 __all__ = [
     "PARAM_ROUNDING",
@@ -15,6 +18,7 @@ __all__ = [
     "check_rounding",
     "is_stochastic",
     "show_options",
+    "show_torch_signature",
 ]
 
 PARAM_ROUNDING = "param_rounding"
@@ -84,6 +88,36 @@ def _show_in_signature(init: Any, names: list[str]) -> None:
         keyword = inspect.Parameter.KEYWORD_ONLY
         shared = [inspect.Parameter(name, keyword, default=_DEFAULTS[name]) for name in names]
         init.__signature__ = signature.replace(parameters=[*own, *shared])
+
+
+def show_torch_signature(cls: type[Any], root: type[Any]) -> None:
+    """Show the arguments of torch's class where a constructor forwards everything to it.
+
+    Args:
+        cls: the class to change. Its ``__init__`` is wrapped if it takes ``*args`` and ``**kwargs``
+            and a base of ``cls`` is an optimizer of torch.
+        root: the base class whose keyword-only arguments, and those of its subclasses, are added.
+    """
+    theirs = next((base for base in cls.__bases__ if base in vars(torch.optim).values()), None)
+    init: Any = cls.__init__
+    if theirs is None or inspect.getfullargspec(init)[:3] != _FORWARDS:
+        return
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    signature = inspect.signature(theirs.__init__)
+    ours: list[Any] = [base.__init__ for base in cls.__mro__ if issubclass(base, root)]
+    added = [p for init in ours for p in inspect.signature(init).parameters.values()]
+    keywords = {p.name: p for p in added if p.kind is p.KEYWORD_ONLY}
+    parameters = [*signature.parameters.values(), *keywords.values()]
+    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    cls.__init__ = __init__
+
+
+_FORWARDS = (["self"], "args", "kwargs")
+"""The arguments of a constructor that forwards everything."""
 
 
 def check_rounding(rounding: Any) -> None:

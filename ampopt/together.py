@@ -11,8 +11,8 @@ from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.overflow import check_and_unscale, check_and_unscale_held, device_of
 from ampopt._step.torch_private import uncompiled
-from ampopt.loss_scale.arguments import as_loss_scale, next_scale_of, request_for
-from ampopt.optimizer import Optimizer, check_max_norm
+from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
+from ampopt.optimizer import Optimizer
 from ampopt.results import StepResult, as_flag
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.found import Found, Owner

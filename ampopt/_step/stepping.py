@@ -24,7 +24,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["StrategyAttribute", "StepOutcome", "Pending", "StepStrategy", "overridable_property"]
+__all__ = ["Pending", "StepOutcome", "StepStrategy"]
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         self._reserved_names.add(name)
 
     def __reduce__(self) -> Any:
-        """A copied or unpickled optimizer gets a new strategy; see :class:`StrategyAttribute`."""
+        """A copied or unpickled optimizer gets a new strategy; see ``descriptors``."""
         self.refuse_unfinished("copying or pickling")
         return type(None), ()
 
@@ -450,77 +450,3 @@ class StepStrategy(RefersToOptimizer, ABC):
                 "unscaled gradients (if a scaler has unscaled them, scaler.step(optimizer)), or "
                 "zero_grad() to discard them"
             )
-
-
-_T = TypeVar("_T")
-
-
-class StrategyAttribute:
-    """Descriptor that creates ``optimizer._ampopt``, a :class:`StepStrategy`, at its first use.
-
-    A constructor would not do: optimizers are also unpickled, patched by ``patch_optimizer``, or
-    wrappers that share the attributes of another optimizer.
-
-    Attributes:
-        step: the ``step`` function of the class that has this attribute, without hooks.
-    """
-
-    def __init__(self, make: Callable[..., StepStrategy], **facts: Any) -> None:
-        """Store how to make a strategy.
-
-        Args:
-            make: called as ``make(optimizer, **facts)``; returns the strategy.
-            facts: keyword arguments of ``make``, which describe the ``step`` of the class.
-        """
-        self._make, self._facts = make, facts
-        self.step: Any = None
-
-    def for_another_step(self) -> "StrategyAttribute":
-        """The descriptor for a subclass that overrides ``step``."""
-        return self.with_options(own_step=True)
-
-    def with_options(self, **facts: Any) -> "StrategyAttribute":
-        """A copy of the descriptor with more keyword arguments for ``make``."""
-        return StrategyAttribute(self._make, **{**self._facts, **facts})
-
-    def new(self, optimizer: Any) -> StepStrategy:
-        """A new strategy for ``optimizer``, in the state *idle*."""
-        return self._make(optimizer, **self._facts)
-
-    def __get__(self, optimizer: Any, cls: Any) -> Any:
-        """The strategy of ``optimizer``; of the class, this descriptor."""
-        if optimizer is None:
-            return self
-        stepping = vars(optimizer).get("_ampopt")
-        if stepping is None or stepping._optimizer() is not optimizer:
-            stepping = vars(optimizer)["_ampopt"] = self.new(optimizer)
-        return stepping
-
-    def __set__(self, optimizer: Any, stepping: StepStrategy) -> None:
-        """Give ``optimizer`` a strategy of its own."""
-        vars(optimizer)["_ampopt"] = stepping
-
-
-class overridable_property(Generic[_T]):
-    """A property that an instance attribute, or a class attribute later in the MRO, overrides.
-
-    So an optimizer of another library keeps an attribute that happens to have the same name.
-    """
-
-    def __init__(self, read: Callable[[Any], _T]) -> None:
-        """Compute the property with ``read(optimizer)``."""
-        self._read = read
-        self.__doc__ = read.__doc__
-
-    @overload
-    def __get__(self, optimizer: None, cls: Any) -> "overridable_property[_T]": ...
-    @overload
-    def __get__(self, optimizer: object, cls: Any) -> _T: ...
-
-    def __get__(self, optimizer: Any, cls: Any) -> Any:
-        """The value that ``read`` returns."""
-        return self if optimizer is None else self._read(optimizer)
-
-    if TYPE_CHECKING:  # at run time, __set__ would hide instance attributes
-
-        def __set__(self, optimizer: Any, value: _T) -> None: ...

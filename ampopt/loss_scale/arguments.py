@@ -24,6 +24,7 @@ __all__ = [
     "check_bool",
     "check_count",
     "check_flag",
+    "check_max_norm",
     "check_number",
     "check_scale_number",
     "check_scale_tensor",
@@ -136,6 +137,18 @@ def check_scale_number(value: Any, name: str = "the loss scale") -> float:
             "1.0 checks without scaling, and None instead of a number turns scaling off."
         )
     return struct.unpack("f", struct.pack("f", number))[0]
+
+
+def check_max_norm(max_norm: Any) -> None:
+    """Refuse a value that cannot be a norm to clip to.
+
+    Raises:
+        ValueError: ``max_norm`` is neither ``None`` nor a number that is 0 or more.
+    """
+    if max_norm is None:
+        return
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+        raise ValueError(f"max_norm must be a number, 0 or more, or None, got {max_norm!r}")
 
 
 def check_flag(found_inf: Any) -> float | Tensor:

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.step_hooks import beneath_hooks
-from ampopt._step.stepping import StrategyAttribute
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
 from ampopt.options import OptimizerOptions

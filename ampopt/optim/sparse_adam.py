@@ -10,8 +10,8 @@ from typing_extensions import Unpack
 
 from ampopt._step import gradients
 from ampopt._step.closures import call_closure
+from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.ordinary import OrdinaryStep
-from ampopt._step.stepping import StrategyAttribute
 from ampopt._step.torch_private import uncompiled
 from ampopt.optimizer import Optimizer
 from ampopt.options import OptimizerOptions

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ampopt._step.torch_private import pytree
 from ampopt.errors import NonFiniteGradientError
-from ampopt.loss_scale.arguments import check_count
+from ampopt.loss_scale.arguments import check_count, check_max_norm
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.outputs import scale_outputs
 from ampopt.nonfinite import is_looking
-from ampopt.optimizer import Optimizer, check_max_norm
+from ampopt.optimizer import Optimizer
 from ampopt.precision.levels import Precision
 from ampopt.results import StepResult, Unscaled, overflowed
 from ampopt.train_step import cuda_graphs

@@ -1,0 +1,81 @@
+"""Descriptors of ``ampopt.Optimizer``: its strategy, and properties that can be overridden."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from ampopt._step.stepping import StepStrategy
+
+__all__ = ["StrategyAttribute", "overridable_property"]
+
+_T = TypeVar("_T")
+
+
+class StrategyAttribute:
+    """Descriptor that creates ``optimizer._ampopt``, a :class:`StepStrategy`, at its first use.
+
+    A constructor would not do: optimizers are also unpickled, patched by ``patch_optimizer``, or
+    wrappers that share the attributes of another optimizer.
+
+    Attributes:
+        step: the ``step`` function of the class that has this attribute, without hooks.
+    """
+
+    def __init__(self, make: Callable[..., StepStrategy], **facts: Any) -> None:
+        """Store how to make a strategy.
+
+        Args:
+            make: called as ``make(optimizer, **facts)``; returns the strategy.
+            facts: keyword arguments of ``make``, which describe the ``step`` of the class.
+        """
+        self._make, self._facts = make, facts
+        self.step: Any = None
+
+    def for_another_step(self) -> "StrategyAttribute":
+        """The descriptor for a subclass that overrides ``step``."""
+        return self.with_options(own_step=True)
+
+    def with_options(self, **facts: Any) -> "StrategyAttribute":
+        """A copy of the descriptor with more keyword arguments for ``make``."""
+        return StrategyAttribute(self._make, **{**self._facts, **facts})
+
+    def new(self, optimizer: Any) -> StepStrategy:
+        """A new strategy for ``optimizer``, in the state *idle*."""
+        return self._make(optimizer, **self._facts)
+
+    def __get__(self, optimizer: Any, cls: Any) -> Any:
+        """The strategy of ``optimizer``; of the class, this descriptor."""
+        if optimizer is None:
+            return self
+        stepping = vars(optimizer).get("_ampopt")
+        if stepping is None or stepping._optimizer() is not optimizer:
+            stepping = vars(optimizer)["_ampopt"] = self.new(optimizer)
+        return stepping
+
+    def __set__(self, optimizer: Any, stepping: StepStrategy) -> None:
+        """Give ``optimizer`` a strategy of its own."""
+        vars(optimizer)["_ampopt"] = stepping
+
+
+class overridable_property(Generic[_T]):
+    """A property that an instance attribute, or a class attribute later in the MRO, overrides.
+
+    So an optimizer of another library keeps an attribute that happens to have the same name.
+    """
+
+    def __init__(self, read: Callable[[Any], _T]) -> None:
+        """Compute the property with ``read(optimizer)``."""
+        self._read = read
+        self.__doc__ = read.__doc__
+
+    @overload
+    def __get__(self, optimizer: None, cls: Any) -> "overridable_property[_T]": ...
+    @overload
+    def __get__(self, optimizer: object, cls: Any) -> _T: ...
+
+    def __get__(self, optimizer: Any, cls: Any) -> Any:
+        """The value that ``read`` returns."""
+        return self if optimizer is None else self._read(optimizer)
+
+    if TYPE_CHECKING:  # at run time, __set__ would hide instance attributes
+
+        def __set__(self, optimizer: Any, value: _T) -> None: ...
