@@ -33,10 +33,10 @@ def settings():
 
 
 @pytest.fixture(scope="module")
-def preloaded():
+def preloaded(with_torch):
     """With Triton's interpreter, which two of them run, and the others do not notice."""
     environment = settings() | {"TRITON_INTERPRET": "1"}
-    with contextlib.closing(Preloaded(IMPORTED, environment)) as server:
+    with contextlib.closing(Preloaded(IMPORTED, environment, with_torch)) as server:
         yield server
 
 

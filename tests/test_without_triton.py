@@ -1,11 +1,9 @@
 """What is promised without Triton, and without a C++ compiler too: everything, more slowly."""
 
-import contextlib
 import os
-import sys
 
 import pytest
-from support.preloaded import Preloaded
+from support.preloaded import python_path
 
 MISSING = """
 import importlib.abc, sys
@@ -130,24 +128,15 @@ def settings():
         for name, value in os.environ.items()
         if name not in ("TRITON_INTERPRET", "AMPOPT_BACKEND")
     }
-    return {**kept, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
-@pytest.fixture(scope="module")
-def preloaded():
-    """With what torch imports before it asks for Triton."""
-    with contextlib.closing(Preloaded(["torch.distributed.tensor"], settings())) as server:
-        yield server
+    return {**kept, "PYTHONPATH": python_path()}
 
 
 @pytest.fixture
-def run(preloaded, tmp_path):
+def run(with_torch, tmp_path):
     """Runs code."""
 
     def run(code, **environment):
-        script = tmp_path / "script.py"
-        script.write_text(code, encoding="utf-8")
-        return preloaded.run(script, cwd=tmp_path, environment=settings() | environment)
+        return with_torch.run("-c", code, cwd=tmp_path, environment=settings() | environment)
 
     return run
 

@@ -6,7 +6,6 @@ memory of their own device alone.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.preloaded import Preloaded, python_path
 from support.pretended_device import launch, looks, pretending
 from support.quick_interpreter import make_it_quick
 from support.torch_options import RICH, OptionSet
@@ -339,19 +339,16 @@ CHECKS = {"eager": check_the_eager_backend, "triton": check_the_triton_backend}
 
 
 @pytest.mark.parametrize("backend", CHECKS)
-def test_devices_step_skip_and_clip_together_and_the_host_never_reads_too_early(backend: str):
+def test_devices_step_skip_and_clip_together_and_the_host_never_reads_too_early(
+    with_torch: Preloaded, backend: str
+):
     if backend == "triton" and not HAS_TRITON:
         pytest.skip("Triton cannot be imported here")
     settings = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     if backend == "triton":
         settings["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", __file__, backend],
-        env={**settings, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**settings, "PYTHONPATH": python_path()}
+    done = with_torch.run(__file__, backend, environment=environment)
     assert done.returncode == 0, done.stderr
 
 

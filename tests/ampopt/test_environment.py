@@ -2,14 +2,13 @@
 
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.preloaded import python_path
 
 import ampopt
 from ampopt import backend as backends
@@ -42,14 +41,10 @@ def line(beginning: str) -> str:
     return found.strip()
 
 
-def test_the_command_prints_the_report_and_heeds_the_environment(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "ampopt"],
-        env={**os.environ, "AMPOPT_BACKEND": "eager", "TRITON_CACHE_DIR": str(tmp_path / "none")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_the_command_prints_the_report_and_heeds_the_environment(with_torch, tmp_path):
+    chosen = {"AMPOPT_BACKEND": "eager", "TRITON_CACHE_DIR": str(tmp_path / "none")}
+    environment = {**os.environ, **chosen, "PYTHONPATH": python_path()}
+    done = with_torch.run("-m", "ampopt", environment=environment)
     assert done.returncode == 0, done.stderr
     assert f"python {platform.python_version()} on {platform.system()}" in done.stdout
     assert "backend: eager, by AMPOPT_BACKEND\n  cpu: eager, as chosen" in done.stdout

@@ -12,7 +12,8 @@ import ampopt
 from ampopt import backend as backends
 from support import quick_interpreter
 from support.gpus import skip_without_gpu
-from support.local_ranks import Ranks
+from support.local_ranks import Ranks, preloaded_for_ranks
+from support.preloaded import Preloaded
 from support.requirements import skip_unless_it_runs
 
 # Times vary with the machine, so no example has a deadline. By default every run draws the same
@@ -101,21 +102,32 @@ def process_group():
     del held
 
 
-def _pool(n: int):
+@pytest.fixture(scope="session")
+def with_torch():
+    """A process that has imported torch, but neither ampopt nor Triton; see ``Preloaded``."""
+    modules = ["torch.distributed.tensor", "torch.distributed.checkpoint", "hypothesis", "pytest"]
+    with contextlib.closing(Preloaded(modules, os.environ)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def with_what_ranks_import(with_torch):
+    """A process that is forked for each rank; see ``support.local_ranks``."""
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("this build of torch has no gloo")
-    ranks = Ranks(n)
-    yield ranks
-    ranks.close()
+    with contextlib.closing(preloaded_for_ranks(with_torch)) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def two_ranks():
+def two_ranks(with_what_ranks_import):
     """A pool of two processes with a process group; see ``support.local_ranks``."""
-    yield from _pool(2)
+    with contextlib.closing(Ranks(2, with_what_ranks_import)) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")
-def four_ranks():
+def four_ranks(with_what_ranks_import):
     """A pool of four processes with a process group."""
-    yield from _pool(4)
+    with contextlib.closing(Ranks(4, with_what_ranks_import)) as ranks:
+        yield ranks

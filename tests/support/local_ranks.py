@@ -7,13 +7,10 @@ the test fails with the function's name and each rank's stack, and the pool is s
 import contextlib
 import faulthandler
 import functools
-import gc
 import importlib.util
-import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -25,9 +22,10 @@ from typing import Any
 
 import torch
 
+from support.preloaded import Preloaded, python_path
 from support.quick_interpreter import make_it_quick
 
-__all__ = ["Ranks", "mesh_of"]
+__all__ = ["Ranks", "mesh_of", "preloaded_for_ranks"]
 
 _GRACE = 3.0
 """Seconds that other ranks have to return once one rank has raised: they may wait for it."""
@@ -45,13 +43,26 @@ def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
+def preloaded_for_ranks(origin: Preloaded) -> Preloaded:
+    """Return a process to fork ranks from: it has imported what their tests import."""
+    modules = ("ampopt", "torch._inductor", "torch.distributed.checkpoint", "hypothesis", "pytest")
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    return Preloaded([*modules, __name__], environment, origin)
+
+
 class Ranks:
     """``n`` processes of one gloo group."""
 
-    def __init__(self, n: int) -> None:
-        """Store ``n``; the first :meth:`run` starts the processes."""
+    def __init__(self, n: int, origin: Preloaded) -> None:
+        """Store the arguments; the first :meth:`run` starts the processes.
+
+        Args:
+            n: the number of processes.
+            origin: the process that is forked for each.
+        """
         self.n = n
-        self._ranks: list[tuple[Any, Connection]] = []
+        self._origin = origin
+        self._ranks: list[tuple[int, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 30.0) -> list[Any]:
         """Run ``function(*args)`` on each rank, and return the results by rank.
@@ -85,8 +96,8 @@ class Ranks:
         for _, connection in self._ranks:
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(b"")
-        for process, _ in self._ranks:
-            process.join(5)
+        for _, connection in self._ranks:
+            _wait_for_end(connection)
         self._kill()
 
     def _outcomes(self, deadline: float) -> dict[int, tuple[bool, Any]]:
@@ -105,35 +116,23 @@ class Ranks:
         return outcomes
 
     def _start(self) -> None:
-        # The ranks are forked from a process that has imported what tests import, which is fast.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["ampopt", "torch._inductor", "torch.distributed.checkpoint", "hypothesis", "pytest"]
-        )
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(self.n):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.n, self._folder.name, theirs, sys.path), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+            connection = self._origin.start(_serve, rank, self.n, self._folder.name)
+            self._ranks.append((connection.recv(), connection))
         ready = self._outcomes(time.monotonic() + 60)
         assert len(ready) == self.n, f"of {self.n} ranks, {sorted(ready)} have met\n{self._kill()}"
 
     def _kill(self) -> str:
         """Kill all processes, and return their stacks."""
-        for process, _ in self._ranks:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.2 * any(process.is_alive() for process, _ in self._ranks))
-        for process, connection in self._ranks:
-            process.kill()
-            process.join()
-            connection.close()
         if not self._ranks:
             return ""
+        asked = [_signalled(process, signal.SIGUSR1) for process, _ in self._ranks]
+        time.sleep(0.2 * any(asked))
+        for process, connection in self._ranks:
+            if _signalled(process, signal.SIGKILL):
+                _wait_for_end(connection)
+            connection.close()
         self._ranks = []
         with self._folder as folder:
             return "\n".join(
@@ -141,10 +140,25 @@ class Ranks:
             )
 
 
-def _serve(rank: int, n: int, folder: str, connection: Connection, path: list[str]) -> None:
+def _signalled(process: int, number: int) -> bool:
+    """Send a signal; return whether there is such a process."""
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_for_end(connection: Connection) -> None:
+    """Wait until the other end of ``connection`` is closed, but no longer than some seconds."""
+    with contextlib.suppress(EOFError, ConnectionError):
+        while connection.poll(5):
+            connection.recv_bytes()
+
+
+def _serve(connection: Connection, rank: int, n: int, folder: str) -> None:
     """Run tasks as one rank, until an empty task arrives or the connection closes."""
-    gc.freeze()  # exclude what is imported from garbage collection
-    sys.path[:] = path
+    connection.send(os.getpid())
     where = Path(folder, f"rank {rank}").open("w")
     faulthandler.register(signal.SIGUSR1, where)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,107 +1,195 @@
-"""Runs scripts in processes forked from one that has already imported their modules.
+"""Processes that have imported modules, and are forked for each task.
 
-Importing torch, and what torch imports for an optimizer, takes seconds; most trainings take less.
+To start Python and import torch takes seconds, which is longer than most tasks take.
 """
 
+import contextlib
 import gc
 import importlib
-import json
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Preloaded"]
+__all__ = ["Preloaded", "python_path"]
 
 _TIMEOUT = 600
 """Seconds after which a script is killed."""
 
-# NumPy gives the ignored warning for the interpreter of Triton 3.6.
-_OPTIONS = (
-    *("-W", "error"),
-    *("-W", "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
-)
+_IGNORED = "Conversion of an array with ndim > 0 to a scalar"
+"""A warning that NumPy gives for the interpreter of Triton 3.6, a DeprecationWarning."""
+
+_site: list[str] = []
+"""In a process that forks: ``sys.path`` without the folders of ``PYTHONPATH``."""
+
+
+def python_path() -> str:
+    """Return a ``PYTHONPATH`` with which other processes find what this one finds."""
+    return os.pathsep.join(path for path in sys.path if path)
 
 
 class Preloaded:
-    """A process that has imported modules, and forks for each script that it runs.
+    """A process that has imported modules, and is forked for each task.
 
     On Linux only. On other systems the imports may start threads, which a fork would lack, so each
-    script is run by a new Python.
+    task is run by a new Python.
     """
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str],
+        environment: Mapping[str, str],
+        origin: "Preloaded | None" = None,
+    ) -> None:
         """Start the process and its imports.
 
         Args:
             modules: names of the modules to import.
-            environment: environment variables during the imports.
+            environment: all environment variables during the imports.
+            origin: the process to fork, whose imports come first; without it, a new Python.
         """
-        self._process = None
-        if sys.platform == "linux":
-            self._process = subprocess.Popen(
-                [sys.executable, *_OPTIONS, __file__, *modules],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        if sys.platform != "linux":
+            return
+        if origin is not None:
+            self._connection = origin.start(_serve, modules, dict(environment))
+            return
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BEGIN, str(theirs.fileno())],
+            env={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        self._connection.send((modules, dict(environment)))
 
-    def run(
-        self, script: Path, *arguments: str, cwd: Path, environment: Mapping[str, str]
-    ) -> subprocess.CompletedProcess[str]:
-        """Return what ``subprocess.run`` would of ``python -W error script *arguments``.
+    def start(self, function: Callable[..., None], *args: Any) -> Connection:
+        """Start ``function(connection, *args)`` in a fork.
 
         Args:
-            script: a Python file.
-            arguments: command line arguments.
-            cwd: working directory, in which the output is also stored.
-            environment: all environment variables of the script.
+            function: a top-level function of a module that the process can import.
+            args: arguments that can be pickled.
+
+        Returns:
+            The other end of ``connection``, which closes when the function returns.
         """
-        if self._process is None:
-            command = [sys.executable, *_OPTIONS, str(script), *arguments]
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            if self._connection is None:
+                context = multiprocessing.get_context("spawn")
+                context.Process(target=function, args=(theirs, *args), daemon=True).start()
+            else:
+                self._connection.send((function, args))
+                reduction.send_handle(self._connection, theirs.fileno(), None)
+        return ours
+
+    def run(
+        self, *arguments: str | Path, environment: Mapping[str, str], cwd: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Return what ``subprocess.run`` would of ``python -W error *arguments``.
+
+        Args:
+            arguments: a Python file, or ``-c`` and code, or ``-m`` and the name of a module; then
+                the arguments of that program.
+            environment: all environment variables of the program.
+            cwd: its working directory; by default, that of this process.
+        """
+        command = [str(argument) for argument in arguments]
+        where = str(cwd or Path.cwd())
+        if self._connection is None:
+            strict = ["-W", "error", "-W", f"ignore:{_IGNORED}:DeprecationWarning"]
             return subprocess.run(
-                command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=_TIMEOUT
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        out, err = cwd / "stdout.txt", cwd / "stderr.txt"
-        task = (str(script), arguments, str(cwd), dict(environment), str(out), str(err))
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        code = int(self._process.stdout.readline())
-        printed = (file.read_text(encoding="utf-8") for file in (out, err))
-        return subprocess.CompletedProcess([str(script), *arguments], code, *printed)
+                [sys.executable, *strict, *command],
+                cwd=where, env=environment, capture_output=True, text=True, timeout=_TIMEOUT,
+            )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            files = Path(folder, "out"), Path(folder, "err")
+            with self.start(
+                _run, command, dict(environment), where, *map(str, files)
+            ) as connection:
+                code = connection.recv()
+            printed = [file.read_text(encoding="utf-8") for file in files]
+        return subprocess.CompletedProcess(command, code, *printed)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; what it has started goes on."""
+        if self._connection is not None:
+            self._connection.close()
         if self._process is not None:
-            self._process.communicate()
+            self._process.wait()
 
 
-def _serve(modules: Sequence[str]) -> None:
+_BEGIN = "import sys; from support.preloaded import begin; begin(int(sys.argv[1]))"
+
+
+def begin(descriptor: int) -> None:
+    """Serve the process that has the other end of the connection ``descriptor``."""
+    _site[:] = [path for path in sys.path if path not in ("", str(Path(__file__).parents[1]))]
+    connection = Connection(descriptor)
+    _serve(connection, *connection.recv())
+
+
+def _serve(connection: Connection, modules: Sequence[str], environment: dict[str, str]) -> None:
+    """Import the modules, and start tasks until the connection closes."""
+    _become_of(environment)
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a collection in a fork would touch, and so copy, the parent's pages
-    context = multiprocessing.get_context("fork")
-    for line in sys.stdin:
-        # A multiprocessing process ends without the exit handlers of the parent's imports.
-        script = context.Process(target=_become, args=json.loads(line))
-        script.start()
-        script.join(_TIMEOUT)
-        script.kill()
-        script.join()
-        print(script.exitcode, flush=True)
+    gc.freeze()  # a collection in a fork would touch, and so copy, the pages of this process
+    signal.signal(signal.SIGCHLD, _reap)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = connection.recv()
+            with Connection(reduction.recv_handle(connection)) as theirs:
+                if os.fork() == 0:
+                    connection.close()
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    try:
+                        function(theirs, *args)
+                    finally:
+                        os._exit(0)  # without the exit handlers of the imports
 
 
-def _become(
-    script: str, arguments: list[str], cwd: str, environment: Any, out: str, err: str
+def _reap(*_: Any) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _become_of(environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    named = environment.get("PYTHONPATH", "")
+    sys.path[:] = [*filter(None, named.split(os.pathsep)), *_site]
+
+
+def _run(
+    connection: Connection, command: list[str], environment: dict[str, str], *places: str
 ) -> None:
-    """Run the script in this process."""
+    """Send the exit status of a program."""
+    _become_of(environment)
+    # A process of multiprocessing has an exit status as that of a program.
+    program = multiprocessing.get_context("fork").Process(target=_become, args=(command, *places))
+    program.start()
+    program.join(_TIMEOUT)
+    program.kill()
+    program.join()
+    connection.send(program.exitcode)
+
+
+def _become(command: list[str], cwd: str, out: str, err: str) -> None:
+    """Run the program in this process."""
     for file, flags, number in (
         (os.devnull, os.O_RDONLY, 0),
         (out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 1),
@@ -109,12 +197,18 @@ def _become(
     ):
         os.dup2(os.open(file, flags, 0o666), number)
     os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv[:] = [script, *arguments]
-    sys.path[0] = str(Path(script).parent)
-    runpy.run_path(script, run_name="__main__")
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1:])
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", _IGNORED, DeprecationWarning)
+    kind, *rest = command
+    if kind == "-c":
+        sys.argv[:] = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        sys.argv[:] = rest
+        sys.path.insert(0, cwd)
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = command
+        sys.path.insert(0, str(Path(kind).parent))
+        runpy.run_path(kind, run_name="__main__")

@@ -1,12 +1,13 @@
 """What is logged of steps, without any framework; with them: tests/frameworks."""
 
 import importlib
-import subprocess
+import os
 import sys
 from typing import Any
 
 import pytest
 import torch
+from support.preloaded import python_path
 
 import ampopt
 from ampopt.integrations import StepRecord
@@ -101,13 +102,14 @@ def test_the_numbers_of_a_watched_optimizer_are_those_that_its_watch_logs():
     assert told[-1]["step"] == 4
 
 
-def test_no_framework_is_imported_unasked():
+def test_no_framework_is_imported_unasked(with_torch):
     """Nor torch's compiler, which takes longer than the rest."""
     code = """
 import sys, ampopt.integrations
 assert not {"lightning", "accelerate", "transformers", "torch._dynamo"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    done = with_torch.run("-c", code, environment={**os.environ, "PYTHONPATH": python_path()})
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", ["lightning", "accelerate", "transformers"])

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -70,25 +68,24 @@ class TestFlat(OptimizerContract):
         return Flat(params)
 """
 SELECTED = """
-    TestStays
+    TestStays and (closure or complex_parameters or skipped or saving or sequence)
     or TestNotOurs and no_scale_is_step
     or TestFlat and (leaves_gradients_alone or layout_does_not_matter)
 """
 
 
-def outside(folder, *arguments):
+def outside(with_torch, folder, *arguments):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return with_torch.run(*arguments, cwd=folder, environment=environment)
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def report(with_torch, tmp_path_factory):
     """What pytest says of a stranger's file."""
     folder = tmp_path_factory.mktemp("theirs")
     (folder / "test_theirs.py").write_text(THEIRS, encoding="utf-8")
     options = ["-q", "-rs", "-p", "no:cacheprovider", "-k", " ".join(SELECTED.split())]
-    return outside(folder, "-m", "pytest", *options).stdout
+    return outside(with_torch, folder, "-m", "pytest", *options).stdout
 
 
 def test_a_strangers_file_is_tested_and_reported(report):
@@ -167,9 +164,9 @@ def test_bits_of_a_tensor_that_is_spread_over_ranks_are_refused():
         bits(distribute_tensor(torch.ones(2), mesh))
 
 
-def test_what_is_missing_is_named_and_only_asked_for_by_the_kit(tmp_path):
+def test_what_is_missing_is_named_and_only_asked_for_by_the_kit(with_torch, tmp_path):
     code = "import sys; sys.modules['hypothesis'] = None; import ampopt; import ampopt.testing"
-    done = outside(tmp_path, "-c", code)
+    done = outside(with_torch, tmp_path, "-c", code)
     assert "ImportError: ampopt.testing needs hypothesis and pytest" in done.stderr
     assert "ampopt[testing]" in done.stderr
 
