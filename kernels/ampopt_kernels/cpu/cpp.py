@@ -9,7 +9,9 @@ another library than torch's; and sums over matrix rows and columns are added in
 Arithmetic on Python numbers (``h``) is done in float64, once for each call, as in Python.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,9 +76,11 @@ def source_of(
     for i, dtype in enumerate(dtypes):
         pointer = f"{DTYPES[dtype].c_type}*"
         program.before.append(f"{pointer} __restrict t{i} = static_cast<{pointer}>(tensors[{i}]);")
+        if DTYPES[dtype].by_block:
+            program.before.append(f"float w{i}[BLOCK];")
     inverse, clip, *rest = (program.new(torch.float64, f"h[{i}]", False) for i in range(width))
     grad, *stored = (
-        program.new(compute, DTYPES[dtype].load.format(f"t{i}[i]"), True)
+        program.new(compute, DTYPES[dtype].load.format(_element(i, dtype)), True)
         for i, dtype in enumerate(dtypes)
     )
     n_state = len(rule.state_for(flags))
@@ -98,6 +102,7 @@ def source_of(
         for k, term in enumerate(terms):
             program.each.append(f"terms[{k}][j] {adds} {cast(term, torch.float64)};")
         read = [i for i, x in enumerate((grad, *stored)) if x.used]
+        filled += _widened(dtypes, (grad, *stored))
         of_rows = ", ".join(str(int(part.shape == "rows")) for part in marginals)
         sizes = {"part": PART, "n_terms": len(terms), "n_tensors": len(dtypes), "width": width}
         text = loop.format(**sizes, of_rows=of_rows, **program.body(read, filled))
@@ -123,13 +128,33 @@ def source_of(
         program.before.append(f"const uint64_t key = h[{width + 1}];")
         value = cast(param, torch.float32)
         program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, {program.place}, key);")
-        dtypes, new = (dtypes[0], *dtypes[2:]), new[1:]
-    for i, (dtype, value) in enumerate(
-        zip(dtypes[1:], new, strict=True), 2 if rounds_stochastically else 1
-    ):
+    written = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
+    for i, dtype, value in written[rounds_stochastically:]:
         stored_value = DTYPES[dtype].store.format(cast(value, arithmetic(dtype)))
-        program.each.append(f"t{i}[i] = {stored_value};")
+        program.each.append(f"{_element(i, dtype)} = {stored_value};")
+        if DTYPES[dtype].by_block:
+            program.after.append(f"narrow(w{i}, lesser(BLOCK, end - block), t{i} + block);")
+    filled += _widened(dtypes, (grad, *stored))
     width += (rule.draws or rounds_stochastically) + rounds_stochastically + places.NUMBERS * jumps
     body = program.body(range(1 + len(stored)), filled)
     text = UPDATE.format(width=width, n_tensors=1 + len(stored), **body)
     return Source(preamble + text, program.exact)
+
+
+def _element(i: int, dtype: torch.dtype) -> str:
+    """Return the C++ variable that has an element of tensor ``i``, of ``dtype``, in a loop."""
+    return f"w{i}[i - block]" if DTYPES[dtype].by_block else f"t{i}[i]"
+
+
+def _widened(dtypes: Sequence[torch.dtype], elements: Iterable[Any]) -> list[str]:
+    """Return the C++ statements that convert a block of each tensor that is read so.
+
+    Args:
+        dtypes: the dtype of each tensor.
+        elements: the expression for an element of each.
+    """
+    return [
+        f"widen(t{i} + block, lesser(BLOCK, end - block), w{i});"
+        for i, (dtype, element) in enumerate(zip(dtypes, elements, strict=True))
+        if DTYPES[dtype].by_block and element.used
+    ]

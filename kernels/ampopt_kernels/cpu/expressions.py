@@ -30,6 +30,7 @@ class Program:
         compute: the arithmetic dtype, that of all elements.
         before: statements that run once, before the loop.
         each: statements that run for each element.
+        after: statements that run after the elements of each block.
         exact: whether the results are bitwise those of torch; see :class:`cpp.Source`.
         place: a C++ expression for the place of an element in the whole parameter, which random
             numbers follow from.
@@ -38,6 +39,7 @@ class Program:
     compute: torch.dtype
     before: list[str] = field(default_factory=list)
     each: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
     exact: bool = True
     place: str = ""
 
@@ -52,6 +54,7 @@ class Program:
             "before": "\n    ".join(self.before),
             "fetched": "\n        ".join((*(f"fetch(t{i} + block);" for i in tensors), *filled)),
             "each": "\n            ".join(self.each),
+            "after": "\n        ".join(self.after),
         }
 
     def new(self, dtype: torch.dtype, code: str, varies: bool) -> "_Expression":

@@ -73,6 +73,37 @@ static inline uint16_t to_float16(float x) {
     const uint32_t rounded = ((b >> 13) & 0x7C00u) + (b & 0x0FFFu);
     return ((w & 0x80000000u) >> 16) | (twice > 0xFF000000u ? 0x7E00u : rounded);
 }
+
+// Up to BLOCK float16 numbers are converted before and after the loop over elements: in that loop,
+// compilers do not make vectors of the processor's own conversions.
+#if defined(__F16C__)
+typedef float Floats __attribute__((vector_size(32)));
+typedef short Halves __attribute__((vector_size(16)));
+#endif
+
+static inline void widen(const uint16_t* x, int64_t n, float* out) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (Halves halves; i + 8 <= n; i += 8) {
+        __builtin_memcpy(&halves, x + i, 16);
+        const Floats floats = __builtin_ia32_vcvtph2ps256(halves);
+        __builtin_memcpy(out + i, &floats, 32);
+    }
+#endif
+    for (; i < n; ++i) out[i] = from_float16(x[i]);
+}
+
+static inline void narrow(const float* x, int64_t n, uint16_t* out) {
+    int64_t i = 0;
+#if defined(__F16C__)
+    for (Floats floats; i + 8 <= n; i += 8) {
+        __builtin_memcpy(&floats, x + i, 32);
+        const Halves halves = __builtin_ia32_vcvtps2ph256(floats, 0);  // ties to even
+        __builtin_memcpy(out + i, &halves, 16);
+    }
+#endif
+    for (; i < n; ++i) out[i] = to_float16(x[i]);
+}
 """
 
 SPREAD = """
@@ -112,6 +143,7 @@ __attribute__((noinline)) static void apply(
         for (int64_t i = block; i < stop; ++i) {{
             {each}
         }}
+        {after}
     }}
 }}
 

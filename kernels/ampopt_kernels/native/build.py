@@ -283,10 +283,10 @@ def _identity(words: list[str]) -> tuple[object, ...]:
 
 
 @functools.cache
-def _processor() -> tuple[str, ...]:
+def _processor(file: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
     """Return model and features of the processor; where they are hidden, the machine's name."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = file.read_text().splitlines()
     except OSError:
         lines = []
     kinds = ("model name", "flags", "Features", "CPU part")

@@ -3,6 +3,7 @@
 But for which NaN it is: processors and libraries have several.
 """
 
+import platform
 from typing import Any
 
 import hypothesis.strategies as st
@@ -220,14 +221,31 @@ def test_functions_that_others_round_are_told_and_are_near():
     torch.testing.assert_close(ours[1][finite], theirs[1][finite], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-def test_every_number_of_half_precision_comes_and_goes(dtype):
+x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="this is another processor")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target"),
+    [(F16, ""), (BF16, ""), pytest.param(F16, "-march=x86-64", marks=x86_64)],
+    ids=str,
+)
+def test_every_number_of_half_precision_comes_and_goes(dtype, target, monkeypatch):
+    """Also without F16C, the instructions that convert float16."""
+    monkeypatch.setenv("CXX", f"{cpp_compiler()} {target}")
     every = torch.arange(1 << 16).to(torch.uint16).view(dtype)
-    rule = Rule(update=_kept, hyper=())
-    tensors = [torch.zeros_like(every), every.clone(), torch.empty((1 << 16), dtype=F32)]
-    source = source_of(rule, (), tuple(t.dtype for t in tensors), 2)
-    Loop(Library(source.text).load().update)([BundleSlice(0, 1 << 16, (1.0, 1.0))], tensors)
-    assert same_bits(tensors[1:], [every, every.float()])
+    bits = torch.randint(
+        -(1 << 31), 1 << 31, (1 << 16,), generator=torch.Generator().manual_seed(0)
+    )
+    between = every.float() + torch.cat([every[1:], every[:1]]).float()
+    for values, stored in (
+        (every, torch.empty(1 << 16)),
+        (between / 2, torch.empty_like(every)),  # the ties, and what overflows
+        (bits.to(torch.int32).view(F32), torch.empty_like(every)),
+    ):
+        tensors = [torch.zeros_like(every), values.clone(), stored]
+        source = source_of(Rule(update=_kept, hyper=()), (), tuple(t.dtype for t in tensors), 2)
+        Loop(Library(source.text).load().update)([BundleSlice(0, 1 << 16, (1.0, 1.0))], tensors)
+        assert same_bits(tensors[1:], [values, values.to(stored.dtype)])
 
 
 @jit

@@ -197,6 +197,18 @@ def test_machines_that_differ_have_libraries_of_their_own(own_cache, starts, mon
     assert Library(SOURCE)._path == here._path
 
 
+def test_processors_of_one_name_with_other_features_are_told_apart(tmp_path, monkeypatch):
+    """What is compiled for AVX-512 ends the program where a virtual machine hides it."""
+    files = []
+    for features in ("avx2 f16c", "avx2 f16c avx512f"):
+        files.append(tmp_path / features)
+        text = f"processor : 0\nmodel name : EPYC\ncpu MHz : 2400\nflags : {features}\n"
+        files[-1].write_text(text)
+    machines = [build._processor.__wrapped__(file) for file in files]
+    assert machines[0] != machines[1]
+    assert not any("MHz" in line for machine in machines for line in machine)
+
+
 # --- CXX -----------------------------------------------------------------------------------------
 
 
