@@ -141,9 +141,10 @@ class Optimizer(torch.optim.Optimizer):
             ``"transaction"``: the step runs, and is rolled back on the device if a gradient
             overflowed. This costs a copy of all tensors that the step writes. Where a step changes
             anything besides the contents of tensors on the device, such as Python attributes,
-            entries of the state, or tensors on the CPU, the host reads the flag after the step. Do
-            not use it for a step that writes tensors without torch's dispatcher, as custom kernels
-            may, or that reads out of bounds if a gradient is not finite.
+            entries of the state, or tensors on the CPU, the host reads the flag after the step.
+            Functions that ``torch.compile`` has compiled run uncompiled within the step. Do not use
+            it for a step that writes tensors without torch's dispatcher, as custom kernels may, or
+            that reads out of bounds if a gradient is not finite.
 
             ``"step"``: the step skips itself: it reads the flag from :attr:`found_inf`. For a step
             that is your own kernel.

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.sharding import dtensor
+from ampopt._step.tensor_subclasses import inner_names
 from ampopt._step.torch_private import CALLED, HOOKS, LOCAL_TENSOR
 from ampopt_kernels.devices import captures
 
@@ -217,6 +218,9 @@ class HostState:
             self._add(value, f"{what}[{key!r}]" if isinstance(key, (str, int)) else f"{what}[...]")
 
     def _find_tensor(self, tensor: Tensor, what: str) -> None:
+        if names := inner_names(tensor):
+            self._add_each((getattr(tensor, name) for name in names), what)
+            return
         dispatch = "__torch_dispatch__"
         special = getattr(type(tensor), dispatch) is not getattr(Tensor, dispatch)
         if special or tensor.layout != torch.strided:  # not one storage that can be copied

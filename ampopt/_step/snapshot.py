@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._step.tensor_subclasses import copy_of, inner_names, memory_of
 from ampopt._step.torch_private import pytree
 
 __all__ = ["Snapshot", "loaded_uncast"]
@@ -58,10 +59,13 @@ class _Kept:
     def __init__(self, value: Any, *, share: bool = False) -> None:
         self._value = value
         copied = isinstance(value, Tensor) and not share
-        self._copy = value.detach().clone() if copied else None
+        self._copy = copy_of(value) if copied else None
 
     def restored(self) -> Any:
-        return self._value if self._copy is None else self._value.copy_(self._copy)
+        if self._copy is not None:
+            for tensor, copy in zip(memory_of(self._value), memory_of(self._copy), strict=True):
+                tensor.copy_(copy)
+        return self._value
 
 
 def _kept(tree: Any, *, share: bool = False) -> Any:
@@ -125,6 +129,8 @@ def _uncast(loaded: Any, saved: Any) -> Any:
 def _uncast_copy(loaded: Any, saved: Any) -> Any:
     if not (isinstance(loaded, Tensor) and isinstance(saved, Tensor)):
         return loaded  # torch makes tensors of the numbers in older state dicts: they stay tensors
+    if inner_names(saved):  # its `to` may change the dtype alone, and share its inner tensors
+        return copy_of(saved.to(loaded.device))
     if loaded.dtype != saved.dtype:
         return saved.to(loaded.device, copy=True)
     return loaded.clone() if loaded is saved else loaded

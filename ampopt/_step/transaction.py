@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.host_state import HostState
-from ampopt._step.sharding import dtensor
+from ampopt._step.tensor_subclasses import memory_of
 from ampopt._step.torch_private import (
     TorchDispatchMode,
     is_operator,
@@ -67,10 +67,20 @@ class CopyOnWriteMode(TorchDispatchMode):
         if is_operator(func):
             for tensor in pytree.tree_leaves(list(written_by(func, args, kwargs))):
                 if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                    self._keep(storage_key(dtensor.local(tensor)))
+                    for part in memory_of(tensor):
+                        self._keep(storage_key(part))
         else:  # a higher-order operator has no schema that names the arguments it writes
             self._keep_all()
         return func(*args, **kwargs)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that ``torch.compile`` has compiled run; torch refuses them otherwise.
+
+        What they write is not recorded. A probe detects that by comparing tensors; a transaction
+        runs these functions uncompiled.
+        """
+        return True
 
     def _keep_all(self) -> None:
         for key in self._watched:
@@ -180,7 +190,7 @@ class SkipPolicy:
         writes = CopyOnWriteMode(host.tensors, unseen=self._unseen)
         returned, failure = None, None
         try:
-            with writes:
+            with writes, torch.compiler.set_stance("force_eager"):  # to record every write
                 returned = step()
         except Exception as error:  # perhaps because of the non-finite gradients
             failure = error

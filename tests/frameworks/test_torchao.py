@@ -1,0 +1,110 @@
+"""torchao's optimizers with states in 8 bits, under ``extend``: compiled steps, and subclasses."""
+
+# The extra may not be installed.
+# pyright: reportMissingImports=false
+
+from typing import Any
+
+import pytest
+import torch
+from support.requirements import needs
+
+import ampopt
+from ampopt._step import transaction
+from ampopt._step.tensor_subclasses import memory_of
+from ampopt.testing.bits import bits
+
+torchao = needs("torchao")
+optim: Any = pytest.importorskip("torchao.optim")
+
+# What Inductor and torchao are warned of.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+
+def parameters() -> list[Any]:
+    """One that is just large enough for 8-bit states."""
+    return [torch.nn.Parameter(torch.linspace(-1.0, 1.0, 4096).reshape(64, 64))]
+
+
+def set_gradients(params: list[Any], seed: int, bad: bool = False) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    if bad:
+        params[0].grad[0, 0] = float("inf")
+
+
+def seen(optimizer: Any) -> Any:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [value for p in params for value in optimizer.state[p].values()]
+    return bits([part for tensor in (*params, *states) for part in memory_of(tensor)])
+
+
+@pytest.mark.parametrize("skip_by", ["host", "auto", "transaction"])
+def test_skips_are_exact_and_finite_steps_are_theirs(skip_by, monkeypatch):
+    """As on a device, where ``"auto"`` finds out how to skip, and reads the flag in the end."""
+    monkeypatch.setattr(transaction, "host_may_look", lambda device: False)
+    theirs = parameters()
+    reference = optim.AdamW8bit(theirs, lr=1e-2)
+    ours = parameters()
+    optimizer = ampopt.extend(optim.AdamW8bit)(ours, lr=1e-2)
+    optimizer.skip_by = skip_by
+    for seed, bad in enumerate((False, True, False, False, True, False)):
+        set_gradients(ours, seed, bad)
+        before = seen(optimizer)
+        assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped is bad
+        assert (seen(optimizer) == before) is bad
+        if not bad:
+            set_gradients(theirs, seed)
+            reference.step()  # so torch.compile works after a step of ours, too
+    assert optimizer._ampopt.skip_policy.mode == ("host" if skip_by == "auto" else skip_by)
+    if skip_by == "transaction":  # it runs uncompiled, and rounds otherwise
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    else:
+        assert seen(optimizer) == seen(reference)
+
+
+@pytest.mark.parametrize("name", ["AdamW4bit", "AdamWFp8"])
+def test_other_formats(name):
+    """Uncompiled, as compiling takes a while: a skip is exact, and a state is loaded."""
+    cls = ampopt.extend(getattr(optim, name))
+    optimizer, resumed = cls(parameters()), cls(parameters())
+    optimizer.skip_by = "transaction"
+    for bad in (False, True):
+        set_gradients(_params(optimizer), 0, bad)
+        before = seen(optimizer)
+        assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped is bad
+        assert (seen(optimizer) == before) is bad
+    with torch.no_grad():
+        _params(resumed)[0].copy_(_params(optimizer)[0])
+    resumed.load_state_dict(optimizer.state_dict())
+    assert seen(resumed) == seen(optimizer)
+
+
+def test_checkpoints(tmp_path):
+    """Of theirs and ours, both ways, from a file that ``weights_only=True`` loads."""
+    optimizers = [cls(parameters(), lr=1e-2) for cls in (optim.AdamW8bit, _ours())]
+    for saved, cls in zip(optimizers, (_ours(), _ours()), strict=True):
+        set_gradients(saved.param_groups[0]["params"], 0)
+        saved.step()
+        torch.save(saved.state_dict(), tmp_path / "optimizer.pt")
+        for state_dict in (saved.state_dict(), torch.load(tmp_path / "optimizer.pt")):
+            resumed = cls(parameters(), lr=1e-2)
+            with torch.no_grad():
+                for new, old in zip(*map(_params, (resumed, saved)), strict=True):
+                    new.copy_(old)
+            resumed.load_state_dict(state_dict)
+            assert seen(resumed) == seen(saved)
+            before = seen(saved)
+            set_gradients(_params(resumed), 1)
+            resumed.unscale_and_step(grads_scaled_by=1.0)
+            assert seen(saved) == before != seen(resumed)
+    optim.AdamW8bit(parameters()).load_state_dict(optimizers[1].state_dict())
+
+
+def _ours() -> Any:
+    return ampopt.extend(optim.AdamW8bit)
+
+
+def _params(optimizer: Any) -> list[Any]:
+    return optimizer.param_groups[0]["params"]
