@@ -69,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--ranks only times steps: omit --profile, --launches and --first-steps")
     if options.ranks and not torch.distributed.is_available():
         parser.error("--ranks: this build of torch has no torch.distributed")
+    if options.masters and options.dtype not in ("bfloat16", "float16"):
+        parser.error("--masters: master weights are of half precision; add --dtype bfloat16")
+    if options.masters and (options.ranks or options.profile or options.first_steps):
+        parser.error("--masters only times steps: omit --ranks, --profile and --first-steps")
     if options.part and not options.first_hour:
         parser.error("--part: names parts of --first-hour DIR, which is missing")
     if options.first_hour:
@@ -110,6 +114,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     dtype = getattr(torch, options.dtype)
     chosen = options.optimizer or contenders.optimizers()
     asked = {"clock": options.clock, "dtype": options.dtype, "ranks": options.ranks}
+    asked["masters"] = "float32" if options.masters else None
     about = {**report.environment(device), **asked}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
     if options.autocast:
@@ -120,10 +125,11 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     speed = bandwidth(device, options.clock)
     what = "memory streams" if device.type == "cpu" else "copies on the device run"
     print(f"{what} at {speed / 1e9:.1f} GB/s" if speed else "memory was not measured", flush=True)
-    others = options.elements or options.ranks
+    others = options.elements or options.ranks or options.sizes
     named = options.workload or ([] if others else workloads.WORKLOADS)
     sizes = [workloads.make(name, device, _room(device, dtype)) for name in named]
     sizes += [workloads.of(elements) for elements in options.elements or ()]
+    sizes += workloads.powers_of_two() if options.sizes else []
     sizes = sizes or list(workloads.SHARDED)
     if options.launches:
         _print_launches(chosen, sizes, dtype, device, speed)
@@ -138,7 +144,9 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
         print(first_steps.table(found))
         return
     with contextlib.ExitStack() as stack:
-        measure = functools.partial(rows.measure, device=device, clock=options.clock)
+        measure = functools.partial(
+            rows.measure, device=device, clock=options.clock, masters=options.masters
+        )
         left = options.seconds
         if options.ranks:
             left -= time.perf_counter() - begun
@@ -347,6 +355,19 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive(int),
         metavar="N",
         help="repeatable; 16 tensors with N elements in total, instead of the workloads",
+    )
+    parser.add_argument(
+        "--sizes",
+        action="store_true",
+        help="tensors of each power of two from 64 to 16 Mi elements, instead of the workloads: "
+        "300, or as many as have 16 Mi elements in total",
+    )
+    parser.add_argument(
+        "--masters",
+        action="store_true",
+        help="step float32 master weights of parameters and gradients in half precision, as where "
+        "an optimizer runs on the host; torch's optimizers, and DeepSpeed's if it is installed, "
+        "step float32 copies between casts",
     )
     return parser
 

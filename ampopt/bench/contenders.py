@@ -20,6 +20,7 @@ __all__ = ["AMPOPT", "TORCH", "Contender", "enter", "names", "optimizers", "othe
 AMPOPT = "ampopt"
 TORCH = ("for-loop", "foreach", "fused")
 _OTHERS = ("apex", "optimi")
+_OTHERS_WITH_MASTERS = ("deepspeed",)
 
 _ASKED_FOR = ("Adafactor", "Muon")
 """Optimizers of torch that do not work element by element; measured only if named."""
@@ -72,26 +73,43 @@ def others() -> list[str]:
     return [*LACKING, *(name for name in _ASKED_FOR if hasattr(torch.optim, name))]
 
 
-def names(device: torch.device) -> tuple[str, ...]:
-    """Names of the columns: torch's, ampopt, and on a GPU further installed packages."""
-    others = _OTHERS if device.type == "cuda" else ()
+def names(device: torch.device, masters: bool = False) -> tuple[str, ...]:
+    """Names of the columns: torch's, ampopt, and further installed packages.
+
+    Args:
+        device: the device of the parameters. Some packages are for GPUs.
+        masters: whether there are master weights. DeepSpeed's are on the CPU.
+    """
+    others = _OTHERS_WITH_MASTERS if masters else ()
+    if device.type == "cuda":
+        others = () if masters else _OTHERS
     return (*TORCH, AMPOPT, *(name for name in others if importlib.util.find_spec(name)))
 
 
-def enter(name: str, optimizer: str, params: Sequence[Tensor]) -> Contender:
+def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = False) -> Contender:
     """Make the contender ``name`` with ``optimizer`` over ``params``.
+
+    Args:
+        name: one of :func:`names`.
+        optimizer: the name of the optimizer.
+        params: the parameters.
+        masters: whether to step float32 master weights of parameters in half precision. Others than
+            ampopt step float32 copies: gradients are cast before the step, parameters after it.
 
     Raises:
         NotImplementedError: the contender has no such optimizer, or it refuses the parameters.
     """
+    if masters and name != AMPOPT:
+        return _on_copies(params, lambda copies: enter(name, optimizer, copies))
     settings = _SETTINGS.get(optimizer, {})
     if optimizer in LACKING:
         settings = LACKING[optimizer].ours
         if name in TORCH:
             return _under_scaler(name, lacking.enter(name, optimizer, params), params)
     if name == AMPOPT:
+        settings = {**settings, "master_weights": True} if masters else settings
         return _ampopt(getattr(ampopt, optimizer)(params, **settings))
-    makers = {"apex": _apex, "optimi": _optimi}
+    makers = {"apex": _apex, "optimi": _optimi, "deepspeed": _deepspeed}
     if name in makers:
         return _under_scaler(name, makers[name](optimizer, params, settings), params)
     kind = getattr(torch.optim, optimizer)
@@ -140,6 +158,28 @@ def _under_scaler(
     return Contender(name, optimizer, step, clipped)
 
 
+def _on_copies(
+    params: Sequence[Tensor], enter_copies: Callable[[Sequence[Tensor]], Contender]
+) -> Contender:
+    copies = [p.detach().float().requires_grad_() for p in params]
+    grads = [torch.empty_like(copy) for copy in copies]
+    copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+    inner = enter_copies(copies)
+
+    def around(step: Callable[[], Any]) -> Callable[[], None]:
+        def cast() -> None:
+            with torch.no_grad():
+                copy_all(grads, [p.grad for p in params])
+                for copy, grad in zip(copies, grads, strict=True):
+                    copy.grad = grad
+                step()
+                copy_all(list(params), copies)
+
+        return cast
+
+    return Contender(inner.name, inner.optimizer, around(inner.step), around(inner.clipped))
+
+
 def _apex(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
     module: Any = importlib.import_module("apex.optimizers")
     made = {
@@ -159,3 +199,11 @@ def _optimi(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) 
     if kind is None:
         raise NotImplementedError(f"optimi has no {optimizer}")
     return kind(params, lr=1e-3, triton=True, **settings)
+
+
+def _deepspeed(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
+    if optimizer not in ("Adam", "AdamW"):
+        raise NotImplementedError(f"DeepSpeed's {optimizer} on the CPU is not measured")
+    module: Any = importlib.import_module("deepspeed.ops.adam")
+    decay = {"adamw_mode": optimizer == "AdamW", "weight_decay": 1e-2 * (optimizer == "AdamW")}
+    return module.DeepSpeedCPUAdam(params, lr=1e-3, **decay, **settings)

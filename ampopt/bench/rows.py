@@ -134,6 +134,7 @@ def measure(
     rounds: int,
     seconds: float,
     clock: str = "wall",
+    masters: bool = False,
 ) -> list[Row]:
     """The rows of ``optimizer`` on ``workload``: without clipping, and with.
 
@@ -146,9 +147,9 @@ def measure(
     entered: list[contenders.Contender] = []
     failed: dict[str, str] = {}
     moved = 0
-    for name in contenders.names(device):
+    for name in contenders.names(device, masters):
         try:
-            contender = contenders.enter(name, optimizer, params)
+            contender = contenders.enter(name, optimizer, params, masters)
             warmed(contender.step, gradients.restore)
             warmed(contender.clipped, gradients.restore)
         except Exception as error:  # a third-party optimizer may raise anything

@@ -16,6 +16,7 @@ __all__ = [
     "Workload",
     "make",
     "of",
+    "powers_of_two",
     "squares",
 ]
 
@@ -63,6 +64,16 @@ def make(name: str, device: torch.device, room: int | None = None) -> Workload:
 def of(elements: int) -> Workload:
     """16 tensors of equal size, with ``elements`` elements in total."""
     return Workload(f"{elements} elements", ((max(1, elements // 16),),) * 16)
+
+
+def powers_of_two() -> list[Workload]:
+    """Tensors of 64, 128, ... to 16 Mi elements: 300, or as many as 16 Mi elements in total are."""
+    sizes = [1 << power for power in range(6, 25)]
+    counts = [min(300, sizes[-1] // size) for size in sizes]
+    return [
+        Workload(f"{count} x {size}", ((size,),) * count)
+        for count, size in zip(counts, sizes, strict=True)
+    ]
 
 
 def squares(width: int) -> Workload:

@@ -241,6 +241,8 @@ def test_the_processors_time_is_less_than_what_passes():
         (["--threads", "2", "--clock", "cpu"], "--threads 1"),
         (["--launches"], "the eager backend launches no kernels on cpu"),
         (["--ranks", "0"], "more than 0"),
+        (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
+        (["--masters", "--dtype", "float16", "--profile"], "--masters only times steps"),
         (["--ranks", "2", "--profile"], "--ranks only times steps"),
         (["--ranks", "2", "--threads", "1", "--clock", "cpu"], "--ranks runs CPU processes"),
     ],
@@ -284,6 +286,50 @@ def test_contenders_do_the_same_work(optimizer, clip):
     assert "ampopt" in reached
     for params in reached.values():
         torch.testing.assert_close(params, reached["ampopt"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_contenders_step_the_same_master_weights(clip, monkeypatch):
+    """DeepSpeed's name of what torch does; its package is not needed to measure without it."""
+    assert "deepspeed" not in contenders.names(CPU)
+    deepspeed = types.ModuleType("deepspeed.ops.adam")
+    deepspeed.DeepSpeedCPUAdam = lambda params, adamw_mode, **options: (  # type: ignore[attr-defined]
+        (torch.optim.AdamW if adamw_mode else torch.optim.Adam)(params, **options)
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.adam", deepspeed)
+    workload = workloads.Workload("some", ((3, 5), (7,), (300,)))
+    reached = {}
+    for name in (*contenders.TORCH, "deepspeed", "ampopt"):
+        params = workload.parameters(torch.bfloat16, CPU)
+        gradients = workloads.Gradients(params)
+        start = [p.detach().clone() for p in params]
+        contender = contenders.enter(name, "AdamW", params, masters=True)
+        for _ in range(8):
+            gradients.restore()
+            (contender.clipped if clip else contender.step)()
+        assert any((p != old).any() for p, old in zip(params, start, strict=True))
+        reached[name] = torch.cat([p.detach().flatten() for p in params])
+    for params in reached.values():
+        assert (params != reached["ampopt"]).sum() <= 2  # those next to a tie of bfloat16
+
+
+def test_sizes_and_masters_are_rows_of_their_own(tiny, monkeypatch, tmp_path):
+    monkeypatch.setattr(workloads, "powers_of_two", lambda: [workloads.of(32)])
+    path = tmp_path / "figures.json"
+    arguments = ("--optimizer", "AdamW", "--repeats", "1", "--json", str(path))
+    run("--sizes", "--masters", "--dtype", "float16", *arguments)
+    figures = json.loads(path.read_text())
+    assert figures["environment"]["masters"] == "float32"
+    assert [row["workload"] for row in figures["rows"]] == ["32 elements"] * 2
+    for row in figures["rows"]:  # torch's scaler refuses to unscale float16, but not float32 copies
+        assert not any("missing" in there for there in row["contenders"].values())
+
+
+def test_each_power_of_two_has_a_workload_of_at_most_16_mi_elements():
+    sizes = workloads.powers_of_two()
+    assert [workload.shapes[0] for workload in sizes] == [(1 << power,) for power in range(6, 25)]
+    assert [len(workload.shapes) for workload in sizes[:2] + sizes[-2:]] == [300, 300, 2, 1]
+    assert max(workload.elements for workload in sizes) == 1 << 24
 
 
 def test_gradients_are_the_same_before_every_step_and_in_new_tensors():
