@@ -114,13 +114,9 @@ parameters are then stepped with where torch would refuse them."""
 
 CALLED = "_opt_called"
 
-
-def mark_as_called(optimizer: Any) -> None:
-    """Mark ``optimizer.step`` as called: torch's schedulers warn if it was not.
-
-    Renamed: a scheduler warns that it was stepped first.
-    """
-    setattr(optimizer, CALLED, True)
+mark_as_called = operator.methodcaller("__setattr__", CALLED, True)
+"""Marks ``optimizer.step`` as called: torch's schedulers warn if it was not. Renamed: a scheduler
+warns that it was stepped first."""
 
 
 def is_wrapped_by_scheduler(step: Any) -> bool:
