@@ -34,6 +34,7 @@ PRINTED = {
     ],
     "Without masters, but without losing small steps": ["0.99"],
     "Clipping with master weights": ["{torch.float32}"],
+    "A loop that keeps master weights on the host": ["2 32768.0"],
     "Choosing dtypes": ["torch.float16 torch.float32"],
     "Operators, models and modules": [
         "torch.float32 torch.bfloat16",
@@ -102,6 +103,7 @@ PRINTED = {
 ON_RANKS = {
     "DDP": 2,
     "FSDP2": 2,
+    "FSDP2 with offloaded parameters": 2,
     "An average of a sharded model": 2,
     "Tensor parallelism": 2,
     "FSDP2 and tensor parallelism": 4,

@@ -163,7 +163,7 @@ def _on_copies(
 ) -> Contender:
     copies = [p.detach().float().requires_grad_() for p in params]
     grads = [torch.empty_like(copy) for copy in copies]
-    copy_all = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+    copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
     inner = enter_copies(copies)
 
     def around(step: Callable[[], Any]) -> Callable[[], None]:

@@ -5,12 +5,16 @@ Each rank also trains the whole model by itself, with the same batches and the s
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.optimizers import Plain
 
 import ampopt
+from ampopt.testing.bits import bits
+from ampopt_kernels.cpu.compiled import Loop
+from ampopt_kernels.native.build import cpp_compiler
 
 STEPS = 5
 RANGE = 90.0
@@ -37,14 +41,14 @@ class Model(torch.nn.Module):
         return self.second(hidden)
 
 
-def sharded() -> Model:
+def sharded(**options: Any) -> Model:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model: Any = Model(overflows=torch.distributed.get_rank() == 1)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for layer in (model.first, model.second):
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
     return model
 
 
@@ -186,6 +190,31 @@ def test_a_sharded_model_is_trained_as_a_whole_one(two_ranks, name):
         skipped, scales = ({step[i] for step in told} for i in range(2))
         assert skipped == ({0.0} if "replays" in name else {0.0, 1.0})
         assert len(scales) > 1
+
+
+def offloaded() -> tuple[Any, Any, int]:
+    """Bits reached with and without offloading, and the calls of compiled updates with it."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    def train(**options: Any) -> Any:
+        model: Any = sharded(**options)
+        told = [(flag, scale.item(), norm) for flag, scale, norm in of_optimizer("AdamW")(model)]
+        return bits((told, [p.to_local() for p in model.parameters()]))
+
+    ampopt.set_backend("compiled")
+    try:
+        plain = train()
+        with mock.patch.object(Loop, "run", autospec=True, side_effect=Loop.run) as run:
+            return plain, train(offload_policy=CPUOffloadPolicy(pin_memory=False)), run.call_count
+    finally:
+        ampopt.set_backend("auto")
+
+
+@pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler here")
+def test_an_offloaded_model_is_stepped_by_the_compiled_loops_to_the_same_bits(two_ranks):
+    for plain, reached, updates in two_ranks.run(offloaded):
+        assert reached == plain
+        assert 0 < updates < STEPS  # one for each step that is not skipped
 
 
 class OnTheirRanks(torch.optim.SGD):
