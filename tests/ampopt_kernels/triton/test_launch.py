@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.preloaded import python_path
 
 from ampopt_kernels.language import HAS_TRITON
 
@@ -17,15 +16,11 @@ PASSES = ["detect_kernel", "control_kernel", "update_kernel"]
 
 
 @pytest.fixture(scope="module")
-def stepped():
+def stepped(with_torch):
     """What launches were given in three steps, and what a profiler's hook saw of them."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "support.recorded_launches"],
-        env={**kept, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
+    environment = {**kept, "PYTHONPATH": python_path()}
+    done = with_torch.run("-m", "support.recorded_launches", environment=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     return found["launches"], found["hooked"]
