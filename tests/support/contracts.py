@@ -10,7 +10,7 @@ from ampopt.testing import OptimizerContract, strategies
 from support.strategies import fewer
 from support.transcribed_optimizers import transcribed
 
-__all__ = ["INTERPRETED", "OF_RULES", "OTHERS", "Small", "contract_of"]
+__all__ = ["INTERPRETED", "OF_ONE_RULE", "OF_RULES", "OTHERS", "Small", "contract_of"]
 
 OF_KERNELS = (
     "a_finite_gradient_is_never_skipped",
@@ -33,12 +33,23 @@ OF_KERNELS = (
     "unscale_divides_gradients_by_the_scale",
 )
 """The invariants that a backend can break; all others are tested with ``eager`` only."""
+OF_ANY_RULE = (
+    "a_finite_gradient_is_never_skipped",
+    "a_scale_on_the_device_that_is_no_scale_skips",
+    "a_sum_of_flags_skips",
+    "gradients_are_judged_after_unscaling",
+    "the_scale_follows_its_schedule_within_its_bounds",
+    "unscale_divides_gradients_by_the_scale",
+)
+"""Those that depend on what all rules have in common: the passes before that of the rule."""
 OTHERS = {
     name: None
     for name in dir(OptimizerContract)
     if name.startswith("test_") and name.removeprefix("test_") not in OF_KERNELS
 }
 """Class attributes that remove the other invariants from a contract."""
+OF_ONE_RULE = {f"test_{name}": None for name in OF_ANY_RULE}
+"""Class attributes that remove from a contract what those of other rules show."""
 
 INTERPRETED = settings(fewer(0.05), stateful_step_count=8)
 """Few and short examples, because each call of Triton's interpreter takes milliseconds."""

@@ -108,7 +108,6 @@ BEYOND_TORCH: tuple[type[ampopt.ElementwiseOptimizer], ...] = tuple(
 EVERY_RULE = (*BY_RULE, *BEYOND_TORCH, Signed)
 SOME_RULES: tuple[type[ampopt.ElementwiseOptimizer], ...] = (
     ampopt.SGD,
-    ampopt.Adam,
     ampopt.AdamW,
     Signed,
 )

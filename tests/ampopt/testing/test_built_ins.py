@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from support.contracts import INTERPRETED, OTHERS, Small, contract_of
+from support.contracts import INTERPRETED, OF_ONE_RULE, OTHERS, Small, contract_of
 from support.optimizers import BEYOND_TORCH, BUILT_IN, BY_RULE
 from support.strategies import fewer
 from support.torch_options import RICH
@@ -33,10 +33,16 @@ def of_one_compilation(cls: type[ampopt.ElementwiseOptimizer]) -> st.SearchStrat
     )
 
 
+FOR_ALL = (ampopt.SGD, ampopt.AdamW, ampopt.Adafactor, ampopt.Muon, ampopt.SparseAdam, ampopt.LBFGS)
+"""One of each kind: rules without state, with, with sums of lines; torch's own steps."""
+
+
 def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claims: Any) -> Any:
     """The contract on a backend other than eager: what kernels can break."""
     # Each of LBFGS's takes a closure.
     others = {} if cls is ampopt.LBFGS else OTHERS
+    if cls not in FOR_ALL:
+        others = {**others, **OF_ONE_RULE}
     return contract_of(cls, suffix, bases, **others, **claims)
 
 
