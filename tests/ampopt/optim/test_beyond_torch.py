@@ -19,7 +19,7 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.testing.bits import assert_bitwise_unchanged, bits
 
-STEPS = 2000
+STEPS = 600
 SHAPES = ((3, 5), ())
 
 
