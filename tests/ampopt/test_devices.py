@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.gpus import DEVICE, needs_gpu
 from support.preloaded import Preloaded, python_path
 from support.pretended_device import launch, looks, pretending
 from support.quick_interpreter import make_it_quick
@@ -312,11 +313,15 @@ def check_the_eager_backend() -> None:
         assert all(host(t).eq(2).all() for t in scaled)
 
 
-def check_the_triton_backend() -> None:
-    make_it_quick()
+def rules_of_kernels() -> list[OptionSet]:
     names = ("Adam", "NAdam", "Adafactor")
     rules = [next(options for options in RICH if options.name == name) for name in names]
-    rules += [OptionSet("LAMB", "plain"), OptionSet("NovoGrad", "plain")]
+    return [*rules, OptionSet("LAMB", "plain"), OptionSet("NovoGrad", "plain")]
+
+
+def check_the_triton_backend() -> None:
+    make_it_quick()
+    rules = rules_of_kernels()
     expected = {options.name: train(options, ["cpu", "cpu"]) for options in rules}
     everything = with_everything(["cpu"] * 3)
     with pretending(), use_triton(launch):
@@ -350,6 +355,23 @@ def test_devices_step_skip_and_clip_together_and_the_host_never_reads_too_early(
     environment = {**settings, "PYTHONPATH": python_path()}
     done = with_torch.run(__file__, backend, environment=environment)
     assert done.returncode == 0, done.stderr
+
+
+def check_two(first: str, second: str) -> None:
+    """Two devices, and one of them with the CPU, give what the CPU alone gives."""
+    for options in rules_of_kernels():
+        expected = train(options, ["cpu", "cpu"])
+        for places in ([first, second], [second, first], [second, "cpu"]):
+            compare(train(options, places), expected, f"{options} on {places}")
+    places = [first, second, first]
+    compare(with_everything(places), with_everything(["cpu"] * 3), str(places))
+
+
+@needs_gpu
+def test_two_gpus_step_skip_and_clip_together():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two CUDA devices, this machine has {torch.cuda.device_count()}")
+    check_two(f"{DEVICE}:0", f"{DEVICE}:1")
 
 
 if __name__ == "__main__":
