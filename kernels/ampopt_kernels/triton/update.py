@@ -1,4 +1,11 @@
-"""Update: apply the rule to every parameter and its states, in one pass, or change nothing."""
+"""Update: apply the rule to every parameter and its states, in one pass, or change nothing.
+
+Float32 results have the bits that the eager backend computes from the same scalars: products and
+sums are not fused (``launch.options``), and quotients and square roots are correctly rounded. In
+float64 so are those of this kernel, while torch's square root on a CPU, and so the eager backend,
+may be an ulp off (``torch_language.sqrt``). The scalars of a rule may differ by a few ulp where it
+computes them by ``language.power``, or from sums (``reduce.py``).
+"""
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.stochastic import rounded_stochastically
