@@ -46,15 +46,15 @@ def averaged(
     steps the averages are torch's: bitwise with a ``decay``, within rounding without. That holds
     for steps of a control point, ``TrainStep``, a GradScaler, and for a plain ``step()``.
 
-    Only the last step matters. Two calls after a step that was not skipped count it twice, as
-    torch's do. Called every n steps, it is a no-op if the last of them was skipped. Before any step
-    it counts the model. A ``copy.deepcopy`` of the average follows the same optimizer. State dicts
-    are interchangeable with those of torch's ``AveragedModel``.
+    Only the last step matters. Two calls after a step that was not skipped count the parameters
+    twice, as torch's do. A call every n steps is a no-op if the last of the n was skipped. A call
+    before the first step counts the initial parameters. A ``copy.deepcopy`` of the average uses the
+    same optimizer. State dicts are interchangeable with those of torch's ``AveragedModel``.
 
     Does not synchronize if model and average are on one device; torch's does, twice.
 
-    **Many ranks.** A model that ``fully_shard`` has changed cannot be copied. Copy the model
-    before, pass the copy to this function, and shard the average as the model::
+    **Several ranks.** A model cannot be copied after ``fully_shard``. Copy it before, pass the copy
+    to this function, and shard the average like the model::
 
         whole = copy.deepcopy(model)
         fully_shard(model)
@@ -68,24 +68,26 @@ def averaged(
 
     Args:
         model: the model to copy and to average.
-        optimizer: the optimizer of its parameters; or several, of which the last steps of all that
-            have stepped must be skipped for a no-op.
+        optimizer: the optimizer of the model's parameters; or several, in which case
+            ``update_parameters`` is a no-op only if each optimizer that has stepped skipped its
+            last step.
         decay: the decay of an exponential moving average, from 0 to 1; ``None`` for the plain mean
             of the parameters after each step, as in stochastic weight averaging.
         device: the device of the average; ``None`` for that of the model.
-        avg_fn: ``avg_fn(averaged, value, n_averaged)`` gives the new average of one parameter, in
-            place of ``decay``. As torch's, but that it is called, without effect, for the first
-            step and skipped ones too, since the host does not know them; of a ``DTensor`` it gets
-            the part that is here, and of a complex one the real view.
-        multi_avg_fn: ``multi_avg_fn(averaged, values, n_averaged)`` writes the new averages over
-            the list ``averaged``, all of one device and dtype; otherwise as ``avg_fn``.
-        use_buffers: average the buffers, too, in place of copying them.
+        avg_fn: ``avg_fn(averaged, value, n_averaged)`` returns the new average of one parameter, in
+            place of ``decay``. Unlike torch's, it is called for the first step and for skipped
+            steps too, and the result is discarded on the device. For a ``DTensor`` it gets the
+            local shard, for a complex tensor the real view.
+        multi_avg_fn: ``multi_avg_fn(averaged, values, n_averaged)`` writes the new averages into
+            the tensors of the list ``averaged``, all of one device and dtype; otherwise as
+            ``avg_fn``.
+        use_buffers: whether to average the buffers too; otherwise they are copied.
 
     Raises:
         RuntimeError: ``fully_shard`` has changed the model.
         TypeError: an argument is of the wrong type.
-        ValueError: ``decay`` is out of range, there is no optimizer, or two of ``decay``,
-            ``avg_fn`` and ``multi_avg_fn`` are given.
+        ValueError: ``decay`` is out of range, ``optimizer`` is empty, or more than one of
+            ``decay``, ``avg_fn`` and ``multi_avg_fn`` are passed.
     """
     return SkipAwareAverage(
         model,
@@ -99,12 +101,12 @@ def averaged(
 
 
 class SkipAwareAverage(AveragedModel):
-    """What :func:`averaged` returns.
+    """An ``AveragedModel`` that ignores skipped steps; :func:`averaged` makes it.
 
     Attributes:
         module: the copy of the model that holds the averages.
-        n_averaged: how many steps were counted: int64, 0-d, on the device of the parameters.
-        decay: the argument ``decay``.
+        n_averaged: the number of steps in the average: int64, 0-d, on the device of the parameters.
+        decay: the decay of the moving average; ``None`` for the plain mean.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class SkipAwareAverage(AveragedModel):
                 "model) before fully_shard(model), then average = ampopt.averaged(whole, optimizer)"
                 ", and shard average.module as the model, with fully_shard(average.module)"
             )
-        average_of: Any = avg_fn  # torch declares wider arguments than it gives
+        average_of: Any = avg_fn  # torch declares wider arguments than it passes
         averages_of: Any = multi_avg_fn
         super().__init__(model, device, average_of, averages_of, use_buffers)
         self.decay = decay
@@ -141,16 +143,16 @@ class SkipAwareAverage(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: torch.nn.Module) -> None:
-        """Count the parameters of ``model``, unless the last step was skipped.
+        """Update the averages with the parameters of ``model``, unless the last step was skipped.
 
-        Does not synchronize, as long as ``model`` and the average are on one device.
+        Does not synchronize if ``model`` and the average are on one device.
 
         Raises:
-            RuntimeError: ranks have other parts of the average than of ``model``. Nothing has
-                changed then.
+            RuntimeError: the average is sharded differently from ``model``. Nothing has changed
+                then.
         """
         for module in (*_fully_sharded(self.module), *_fully_sharded(model)):
-            module.reshard()  # after a forward pass, parameters may be whole and soon be dropped
+            module.reshard()  # after a forward pass, parameters may still be all-gathered
         tensors = [list(_averaged_in(m, self.use_buffers)) for m in (self.module, model)]
         pairs = list(zip(*tensors, strict=True))
         for pair in pairs:
@@ -192,7 +194,7 @@ class SkipAwareAverage(AveragedModel):
     def _by_own_function(
         self, pairs: Iterable[tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Averages, values, and the averages that the function of the caller makes of them."""
+        """Yield each average, its value, and the new average that the caller's function returns."""
         count = self.n_averaged
         if self.avg_fn is not None:
             for average, value in pairs:
@@ -211,15 +213,15 @@ class SkipAwareAverage(AveragedModel):
 
 
 class _Batch:
-    """Averages of one device and dtype, whose elements operations read as one vector.
+    """Averages of one device and dtype, concatenated, so that few operations update them all.
 
     Attributes:
         average: the elements of all averages, 1-d.
-        value: the elements of the tensors that they are averages of, in the same order.
+        value: the elements of the averaged tensors, in the same order.
     """
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Read the elements of ``pairs`` of an average and a value."""
+        """Concatenate ``pairs``, each an average and a value."""
         self._averages = [flat(a) if is_dense(a) else a for a, _ in pairs]
         values = [flat(dense_like(v, a)) if is_dense(a) else v for a, v in pairs]
         self.average, self.value = _joined(self._averages), _joined(values)
@@ -243,7 +245,7 @@ for a few batches, and not for a few models."""
 
 
 def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
-    """All ``pairs`` of an average and a value, in batches."""
+    """Batches of ``pairs``, each an average and a value."""
     waiting: dict[Any, list[tuple[Tensor, Tensor]]] = {}
     sizes: Counter[Any] = Counter()
     for average, value in pairs:
@@ -257,7 +259,7 @@ def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[_Batch]:
 
 
 class _LastSteps:
-    """The flags of the last steps of some optimizers, as step hooks see them."""
+    """The overflow flags of the last steps of some optimizers, recorded by step post-hooks."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
         self._flags: dict[int, Tensor | None] = {}
@@ -268,22 +270,22 @@ class _LastSteps:
         self._flags[id(optimizer)] = optimizer.found_inf
 
     def were_skipped(self, device: torch.device) -> Tensor:
-        """Whether all of them were: bool, 0-d, on ``device``."""
+        """Whether all of these steps were skipped: bool, 0-d, on ``device``."""
         flags = [flag for flag in self._flags.values() if flag is not None]
-        if not flags or len(flags) < len(self._flags):  # one was certainly not
+        if not flags or len(flags) < len(self._flags):  # at least one surely was not
             return torch.zeros((), dtype=torch.bool, device=device)
         skipped = [to_device(flag.reshape(()), device) > 0 for flag in flags]
         return skipped[0] if len(skipped) == 1 else torch.stack(skipped).all()
 
     def __deepcopy__(self, memo: Any) -> "_LastSteps":
-        """A copy of the average follows the same optimizers."""
+        """Return ``self``: a copy of the average uses the flags of the same optimizers."""
         return self
 
     def __reduce__(self) -> Any:
-        """An optimizer that is pickled has no hooks any more."""
+        """Raise: a pickled optimizer would have lost the hooks that record its flags."""
         raise TypeError(
-            "an average that follows an optimizer cannot be pickled: save average.state_dict(), "
-            "make the average anew with ampopt.averaged(model, optimizer, decay), and load that"
+            "the result of ampopt.averaged cannot be pickled: save average.state_dict(), and load "
+            "it into a new ampopt.averaged(model, optimizer, decay)"
         )
 
 
@@ -296,7 +298,7 @@ def _checked_optimizers(given: Any) -> list[Optimizer]:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer must be an ampopt.Optimizer, got {type(optimizer).__module__}."
-                f"{type(optimizer).__name__}, which does not tell of steps that a scaler skips: "
+                f"{type(optimizer).__name__}, which does not show which steps a scaler skips: "
                 "import it from ampopt, or call ampopt.patch_optimizer(optimizer)"
             )
     return optimizers
@@ -325,7 +327,7 @@ def _check_functions(decay: Any, avg_fn: Any, multi_avg_fn: Any) -> None:
 
 def _fully_sharded(model: torch.nn.Module) -> Iterator[Any]:
     """The modules of ``model`` that ``fully_shard`` has changed."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has called it has imported this
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if fully_shard was called
     return (m for m in model.modules() if fsdp is not None and isinstance(m, fsdp.FSDPModule))
 
 
@@ -341,14 +343,14 @@ def _check_placed_alike(average: Any, value: Any) -> None:
         alike = not any(distributed)
     if not alike:
         raise RuntimeError(
-            "update_parameters: ranks have other parts of the average than of the model: shard "
-            "average.module as the model, with the same fully_shard or parallelize_module, before "
-            "the first update_parameters"
+            "update_parameters: the average is sharded differently from the model: shard "
+            "average.module as the model, with the same fully_shard or parallelize_module, "
+            "before the first update_parameters"
         )
 
 
 def _alike(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What memory holds here of an average and of what it is of, real and on one device."""
+    """The local shards of an average and its value, as real tensors on the average's device."""
     average, value = (real(dtensor.local(t.detach())) for t in pair)
     return average, to_device(value, average.device, average.dtype)
 
@@ -358,7 +360,7 @@ def _on(tensor: Tensor, flag: Tensor) -> Tensor:
 
 
 def _lerp(average: Tensor, value: Tensor, weight: Any) -> Tensor:
-    """As torch's, which interpolates numbers of half precision in float32."""
+    """The linear interpolation of torch's ``AveragedModel``, in float32 for half precision."""
     dtype = arithmetic(average.dtype)
     if isinstance(weight, Tensor):
         weight = to_device(weight, average.device, dtype)
@@ -366,7 +368,7 @@ def _lerp(average: Tensor, value: Tensor, weight: Any) -> Tensor:
 
 
 def _of_whole_numbers(average: Tensor, value: Tensor, count: Tensor, decay: float | None) -> Tensor:
-    """As torch's, of buffers that count; truth values, which torch refuses, are copied."""
+    """The average of integers as torch computes it; bools, which torch refuses, are copied."""
     if average.dtype == torch.bool:
         return value
     if decay is None:

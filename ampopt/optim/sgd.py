@@ -39,11 +39,11 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         differentiable: run torch's own step.
         **options: see :class:`ampopt.options.RuleOptions`.
 
-    Differs from torch: with dampening, ``optimizer.state`` has ``stepped`` beside
-    ``momentum_buffer``, to tell the first step from later ones where the host may not look.
-    ``state_dict()`` is torch's and has it not: it leaves out the buffer of a parameter whose steps
-    were all skipped, and synchronizes to find out. Updates of float16 and bfloat16 parameters are
-    computed in float32 and rounded once.
+    Differs from torch: with dampening, ``optimizer.state`` also has a flag ``stepped``, from which
+    the device knows whether a step is the first of a parameter. ``state_dict()`` has the entries of
+    torch's: not the flag, and no ``momentum_buffer`` of a parameter whose steps were all skipped;
+    to read the flags, it synchronizes. Updates of float16 and bfloat16 parameters are computed in
+    float32 and rounded once.
     """
 
     rule = rules.sgd

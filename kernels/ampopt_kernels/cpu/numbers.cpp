@@ -1,7 +1,7 @@
-// The loops that numbers.py loads, and watch.py calls too: over numbers in memory. They need neither
-// Python nor torch to compile.
+// Loops over the elements of tensors, which numbers.py loads and numbers.py and watch.py call. They
+// include no header of Python or torch, so they compile in half a second.
 
-// Or else g++ makes vectors half as wide as they can be.
+// Without this, g++ uses vectors of half the width of the processor's.
 #if defined(__AVX512F__) && !defined(__clang__)
 #pragma GCC target("prefer-vector-width=512")
 #endif
@@ -21,8 +21,9 @@ extern "C" void scatter(char* const* tensors, const int64_t* bytes, int64_t n, c
     for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(tensors[i], scratch, bytes[i]);
 }
 
-// Of numbers.py: tensors by address, dtype (as there) and number of elements, in parts for one
-// thread each, whose bounds and order do not depend on the number of threads.
+// Functions below take tensors as arrays of addresses, dtypes (their indices in dtypes.py) and
+// numbers of elements. Tensors are divided into parts, each processed by one thread. The bounds and
+// the order of parts do not depend on the number of threads, so results do not either.
 
 struct Part {
     int64_t tensor, start, size;
@@ -37,9 +38,10 @@ static std::vector<Part> parts_of(const int64_t* sizes, int64_t n) {
     return parts;
 }
 
-constexpr int64_t WORTH_THREADS = 64;  // parts, which take longer than threads take to start
+constexpr int64_t WORTH_THREADS = 64;  // fewer parts take less time than starting threads does
 
-// The bits of magnitudes, which are in their order: infinity's, and above it those of NaNs.
+// Whether all elements are finite. As integers, the bits of magnitudes are in the order of the
+// magnitudes, with infinity and the NaNs above all others.
 template <typename T> bool all_below(const void* tensor, const Part& part, T infinity) {
     const T* x = static_cast<const T*>(tensor) + part.start;
     T largest = 0;
@@ -70,7 +72,7 @@ extern "C" int all_finite(
     return finite;
 }
 
-// The numbers whose bits these are, without their signs.
+// Each converts the bits of a magnitude (the sign bit is 0) to a number.
 static inline float float32(int32_t bits) {
     float x;
     std::memcpy(&x, &bits, sizeof(x));
@@ -78,7 +80,7 @@ static inline float float32(int32_t bits) {
 }
 static inline float bfloat16(int16_t bits) { return float32(int32_t(bits) << 16); }
 static inline float float16(int16_t bits) {
-    const int32_t from_infinity_on = (0x7BFF - bits) >> 31;  // which, unlike a branch, is a vector
+    const int32_t from_infinity_on = (0x7BFF - bits) >> 31;  // vectorized, unlike a branch
     return float32(int32_t(bits) << 13 | (from_infinity_on & 0x7F800000)) * 0x1p112f;
 }
 static inline double float64(int64_t bits) {
@@ -92,7 +94,7 @@ struct Measures {
     double largest, squares;
 };
 
-// Bytes of a vector: of wider ones than it has, a machine may take each number by itself.
+// Bytes of a vector. Vectors wider than the processor's may be processed number by number.
 #if defined(__AVX512BW__)
 constexpr int64_t VECTOR = 64;
 #elif defined(__AVX2__)
@@ -101,12 +103,14 @@ constexpr int64_t VECTOR = 32;
 constexpr int64_t VECTOR = 16;
 #endif
 
-// Magnitudes from bounds[0] on are not 0 once they are unscaled, those from bounds[1] on would not
-// flush, and those from bounds[2] on are not finite, whose squares count all the same.
+// Measures one part. Unscaled, magnitudes of at least bounds[0] are not 0, those of at least
+// bounds[1] would not flush to 0 in float16, and those of at least bounds[2] are not finite. The
+// sum of squares includes the magnitudes that are not finite.
 //
-// Of squares half is added to half until one number is left, as the eager backend has torch do it;
-// what is missing of a power of two are zeros. Vectors are spelled out, three halvings are one, and
-// the next part is fetched all along, because memory is to be all that is waited for.
+// Squares are added as the eager backend adds them: the second half is added to the first half
+// until one number is left; a part that is too short is padded with zeros. Vectors are written out,
+// three halvings are done at a time, and the next part is prefetched, so that only memory bandwidth
+// limits the loop.
 template <typename T, auto number>
 Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
     constexpr int64_t LANES = VECTOR / sizeof(T);
@@ -154,7 +158,7 @@ Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
         found.kept += above[lane];
     }
     found.overflowed = most >= infinite;
-    if (found.overflowed) {  // seldom: look again for the largest of the others
+    if (found.overflowed) {  // seldom, so the largest finite magnitude is searched for only then
         most = 0;
         for (int64_t i = 0; i < part.size; ++i) {
             const T magnitude = x[i] & std::numeric_limits<T>::max();
@@ -178,9 +182,9 @@ static Measures measures(const void* tensor, const Part& part, int64_t dtype, co
     }
 }
 
-// Of each tensor whether it overflows, and in four columns the largest finite magnitude, unscaled;
-// how many are not 0; how many of these flush; and the sum of squares, scaled as they are. After
-// its bounds there is whether the arithmetic is float64.
+// For each tensor, writes whether it overflows, and four columns: the largest finite magnitude,
+// unscaled; how many elements are not 0; how many of these would flush to 0; and the sum of squares
+// before unscaling. The fourth of its ``bounds`` is 1 if its arithmetic is float64.
 extern "C" void measure(
     const void* const* tensors, const int64_t* dtypes, const int64_t* sizes, int64_t n,
     int64_t threads, const int64_t (*bounds)[4], double inverse, bool* flags, double (*columns)[4]
@@ -207,13 +211,13 @@ extern "C" void measure(
     for (int64_t t = 0; t < n; ++t) {
         double& largest = columns[t][0];
         largest = std::abs(bounds[t][3] ? largest * inverse : float(largest) * float(inverse));
-        if (bounds[t][2] == 0)  // for the scale is 0 or next to it, and not even 0 is finite
+        if (bounds[t][2] == 0)  // 1 / scale is infinite: even 0 becomes NaN
             std::fill(columns[t], columns[t] + 3, 0.0);
     }
 }
 
-// What ledger.py has a note do. Of each parameter there are the first of its parts, their number,
-// and its row in the ledger. Without flags no part has overflowed.
+// Does what ledger.note does. ``parts`` has three numbers for each parameter: its first chunk, the
+// number of its chunks, and its row in the ledger. Without ``flags``, no chunk has overflowed.
 extern "C" void note(
     const double (*measures)[4], const float* flags, const int64_t (*parts)[3], int64_t n,
     const double (&attempt)[4], double* ledger, int64_t size, int64_t places, bool notes_step
@@ -249,7 +253,7 @@ extern "C" void note(
     std::copy_n(entry, 4, ring + 4 * ((int64_t(number) - 1) % last));
 }
 
-// What all elements are; NaN if they are not all the same.
+// The value of all elements; NaN if they differ.
 extern "C" double common(const float* x, int64_t n) {
     int others = 0;
     for (int64_t i = 0; i < n; ++i) others |= x[i] != x[0];

@@ -1,13 +1,14 @@
-// What native.py declares and objects.py calls, with Python's lock held: questions about hundreds
-// of Python objects in one call. 1 is for yes.
+// The checks that objects.py declares and calls. Each checks hundreds of Python objects, with
+// Python's lock held, and returns 1 for yes.
 
 #include <Python.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
 
-// Whether dicts and lists are as long as they were and hold the very same objects: the members of
-// each, which for a dict are its keys, and the values of each dict, all end to end.
+// Whether lists and dicts have the given sizes and contain the very same objects. ``members`` has
+// the elements of each list and the keys of each dict, one container after another; ``values`` has
+// the values of the dicts.
 extern "C" int hold(PyObject* containers, const int64_t* sizes, PyObject* members, PyObject* values) {
     Py_ssize_t member = 0, known = 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(containers); ++i) {
@@ -27,7 +28,7 @@ extern "C" int hold(PyObject* containers, const int64_t* sizes, PyObject* member
     return 1;
 }
 
-// Calls each(tensor) until it says no, or torch that it cannot.
+// Calls each(tensor) until it returns false or torch throws; then returns false.
 template <typename Each> static bool all_of(PyObject* tensors, Each each) {
     try {
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i)
@@ -52,12 +53,12 @@ extern "C" int bump_versions(PyObject* tensors) {
     });
 }
 
-// Calls each(number) for all that a kernel takes for granted of a tensor, until it says no. The
-// class is first: another object, such as None, is looked into no further.
+// Calls each(number) for all numbers that make up the layout of a tensor, until it returns false.
+// The class comes first, so that an object which is no tensor, such as None, is not unpacked.
 template <typename Each> static bool layout(PyObject* tensor, Each each) {
     if (!each(reinterpret_cast<int64_t>(Py_TYPE(tensor)))) return false;
     const c10::TensorImpl* impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
-    // Which tells layout, lazy negation and conjugation besides.
+    // The key set also shows layout, lazy negation and conjugation.
     if (!each(static_cast<int64_t>(impl->key_set().raw_repr()))) return false;
     const c10::Device device = impl->device();
     const int64_t dtype = static_cast<int64_t>(c10::typeMetaToScalarType(impl->dtype()));
@@ -70,7 +71,8 @@ template <typename Each> static bool layout(PyObject* tensor, Each each) {
     return true;
 }
 
-// How many numbers tell the layouts of tensors, the first of which are written where there is room.
+// Writes the numbers of the layouts of tensors, as many as there is ``room`` for, and returns how
+// many there are; -1 if an object is no tensor.
 extern "C" int64_t layouts(PyObject* tensors, int64_t* found, int64_t room) {
     int64_t n = 0;
     const bool known = all_of(tensors, [&](PyObject* tensor) {
