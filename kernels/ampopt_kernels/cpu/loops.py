@@ -9,7 +9,7 @@ __all__ = ["AVERAGES", "PREAMBLE", "SPREAD", "SUMS", "UPDATE"]
 PREAMBLE = """
 #include <cstdint>
 
-// Those of <cmath>, which would be as much to read for a compiler as all else here.
+// In place of <cmath>, which takes a compiler as long as everything else here.
 namespace math {
 #define MATH(name) \\
     static inline float name(float x) { return __builtin_##name##f(x); } \\
@@ -21,7 +21,7 @@ MATH(exp) MATH(exp2) MATH(log) MATH(log2) MATH(sin) MATH(cos)
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The sum of ``n`` numbers: half is added to half until one is left.
+// The sum of ``n`` numbers: the second half is added to the first half until one number is left.
 static inline double halved(double* x, int64_t n) {
     for (int64_t half; n > 1; n = half) {
         half = (n + 1) / 2;
@@ -30,9 +30,9 @@ static inline double halved(double* x, int64_t n) {
     return x[0];
 }
 
-// Prefetch what comes some blocks later. Processors do so by themselves, but begin anew with each
-// page, and not where something is only written. Those of AMD are faster without it: measured on
-// Zen 4, it adds up to a fifth to the time of a loop.
+// Prefetches a block that is read some blocks later. Processors do so by themselves, but they start
+// again at each page, and do not prefetch memory that is only written. AMD's are faster without
+// this: on Zen 4, it makes a loop up to a fifth slower.
 #if defined(__x86_64__)
 static const bool FETCHES = (__builtin_cpu_init(), !__builtin_cpu_is("amd"));
 #else
@@ -49,14 +49,14 @@ static inline float number(uint32_t b) { float x; __builtin_memcpy(&x, &b, 4); r
 
 static inline float from_bfloat16(uint16_t x) { return number(uint32_t(x) << 16); }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 static inline uint16_t to_bfloat16(float x) {
     const uint32_t b = bits(x);
     return x != x ? 0xFFFF : (b + 0x7FFF + ((b >> 16) & 1)) >> 16;
 }
 
-// Without branches, so that compilers make vectors of them (Maratyszcza's FP16): the exponent is
-// moved by a multiplication, or for subnormal numbers by a subtraction, both of them exact.
+// Without branches, so that compilers vectorize them (as in Maratyszcza's FP16): the exponent is
+// moved by a multiplication, or for subnormal numbers by a subtraction, both of which are exact.
 static inline float from_float16(uint16_t x) {
     const uint32_t w = uint32_t(x) << 16, twice = w + w;
     const uint32_t normal = bits(number((twice >> 4) + (0xE0u << 23)) * 0x1p-112f);
@@ -64,7 +64,7 @@ static inline float from_float16(uint16_t x) {
     return number((w & 0x80000000u) | (twice < (1u << 27) ? subnormal : normal));
 }
 
-// The addition rounds where float16's last place is.
+// Rounds to nearest, ties to even: the addition of ``size`` rounds at the last bit of float16.
 static inline uint16_t to_float16(float x) {
     const uint32_t w = bits(x), twice = w + w, exponent = twice & 0xFF000000u;
     const float size = (math::fabs(x) * 0x1p112f) * 0x1p-110f;
@@ -107,7 +107,8 @@ static inline void narrow(const float* x, int64_t n, uint16_t* out) {
 """
 
 SPREAD = """
-// What elements read of their rows, or columns: of one after another, from ``start`` on.
+// Reads the factor of the row, or column, of each element: next() writes those of the next ``size``
+// elements, the first of which is the element ``start``.
 template <typename T> struct Spread {
     const bool rows;
     const int64_t m, n;
@@ -130,7 +131,8 @@ template <typename T> struct Spread {
 };
 """
 
-# ``ends`` has the end of each slice (part) or row; ``h`` has the numbers of one after another.
+# ``ends`` has the end of each slice (part) or row; ``h`` has the numbers of the first, followed by
+# those of the second, and so on.
 UPDATE = """
 __attribute__((noinline)) static void apply(
     const double* h, void* const* tensors, int64_t start, int64_t end
@@ -182,7 +184,7 @@ extern "C" void update_whole(
 SUMS = """
 extern "C" const int64_t n_terms = {n_terms};
 
-// Block is added to block; see cpu/sums.py.
+// Adds each block to the first; see cpu/sums.py.
 __attribute__((noinline)) static void sum_part(
     const double* h, void* const* tensors, int64_t start, int64_t end, double* out
 ) {{
@@ -242,7 +244,8 @@ static inline double total(const double* x, int64_t n) {{
     return sum;
 }}
 
-// Of whole bands, to sums that begin with those of the first row, or the columns of the first band.
+// Sums over the rows and columns of some bands. Each of ``sums`` points to the sum of the first
+// row, or to the sums of the columns of the first band.
 __attribute__((noinline)) static void sum_bands(
     const double* h, void* const* tensors, int64_t start, int64_t end, int64_t m, int64_t n,
     double** sums
@@ -274,8 +277,9 @@ __attribute__((noinline)) static void sum_bands(
     }}
 }}
 
-// Of parts that are whole matrices. Sums of columns are those of each band; then those of the first
-// become those of all. What a thread takes does not depend on how many there are, so no bit does.
+// Each part is a stack of whole matrices. Columns are summed over each band; at the end, the sums
+// of the other bands are added to those of the first. Which bands are summed together does not
+// depend on the number of threads, so no bit of the result does either.
 extern "C" void averages(
     const double* h, void* const* tensors, const int64_t* ends, int64_t n_parts, int64_t threads,
     double* const* sums
