@@ -35,12 +35,14 @@ from ampopt.testing.bits import (  # noqa: E402
     state_of,
 )
 from ampopt.testing.blueprints import Blueprint, History, Scale, set_gradients  # noqa: E402
+from ampopt.testing.claims import QUICK  # noqa: E402
 from ampopt.testing.contract import OptimizerContract  # noqa: E402
 from ampopt.testing.device import as_on_a_device  # noqa: E402
 from ampopt.testing.no_sync import ReadBack, assert_no_sync  # noqa: E402
 from ampopt.testing.overflow import inject_overflow  # noqa: E402
 
 __all__ = [
+    "QUICK",
     "Bits",
     "Blueprint",
     "History",

@@ -3,7 +3,8 @@
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterator
+import unittest
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from hypothesis.control import current_build_context
 from hypothesis.errors import HypothesisException
 from hypothesis.vendor.pretty import pretty
 
@@ -19,10 +21,13 @@ from ampopt.testing import failures, strategies
 from ampopt.testing.blueprints import History
 from ampopt.testing.device import as_on_a_device
 
-__all__ = ["Claims", "Make", "apart", "check_claims", "invariant", "maker", "settings_of"]
+__all__ = ["QUICK", "Claims", "Make", "apart", "check_claims", "invariant", "maker", "settings_of"]
 
 Make = Callable[[Any], Any]
 """Function from parameters or param groups to the optimizer."""
+
+QUICK = hypothesis.settings(max_examples=10, stateful_step_count=10)
+"""Settings for a contract while its optimizer is being written: a tenth of the examples."""
 
 _SNIPPET = """\
 To run this example again, paste this below {cls}:
@@ -92,6 +97,8 @@ class Claims:
             parameter, nor on the order of parameters and groups.
         zero_lr_is_still (bool, default True): with a learning rate of 0 no parameter changes.
         finite_steps (bool, default True): steps with finite gradients leave parameters finite.
+        huge_gradients (bool, default True): a step accepts finite gradients of any size. Set it to
+            False for an optimizer whose linear algebra raises on huge numbers.
         tensor_learning_rates (bool or None, default None): ``group["lr"]`` may be a tensor, and
             another one in each step. ``None`` means True for subclasses of
             :class:`ampopt.ElementwiseOptimizer`, else False.
@@ -116,7 +123,8 @@ class Claims:
         on_device (tuple of bool, default ``(False, True)``): examples run as on the CPU (False),
             and as on an accelerator (True); see :func:`ampopt.testing.as_on_a_device`.
         settings (hypothesis.settings or None, default None): Hypothesis settings of this class.
-            ``None`` means the active profile's.
+            ``None`` means the active profile's; ``ampopt.testing.QUICK`` draws a tenth of the
+            examples of Hypothesis's default.
     """
 
     options: ClassVar[st.SearchStrategy[dict[str, Any]] | None] = None
@@ -135,6 +143,7 @@ class Claims:
     independent_parameters: ClassVar[bool] = True
     zero_lr_is_still: ClassVar[bool] = True
     finite_steps: ClassVar[bool] = True
+    huge_gradients: ClassVar[bool] = True
     tensor_learning_rates: ClassVar[bool | None] = None
     modes: ClassVar[tuple[str, ...]] = ()
     calls: ClassVar[tuple[str, ...]] = ()
@@ -245,10 +254,21 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
                     _SNIPPET.format(cls=cls.__name__, test=name, arguments="\n".join(lines))
                 )
                 error.example = drawn  # type: ignore[attr-defined]
-                self.failure = failures.of_example(name, error, drawn, claims)
-                for explanation in self.failure.explanations:
-                    hypothesis.note(f"If it is not meant to: {explanation} in {cls.__name__}.")
+                if _is_shrunk():
+                    self.failure = failures.of_example(name, error, drawn, claims, passes(self))
+                    for explanation in self.failure.explanations:
+                        hypothesis.note(f"If it is not meant to: {explanation} in {cls.__name__}.")
                 raise
+
+        def passes(self: Any) -> Callable[[Mapping[str, Any]], bool]:
+            def passes_on(drawn: Mapping[str, Any]) -> bool:
+                try:
+                    _run(self, body, claims, **drawn)
+                except (Exception, pytest.fail.Exception):
+                    return False
+                return True
+
+            return passes_on
 
         draws = {key: of(cls) for key, of in arguments.items()}
         if cls.options is not None:
@@ -273,7 +293,12 @@ def check_claims(cls: type[Claims], claims: tuple[str, ...]) -> None:
     """Skip the running test if ``cls`` does not claim all of ``claims``."""
     missing = [claim for claim in claims if not getattr(cls, claim)]
     if missing:
-        pytest.skip(f"not claimed: {', '.join(missing)}")
+        raise unittest.SkipTest(f"not claimed: {', '.join(missing)}")  # pytest skips, too
+
+
+def _is_shrunk() -> bool:
+    """Whether Hypothesis runs an example for the last time, to report it."""
+    return getattr(current_build_context(), "is_final", True)
 
 
 def settings_of(cls: type[Claims]) -> hypothesis.settings:

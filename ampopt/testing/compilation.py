@@ -1,9 +1,9 @@
 """Invariant: a rule compiles for GPUs that the testing machine does not have."""
 
 import itertools
+import unittest
 from typing import Any
 
-import pytest
 import torch
 from torch.nn import Parameter
 
@@ -28,13 +28,15 @@ class Compilation(Claims):
         params = [Parameter(torch.ones(1, 1)), Parameter(torch.ones(1))]
         optimizer: Any = maker(self, {})(params[:1])  # Muon takes matrices only
         if not isinstance(optimizer, ampopt.ElementwiseOptimizer):
-            pytest.skip("not a rule")
+            raise unittest.SkipTest("not a rule")
         rule, (group,) = optimizer.rule, optimizer.param_groups
         if rule.update.fn.__module__.startswith("ampopt_kernels.rules."):
-            pytest.skip("a rule of ampopt's own, which its tests compile with all flags")
+            raise unittest.SkipTest(
+                "a rule of ampopt's own, which its tests compile with all flags"
+            )
         targets = [target for target in TARGETS if can_compile_for(target)]
         if not targets:
-            pytest.skip("Triton cannot be imported here, or compiles for none of these")
+            raise unittest.SkipTest("Triton cannot be imported here, or compiles for none of these")
         every = {rule.flag_values(group, kind_of(group, param)) for param in params}
         n_hyper = len(rule.hyper_values(group))
         for flags, target in itertools.product(every, targets):

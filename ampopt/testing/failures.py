@@ -1,12 +1,14 @@
 """Failures of a contract: the claims that would explain each, and a summary."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
-from ampopt.testing.blueprints import History
+from ampopt.testing.blueprints import Blueprint, History
 
 __all__ = ["Failure", "Summary", "explanations", "of_calls", "of_example", "summary_of"]
 
@@ -53,15 +55,28 @@ class Failure:
 
 
 def of_example(
-    test: str, error: BaseException, drawn: Mapping[str, Any], claims: Iterable[str]
+    test: str,
+    error: BaseException,
+    drawn: Mapping[str, Any],
+    claims: Iterable[str],
+    passes: Callable[[Mapping[str, Any]], bool],
 ) -> Failure:
-    """Describe the failure of an invariant that needs ``claims`` on the arguments ``drawn``."""
+    """Describe the failure of an invariant that needs ``claims`` on the arguments ``drawn``.
+
+    Args:
+        test: name of the test.
+        error: the failure.
+        drawn: the example, shrunk.
+        claims: claims that the invariant needs.
+        passes: whether the invariant holds for other arguments.
+    """
     history = drawn.get("history")
     size, order = "an example", (0,)
     if isinstance(history, History):
         steps, params = len(history.steps), len(history.params)
         size, order = history.size, (sum(p.numel for p in history.params), params, steps)
-    return Failure(test, size, order, str(error), tuple(explanations(claims, drawn)))
+    told = tuple(explanations(claims, drawn, passes))
+    return Failure(test, size, order, str(error), told)
 
 
 def of_calls(
@@ -71,30 +86,89 @@ def of_calls(
     called = list(called)
     by_call = (_BY_CALL[name] for name in called if name in _BY_CALL)
     size = f"{len(called)} call{'' if len(called) == 1 else 's'}"
-    told = tuple(explanations(dict.fromkeys((*claims, *by_call)), {}))
+    told = tuple(_left_out(dict.fromkeys((*claims, *by_call))))
     return Failure(test, size, (len(called),), str(error), told)
 
 
-def explanations(claims: Iterable[str], drawn: Mapping[str, Any]) -> Iterator[str]:
-    """The claims that would exclude a failure.
+def explanations(
+    claims: Iterable[str],
+    drawn: Mapping[str, Any],
+    passes: Callable[[Mapping[str, Any]], bool],
+) -> Iterator[str]:
+    """The claims that would exclude a failure, the likeliest first, each once.
+
+    A claim about examples, such as ``any_layout``, is among them if the invariant holds once the
+    example is changed to keep within it. A claim without which the invariant is not tested comes
+    last.
 
     Args:
         claims: claims that the invariant needs.
-        drawn: the shrunk example: what it still contains is needed to fail.
+        drawn: the shrunk example.
+        passes: whether the invariant holds for other arguments.
     """
-    yield from (f"{claim} = False" for claim in claims if claim != "plain_steps")
+    found = []
     history = drawn.get("history")
-    if not isinstance(history, History):
-        return
-    tensors = [*history.params, *(grad for step in history.steps for grad in step if grad)]
-    if not all(tensor.numel for tensor in tensors):
-        yield "shapes = strategies.shapes(min_side=1), if it takes no empty parameters"
-    if any(tensor.layout in ("strided", "transposed", "channels_last") for tensor in tensors):
-        yield "any_layout = False"
-    if history.groups:
-        yield "several_groups = False"
-    if any(tensor.dtype == torch.float64 for tensor in tensors):
-        yield "dtypes = (torch.float32,)"
+    # Numbers that the invariant draws itself cannot be drawn again.
+    if isinstance(history, History) and not any(
+        isinstance(value, st.DataObject) for value in drawn.values()
+    ):
+        for hint, change in _LIMITS.items():
+            changed = change(history)
+            if changed != history and passes({**drawn, "history": changed}):
+                found.append(hint)
+    yield from dict.fromkeys((*found, *_left_out(claims)))
+
+
+def _left_out(claims: Iterable[str]) -> Iterator[str]:
+    yield from (f"{claim} = False" for claim in claims if claim != "plain_steps")
+
+
+def _of_tensors(change: Callable[[Blueprint], Blueprint]) -> Callable[[History], History]:
+    """``change``, applied to each parameter and gradient of a history."""
+
+    def changed(history: History) -> History:
+        return replace(
+            history,
+            params=tuple(map(change, history.params)),
+            steps=tuple(tuple(g and change(g) for g in step) for step in history.steps),
+        )
+
+    return changed
+
+
+def _with_elements(tensor: Blueprint) -> Blueprint:
+    if tensor.numel:
+        return tensor
+    return replace(tensor, shape=tuple(side or 1 for side in tensor.shape), numbers=(1.0,))
+
+
+def _single(tensor: Blueprint) -> Blueprint:
+    most = torch.finfo(torch.float32).max
+    finite = (abs(x) for x in tensor.numbers if math.isfinite(abs(x)))
+    fits = tensor.dtype == torch.float64 and max(finite, default=0.0) <= most
+    return replace(tensor, dtype=torch.float32) if fits else tensor
+
+
+def _contiguous(tensor: Blueprint) -> Blueprint:
+    laid_out = tensor.layout in ("strided", "transposed", "channels_last")
+    return replace(tensor, layout="contiguous") if laid_out else tensor
+
+
+def _small(tensor: Blueprint) -> Blueprint:
+    limited = tuple(1.0 if _HUGE < abs(x) < math.inf else x for x in tensor.numbers)
+    return replace(tensor, numbers=limited)
+
+
+_HUGE = 1e15
+"""Larger finite gradients are drawn only with the claim ``huge_gradients``."""
+_LIMITS: dict[str, Callable[[History], History]] = {
+    "shapes = strategies.shapes(min_side=1)": _of_tensors(_with_elements),
+    "dtypes = (torch.float32,)": _of_tensors(_single),
+    "huge_gradients = False": _of_tensors(_small),
+    "any_layout = False": _of_tensors(_contiguous),
+    "several_groups = False": lambda history: replace(history, groups=()),
+}
+"""Claims that limit the examples, and how an example is changed to keep within each."""
 
 
 def _cut(line: str) -> str:

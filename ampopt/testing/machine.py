@@ -33,9 +33,10 @@ some_gradients = st.tuples(*[_numbers | st.none()] * MOST)
 """Strategy of gradients: for each parameter its elements, repeated as needed, or ``None``."""
 
 bad_gradients = st.one_of(
-    st.none(), st.none(), st.tuples(st.integers(0, MOST - 1), st.sampled_from(NON_FINITE))
+    st.none(), st.none(), st.tuples(st.integers(0, MOST), st.sampled_from(NON_FINITE))
 )
-"""Strategy of overflows: ``None``, or a parameter's index and the last element of its gradient."""
+"""Strategy of overflows: ``None``, or a parameter's index and the last element of its gradient.
+The index ``MOST`` means all parameters."""
 
 
 def call(rule: Any) -> Any:
@@ -140,12 +141,14 @@ class Machine(RuleBasedStateMachine):
             layout: Any = "sparse" if sparse else "contiguous"
             held = None if own is None else Blueprint(tuple(p.shape), own, self.dtype, layout)
             self.held.append(held)
-        at = None if bad is None else bad[0] % len(self.params)
-        self.overflows = bad is not None and self.held[at] is not None  # type: ignore[index]
+        self.overflows = False
         for i, (p, held) in enumerate(zip(self.params, self.held, strict=True)):
             p.grad = None if held is None else held.tensor(self.number)
-            if self.overflows and bad is not None and i == at and p.grad is not None:
+            if bad is None or p.grad is None:
+                continue
+            if bad[0] == MOST or bad[0] % len(self.params) == i:
                 (uncoalesced_values(p.grad) if p.grad.is_sparse else p.grad).view(-1)[-1] = bad[1]
+                self.overflows = True
 
     # Hypothesis prefers early rules, which it sorts by number of arguments and then by name. A
     # whole iteration named "advance" is therefore drawn often, so that the optimizer has state.

@@ -20,6 +20,9 @@ from ampopt.testing.machine import MOST, Machine, call
 
 __all__ = ["Sequences"]
 
+LONGEST = 20
+"""Maximum number of calls in a sequence, even if the settings allow more: they are what takes the
+most time."""
 LARGE = 2.0**20
 """A norm above that of any drawn gradient: clipping to it changes no bit."""
 BEGIN = (1.0, -0.5, 2.0)
@@ -69,6 +72,7 @@ def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
     check_claims(cls, claims)
     settings = hypothesis.settings(
         settings_of(cls),
+        stateful_step_count=min(settings_of(cls).stateful_step_count, LONGEST),
         suppress_health_check=tuple(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
     )
     machine = _machine_of(cls, of_float64)

@@ -15,6 +15,7 @@ Example:
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -168,7 +169,7 @@ def parameters(
         of_shapes: strategy of shapes; ``None`` for :func:`shapes` up to ``max_elements``.
         layouts: whether parameters may be strided, transposed or channels-last.
     """
-    count = draw(_integers(1, max_size))
+    count = draw(_sampled_from((1, *range(2, max_size + 1), *range(2, max_size + 1))))
     if of_shapes is None:
         of_shapes = shapes(max_elements)
     return [
@@ -214,16 +215,35 @@ def spoilable(step: Sequence[Blueprint | None]) -> bool:
 
 @st.composite
 def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprint | None, ...]:
-    """Strategy of the gradients ``step`` with one element replaced by an infinity or NaN.
+    """Strategy of the gradients ``step``, of which one or more have an infinity or NaN.
+
+    Each of these has one such element.
 
     Args:
         draw: passed by Hypothesis.
         step: a gradient or ``None`` for each parameter; at least one has elements.
     """
     holders = tuple(i for i, grad in enumerate(step) if spoilable([grad]))
-    i = draw(_sampled_from(holders))
-    grad = step[i]
-    assert grad is not None
+    changed = list(step)
+    for i in draw(_sampled_from(_subsets(holders, least=1))):
+        changed[i] = draw(_spoiled(step[i]))
+    return tuple(changed)
+
+
+def _subsets(items: tuple[int, ...], *, least: int) -> tuple[tuple[int, ...], ...]:
+    """The subsets of ``items`` with at least ``least`` of them, to be sampled from.
+
+    Larger subsets occur twice, since Hypothesis draws the beginning of a list more often. Of more
+    than four items, only the smallest subsets and the whole are in the list.
+    """
+    sizes = range(least + 1, len(items) + 1) if len(items) <= 4 else (len(items),)
+    smallest = tuple(itertools.combinations(items, least))
+    larger = tuple(s for size in sizes for s in itertools.combinations(items, size))
+    return smallest + larger + larger
+
+
+@st.composite
+def _spoiled(draw: st.DrawFn, grad: Blueprint) -> Blueprint:
     n = grad.numel
     j = draw(_integers(0, n - 1))
     bad: float | complex = draw(_sampled_from(NON_FINITE))
@@ -234,7 +254,7 @@ def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprin
     else:
         numbers = [grad.numbers[k % len(grad.numbers)] for k in range(n)]
         grad = replace(grad, numbers=(*numbers[:j], bad, *numbers[j + 1 :]))
-    return (*step[:i], grad, *step[i + 1 :])
+    return grad
 
 
 # --- loss scales and histories --------------------------------------------------------------------
@@ -261,7 +281,8 @@ def loss_scales(draw: st.DrawFn, *, off: bool = True, least: int = -24, most: in
         least: exponent of the smallest scale.
         most: exponent of the largest scale.
     """
-    kinds = ("none",) * off + ("number", "tensor", "vector", "static", "dynamic")
+    # Hypothesis draws the first of a list more often, and training loops have dynamic ones.
+    kinds = ("none",) * off + ("number", "dynamic", "tensor", "static", "vector", "dynamic")
     kind = draw(st.sampled_from(kinds))
     return Scale(kind, 1.0 if kind == "none" else draw(powers_of_two(least, most)))
 
@@ -302,7 +323,7 @@ def histories(
         steps.append(draw(spoiled(step)) if bad[-1] else step)
     cuts = ()
     if groups and len(params) > 1:
-        cuts = tuple(sorted(draw(st.sets(st.integers(1, len(params) - 1)))))
+        cuts = draw(_sampled_from(_subsets(tuple(range(1, len(params))), least=0)))
     return History(tuple(params), tuple(steps), tuple(bad), cuts)
 
 
@@ -314,7 +335,7 @@ def non_finite_steps(
     of_shapes: st.SearchStrategy[tuple[int, ...]] | None = None,
     **of_gradients: Any,
 ) -> tuple[list[Blueprint], tuple[Blueprint | None, ...]]:
-    """Strategy of parameters, and of gradients with edge values of which one element is non-finite.
+    """Strategy of parameters, and of gradients with edge values of which some are non-finite.
 
     Args:
         draw: passed by Hypothesis.

@@ -1,12 +1,14 @@
 """``python -m ampopt.testing.survey``: which invariants optimizers of installed packages keep.
 
 Every optimizer gets its loss scaling methods from :func:`ampopt.extend`, and is then tested with
-the whole :class:`ampopt.testing.OptimizerContract` and its default claims.
+the whole :class:`ampopt.testing.OptimizerContract`, its default claims and as many examples, which
+takes about a minute for each optimizer; ``--examples 5`` gives a first impression of many.
 """
 
 import argparse
 import importlib
 import inspect
+import unittest
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -82,14 +84,15 @@ def found_in(module: str) -> list[type[torch.optim.Optimizer]]:
 def survey(
     classes: Iterable[type[torch.optim.Optimizer]],
     *,
-    examples: int = 5,
+    examples: int | None = None,
     invariants: Sequence[str] = INVARIANTS,
 ) -> Iterator[Finding]:
     """Run the contract on each class.
 
     Args:
         classes: optimizer classes, which need not know about loss scaling.
-        examples: number of examples for each invariant; the same ones in every run.
+        examples: number of examples for each invariant, the same ones in every run; ``None`` for
+            that of the active Hypothesis profile, as in a contract.
         invariants: names of the contract's tests.
 
     Yields:
@@ -97,10 +100,9 @@ def survey(
     """
     health = hypothesis.HealthCheck
     settings = hypothesis.settings(
-        max_examples=examples,
+        max_examples=hypothesis.settings().max_examples if examples is None else examples,
         derandomize=True,
         database=None,
-        stateful_step_count=10,
         phases=[hypothesis.Phase.generate],  # no shrinking: only kept or broken is reported
         suppress_health_check=[health.too_slow, health.filter_too_much, health.data_too_large],
     )
@@ -196,7 +198,6 @@ def _attributes(make: Callable[[Any], Any], settings: hypothesis.settings) -> di
     return {
         "make": lambda self, params: make(params),
         "settings": settings,
-        "dtypes": (torch.float32,),
         "__module__": __name__,
     }
 
@@ -208,7 +209,7 @@ def _try(contract: Any, name: str, finding: Finding) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             getattr(contract, name)()
-    except (pytest.skip.Exception, HypothesisException):
+    except (unittest.SkipTest, pytest.skip.Exception, HypothesisException):
         finding.verdicts[short] = _NOT_ASKED
     except (Exception, pytest.fail.Exception) as error:
         finding.verdicts[short] = _BROKEN
@@ -234,11 +235,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help=f"a module to look into; without, {', '.join(PACKAGES)}, where installed",
     )
     parser.add_argument("--optimizer", action="append", help="only those of this name")
-    parser.add_argument("--examples", type=int, default=5, help="drawn for each invariant (5)")
+    parser.add_argument(
+        "--examples",
+        type=int,
+        help="number drawn for each invariant; without, that of the Hypothesis profile, 100",
+    )
     parser.add_argument("--output", type=Path, help="write the table there")
     parser.add_argument("--plot", help="draw it there; needs matplotlib")
     options = parser.parse_args(arguments)
-    if options.examples < 1:
+    if options.examples is not None and options.examples < 1:
         parser.error("--examples: draw 1 or more")
     found = {
         cls: None  # a dict, as an ordered set: packages export each other's classes

@@ -85,6 +85,17 @@ class FirstGradient(Selecting):
         return (flag > 0) & ~grads[0].isfinite().all()
 
 
+@planted(
+    "adds up the flags of gradients bit by bit, so that two of them cancel",
+    "a_skipped_step_changes_nothing",
+)
+class FlagsThatCancel(Selecting):
+    def skips(self, flag, p):
+        grads = [q.grad for g in self.param_groups for q in g["params"] if q.grad is not None]
+        bad = torch.stack([~g.isfinite().all() for g in grads])
+        return (flag > 0) & (bad.sum() % 2 == 1)
+
+
 class Judging(OwnHooks):
     """Judges gradients itself. ``judge`` says whether one, as it is given, is fit."""
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import unittest
 import warnings
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import ampopt
 from ampopt.testing import (
     Blueprint,
     History,
+    OptimizerContract,
     assert_bitwise_unchanged,
     assert_same,
     bits,
@@ -109,25 +111,63 @@ def test_failures_are_summed_up_the_smallest_first_with_the_claim_that_explains_
 
 def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
     summary = Summary()
-    params = (Blueprint((2, 0), (), torch.float64), Blueprint((2, 2), (1.0,), layout="transposed"))
-    history = History(params, ((None, None),), (False,), (1,))
+    history = History((Blueprint((2, 2), (1.0,)),), ((None,),), (False,))
     error = AssertionError("off" * 100)
     for _ in range(20):
-        claims = ("plain_steps", "checkpoints")
-        summary.note("TestMine", of_example("test_it", error, {"history": history}, claims))
+        claims, drawn = ("plain_steps", "checkpoints"), {"history": history}
+        summary.note("TestMine", of_example("test_it", error, drawn, claims, lambda drawn: False))
     summary.note("TestMine", of_calls("test_that", error, ["advance", "load"], ("plain_steps",)))
     lines = list(summary.lines())
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 110
     assert lines[1] == "test_that (2 calls)"
     assert lines[3] == "    if it is not meant to: checkpoints = False"
-    assert list(explanations(("plain_steps", "checkpoints"), {"history": history})) == [
-        "checkpoints = False",
-        "shapes = strategies.shapes(min_side=1), if it takes no empty parameters",
-        "any_layout = False",
-        "several_groups = False",
-        "dtypes = (torch.float32,)",
+
+
+WHOLE = History(
+    (
+        Blueprint((2, 0), (), torch.float64),
+        Blueprint((2, 2), (1.0,), layout="transposed"),
+        Blueprint((1,), (1.0,)),
+    ),
+    ((None, None, Blueprint((1,), (1e30,))),),
+    (False,),
+    (1,),
+)
+CAUSES = {
+    "shapes = strategies.shapes(min_side=1)": lambda h: any(not p.numel for p in h.params),
+    "dtypes = (torch.float32,)": lambda h: any(p.dtype == torch.float64 for p in h.params),
+    "huge_gradients = False": lambda h: any(g and g.numbers == (1e30,) for g in h.steps[0]),
+    "any_layout = False": lambda h: any(p.layout != "contiguous" for p in h.params),
+    "several_groups = False": lambda h: bool(h.groups),
+}
+"""For each limit of the examples, what makes an optimizer fail that the limit is for."""
+
+
+@pytest.mark.parametrize("limit", CAUSES)
+def test_a_limit_is_suggested_only_if_the_example_passes_within_it(limit):
+    def passes(drawn):
+        return not CAUSES[limit](drawn["history"])
+
+    claims = ("plain_steps", "any_layout")
+    found = list(explanations(claims, {"history": WHOLE}, passes))
+    assert found == list(dict.fromkeys((limit, "any_layout = False")))
+    assert list(explanations(claims, {"history": WHOLE}, lambda drawn: False)) == found[-1:]
+
+
+def test_under_unittest_what_is_not_claimed_is_a_skip():
+    class Contract(OptimizerContract):
+        closures = False
+
+        def make(self, params):
+            return ampopt.SGD(params)
+
+    case = type("Case", (Contract, unittest.TestCase), {})("test_replays_end")
+    result = case.run()
+    assert result is not None and [reason for _, reason in result.skipped] == [
+        "not claimed: closures"
     ]
+    assert not result.errors
 
 
 def test_of_a_tensor_the_first_element_that_differs_is_named():
