@@ -13,7 +13,7 @@ import functools
 import operator
 import sysconfig
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ def addresses(tensors: list[Tensor]) -> array:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
             return found
-    return array("q", map(Tensor.data_ptr, tensors))
+    return array("q", list(map(Tensor.data_ptr, tensors)))  # of a map it would be slower
 
 
 def bump_versions(tensors: list[Tensor]) -> None:
@@ -162,8 +162,9 @@ class LayoutGuard:
         self._n = len(tensors)
         self._classes = set(map(type, tensors))  # keeps them alive: C++ compares their addresses
         self._numbers = _numbers(tensors)
-        encoded = self._numbers is not None
-        self._properties = None if encoded else [list(map(of, tensors)) for of in _PROPERTIES]
+        self._properties: list[tuple[Callable[[Any], Any], list[Any]]] | None = None
+        if self._numbers is None:
+            self._properties = [(of, list(map(of, tensors))) for of in _properties_of(tensors)]
 
     def fit(self, tensors: list[Any]) -> bool:
         """Return whether each of ``tensors`` has the layout of the stored tensor at its index.
@@ -177,23 +178,24 @@ class LayoutGuard:
             assert library is not None
             return bool(library.laid_out(tensors, self._numbers.buffer_info()[0]))
         assert self._properties is not None
-        if any(
-            list(map(of, tensors)) != stored
-            for of, stored in zip(_PROPERTIES, self._properties, strict=True)
-        ):
+        if any(list(map(of, tensors)) != stored for of, stored in self._properties):
             return False
         self._numbers = _numbers(tensors)  # the loops may have been compiled since
         return True
 
 
-_PROPERTIES: tuple[Callable[[Any], Any], ...] = (
-    type,
-    *map(operator.attrgetter, ("layout", "dtype", "device", "shape")),
-    Tensor.stride,  # fails for sparse tensors, whose layouts differ already
-    Tensor.is_neg,
-    Tensor.is_conj,
-)
-"""The properties of a layout. Each is a C function, so ``map`` runs no Python for a tensor."""
+def _properties_of(tensors: list[Tensor]) -> Iterator[Callable[[Any], Any]]:
+    """Yield the properties that make the layouts of ``tensors``, those first that tell most apart.
+
+    Each is a C function, so that ``map`` runs no Python for a tensor. For contiguous tensors the
+    strides, and for real ones the conjugate bit, need no comparison of their own.
+    """
+    yield from (type, *map(operator.attrgetter, ("layout", "dtype", "device", "shape")))
+    # Both fail for sparse tensors, whose layouts differ already.
+    yield Tensor.is_contiguous if all(map(Tensor.is_contiguous, tensors)) else Tensor.stride
+    yield Tensor.is_neg
+    if any(map(Tensor.is_complex, tensors)):
+        yield Tensor.is_conj
 
 
 def _numbers(tensors: list[Tensor]) -> array | None:

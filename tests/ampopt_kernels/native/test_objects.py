@@ -149,6 +149,19 @@ def test_what_a_flat_kernel_would_misread_is_not_alike(what):
     assert not LayoutGuard(example()).fit([CHANGED[what], *example()[1:]])
 
 
+@pytest.mark.parametrize(
+    ("known", "other"),
+    [
+        (torch.zeros(3, 2).t(), torch.zeros(2, 3)),
+        (torch.zeros(2, dtype=torch.complex64), torch.zeros(2, dtype=torch.complex64).conj()),
+    ],
+    ids=["transposed", "conjugated"],
+)
+def test_what_is_not_contiguous_or_not_real_is_told_apart_too(known, other):
+    assert LayoutGuard([known]).fit([known.clone(memory_format=torch.preserve_format)])
+    assert not LayoutGuard([known]).fit([other])
+
+
 def test_none_is_like_no_tensor():
     assert not LayoutGuard(example()).fit([None, *example()[1:]])
 
@@ -173,7 +186,7 @@ def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypa
     assert not known.fit(changed)
     monkeypatch.setattr(objects, "loops", loops)
     assert known.fit(example())
-    monkeypatch.setattr(objects, "_PROPERTIES", ())  # Python compares nothing any more
+    monkeypatch.setattr(known, "_properties", ())  # Python compares nothing any more
     assert known.fit(example())
     assert not known.fit(changed)
 
