@@ -34,22 +34,37 @@ OF_KERNELS = (
 )
 """The invariants that a backend can break; all others are tested with ``eager`` only."""
 OF_ANY_RULE = (
+    "a_bare_number_comes_back_as_it_is_or_halved",
+    "a_dynamic_scale_is_used_once",
+    "a_failed_closure_changes_nothing",
     "a_finite_gradient_is_never_skipped",
+    "a_loop_for_grad_scaler_gives_the_same",
+    "a_scale_changes_nothing_for_a_closure",
     "a_scale_on_the_device_that_is_no_scale_skips",
+    "a_static_scale_may_let_overflows_pass",
     "a_sum_of_flags_skips",
+    "calls_out_of_order_are_refused",
     "gradients_are_judged_after_unscaling",
+    "no_gradients_is_no_step",
+    "ranks_that_add_up_their_flags_agree",
+    "replays_end",
+    "step_after_unscale_may_be_step",
+    "step_hooks_run_on_every_attempt",
     "the_scale_follows_its_schedule_within_its_bounds",
     "unscale_divides_gradients_by_the_scale",
+    "zero_grad_discards_what_was_unscaled",
 )
-"""Those that depend on what all rules have in common: the passes before that of the rule."""
+"""Those that depend on what all rules have in common: control points, and the passes before that
+of the rule."""
 OTHERS = {
     name: None
     for name in dir(OptimizerContract)
     if name.startswith("test_") and name.removeprefix("test_") not in OF_KERNELS
 }
 """Class attributes that remove the other invariants from a contract."""
-OF_ONE_RULE = {f"test_{name}": None for name in OF_ANY_RULE}
-"""Class attributes that remove from a contract what those of other rules show."""
+OF_ONE_RULE: dict[str, Any] = {f"test_{name}": None for name in OF_ANY_RULE}
+"""Class attributes that remove from the contract of a rule what those of other rules show."""
+assert all(hasattr(OptimizerContract, name) for name in OF_ONE_RULE)
 
 INTERPRETED = settings(fewer(0.05), stateful_step_count=8)
 """Few and short examples, because each call of Triton's interpreter takes milliseconds."""

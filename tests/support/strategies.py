@@ -47,11 +47,13 @@ __all__ = [
 def fewer(factor: float) -> settings:
     """The active profile with ``factor`` times its examples, for slow tests.
 
-    At least two examples: the first one is always the simplest.
+    At least two examples: the first one is always the simplest. Sequences of calls have at most
+    three fifths of the length.
     """
     profile = settings()
     return settings(
         max_examples=max(2, round(profile.max_examples * factor)),
+        stateful_step_count=profile.stateful_step_count * 3 // 5,
         # The explain phase would trace every executed line of torch, for minutes.
         phases=[phase for phase in profile.phases if phase is not Phase.explain],
     )

@@ -35,6 +35,14 @@ def of_one_compilation(cls: type[ampopt.ElementwiseOptimizer]) -> st.SearchStrat
 
 FOR_ALL = (ampopt.SGD, ampopt.AdamW, ampopt.Adafactor, ampopt.Muon, ampopt.SparseAdam, ampopt.LBFGS)
 """One of each kind: rules without state, with, with sums of lines; torch's own steps."""
+OF_THEIR_OWN = (*FOR_ALL, ampopt.ScheduleFreeAdamW, ampopt.Sophia)
+"""Those, and rules whose classes have more than a constructor."""
+
+
+def on_eager(cls: type[Any], suffix: str = "", **claims: Any) -> Any:
+    """The contract; all of it for one of each kind."""
+    others = {} if cls in OF_THEIR_OWN else OF_ONE_RULE
+    return contract_of(cls, suffix, **others, backend="eager", settings=fewer(0.075), **claims)
 
 
 def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claims: Any) -> Any:
@@ -46,7 +54,6 @@ def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claim
     return contract_of(cls, suffix, bases, **others, **claims)
 
 
-EAGER: dict[str, Any] = {"backend": "eager", "settings": fewer(0.075)}
 # Each example as on the CPU; a way as on a device is Triton's own, and eager's.
 TRITON: dict[str, Any] = {"backend": "triton", "on_device": (False,), "settings": INTERPRETED}
 COMPILED: dict[str, Any] = {"backend": "compiled", "on_device": (False,), "settings": fewer(0.1)}
@@ -59,9 +66,9 @@ COMPILED_RULE: dict[str, Any] = {
     "half_precision": (torch.bfloat16,),
 }
 CONTRACTS = [
-    *(contract_of(cls, "", (), **EAGER) for cls in (*BUILT_IN, *BEYOND_TORCH)),
-    contract_of(ampopt.SGD, "Sparse", (), **SPARSE, **EAGER),
-    contract_of(ampopt.Adagrad, "Sparse", (), **SPARSE, **EAGER),
+    *map(on_eager, (*BUILT_IN, *BEYOND_TORCH)),
+    on_eager(ampopt.SGD, "Sparse", **SPARSE),
+    on_eager(ampopt.Adagrad, "Sparse", **SPARSE),
     *(on_kernels(cls, "OnTriton", (Small,), **TRITON) for cls in BUILT_IN),
     *(
         on_kernels(cls, "Compiled", (), options=of_one_compilation(cls), **COMPILED_RULE)
