@@ -17,6 +17,8 @@ from ampopt.testing.bits import assert_close, bits, everything
 from ampopt.testing.no_sync import assert_no_sync
 
 pytestmark = pytest.mark.usefixtures("backend")
+on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
+"""Of tests of what happens on the host, which no kernel decides."""
 
 INF = float("inf")
 NAN = float("nan")
@@ -477,6 +479,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
 }
 
 
+@on_eager
 @pytest.mark.parametrize("case", REFUSED)
 def test_optimizers_that_cannot_go_together_are_refused_unchanged(case):
     spoil, error, match = REFUSED[case]
@@ -492,6 +495,7 @@ def test_optimizers_that_cannot_go_together_are_refused_unchanged(case):
     assert bits([p.grad for p in params]) == grads
 
 
+@on_eager
 @pytest.mark.parametrize(
     "arguments, error, match",
     [

@@ -73,6 +73,8 @@ class Training:
 
 both_forms = pytest.mark.parametrize("form", ["unscale_and_step", "step_after_unscale"])
 every_optimizer = pytest.mark.parametrize("cls", OPTIMIZERS)
+on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
+"""Of tests of what happens on the host, which no kernel decides."""
 
 
 def fails(training: Training, form: str, scale: Any, **options: Any) -> NonFiniteGradientError:
@@ -226,6 +228,7 @@ def test_float16_parameters_are_replayed_in_float32(cls):
 # --- giving up ------------------------------------------------------------------------------------
 
 
+@on_eager
 @both_forms
 @every_optimizer
 @pytest.mark.parametrize("max_replays", [0, 1, 3])
@@ -237,6 +240,7 @@ def test_replays_are_bounded(form, cls, max_replays):
     assert f"{max_replays} replays" in str(error)
 
 
+@on_eager
 @both_forms
 def test_replays_are_bounded_by_default(form):
     training = Training(ampopt.SGD, limit=0.0)
@@ -244,6 +248,7 @@ def test_replays_are_bounded_by_default(form):
     assert len(training.scales) == 101
 
 
+@on_eager
 @both_forms
 @every_optimizer
 @pytest.mark.parametrize("loss", [INF, float("nan"), torch.tensor(-INF), torch.tensor([torch.nan])])
@@ -256,6 +261,7 @@ def test_a_loss_that_is_not_finite_ends_it_at_once(form, cls, loss):
     assert "loss" in str(error)
 
 
+@on_eager
 @both_forms
 @every_optimizer
 def test_a_static_scale_has_no_smaller_one(form, cls):
@@ -303,6 +309,7 @@ def test_a_parameter_that_overflows_by_unscaling_alone_is_an_offender(form, cls)
     assert caught.value.parameters == ["huge"]
 
 
+@on_eager
 @both_forms
 @every_optimizer
 @pytest.mark.parametrize("kth", [1, 2, 3])
@@ -339,6 +346,7 @@ def test_a_closure_that_raises_leaves_everything_as_before(form, cls, kth):
     training.step(form, scale)
 
 
+@on_eager
 @both_forms
 @every_optimizer
 def test_giving_up_leaves_no_scale_for_the_next_plain_step(form, cls):
@@ -382,6 +390,7 @@ def test_giving_up_restores_containers_and_tensors_of_groups():
 # --- random state ---------------------------------------------------------------------------------
 
 
+@on_eager
 @both_forms
 @every_optimizer
 def test_replays_may_have_the_random_state_of_the_first_attempt(form, cls):
@@ -401,6 +410,7 @@ def test_replays_may_have_the_random_state_of_the_first_attempt(form, cls):
     assert len(set(map(float, free.random))) == 4
 
 
+@on_eager
 @both_forms
 @every_optimizer
 def test_giving_up_puts_a_preserved_random_state_back(form, cls):
@@ -427,6 +437,7 @@ def refused(
             assert all(p.grad is None for p in group["params"])
 
 
+@on_eager
 @both_forms
 @every_optimizer
 @pytest.mark.parametrize(
@@ -448,6 +459,7 @@ def test_a_closure_that_cannot_take_the_scale_is_refused_before_it_runs(form, cl
     refused(call, TypeError, match, training.optimizer, ran=False)
 
 
+@on_eager
 @both_forms
 @every_optimizer
 @pytest.mark.parametrize("takes", [lambda s: s, lambda s=None: s, lambda *s: s, lambda s, t=1: s])
@@ -459,6 +471,7 @@ def test_a_closure_may_take_the_scale_in_any_way(form, cls, takes):
     assert training.scales == [2.0]
 
 
+@on_eager
 @every_optimizer
 @pytest.mark.parametrize(
     "wrong, got",
@@ -491,6 +504,7 @@ def test_a_closure_has_to_return_a_loss(cls, wrong, got):
 FLAG = torch.zeros(())
 
 
+@on_eager
 @pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
 @pytest.mark.parametrize(
     "verdict, error, match",
@@ -516,6 +530,7 @@ def test_an_unscaling_closure_has_to_return_its_verdict(cls, verdict, error, mat
     training.step("step_after_unscale", 2.0)  # nothing is pending
 
 
+@on_eager
 @every_optimizer
 def test_an_unscaling_closure_has_to_unscale(cls):
     training = Training(cls)
@@ -527,6 +542,7 @@ def test_an_unscaling_closure_has_to_unscale(cls):
     assert (bits(training.params), state_of(training.optimizer)) == before
 
 
+@on_eager
 @every_optimizer
 def test_a_closure_that_is_to_leave_gradients_scaled_may_not_unscale(cls):
     """It would be divided twice, and no one would know."""
@@ -538,6 +554,7 @@ def test_a_closure_that_is_to_leave_gradients_scaled_may_not_unscale(cls):
     training.step("unscale_and_step", 2.0)
 
 
+@on_eager
 @every_optimizer
 def test_step_after_unscale_with_a_closure_needs_the_scale(cls):
     training = Training(cls)
@@ -559,6 +576,7 @@ def test_step_after_unscale_without_a_closure_takes_no_scale():
     training.optimizer.step_after_unscale()
 
 
+@on_eager
 @both_forms
 @pytest.mark.parametrize("bad", [-1, 1.5, True, "10", None])
 def test_max_replays_is_a_whole_number(form, bad):

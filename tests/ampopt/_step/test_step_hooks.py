@@ -17,8 +17,11 @@ import ampopt
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
+on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
+"""Of tests of what happens on the host, which no kernel decides."""
 
 
+@on_eager
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 @both_ways
 def test_step_hooks_run_on_every_attempt(cls, split):
@@ -100,6 +103,7 @@ def seen_by_who_replaced_the_step_of_the_class(attempt: Callable[[], None], opti
     return bool(calls)
 
 
+@on_eager
 @pytest.mark.parametrize("cls", SOME_RULES)
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize(
@@ -120,6 +124,7 @@ def test_whoever_watches_steps_sees_those_of_the_control_points(cls, bad, seen):
     assert (param.tolist() == [1.0] * 3) is bad
 
 
+@on_eager
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_hook_may_hand_the_step_other_arguments(cls):
     param = Parameter(torch.ones(3))
@@ -130,6 +135,7 @@ def test_a_hook_may_hand_the_step_other_arguments(cls):
     assert param.tolist() == [1.0, 1.0, 1.0]
 
 
+@on_eager
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 @both_ways
 @pytest.mark.parametrize("bad", [False, True])
@@ -173,6 +179,7 @@ def test_a_step_hook_that_raises_leaves_the_step_to_be_taken_again(cls, split, b
         assert bits(twins[0]) == bits(twins[1])
 
 
+@on_eager
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_schedulers_see_a_step_in_every_attempt(cls):
     """Torch warns, an error here, where a scheduler steps before its optimizer; a skip is not."""

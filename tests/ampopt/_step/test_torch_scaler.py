@@ -12,6 +12,8 @@ import ampopt
 from ampopt.testing.bits import bits
 
 pytestmark = pytest.mark.usefixtures("backend")
+on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
+"""Of tests of what happens on the host, which no kernel decides."""
 
 
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
@@ -73,6 +75,7 @@ def test_grad_scaler_cannot_make_us_apply_an_overflow_by_unscaling(param):
     assert bits(param) == before
 
 
+@on_eager
 @pytest.mark.parametrize("cls", [*SOME_RULES, Plain])
 @pytest.mark.parametrize("scaler_unscales", [False, True])
 def test_what_was_unscaled_is_not_stepped_by_a_scaler(param, cls, scaler_unscales):
@@ -90,6 +93,7 @@ def test_what_was_unscaled_is_not_stepped_by_a_scaler(param, cls, scaler_unscale
     assert bits(param) != before[0]
 
 
+@on_eager
 @pytest.mark.parametrize(
     "call",
     [

@@ -15,6 +15,8 @@ from ampopt._step.ordinary import OrdinaryStep
 from ampopt.testing.bits import bits, everything
 
 pytestmark = pytest.mark.usefixtures("backend")
+on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
+"""Of tests of what happens on the host, which no kernel decides."""
 
 
 class Shrinking(ampopt.AdamW):
@@ -153,6 +155,7 @@ def test_a_class_without_a_step_hides_that_of_no_other(made_before):
         assert param.tolist() == [0.5] * 3
 
 
+@on_eager
 @pytest.mark.parametrize("theirs", [torch.optim.SGD, ampopt.SGD, Plain])
 @pytest.mark.parametrize("made_before", [False, True])
 @pytest.mark.parametrize("scaler", [False, True])
@@ -207,6 +210,7 @@ STEPS = {
 }
 
 
+@on_eager
 @pytest.mark.parametrize("call", STEPS)
 @pytest.mark.parametrize("around", [False, True])
 def test_a_step_that_is_refused_changes_nothing_and_the_next_is_taken(call, around):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import BY_RULE, CLOSURE_FREE, Plain, Signed, torch_twin
+from support.optimizers import Plain, Signed, torch_twin
 from support.strategies import fewer, values
 from support.training_loops import INF, Step, give, made, scaler_at, steps
 from torch.nn import Parameter
@@ -22,6 +22,8 @@ pytestmark = [
 ]
 SCALERS = (torch.amp.GradScaler, GradScaler)
 each_scaler = pytest.mark.parametrize("scaler_class", SCALERS, ids=["torchs", "ours"])
+RULES = (ampopt.SGD, ampopt.AdamW, ampopt.Adafactor)
+"""Of those that no test here tells apart: without state, with, and with sums of lines."""
 POWERS = st.integers(-4, 16).map(lambda n: 2.0**n)
 
 
@@ -35,7 +37,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 
 
 @each_scaler
-@pytest.mark.parametrize("cls", [*CLOSURE_FREE, Signed, Plain])
+@pytest.mark.parametrize("cls", [*RULES, ampopt.Muon, ampopt.SparseAdam, Signed, Plain])
 @fewer(0.2)
 @given(steps(max_size=2), POWERS, st.booleans())
 def test_gradients_are_what_torchs_step_leaves(scaler_class, cls, steps, scale, unscale_first):
@@ -56,7 +58,7 @@ def test_gradients_are_what_torchs_step_leaves(scaler_class, cls, steps, scale, 
 
 
 @each_scaler
-@pytest.mark.parametrize("cls", BY_RULE)
+@pytest.mark.parametrize("cls", RULES)
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_forgetting_zero_grad_does_what_it_does_with_torchs(scaler_class, cls, unscale_first):
     """Autograd adds scaled gradients to those that the last step has left."""

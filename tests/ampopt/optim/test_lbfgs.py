@@ -61,6 +61,8 @@ class Valley:
 
 both_forms = pytest.mark.parametrize("form", ["unscale_and_step", "step_after_unscale"])
 line_searches = pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+on_eager = pytest.mark.parametrize("backend", ["eager"], indirect=True)
+"""Of tests of what happens on the host, which no kernel decides."""
 
 
 def options_of(line_search: str | None) -> dict[str, Any]:
@@ -110,6 +112,7 @@ def snapshot_with_tensors(valley: Valley) -> tuple[Any, dict[str, Any]]:
     return everything(valley.optimizer), state
 
 
+@on_eager
 @both_forms
 @line_searches
 @pytest.mark.parametrize("steps_before", [0, 1])
