@@ -111,6 +111,12 @@ ON_RANKS = {
     "ZeRO": 2,
     "Pipelines": 2,
     "Groups of your own": 2,
+    "GradScaler on many ranks": 2,
+    "Gradient accumulation on many ranks": 2,
+    "Watch on many ranks": 2,
+    "`skip_when` on many ranks": 2,
+    "Checkpoints on many ranks": 2,
+    "`fp16_allreduce` and `lars`": 2,
 }
 """Blocks that so many ranks run, each of which prints the scale after one skipped step."""
 
@@ -138,7 +144,12 @@ def test_block(heading, tmp_path, capsys, monkeypatch):
 def printed_on_a_rank(heading, folder):
     own = Path(folder, str(torch.distributed.get_rank()))
     own.mkdir()
-    with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        warnings.catch_warnings(),
+    ):
+        patch.chdir(folder)  # where ranks may leave files together
         warnings.simplefilter("ignore")  # of what torch has deprecated in itself
         run(heading, own)
     return out.getvalue()
