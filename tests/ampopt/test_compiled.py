@@ -132,6 +132,25 @@ def test_tensors_too_large_to_copy_are_updated_in_one_call_with_the_eager_bits(
     assert ours == train()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_too_large_to_copy_get_the_eager_bits_and_so_do_their_parameters(dtype, backend):
+    sizes = [3 * compiled.IN_PLACE] * 3
+
+    def train() -> Any:
+        optimizer = ampopt.AdamW(
+            [torch.ones(n, dtype=dtype).requires_grad_() for n in sizes], master_weights=True
+        )
+        for step in range(3):
+            source = torch.Generator().manual_seed(step)
+            give(optimizer, [torch.randn(n, generator=source).to(dtype) for n in sizes])
+            optimizer.unscale_and_step(grads_scaled_by=4.0)
+        return bits([(p, optimizer.state[p]) for p in params_of(optimizer)])
+
+    ours = train()
+    ampopt.set_backend("eager")
+    assert ours == train()
+
+
 def test_gradients_of_who_has_no_rule_are_judged_by_the_compiled_loops(backend, monkeypatch):
     monkeypatch.setattr(numbers, "loaded", None)
     weights = torch.nn.Parameter(torch.ones(3, 2))

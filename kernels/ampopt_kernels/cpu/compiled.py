@@ -261,11 +261,13 @@ class Compiled(CpuBackend):
 def _in_place(block: Block, bundle: Bundle) -> list[tuple[Block, Bundle]]:
     """Divide a bundle of rows that compiled code updates faster where they are than in scratch.
 
-    What detect reads remains the bundle: sums of squares are added up as the eager backend does.
+    What detect reads remains the bundle: sums of squares are added up as the eager backend does. A
+    bundle of master weights stays whole: its function does not write the low-precision copies.
     """
     update = bundle.functions["update"]
     large = bundle.param.numel() > IN_PLACE * len(bundle.rows)
-    if bundle.copies is None or not large or not isinstance(update, _CompiledUpdate):
+    in_scratch = bundle.copies is not None and bundle.rounded is None
+    if not (in_scratch and large and isinstance(update, _CompiledUpdate)):
         return [(block, bundle)]
     alone = [
         Bundle.of([row], [place], block.start)
