@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ampopt.loss_scale.base import LossScale, drops
-from ampopt_kernels.found import Found, FoundByRanks, named_ranks
+from ampopt_kernels.gradient_reports import GradientReport, RankFlags, named_ranks
 
-__all__ = ["StepResult", "Unscaled", "as_flag", "found_behind", "is_flag", "overflowed"]
+__all__ = ["StepResult", "Unscaled", "as_flag", "is_flag", "overflowed", "reports_of"]
 
 
 class Unscaled(NamedTuple):
@@ -66,7 +66,7 @@ class StepResult(NamedTuple):
         return overflowed(self.found_inf)
 
 
-class _Culprits(tuple[Found | FoundByRanks, ...]):
+class _Reports(tuple[GradientReport | RankFlags, ...]):
     """What a flag was computed from: the overflows found per device and rank."""
 
     def __reduce__(self) -> Any:
@@ -75,34 +75,34 @@ class _Culprits(tuple[Found | FoundByRanks, ...]):
         return set, ()
 
 
-def as_flag(found_inf: Tensor, found: Sequence[Found | FoundByRanks] = ()) -> Tensor:
+def as_flag(found_inf: Tensor, reports: Sequence[GradientReport | RankFlags] = ()) -> Tensor:
     """``found_inf``, marked as a flag, so that it is refused where a scale is expected.
 
     Args:
         found_inf: the flag, more than 0 for an overflow. It is marked in place.
-        found: what the flag was computed from, which has the names of parameters.
+        reports: what the flag was computed from, which has the names of parameters.
     """
-    found_inf._culprits = _Culprits(found)  # type: ignore[attr-defined]
+    found_inf._ampopt_reports = _Reports(reports)  # type: ignore[attr-defined]
     return found_inf
 
 
 def is_flag(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a ``found_inf`` that a control point returned."""
-    return hasattr(tensor, "_culprits")
+    return hasattr(tensor, "_ampopt_reports")
 
 
-def found_behind(found_inf: Any) -> tuple[Found | FoundByRanks, ...]:
+def reports_of(found_inf: Any) -> tuple[GradientReport | RankFlags, ...]:
     """What a flag was computed from; empty for a tensor that is not a flag, or is a copy of one."""
-    overflow_details = getattr(found_inf, "_culprits", ())
-    return overflow_details if isinstance(overflow_details, _Culprits) else ()
+    reports = getattr(found_inf, "_ampopt_reports", ())
+    return reports if isinstance(reports, _Reports) else ()
 
 
 def overflowed(found_inf: Tensor) -> list[str]:
     """The names of the parameters whose gradients overflowed; see :attr:`StepResult.overflowed`."""
     # Whatever the flag of the step is: a micro-batch that was dropped may have overflowed.
     names, ranks = [], set()
-    for part in found_behind(found_inf):
-        if isinstance(part, FoundByRanks):
+    for part in reports_of(found_inf):
+        if isinstance(part, RankFlags):
             ranks.update(part.others())
         else:
             names += part.overflowed()

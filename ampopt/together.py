@@ -15,7 +15,7 @@ from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scal
 from ampopt.optimizer import Optimizer
 from ampopt.results import StepResult, as_flag
 from ampopt_kernels.decision import Decision, Request
-from ampopt_kernels.found import Found, Owner
+from ampopt_kernels.gradient_reports import GradientReport, Owner
 
 __all__ = ["unscale_and_step"]
 
@@ -117,7 +117,7 @@ def unscale_and_step(
             optimizer._ampopt.accumulation.restore_gradients()
     if decision is None:
         return StepResult(None, as_flag(torch.zeros((), device=device)), next_scale)
-    return StepResult(None, as_flag(decision.found_inf, decision.overflow_details), next_scale)
+    return StepResult(None, as_flag(decision.found_inf, decision.overflow_reports), next_scale)
 
 
 def _device_of(optimizers: list[Optimizer]) -> torch.device:
@@ -153,7 +153,7 @@ def _end_cycles(
         # `accumulate` named parameters by the groups of their own optimizer; number them by the
         # groups of all optimizers, as an optimizer without sums does.
         owners = {owner.key: owner for _, _, owner in held}
-        decision = replace(decision, found=tuple(_owned(p, owners) for p in decision.found))
+        decision = replace(decision, reports=tuple(_owned(p, owners) for p in decision.reports))
     if request.max_norm is None:
         return decision
     asked = Request(
@@ -167,13 +167,17 @@ def _end_cycles(
     measured = check_and_unscale_held(held, asked, agreement, device, write=False, uploads=uploads)
     if decision is None or measured is None:
         return measured
-    found = (*decision.found, *measured.found)
-    return replace(decision, coefficients=measured.coefficients, norm=measured.norm, found=found)
+    return replace(
+        decision,
+        coefficients=measured.coefficients,
+        norm=measured.norm,
+        reports=(*decision.reports, *measured.reports),
+    )
 
 
 def _owned(part: Any, owners: dict[int, Owner]) -> Any:
     """``part``, the overflows found in some gradients, with parameters named as in ``owners``."""
-    if not isinstance(part, Found):
+    if not isinstance(part, GradientReport):
         return part
     return replace(part, owners=[owners.get(owner.key, owner) for owner in part.owners])
 

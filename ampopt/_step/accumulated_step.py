@@ -72,10 +72,10 @@ def end_cycles(
     if decided is None or skip is None:
         return None
     overflow = decided.found_inf  # the flag from which the next scale is computed
-    found = [part for each in closed for part in each.cycle.found]
+    reports = [part for each in closed for part in each.cycle.reports]
     if any(each.skip is None for each in closed):
-        found += decided.found  # else the flags of each micro-batch were all-reduced already
-    decision = replace(decided, found_inf=skip, found=tuple(found))
+        reports += decided.reports  # else the flags of each micro-batch were all-reduced already
+    decision = replace(decided, found_inf=skip, reports=tuple(reports))
     if not causes:
         return decision
     skipped: Any = check_and_unscale_held(  # of the sums, which are in p.grad by now

@@ -24,7 +24,7 @@ from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.found import Found, FoundByRanks
+from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import dense_like, real
 from ampopt_kernels.uploads import Uploads
@@ -45,7 +45,7 @@ class AccumulationCycle:
         drop: what an overflow drops, one of :data:`DROPS`.
         params: the parameters that have a sum, by ``id``.
         flag: a 0-d tensor, more than 0 after an overflow; ``None`` before the first gradients.
-        found: the records that tell which parameters overflowed.
+        reports: the records that tell which parameters overflowed.
         calls: the number of micro-batches. Counted with ``drop="micro_batch"`` only.
         kept: the number of micro-batches without overflow, a float32 0-d tensor. With
             ``drop="micro_batch"`` only; else ``None``.
@@ -55,7 +55,7 @@ class AccumulationCycle:
     drop: str
     params: dict[int, gradients.ParamWithGrad] = field(default_factory=dict)
     flag: Tensor | None = None
-    found: tuple[Found | FoundByRanks, ...] = ()
+    reports: tuple[GradientReport | RankFlags, ...] = ()
     calls: int = 0
     kept: Tensor | None = None
 
@@ -63,7 +63,7 @@ class AccumulationCycle:
         """Combine the overflow flag of ``decision`` with that of the cycle, by their maximum."""
         flag = to_device(decision.found_inf, self.decision_device)
         self.flag = flag if self.flag is None else torch.maximum(self.flag, flag)
-        self.found += decision.found
+        self.reports += decision.reports
 
     def count(self, decision: Decision) -> None:
         """Count a micro-batch, and count it as kept unless it overflowed."""

@@ -26,7 +26,7 @@ from ampopt._step.sharding.fsdp1 import whole_parameters
 from ampopt._step.sharding.meshes import groups_of, ranks_of
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Partials, Request
-from ampopt_kernels.found import FoundByRanks
+from ampopt_kernels.gradient_reports import RankFlags
 
 __all__ = ["Agreement", "FlagAllReduce"]
 
@@ -116,7 +116,7 @@ class Agreement:
         self,
         request: Request,
         call: Call,
-        found: Partials,
+        partials: Partials,
         flag: Tensor | None,
         device: torch.device,
         *,
@@ -127,7 +127,7 @@ class Agreement:
         Args:
             request: the request of this rank.
             call: the control point of this rank.
-            found: overflow flags and squared norms of this rank's gradients.
+            partials: overflow flags and squared norms of this rank's gradients.
             flag: a further overflow flag, more than 0 for overflow.
             device: the device on which the step is decided.
             present: how many gradients this rank has.
@@ -148,7 +148,7 @@ class Agreement:
             gradients=present if self._step_has_collectives else 0,
         )
         host_sees = backend_for(device).host_sees
-        results = local_results(request, found, flag, device)
+        results = local_results(request, partials, flag, device)
         if host_sees:
             whole = list(row)
             for column, result in results.items():
@@ -162,9 +162,9 @@ class Agreement:
         self._comparison.compare(rows, row, self._ranks, at_once=host_sees)
         return rows
 
-    def found_by_ranks(self, overflows: Tensor) -> FoundByRanks:
+    def rank_flags(self, overflows: Tensor) -> RankFlags:
         """The ranks that found an overflow, from a flag for each rank: shape (ranks,)."""
-        return FoundByRanks(overflows, self._ranks, self._place)
+        return RankFlags(overflows, self._ranks, self._place)
 
     def flag(self, flag: Any, device: torch.device) -> Tensor:
         """All-reduce ``flag``, which is more than 0 for overflow, by one collective on the device.
@@ -327,23 +327,23 @@ class FlagAllReduce:
             return None
         return self.rows[:, Column.LOSS].sum() / self.rows[:, Column.GIVES_LOSS].sum()
 
-    def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
+    def __call__(self, partials: Partials, flag: Tensor | None, device: torch.device) -> Partials:
         """The overflow flag and squared norm of all ranks; see :meth:`Agreement.exchange`.
 
         Args:
-            found: overflow flags and squared norms of this rank's gradients.
+            partials: overflow flags and squared norms of this rank's gradients.
             flag: a further overflow flag, more than 0 for overflow.
             device: the device on which the step is decided.
 
         Returns:
-            One flag, and one squared norm if ``found`` has any.
+            One flag, and one squared norm if ``partials`` has any.
         """
         rows = self.agreement.exchange(
-            self.request, self.call, found, flag, device, present=self.present
+            self.request, self.call, partials, flag, device, present=self.present
         )
         self.rows, overflows = rows, rows[:, Column.OVERFLOW]
-        by_ranks = (self.agreement.found_by_ranks(overflows),)
-        squares = None if found.squares is None else rows[:, Column.SQUARES].sum(0, keepdim=True)
+        by_ranks = (self.agreement.rank_flags(overflows),)
+        squares = None if partials.squares is None else rows[:, Column.SQUARES].sum(0, keepdim=True)
         if backend_for(device).host_sees:
             overflowed = any(overflows.tolist())
             return Partials([overflowed], squares, by_ranks if overflowed else ())

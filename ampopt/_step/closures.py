@@ -23,7 +23,7 @@ from ampopt.loss_scale.arguments import (
     rounded,
 )
 from ampopt.loss_scale.base import LossScale
-from ampopt.results import StepResult, as_flag, found_behind
+from ampopt.results import StepResult, as_flag, reports_of
 from ampopt_kernels.decision import Decision
 
 __all__ = ["call_closure", "step_with_closure", "step_with_unscaling_closure"]
@@ -91,7 +91,7 @@ def step_with_closure(
                 )
             if decision is None:
                 return 0.0, next_scale_of(scale, None), None
-            flag = as_flag(decision.overflow, decision.overflow_details)
+            flag = as_flag(decision.overflow, decision.overflow_reports)
             return flag, next_scale_of(scale, decision), decision
 
         return loss, verdict
@@ -216,7 +216,7 @@ def _step_with_replays(
     found_inf = ours.no_overflow() + float(replay.overflowed)
     if ours.causes and ours.decided is not None:
         found_inf = found_inf + ours.decided.found_inf
-    return StepResult(loss, as_flag(found_inf, found_behind(replay.found_inf)), replay.next_scale)
+    return StepResult(loss, as_flag(found_inf, reports_of(replay.found_inf)), replay.next_scale)
 
 
 def _call_step(step: Callable[..., Any], closure: Callable[[], Any]) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step.sharding import dtensor
-from ampopt_kernels.found import Owner
+from ampopt_kernels.gradient_reports import Owner
 from ampopt_kernels.tensors import real
 
 __all__ = [

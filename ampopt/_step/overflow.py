@@ -240,20 +240,20 @@ class SkipCauses:
         assert cause is not None
         return replace(decision, cause=cause).with_schedule_where(cause == 0, request)
 
-    def __call__(self, found: Partials, flag: Tensor | None, device: torch.device) -> Partials:
-        """All-reduce ``found`` and raise its flags if a skip condition holds.
+    def __call__(self, partials: Partials, flag: Tensor | None, device: torch.device) -> Partials:
+        """All-reduce ``partials`` and raise its flags if a skip condition holds.
 
         ``ampopt_kernels.step`` calls this between the check and the decision.
 
         Args:
-            found: the flags and squared norms of this rank.
+            partials: the flags and squared norms of this rank.
             flag: a flag from an earlier check; ``None`` without one.
             device: the device of the decision.
         """
         flag_all_reduce: Any = self._request.agree  # a FlagAllReduce
         loss_of_all = None
         if flag_all_reduce is not None:
-            found, flag = flag_all_reduce(found, flag, device), None
+            partials, flag = flag_all_reduce(partials, flag, device), None
             loss_of_all = flag_all_reduce.loss
         checks: list[Check] = []
         for cause, loss in self._request.causes:
@@ -261,10 +261,10 @@ class SkipCauses:
                 loss = loss_of_all
             elif loss is not None:
                 loss = to_device(loss.detach().reshape(()), device, widest(device))
-            checks += cause.checks(found.squares, loss, device)
+            checks += cause.checks(partials.squares, loss, device)
         stored = [check.statistics for check in checks]
         together = self._together(checks, device)
-        result = backend_for(device).find_cause(found, flag, together)
+        result = backend_for(device).find_cause(partials, flag, together)
         if together.statistics is not None and len(checks) > 1:
             pairs = zip(stored, together.statistics.unbind(), strict=True)
             rows = [(old, new) for old, new in pairs if old is not None]
@@ -276,7 +276,7 @@ class SkipCauses:
             for update in then:
                 update(finite)
         self._cause = result.cause
-        return Partials(result.flag, result.squares, found.found)
+        return Partials(result.flag, result.squares, partials.reports)
 
     def _together(self, checks: Sequence[Check], device: torch.device) -> SkipChecks:
         """All of ``checks``, each a row of the tensors."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.devices import Copying, captures, copied_to_host, to_device
-from ampopt_kernels.found import named_ranks
+from ampopt_kernels.gradient_reports import named_ranks
 from ampopt_kernels.tensors import widest
 
 __all__ = [
@@ -121,7 +121,7 @@ def _smallest(limits: Iterable[float | None]) -> float:
 
 
 def local_results(
-    request: Request, found: Partials, flag: Tensor | None, device: torch.device
+    request: Request, partials: Partials, flag: Tensor | None, device: torch.device
 ) -> dict[int, float | Tensor]:
     """What :func:`row_of` leaves out, by column: overflow flag, squared norm, scale and loss.
 
@@ -129,11 +129,11 @@ def local_results(
 
     Args:
         request: the request of this rank.
-        found: overflow flags and squared norms of this rank's gradients.
+        partials: overflow flags and squared norms of this rank's gradients.
         flag: a further overflow flag, more than 0 for overflow.
         device: the device on which the step is decided, that of the tensors in the result.
     """
-    flags = found.flags
+    flags = partials.flags
     if isinstance(flags, list):
         overflow: float | Tensor = float(any(flags))
     else:
@@ -141,8 +141,8 @@ def local_results(
     if flag is not None:
         overflow = overflow + (flag.reshape(()) > 0)
     results: dict[int, float | Tensor] = {Column.OVERFLOW: overflow}
-    if found.squares is not None:
-        results[Column.SQUARES] = found.squares.sum()
+    if partials.squares is not None:
+        results[Column.SQUARES] = partials.squares.sum()
     if request.scale is not None:
         results[Column.SCALE] = to_device(request.scale.reshape(()), device)
     for _, loss in request.causes:

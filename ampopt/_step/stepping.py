@@ -375,7 +375,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         """The ``found_inf`` that callers get: that of ``decision``, or 0 if it is ``None``."""
         if decision is None:
             return as_flag(self.no_overflow())
-        return as_flag(decision.found_inf, decision.overflow_details)
+        return as_flag(decision.found_inf, decision.overflow_reports)
 
     def warn_without_gradients(self) -> None:
         """Warn, once, if parameters have no gradient because ``fully_shard`` has replaced them."""

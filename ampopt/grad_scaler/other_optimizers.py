@@ -106,7 +106,7 @@ def check_gradients(
     if decision is None:
         record.set_result(None, scale)
         return
-    found_inf = as_flag(decision.found_inf, decision.overflow_details)
+    found_inf = as_flag(decision.found_inf, decision.overflow_reports)
     if times is None:
         record.set_result(found_inf, next_scale_of(scale, decision))
     else:

@@ -217,8 +217,8 @@ class Captured:
             scaled_by=None if scale is None else scale._value,
         )
         run_step_hooks(optimizer)
-        found = () if decision is None else [part.kept() for part in decision.found]
-        return StepResult(loss.clone(), as_flag(found_inf.clone(), found), self._latest)
+        reports = () if decision is None else [report.kept() for report in decision.reports]
+        return StepResult(loss.clone(), as_flag(found_inf.clone(), reports), self._latest)
 
     def _send_hyper(self, plan: Plan) -> None:
         for work in plan.works:

@@ -21,7 +21,7 @@ from ampopt.watching.reading import Reading, Snapshot, as_dict, copy_of, merged
 from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
-from ampopt_kernels.found import Found, FoundByRanks
+from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, ChunkRange, Ledger, RecordedStep, zeros
 from ampopt_kernels.uploads import Uploads
 
@@ -115,7 +115,7 @@ class Watch:
         self._names: dict[torch.device, list[str]] = {self._home: []}
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._uploads: dict[torch.device, Uploads] = {}
-        self._parts: dict[torch.device, tuple[Found, list[ChunkRange]]] = {}
+        self._parts: dict[torch.device, tuple[GradientReport, list[ChunkRange]]] = {}
         # By ranks, in how many steps each of them found an overflow: float32, shape (ranks,).
         self._by_rank: dict[tuple[int, ...], Tensor] = {}
         self._alarms: list[Condition] = []
@@ -369,7 +369,7 @@ class Watch:
 
     @torch.no_grad()
     def _add(self, decision: Decision | None, number: int, *, notes_step: bool = True) -> None:
-        attempt, found = RecordedStep(number), {}
+        attempt, reports = RecordedStep(number), {}
         if decision is not None:
             judged = decision.earlier_decision or decision
             norm = decision.norm if judged.norm is None else judged.norm
@@ -377,29 +377,29 @@ class Watch:
             here = (x if x is None else to_device(x, self._home) for x in told)
             attempt = RecordedStep(number, *here)
             measured = judged if judged.measured else decision
-            found = {f.measures.device: f for f in measured.found if f.measures is not None}
-            for one in judged.found:
-                if isinstance(one, FoundByRanks):
-                    self._count_ranks(one)
-        for device in dict.fromkeys((self._home, *found)):
+            reports = {r.measures.device: r for r in measured.reports if r.measures is not None}
+            for report in judged.reports:
+                if isinstance(report, RankFlags):
+                    self._count_ranks(report)
+        for device in dict.fromkeys((self._home, *reports)):
             its_own = attempt
             if device != self._home:
                 skip = attempt.skip
                 its_own = RecordedStep(number, None if skip is None else to_device(skip, device))
-            parts = self._parts_of(device, found[device]) if device in found else []
+            parts = self._parts_of(device, reports[device]) if device in reports else []
             uploads = self._uploads.setdefault(device, Uploads())
             backend_for(device).note(
                 self._ledgers[device],
                 its_own,
-                found.get(device),
+                reports.get(device),
                 parts,
                 uploads,
                 notes_step=notes_step and device == self._home,
             )
             uploads.keep_while_captured(device)
 
-    def _count_ranks(self, found: FoundByRanks) -> None:
-        ranks, flags = tuple(found.ranks), to_device(found.flags, self._home) > 0
+    def _count_ranks(self, rank_flags: RankFlags) -> None:
+        ranks, flags = tuple(rank_flags.ranks), to_device(rank_flags.flags, self._home) > 0
         counts = self._by_rank.get(ranks)
         if counts is None:
             self._by_rank[ranks] = flags.to(torch.float32)
@@ -411,24 +411,24 @@ class Watch:
         ours = self.optimizer._ampopt
         return not has_others(self.optimizer.param_groups, ours.process_group)
 
-    def _parts_of(self, device: torch.device, found: Found) -> list[ChunkRange]:
-        """The chunks of ``found`` of each parameter, cached while the rows stay the same."""
+    def _parts_of(self, device: torch.device, report: GradientReport) -> list[ChunkRange]:
+        """The chunks of each parameter in ``report``, cached while the rows stay the same."""
         known = self._parts.get(device)
-        if known is not None and known[0].rows == found.rows and known[0].owners == found.owners:
+        if known is not None and known[0].rows == report.rows and known[0].owners == report.owners:
             return known[1]
-        keys = {found.owners[row].key for row in found.rows}
+        keys = {report.owners[row].key for row in report.rows}
         if not keys <= self._places.keys():
             self._grow()
         parts, first = [], 0
-        for row, run in groupby(found.rows):
+        for row, run in groupby(report.rows):
             count = len(list(run))
-            place = self._places.get(found.owners[row].key)
+            place = self._places.get(report.owners[row].key)
             if (
                 place is not None
             ):  # else a parameter of another optimizer in ampopt.unscale_and_step
                 parts.append(ChunkRange(first, count, place[1]))
             first += count
-        self._parts[device] = replace(found, flags=[], measures=None), parts
+        self._parts[device] = replace(report, flags=[], measures=None), parts
         return parts
 
     def _grow(self) -> None:

@@ -34,7 +34,7 @@ import torch
 from ampopt_kernels import rules
 from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.decision import Partials, Request
-from ampopt_kernels.found import Found
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
 from ampopt_kernels.ledger import ChunkRange, RecordedStep, zeros
 from ampopt_kernels.marginals import Marginals
@@ -249,8 +249,8 @@ def launches(case: Case) -> list[Launch]:
     if request.measure:
         norm = torch.zeros(())
         attempt = RecordedStep(1, decision.skip, norm, scale, norm)
-        (found,) = (part for part in decision.found if isinstance(part, Found))
-        where = (zeros(1, 1, work.device), attempt, found, [ChunkRange(0, 1, 0)])
+        (report,) = (part for part in decision.reports if isinstance(part, GradientReport))
+        where = (zeros(1, 1, work.device), attempt, report, [ChunkRange(0, 1, 0)])
         backend.note(*where, work.uploads, notes_step=True)
     if case.request == "skip checks":
         numbers = torch.zeros(1, 5, dtype=torch.float64)
@@ -302,14 +302,14 @@ def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False
             different.setdefault(key, (case, index))
     if not quick:
         return [Task(case, index, t) for case, index in different.values() for t in targets]
-    found: list[Task] = []
+    tasks: list[Task] = []
     numbers: dict[str, int] = {}
     turns: Counter[tuple[str, str]] = Counter()
     for (kernel, *_), (case, index) in different.items():
         turn = numbers.setdefault(case.rule, len(numbers)) + turns[case.rule, kernel]
         turns[case.rule, kernel] += 1
-        found.append(Task(case, index, targets[turn % len(targets)]))
-    return found
+        tasks.append(Task(case, index, targets[turn % len(targets)]))
+    return tasks
 
 
 def compile_task(task: Task) -> Report:

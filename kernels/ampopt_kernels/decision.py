@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.found import Found, FoundByRanks
+from ampopt_kernels.gradient_reports import GradientReport, RankFlags
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.sums import AgreeOnSums, Sums
@@ -52,7 +52,8 @@ class Request:
             squares over ranks, and returns one flag and one sum, on ``device``.
         agree_on_sums: all-reduces the sums that ``Rule.reduce`` asks for.
         agree_on_lines: all-reduces the sums over rows and columns that ``Rule.averages`` asks for.
-        measure: whether to measure gradients for :mod:`ampopt.watching`; see :class:`Found`.
+        measure: whether to measure gradients for :mod:`ampopt.watching`; see
+            :class:`GradientReport`.
         earlier_decision: the decision that ``unscale`` made about the same gradients before this
             step, if there is one.
         causes: further skip conditions (:func:`ampopt.skip_when`), each with the loss if it needs
@@ -93,13 +94,13 @@ class Partials:
             (chunks,). A list of bool from a backend that computes on the host.
         squares: sum of squares of the unscaled gradients of each chunk: ``widest``, shape
             (chunks,); 0 for rows that are not ``in_norm``. ``None`` if no norm was requested.
-        found: for each device, which parameter each chunk belongs to; after an all-reduce, also
+        reports: for each device, which parameter each chunk belongs to; after an all-reduce, also
             which ranks overflowed. Empty if the host knows that no gradient overflowed.
     """
 
     flags: Tensor | list[bool]
     squares: Tensor | None
-    found: tuple[Found | FoundByRanks, ...] = ()
+    reports: tuple[GradientReport | RankFlags, ...] = ()
 
     def flags_on(self, device: torch.device) -> Tensor:
         """:attr:`flags` as a tensor on ``device``."""
@@ -134,7 +135,7 @@ class Decision:
         counters: the next counters, int32, shape (2,), with ``scale``.
         h: the numbers that ``rule.scalars`` returned, shape (rows, width), if control has advanced
             the scalar states; for a rule that reduces, those of ``rule.before_reduce``.
-        found: as :attr:`Partials.found`.
+        reports: as :attr:`Partials.reports`.
         sums: the sums over whole parameters, once all ranks and devices have added theirs, if the
             rule reduces.
         lines: the sums over rows and columns, all-reduced, of sharded parameters.
@@ -150,7 +151,7 @@ class Decision:
     scale: Tensor | None = None
     counters: Tensor | None = None
     h: Tensor | None = None
-    found: tuple[Found | FoundByRanks, ...] = ()
+    reports: tuple[GradientReport | RankFlags, ...] = ()
     sums: Sums | None = None
     lines: LineSums = field(default_factory=dict)
     scaled_by: Tensor | None = None
@@ -181,14 +182,14 @@ class Decision:
         )
 
     @property
-    def overflow_details(self) -> tuple[Found | FoundByRanks, ...]:
-        """:attr:`found`; empty without a loss scale, as such gradients are not tested."""
-        return () if self.scaled_by is None else self.found
+    def overflow_reports(self) -> tuple[GradientReport | RankFlags, ...]:
+        """:attr:`reports`; empty without a loss scale, as such gradients are not tested."""
+        return () if self.scaled_by is None else self.reports
 
     @property
     def measured(self) -> bool:
-        """Whether :attr:`found` has measures of the gradients."""
-        return any(part.measures is not None for part in self.found)
+        """Whether :attr:`reports` has measures of the gradients."""
+        return any(part.measures is not None for part in self.reports)
 
     @functools.cached_property
     def coefficients_on_device(self) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.decision import Decision, Partials, Request
-from ampopt_kernels.found import Found, measured
+from ampopt_kernels.gradient_reports import GradientReport, measured
 from ampopt_kernels.marginals import LineSums, advance, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, as_tensor, reciprocal, widened
@@ -69,7 +69,7 @@ def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partial
             rows.append(place)
             total.copy_(new)
     flag_tensor = as_tensor(flags, torch.float32, work.device)
-    return Partials(flag_tensor, None, (Found(flag_tensor, rows, work.owners),))
+    return Partials(flag_tensor, None, (GradientReport(flag_tensor, rows, work.owners),))
 
 
 class Eager(Backend):
@@ -105,7 +105,11 @@ class Eager(Backend):
         return Partials(
             flag_tensor,
             as_tensor(squares, wide, work.device) if norms else None,
-            (Found(flag_tensor, rows, work.owners, torch.stack(measures) if measures else None),),
+            (
+                GradientReport(
+                    flag_tensor, rows, work.owners, torch.stack(measures) if measures else None
+                ),
+            ),
         )
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ampopt_kernels.found import Found
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.uploads import Uploads
 
@@ -47,7 +47,7 @@ NOT_GIVEN = -1.0
 
 
 class ChunkRange(NamedTuple):
-    """The chunks of one parameter in :class:`Found`, and its row in the ledger.
+    """The chunks of one parameter in :class:`GradientReport`, and its row in the ledger.
 
     Attributes:
         first: index of the first chunk.
@@ -118,7 +118,7 @@ class RecordedStep:
 def note(
     ledger: Ledger,
     attempt: RecordedStep,
-    found: Found | None,
+    report: GradientReport | None,
     parts: Sequence[ChunkRange],
     uploads: Uploads,
     *,
@@ -129,7 +129,7 @@ def note(
     Args:
         ledger: the ledger to update in place.
         attempt: the step; its tensors are on the ledger's device.
-        found: flags and measures of the gradients, one chunk for each row; ``None`` if the
+        report: flags and measures of the gradients, one chunk for each row; ``None`` if the
             gradients were not measured.
         parts: the chunk of each parameter of this ledger.
         uploads: tables that are on the device already.
@@ -139,16 +139,16 @@ def note(
     zero = torch.zeros((), dtype=wide, device=device)
     skipped = zero if attempt.skip is None else (attempt.skip.reshape(()) > 0).to(wide)
     squares = torch.full_like(zero, NOT_GIVEN)
-    if found is not None and found.measures is not None and parts:
+    if report is not None and report.measures is not None and parts:
         firsts = uploads.get("parts", [p.first for p in parts], torch.int64, device)
         places = uploads.get("places", [p.place for p in parts], torch.int64, device)
-        measures = found.measures.to(device, wide)[firsts]
+        measures = report.measures.to(device, wide)[firsts]
         table = ledger.parameters[places]
         table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
         table[:, 2:COUNTS] += measures[:, 1:3] * (1 - skipped)
         squares = _in_order(measures[:, 3])
-        if not found.surely_finite:
-            flags = found.flags_on(device).to(wide)[firsts]
+        if not report.surely_finite:
+            flags = report.flags_on(device).to(wide)[firsts]
             order = torch.arange(COLUMNS - COUNTS, device=device)
             oldest = order == (table[:, 1:2] % len(order))
             table[:, COUNTS:].masked_fill_(oldest & (flags > 0)[:, None], attempt.number)

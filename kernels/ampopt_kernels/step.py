@@ -18,7 +18,7 @@ from torch import Tensor
 from ampopt_kernels import torch_language
 from ampopt_kernels.decision import Coefficients, Decision, Partials, Request
 from ampopt_kernels.devices import to_device
-from ampopt_kernels.found import Found
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep, note
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.policy import next_scale
@@ -158,7 +158,7 @@ class Backend(ABC):
             norm=norm,
             scale=scale,
             counters=counters,
-            found=() if partials is None else partials.found,
+            reports=() if partials is None else partials.reports,
             scaled_by=request.scale,
             earlier_decision=request.earlier_decision,
         )
@@ -199,14 +199,14 @@ class Backend(ABC):
         self,
         ledger: Ledger,
         attempt: RecordedStep,
-        found: Found | None,
+        report: GradientReport | None,
         parts: Sequence[ChunkRange],
         uploads: Uploads,
         *,
         notes_step: bool,
     ) -> None:
         """Record a step in a ledger; see :func:`ampopt_kernels.ledger.note`."""
-        note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
+        note(ledger, attempt, report, parts, uploads, notes_step=notes_step)
 
 
 def run(
@@ -244,7 +244,7 @@ def run(
         partials = results[0] if not others else _joined(results, first.device)
         if request.agree is not None:
             reduced = request.agree(partials, first_request.found_inf, first.device)
-            partials = replace(reduced, found=(*partials.found, *reduced.found))
+            partials = replace(reduced, reports=(*partials.reports, *reduced.reports))
             if request.check:  # if not, it was not all-reduced: every rank has the same flag
                 first_request = replace(first_request, found_inf=None)
     decision = backends[0].control(first, first_request, partials)
@@ -295,8 +295,8 @@ def _joined(parts: list[Partials], device: torch.device) -> Partials:
         squares = torch.cat(
             [to_device(p.squares, device, wide) for p in parts if p.squares is not None]
         )
-    found = tuple(one for p in parts for one in p.found)
-    return Partials(torch.cat([p.flags_on(device) for p in parts]), squares, found)
+    reports = tuple(report for p in parts for report in p.reports)
+    return Partials(torch.cat([p.flags_on(device) for p in parts]), squares, reports)
 
 
 def reciprocal(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampopt_kernels.found import NOBODY, Owner
+from ampopt_kernels.gradient_reports import NOBODY, Owner
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.rule import Rule

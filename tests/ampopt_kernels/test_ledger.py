@@ -12,7 +12,7 @@ from support.strategies import fewer
 
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.compiled import Compiled
-from ampopt_kernels.found import Found, Owner
+from ampopt_kernels.gradient_reports import GradientReport, Owner
 from ampopt_kernels.ledger import (
     CAUSES,
     COLUMNS,
@@ -58,7 +58,7 @@ class Step:
         measures = torch.tensor([row[2] for row in self.rows], dtype=torch.float64).view(-1, 4)
         owners = [Owner("a parameter", 0)] * len(self.rows)
         parts = [ChunkRange(i, 1, row[0]) for i, row in enumerate(self.rows)]
-        return Found(flags, range(len(self.rows)), owners, measures), parts
+        return GradientReport(flags, range(len(self.rows)), owners, measures), parts
 
     def attempt(self, number):
         def given(x):
@@ -145,7 +145,7 @@ def test_a_parameter_in_several_parts_is_one(engine):
     backend, ledger = ALL[engine](), zeros(1, 1, CPU)
     parts = torch.tensor([[1.0, 4, 1, 2.0], [5.0, 3, 0, 25.0]], dtype=torch.float64)
     for number, flags in enumerate(([0.0, 0.0], [1.0, 1.0]), start=1):
-        found = Found(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)
+        found = GradientReport(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)
         backend.note(
             ledger, RecordedStep(number), found, [ChunkRange(0, 2, 0)], Uploads(), notes_step=True
         )

@@ -20,7 +20,7 @@ from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
 from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.eager import CHUNK, accumulate_gradients, overflows
-from ampopt_kernels.found import Found
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.marginals import LineSums, Marginals, advance, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, reciprocal
@@ -88,10 +88,10 @@ class CpuBackend(Backend):
             ]
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
         parts = [part for part in parts if work.grads[part.rows[0]].numel()]
-        found, sums, squares = (), {}, None
+        reports, sums, squares = (), {}, None
         if request.measure:
             measured, sums = found_in(work, inverse)
-            found = (measured,)
+            reports = (measured,)
         if request.max_norm is not None:
             # The measures of a row that is not bundled include its sum of squares.
             unread = {
@@ -101,8 +101,8 @@ class CpuBackend(Backend):
             }
             sums |= zip(unread, self._sums_of_squares(list(unread.values())), strict=True)
             squares = [sums[part.rows[0]] for part in parts]
-        if found:
-            flags = [bool(flag) for flag in found[0].flags]
+        if reports:
+            flags = [bool(flag) for flag in reports[0].flags]
         else:
             # Unscaling by 1 or less makes nothing larger: finite before means finite after.
             finite = 0 <= inverse <= 1 and (
@@ -118,7 +118,7 @@ class CpuBackend(Backend):
                     if flag
                     for row in part.rows
                 ]
-                found = (_found(work, among, inverse),)
+                reports = (_report(work, among, inverse),)
         if squares is not None:
             squares = [x if part.in_norm else 0.0 for x, part in zip(squares, parts, strict=True)]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
@@ -126,7 +126,7 @@ class CpuBackend(Backend):
         if request.write:
             gathered = [bundle.grad for bundle in bundles if bundle.grad is not None]
             _multiply(work.grads + gathered, inverse)
-        return Partials(flags, squares, found)
+        return Partials(flags, squares, reports)
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
         """See :meth:`Backend.line_sums`."""
@@ -363,12 +363,12 @@ def _multiply(grads: list[Tensor], factor: float) -> None:
             grad.copy_(grad.to(arithmetic(grad.dtype)) * factor)
 
 
-def _found(work: Work, among: Sequence[int], inverse: float) -> Found:
+def _report(work: Work, among: Sequence[int], inverse: float) -> GradientReport:
     """Test each row in ``among`` by itself, where at least one of them is known to overflow."""
     held = [row for row in among if work.grads[row].numel()]
     dtypes = work.compute_dtypes
     flags = [bool(overflows(work.grads[r], inverse, dtypes[r])) for r in held]
-    return Found(flags, held, work.owners)
+    return GradientReport(flags, held, work.owners)
 
 
 def _updated(

@@ -31,7 +31,7 @@ from ampopt_kernels.cpu.bundles import BUNDLE, Bundle, BundleSlice, TorchCopies
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.decision import Partials, Request
-from ampopt_kernels.found import Found
+from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.native import objects
@@ -109,7 +109,7 @@ class Compiled(CpuBackend):
         self,
         ledger: Ledger,
         attempt: RecordedStep,
-        found: Found | None,
+        report: GradientReport | None,
         parts: Sequence[ChunkRange],
         uploads: Uploads,
         *,
@@ -117,9 +117,9 @@ class Compiled(CpuBackend):
     ) -> None:
         """See :meth:`Backend.note`. One loop of C++, once it has been loaded."""
         if numbers.loaded is None:
-            super().note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
+            super().note(ledger, attempt, report, parts, uploads, notes_step=notes_step)
         else:
-            watch.note(numbers.loaded, ledger, attempt, found, parts, notes_step=notes_step)
+            watch.note(numbers.loaded, ledger, attempt, report, parts, notes_step=notes_step)
 
     def _timed(self, function: Callable[..., Any], key: _Key) -> Callable[..., Any]:
         """Return ``function``, made to add the time that it takes to ``self._spent[key]``."""

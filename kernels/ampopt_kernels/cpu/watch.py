@@ -12,7 +12,7 @@ from torch import Tensor
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.cpu.sums import sum_of_squares
-from ampopt_kernels.found import FLUSHED, Found, measured
+from ampopt_kernels.gradient_reports import FLUSHED, GradientReport, measured
 from ampopt_kernels.ledger import NOT_GIVEN, ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.work import Work
 
@@ -23,7 +23,7 @@ def note(
     loops: ctypes.CDLL,
     ledger: Ledger,
     attempt: RecordedStep,
-    found: Found | None,
+    report: GradientReport | None,
     parts: Sequence[ChunkRange],
     *,
     notes_step: bool,
@@ -34,16 +34,16 @@ def note(
         loops: the loops of ``numbers``.
         ledger: the ledger, changed in place.
         attempt: the step, applied or skipped.
-        found: the flags and measures of its gradients; ``None`` if they were not tested.
-        parts: which entries of ``found`` belong to which parameter of the ledger.
+        report: the flags and measures of its gradients; ``None`` if they were not tested.
+        parts: which entries of ``report`` belong to which parameter of the ledger.
         notes_step: whether to record the step itself too, not only its gradients.
     """
     measures = flags = None
-    if found is None or found.measures is None:
+    if report is None or report.measures is None:
         parts = ()
     else:
-        measures = found.measures
-        flags = None if found.surely_finite else found.flags_on(torch.device("cpu"))
+        measures = report.measures
+        flags = None if report.surely_finite else report.flags_on(torch.device("cpu"))
     cause = 0.0
     if attempt.skip is not None and attempt.skip.item() > 0:
         cause = max(_number(attempt.cause, 0.0), 1.0)
@@ -67,7 +67,7 @@ def _number(tensor: Tensor | None, otherwise: float) -> float:
     return otherwise if tensor is None else tensor.item()
 
 
-def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
+def found_in(work: Work, inverse: float) -> tuple[GradientReport, dict[int, float]]:
     """Measure the gradients of ``work``.
 
     Args:
@@ -80,7 +80,7 @@ def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
     """
     rows = [place for place, grad in enumerate(work.grads) if grad.numel()]
     if not rows:
-        return Found([], [], work.owners), {}
+        return GradientReport([], [], work.owners), {}
     grads, dtypes = [work.grads[row] for row in rows], [work.compute_dtypes[row] for row in rows]
     if numbers.loaded is not None:
         kinds = zip((grad.dtype for grad in grads), dtypes, strict=True)
@@ -98,7 +98,7 @@ def found_in(work: Work, inverse: float) -> tuple[Found, dict[int, float]]:
     in_norm = [work.rows[row].in_norm for row in rows]
     if not all(in_norm):
         squares.mul_(torch.tensor(in_norm, device="cpu"))
-    return Found(flags, rows, work.owners, measures), before
+    return GradientReport(flags, rows, work.owners, measures), before
 
 
 @functools.lru_cache(maxsize=64)  # a scale is used for many steps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.decision import Decision, Partials, Request
-from ampopt_kernels.found import MEASURES, Found
+from ampopt_kernels.gradient_reports import MEASURES, GradientReport
 from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.marginals import LineSums
@@ -178,8 +178,8 @@ class Triton(Backend):
             }
             self._launch(work.device, detect_kernel, group.programs, arguments)
         measured = measures if request.measure else None
-        found = Found(flags, table.row_of_block, work.owners, measured)
-        return Partials(flags, squares if norm else None, (found,))
+        report = GradientReport(flags, table.row_of_block, work.owners, measured)
+        return Partials(flags, squares if norm else None, (report,))
 
     def accumulate(self, work: Work, request: Request) -> Partials:
         """See :meth:`Backend.accumulate`. There is one flag for each chunk."""
@@ -205,7 +205,7 @@ class Triton(Backend):
                 "BLOCK": BLOCK,
             }
             self._launch(work.device, accumulate_kernel, group.programs, arguments)
-        return Partials(flags, None, (Found(flags, table.row_of_block, work.owners),))
+        return Partials(flags, None, (GradientReport(flags, table.row_of_block, work.owners),))
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
         """See :meth:`Backend.control`. Scalar states that need no sums advance here too."""
@@ -223,7 +223,7 @@ class Triton(Backend):
             scale=torch.empty_like(scale) if has_policy and scale is not None else None,
             counters=torch.empty(2, dtype=torch.int32, device=device) if has_policy else None,
             h=_h_table(work, to_reduce=_reduces(work)) if request.apply else None,
-            found=() if partials is None else partials.found,
+            reports=() if partials is None else partials.reports,
             scaled_by=request.scale,
             earlier_decision=request.earlier_decision,
         )
@@ -318,7 +318,7 @@ class Triton(Backend):
         self,
         ledger: Ledger,
         attempt: RecordedStep,
-        found: Found | None,
+        report: GradientReport | None,
         parts: Sequence[ChunkRange],
         uploads: Uploads,
         *,
@@ -326,14 +326,14 @@ class Triton(Backend):
     ) -> None:
         """See :meth:`Backend.note`. One launch."""
         device, numbers = ledger.numbers.device, ledger.numbers
-        if found is None or found.measures is None:
+        if report is None or report.measures is None:
             parts = ()
         where = uploads.get("parts", [x for p in parts for x in p], torch.int64, device)
         optional = (attempt.skip, attempt.cause, attempt.scale, attempt.norm)
         skip, cause, scale, norm = (numbers if x is None else x for x in optional)
         arguments = {
-            "flags": numbers if found is None else found.flags_on(device),
-            "measures": numbers if found is None or found.measures is None else found.measures,
+            "flags": numbers if report is None else report.flags_on(device),
+            "measures": numbers if report is None or report.measures is None else report.measures,
             "parts": where,
             "n_parts": len(parts),
             "numbers": numbers,

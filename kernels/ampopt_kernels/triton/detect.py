@@ -50,7 +50,7 @@ def detect_kernel(
         squares: float64, shape (programs of all launches,), written if ``NORM``: the sum of
             squares; 0 for a row that is not part of the norm.
         measures: float64, shape (programs of all launches, 4), written if ``MEASURE``; see
-            ``Found.measures``.
+            ``GradientReport.measures``.
         DTYPE: dtype of the gradients.
         COMPUTE: the arithmetic dtype, float32 or float64.
         ALIGN: a power of two in bytes that divides the address of every gradient.

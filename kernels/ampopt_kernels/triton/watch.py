@@ -36,7 +36,7 @@ def watch_kernel(
 
     Args:
         flags: float32, shape (blocks,): the overflow flags that ``detect_kernel`` wrote.
-        measures: float64, shape (blocks, 4): see ``Found.measures``.
+        measures: float64, shape (blocks, 4): see ``GradientReport.measures``.
         parts: int64, shape (n_parts, 3): for each parameter its first block, its number of blocks,
             and its row in the ledger.
         n_parts: the number of parameters.

@@ -14,7 +14,7 @@ import ampopt
 from ampopt._step import ranks
 from ampopt._synchronization import watching
 from ampopt.testing import as_on_a_device
-from ampopt_kernels.found import named_ranks
+from ampopt_kernels.gradient_reports import named_ranks
 
 NAN = float("nan")
 

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 import ampopt
 from ampopt.watching.reading import Snapshot, merged
-from ampopt_kernels.found import Found, Owner
+from ampopt_kernels.gradient_reports import GradientReport, Owner
 from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, RecordedStep, note, zeros
 from ampopt_kernels.uploads import Uploads
 
@@ -145,7 +145,7 @@ def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
     for overflows in parts:
         ledger = zeros(1, 1, torch.device("cpu"))
         for number in sorted(overflows):
-            found = Found([True], [0], [Owner("weight", 0)], measures)
+            found = GradientReport([True], [0], [Owner("weight", 0)], measures)
             note(
                 ledger,
                 RecordedStep(number),

@@ -14,8 +14,8 @@ __all__ = [
     "FLUSHED",
     "MEASURES",
     "NOBODY",
-    "Found",
-    "FoundByRanks",
+    "GradientReport",
+    "RankFlags",
     "Owner",
     "measured",
     "named_ranks",
@@ -24,7 +24,7 @@ __all__ = [
 FLUSHED = 2.0**-25
 """The largest magnitude that float16 rounds to zero."""
 MEASURES = 4
-"""How many numbers a chunk has in :attr:`Found.measures`."""
+"""How many numbers a chunk has in :attr:`GradientReport.measures`."""
 
 
 class Owner(NamedTuple):
@@ -43,7 +43,7 @@ NOBODY = Owner("unknown parameter", 0)
 
 
 @dataclass(frozen=True)
-class Found:
+class GradientReport:
     """Flags and measures of the gradients of one device, on this rank alone.
 
     A gradient is read in chunks; a chunk is a tensor or a slice of one.
@@ -81,7 +81,7 @@ class Found:
             return to_device(self.flags, device, torch.float32)
         return torch.tensor(self.flags, dtype=torch.float32, device=device)
 
-    def kept(self) -> "Found":
+    def kept(self) -> "GradientReport":
         """A copy without measures, whose flags a replayed CUDA graph does not overwrite."""
         flags = self.flags
         flags = flags.clone() if isinstance(flags, Tensor) else flags
@@ -89,14 +89,14 @@ class Found:
 
 
 @dataclass(frozen=True)
-class FoundByRanks:
+class RankFlags:
     """The overflow flag of each rank of the process group.
 
     Attributes:
         flags: more than 0 for each rank that found an overflow: shape (ranks,).
         ranks: global rank numbers.
         here: index of this rank in ``ranks``.
-        measures: always ``None``; :class:`Found` has measures.
+        measures: always ``None``; :class:`GradientReport` has measures.
     """
 
     flags: Tensor
@@ -109,7 +109,7 @@ class FoundByRanks:
         pairs = zip(self.ranks, self.flags.tolist(), strict=True)
         return [rank for rank, flag in pairs if flag > 0 and rank != self.ranks[self.here]]
 
-    def kept(self) -> "FoundByRanks":
+    def kept(self) -> "RankFlags":
         """A copy that a replayed CUDA graph does not overwrite."""
         return replace(self, flags=self.flags.clone())
 
@@ -127,7 +127,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def measured(unscaled: Tensor, in_norm: bool) -> Tensor:
-    """The measures of one chunk that is not empty; see :attr:`Found.measures`.
+    """The measures of one chunk that is not empty; see :attr:`GradientReport.measures`.
 
     Args:
         unscaled: unscaled gradients, of any floating-point dtype.
