@@ -3,7 +3,7 @@
 import inspect
 import numbers
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,11 +72,13 @@ class Checks(RefersToOptimizer):
                 )
         return False
 
-    def check_plannable(self, rule: Rule) -> None:
+    def check_plannable(self, rule: Rule, kept: Container[int] = ()) -> None:
         """Raise for what no plan can be made for, before anything has changed.
 
         Args:
             rule: the update rule to run.
+            kept: the ``id`` of each parameter whose row was kept: its state needs no check. The
+                plan steps these, and those that have a gradient.
 
         Raises:
             RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast since the
@@ -105,10 +107,14 @@ class Checks(RefersToOptimizer):
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)
         stepped = []
+        if all(id(one.tensor) in kept for one in held):
+            return
         for (group, param, owner), variant in zip(held, variants.of, strict=True):
-            state = optimizer.state.get(param, {})
+            state, known = optimizer.state.get(param, {}), id(param) in kept
             has_master = needs_master(groups[group], param)
-            stepped.append(Stepped(owner.name, param, state, flags[variant], has_master))
+            stepped.append(Stepped(owner.name, param, state, flags[variant], has_master, known))
+            if known:
+                continue
             _check_written_once(param, owner.name)
             if rule.averages is not None:
                 _check_rows(param, owner.name, rule.marginals_for(flags[variant]), name)

@@ -1,6 +1,6 @@
 """The gradients of an optimizer: which parameters have one, and the tensor with its values."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ __all__ = [
     "held",
     "name_at",
     "name_of",
+    "named",
     "offenders",
     "present",
     "values_of",
@@ -86,6 +87,18 @@ class ParamWithGrad(NamedTuple):
     group: int
     tensor: Any
     owner: Owner
+
+
+def named(param_groups: Iterable[dict[str, Any]], ids: Container[int]) -> list[ParamWithGrad]:
+    """The parameters with these ``ids``, in the order of the param groups, whatever gradients."""
+    return [
+        ParamWithGrad(
+            index, param, Owner(_name(group.get("param_names"), index, position), id(param))
+        )
+        for index, group in enumerate(param_groups)
+        for position, param in enumerate(group["params"])
+        if id(param) in ids
+    ]
 
 
 def held(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithGrad]:

@@ -161,14 +161,14 @@ def decide(works: list[Work], request: Request) -> Decision:
 
 def works_of(
     rows: Sequence[Row],
-    grads: Sequence[Tensor],
+    grads: Sequence[Any],
     uploads: dict[torch.device, Uploads],
     rule: Rule | None = None,
 ) -> list[Work]:
     """Group rows and their gradients by device, the device of the first parameter first."""
     works: dict[torch.device, Work] = {}
     for row, grad in zip(rows, grads, strict=True):
-        device = grad.device
+        device = (grad if row.param is None else row.param).device
         if device not in works:
             if device not in uploads:
                 uploads[device] = Uploads()

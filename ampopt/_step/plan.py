@@ -2,13 +2,12 @@
 
 To traverse every parameter, state and layout in Python costs more than the whole step of a small
 network, and between steps usually nothing changes but gradients and hyperparameters. So a plan is
-made once, and reused until something else changes. Each step checks that with guards, like those of
-``torch.compile``, which cost far less than a new plan.
+made once, and reused until something else changes (see ``guards``). It has the rows of every
+parameter that has had a gradient: in a step without it, the row is masked.
 """
 
-import operator
 from dataclasses import replace
-from itertools import chain
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,21 +15,20 @@ from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
+from ampopt._step.guards import Guards
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
     check_and_unscale_held,
     decide,
     decided_elsewhere,
-    device_of,
     works_of,
 )
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
-from ampopt._step.rows import RuleRows
+from ampopt._step.rows import KeptRows, RuleRows
 from ampopt._step.rule_state import StateCompleter
 from ampopt._step.settings import Settings
-from ampopt._step.sharding import dtensor
 from ampopt_kernels.decision import Coefficients, Decision, Request
-from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses, bump_versions
+from ampopt_kernels.native.objects import bump_versions
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Work
@@ -42,9 +40,11 @@ class Plan:
     """Runs the step of every parameter that has a gradient.
 
     Attributes:
-        works: the rows of each device, with their gradients; empty without gradients. The first
-            work is on the device where the decision is made.
+        works: the rows of each device; empty if no parameter has ever had a gradient.
+        present: for each row, whether its parameter has a gradient in this step; ``None`` if every
+            one has.
         reusable: whether a later step may use the plan; False if it works on copies of tensors.
+        kept: the rows that the next plan may use.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Plan:
         rule: Rule,
         masters: Masters,
         uploads: dict[torch.device, Uploads],
+        kept: KeptRows,
         *,
         complete_state: StateCompleter | None,
         needs_agreement: bool,
@@ -65,6 +66,7 @@ class Plan:
             rule: the update rule to run.
             masters: the master weights of the optimizer.
             uploads: constants that are on a device already, by device; kept from plan to plan.
+            kept: the rows of an earlier plan; see :func:`ampopt._step.rows.unchanged`.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
             needs_agreement: whether the first step checks gradients or clips, which takes an
                 all-reduce over the ranks.
@@ -73,7 +75,8 @@ class Plan:
             RuntimeError: see :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
         groups = optimizer.param_groups
-        self._decision_device = device_of(groups)
+        first = next((param for group in groups for param in group["params"]), None)
+        self._first_device = None if first is None else first.device
         self._rule, self._uploads = rule, uploads
         # If the ranks have no common process group, steps that need no all-reduce still run; the
         # error is raised by the first one that does.
@@ -92,18 +95,18 @@ class Plan:
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
-        rule_rows = RuleRows(optimizer, rule, masters, self._agreement, complete_state)
+        rule_rows = RuleRows(optimizer, rule, masters, self._agreement, complete_state, kept)
         self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
         self._settings = Settings(rule, rule_rows.variants, groups)
-        for work in self.works:
-            work.hyper = self._settings.hyper
         order = {id(row): place for place, row in enumerate(rule_rows.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
-        self._present, self._held = rule_rows.present, rule_rows.held
+        self._stepped, self.kept = rule_rows.stepped, rule_rows.kept
+        self._params = [one.tensor for one in rule_rows.stepped]
         self._copies = rule_rows.copies
         self._writes_gradients = rule_rows.gradients_are_written()
-        self.reusable = not rule_rows.copies and not any(p.is_complex() for p in rule_rows.present)
-        self._guards = _Guards(optimizer, masters, rule_rows)
+        self.reusable = not rule_rows.copies and not any(p.is_complex() for p in self._params)
+        self._guards = Guards(optimizer, masters, rule_rows)
+        self._take(rule_rows.grads, sum(grad is None for grad in rule_rows.grads))
 
     def revalidate(self, optimizer: Any, rule: Rule) -> bool:
         """Update gradients and hyperparameters for this step, if nothing else has changed.
@@ -118,13 +121,43 @@ class Plan:
         same = self.reusable and rule is self._rule
         if not (same and self._settings.revalidate(optimizer.param_groups)):
             return False
-        grads = self._guards.gradients(optimizer)
-        if grads is None:
+        found = self._guards.gradients(optimizer)
+        if found is None:
             return False
-        for work, places in zip(self.works, self._places, strict=True):
-            work_grads = grads if len(places) == len(grads) else [grads[i] for i in places]
-            work.refresh(work_grads, self._settings.hyper)
+        self._take(*found)
         return True
+
+    def reason(self, optimizer: Any, rule: Rule) -> str:
+        """Why :meth:`revalidate` has just returned ``False``, in words."""
+        if rule is not self._rule:
+            return "the rule was replaced"
+        if not self.reusable:
+            return "the step works on copies, of tensors that are complex or not dense"
+        return self._settings.reason(optimizer.param_groups) or self._guards.reason(optimizer)
+
+    def _take(self, grads: list[Any], missing: int) -> None:
+        """Set the gradients of this step: one for each row, of which some are ``None``.
+
+        Args:
+            grads: the gradients.
+            missing: how many are ``None``.
+        """
+        present = [grad is not None for grad in grads] if missing else None
+        self.present, self._works_now = present, self.works
+        hyper = self._settings.hyper
+        for work, places in zip(self.works, self._places, strict=True):
+            if len(places) == len(grads):
+                work.refresh(grads, hyper, present)
+                continue
+            of_work = None if present is None else [present[i] for i in places]
+            of_work = None if of_work is None or all(of_work) else of_work
+            work.refresh([grads[i] for i in places], hyper, of_work)
+        if present is not None:  # as works_of orders the works of these rows
+            first = {
+                next((i for i in places if present[i]), len(grads)): work
+                for work, places in zip(self.works, self._places, strict=True)
+            }
+            self._works_now = [first[i] for i in sorted(first) if i < len(grads)]
 
     def run(self, request: Request) -> Decision | None:
         """Run or skip a step of all parameters that have gradients.
@@ -134,13 +167,14 @@ class Plan:
         """
         if request.needs_agreement and self._no_common_group is not None:
             raise self._no_common_group
-        if not self.works:
+        works, params = self._works_now, self._params_now
+        if not works:
             return self._decided_elsewhere(request) or request.earlier_decision
         extended = request
         if self._agreement is not None:
             flag_all_reduce = None
             if request.needs_agreement:
-                flag_all_reduce = FlagAllReduce(self._agreement, request, len(self._present))
+                flag_all_reduce = FlagAllReduce(self._agreement, request, len(params))
             extended = replace(
                 extended,
                 agree=flag_all_reduce,
@@ -149,22 +183,26 @@ class Plan:
             )
         if request.write and not self._writes_gradients:
             extended = replace(extended, write=False)
-        decision = decide(self.works, extended)
+        decision = decide(works, extended)
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
         if request.write and not extended.write:  # in place, after the update has read them
             unscale = Request(scale=request.scale, check=False)
-            check_and_unscale_held(
-                self._held, unscale, None, None, write=True, uploads=self._uploads
-            )
+            held = [one for one in self._stepped if one.tensor.grad is not None]
+            check_and_unscale_held(held, unscale, None, None, write=True, uploads=self._uploads)
         return decision
+
+    @property
+    def _params_now(self) -> list[Tensor]:
+        """The parameters that have a gradient in this step."""
+        return self._params if self.present is None else list(compress(self._params, self.present))
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""
-        decision = decided_elsewhere(request, self._agreement, self._decision_device)
+        decision = decided_elsewhere(request, self._agreement, self._first_device)
         for sums in (self._lines_of_ranks, self._rank_sums):
-            if sums is not None and self._decision_device is not None:
-                sums.join_without_gradients(self._decision_device)
+            if sums is not None and self._first_device is not None:
+                sums.join_without_gradients(self._first_device)
         return decision
 
     def finish(self, *, skipped: bool = False) -> None:
@@ -181,78 +219,6 @@ class Plan:
         if not skipped:
             for original, copy in self._copies:
                 original.copy_(copy)
-            bump_versions(self._present)
+            bump_versions(self._params_now)
         for work in self.works:
             work.grads = []  # so that zero_grad can free their memory before the next pass
-
-
-class _Guards:
-    """What must not change while a plan is reused.
-
-    That is: the identity of each parameter, its group, and its states; the addresses of parameters,
-    masters and states; the layouts of parameters and gradients; which parameters have a gradient.
-    """
-
-    def __init__(self, optimizer: Any, masters: Masters, rule_rows: RuleRows) -> None:
-        """Record what :meth:`gradients` compares later.
-
-        Args:
-            optimizer: the optimizer of the plan.
-            masters: its master weights.
-            rule_rows: the rows of the plan.
-        """
-        groups = optimizer.param_groups
-        self._masters = masters
-        self._present, self._indexed_masters = rule_rows.present, rule_rows.masters
-        self._params = list(chain.from_iterable(group["params"] for group in groups))
-        self._dtensors = any(map(dtensor.is_dtensor, self._params))
-        with_grad = set(rule_rows.present)
-        self._absent = [p for p in self._params if p not in with_grad]
-        self._process_group, self._state = optimizer.process_group, optimizer.state
-        # Users may store other things in optimizer.state than states of parameters.
-        param_states = [state for state in self._state.values() if isinstance(state, dict)]
-        members = [group["params"] for group in groups]
-        self._identities = IdentityGuard([*members, self._state, *param_states])
-        # `param.data = ...` keeps the object and changes its memory.
-        masters_of_params = [master for _, master in rule_rows.masters]
-        self._held = [*self._params, *masters_of_params, *rule_rows.states]
-        held, params = self._held, self._params
-        if self._dtensors:  # kernels work on the local shards
-            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
-        self._addresses, self._params_laid_out = addresses(held), LayoutGuard(params)
-        self._grads_laid_out = LayoutGuard(rule_rows.grads)
-        grads = list(map(_grad_of, self._present))
-        self._placements = dtensor.placements(grads) if self._dtensors else []
-
-    def gradients(self, optimizer: Any) -> list[Tensor] | None:
-        """The gradients of this step, as kernels read them; ``None`` if anything else changed."""
-        for param in self._absent:
-            if param.grad is not None:
-                return None
-        held, params = self._held, self._params
-        if self._dtensors:
-            held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
-        if not (
-            optimizer.state is self._state
-            and optimizer.process_group is self._process_group
-            and self._identities.unchanged()
-            and addresses(held) == self._addresses
-            and self._params_laid_out.fit(params)
-        ):
-            return None
-        grads = list(map(_grad_of, self._present))
-        if self._dtensors and dtensor.placements(grads) != self._placements:
-            for param in self._present:
-                dtensor.redistribute_gradient(param)
-            grads = list(map(_grad_of, self._present))
-            self._placements = dtensor.placements(grads)
-        if self._masters.unscaled:
-            for place, master in self._indexed_masters:
-                if grads[place] is not None:
-                    grads[place] = master.grad
-        if self._dtensors:
-            grads = dtensor.local_of_each(grads)
-        return grads if self._grads_laid_out.fit(grads) else None
-
-
-_grad_of: Any = operator.attrgetter("grad")  # over hundreds, half the time of a comprehension

@@ -1,16 +1,23 @@
-"""The rows of a step: for each parameter, the tensors that kernels read and write."""
+"""The rows of a step: for each parameter, the tensors that kernels read and write.
 
+To make a row takes longer than to step a small parameter. So rows are kept: a new plan makes those
+of parameters that are new to it, and of those of which something was replaced.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
+from ampopt._step.gradients import ParamWithGrad
 from ampopt._step.masters import Masters, needs_master
 from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
-from ampopt._step.settings import Variants
+from ampopt._step.settings import Variants, kind_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMarginals, places_of
 from ampopt._step.state_checks import KEYS
@@ -18,31 +25,103 @@ from ampopt.options import is_stochastic
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
-from ampopt_kernels.rule import Rule
+from ampopt_kernels.rule import MASTER, Rule
 from ampopt_kernels.stochastic import KEY_STRIDE
 from ampopt_kernels.tensors import dense_like
 from ampopt_kernels.work import Row
 
-__all__ = ["RuleRows", "keys_of"]
+__all__ = ["KeptRow", "KeptRows", "RuleRows", "keys_of", "unchanged"]
+
+
+class KeptRow(NamedTuple):
+    """The row of a parameter, which later plans use while nothing that it depends on changes.
+
+    Attributes:
+        row: the row.
+        stored: the rule, the parameter, and its states as they are in ``optimizer.state``.
+        key: what the row depends on besides; see :func:`_dependencies`.
+        like: a tensor without memory that has the layout of the gradient.
+    """
+
+    row: Row
+    stored: list[Any]
+    key: Any
+    like: Tensor
+
+
+KeptRows = dict[int, KeptRow]
+"""Rows of earlier plans, by ``id`` of the parameter."""
+
+
+def unchanged(kept: KeptRows, optimizer: Any, rule: Rule) -> KeptRows:
+    """Those of ``kept`` that a new plan may use. Their states need no checks.
+
+    Args:
+        kept: the rows of the last plan.
+        optimizer: the optimizer to step.
+        rule: the update rule to run.
+    """
+    valid = {}
+    for place, (group, param) in enumerate(_all_params(optimizer.param_groups)):
+        if (one := kept.get(id(param))) is not None:
+            stored, key = _dependencies(optimizer, rule, group, param, place)
+            same = len(stored) == len(one.stored) and all(map(is_, stored, one.stored))
+            if same and key == one.key:
+                valid[id(param)] = one
+    return valid
+
+
+def _dependencies(
+    optimizer: Any, rule: Rule, group: dict[str, Any], param: Tensor, place: int
+) -> tuple[list[Any], Any]:
+    """What the row of ``param`` depends on: objects to compare by identity, and a key.
+
+    Args:
+        optimizer: the optimizer of the parameter.
+        rule: the update rule.
+        group: the param group of the parameter.
+        param: the parameter.
+        place: its index among all parameters of the optimizer.
+    """
+    flags, state = rule.flag_values(group, kind_of(group, param)), optimizer.state.get(param, {})
+    names = [part.name for part in rule.all_state_for(flags)]
+    names += [MASTER] * needs_master(group, param) + [KEYS] * is_stochastic(group)
+    stored = [param, *map(state.get, names)] if isinstance(state, dict) else [param, state]
+    layouts = [
+        (x.data_ptr(), x.shape, x.stride(), x.dtype)
+        if isinstance(x, Tensor) and x.layout == torch.strided
+        else None
+        for x in map(dtensor.local, stored)
+    ]
+    key = place, flags, names, layouts, dtensor.placements([param]), group.get("fused")
+    return [rule, *stored], key
+
+
+def _all_params(groups: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    for group in groups:
+        for param in group["params"]:
+            yield group, param
 
 
 class RuleRows:
-    """The rows of every parameter that has a gradient, sorted by variant of its param group.
+    """The rows of a plan: of each parameter that has a gradient, or whose row was kept.
 
+    Rows of one variant of a param group are adjacent, so that a backend runs them in one launch.
     They hold references to the gradients, so they are not kept after the plan is made.
 
     Attributes:
         rule: the rule to run on the rows; with float64 scalar states if a scalar state is float64.
         variants: the variants of the param groups; see :class:`ampopt._step.settings.Variants`.
         flags: the flags of the rule, for each variant.
-        held: the gradient of each parameter that has one.
-        present: the parameters to step.
-        masters: ``(index, master)`` for each parameter of ``present`` that has a master.
-        rows: one row for each parameter of ``present``.
-        grads: the gradient of each row, as kernels read it.
+        stepped: the parameter of each row.
+        masters: ``(index, master)`` for each row whose parameter has a master.
+        rows: the rows.
+        grads: the gradient of each row, as kernels read it; ``None`` without a gradient.
+        layouts: for each row, its gradient, or a tensor with the same layout.
         states: all state tensors that the step writes, before a reshape or copy for the kernels.
         copies: ``(original, copy)`` for tensors whose layout kernels cannot use. The step writes to
             the copy, and :meth:`Plan.finish` writes it back.
+        kept: the rows that the next plan may use.
     """
 
     def __init__(
@@ -52,6 +131,7 @@ class RuleRows:
         masters: Masters,
         agreement: Agreement | None,
         complete_state: StateCompleter | None,
+        kept: KeptRows,
     ) -> None:
         """Make the rows, and the states that are missing.
 
@@ -62,79 +142,116 @@ class RuleRows:
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
+            kept: what :func:`unchanged` returned.
         """
         self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
         self._agreement = agreement
         groups = optimizer.param_groups
-        self.held = gradients.held(groups)
-        stepped = [
-            one
-            for one in self.held
+        with_grad = {
+            id(one.tensor)
+            for one in gradients.held(groups)
             if masters.holder(groups[one.group], one.tensor).grad is not None
-        ]
+        }
+        stepped = gradients.named(groups, with_grad | kept.keys())
         self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped])
-        # Parameters of one variant are adjacent, so that a backend runs them in one launch.
-        order = sorted(range(len(stepped)), key=self.variants.of.__getitem__)
-        stepped = [stepped[i] for i in order]
-        self.flags, of = self.variants.flags(groups), [self.variants.of[i] for i in order]
-        self.present: list[Tensor] = [one.tensor for one in stepped]
-        self.masters = [
-            (place, master)
-            for place, one in enumerate(stepped)
-            if (master := masters.of(groups[one.group], one.tensor)) is not None
-        ]
-        flags = [self.flags[variant] for variant in of]
+        self.flags, of = self.variants.flags(groups), self.variants.of
+        for one in stepped:
+            masters.of(groups[one.group], one.tensor)
         states = [
-            state_of(optimizer, rule, param, own, complete_state)
-            for param, own in zip(self.present, flags, strict=True)
+            optimizer.state.get(one.tensor, {})
+            if id(one.tensor) in kept
+            else state_of(optimizer, rule, one.tensor, self.flags[variant], complete_state)
+            for one, variant in zip(stepped, of, strict=True)
         ]
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
+        fresh = [i for i, one in enumerate(stepped) if id(one.tensor) not in kept]
+        fresh.sort(key=of.__getitem__)
         for part in (*rule.state, *rule.scalar_state):
-            lay_end_to_end(self.present, states, part.name)
-        places = {id(p): place for place, p in enumerate(p for g in groups for p in g["params"])}
+            params = [stepped[i].tensor for i in fresh]
+            lay_end_to_end(params, [states[i] for i in fresh], part.name)
+        in_memory = _places_in_memory(rule, states)
+        order = sorted(range(len(stepped)), key=lambda i: (of[i], in_memory[i]))
+        places = {id(p): place for place, (_, p) in enumerate(_all_params(groups))}
+        self.stepped: list[ParamWithGrad] = [stepped[i] for i in order]
+        self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.rows: list[Row] = []
-        self.grads: list[Tensor] = []
+        self.grads: list[Tensor | None] = []
+        self.layouts: list[Tensor] = []
         self.states: list[Tensor] = []
-        for one, variant, state in zip(stepped, of, states, strict=True):
-            row, grad = self._row(one, variant, state, places[id(one.tensor)])
+        self.kept: KeptRows = {}
+        for number, i in enumerate(order):
+            one, state, known = stepped[i], states[i], kept.get(id(stepped[i].tensor))
+            group, param = groups[one.group], one.tensor
+            if (master := masters.of(group, param)) is not None:
+                self.masters.append((number, master))
+            present, place = id(param) in with_grad, places[id(param)]
+            if present:
+                values = gradients.values_of(masters.holder(group, param))
+            else:
+                values = kept[id(param)].like
+            n_copies = len(self.copies)
+            if known is not None and self._fits(known.row, state, values):
+                row = known.row
+            else:
+                row = self._row(one, self.flags[of[i]], state, place, values.dtype)
+            assert row.param is not None
+            grad = dense_like(values, row.param)
+            row.group, row.owner = of[i], one.owner
+            row.in_norm = agreement is None or agreement.in_norm(param, one.group, one.owner.key)
             self.rows.append(row)
-            self.grads.append(grad)
+            self.grads.append(grad if present else None)
+            self.layouts.append(grad)
             self.states += [state[part.name] for part in rule.all_state_for(row.flags)]
             self.states += [] if row.keys is None else [row.keys]
+            if len(self.copies) == n_copies and not param.is_complex():
+                like = _without_memory(grad) if present else grad
+                dependencies = _dependencies(optimizer, rule, group, param, place)
+                self.kept[id(param)] = KeptRow(row, *dependencies, like)
+
+    def _fits(self, row: Row, state: dict[str, Any], values: Tensor) -> bool:
+        """Whether ``row`` is right for a gradient; ``widen_scalars`` may have replaced states."""
+        parts = self._rule.scalar_state
+        return row.grad_dtype == values.dtype and all(
+            scalar is None or scalar is state[part.name]
+            for scalar, part in zip(row.scalars, parts, strict=True)
+        )
 
     def _row(
-        self, held: gradients.ParamWithGrad, variant: int, state: dict[str, Any], place: int
-    ) -> tuple[Row, Tensor]:
-        """The row of one parameter, and its gradient.
+        self,
+        stepped: ParamWithGrad,
+        flags: tuple[bool, ...],
+        state: dict[str, Any],
+        place: int,
+        grad_dtype: torch.dtype,
+    ) -> Row:
+        """The row of one parameter.
 
         Args:
-            held: the parameter and its name.
-            variant: index of its variant.
+            stepped: the parameter.
+            flags: values of ``rule.flags`` for it.
             state: its state, complete.
             place: its index among all parameters of the optimizer.
+            grad_dtype: dtype of its gradient.
         """
-        index, param, owner = held
-        rule, flags, local, dense = self._rule, self.flags[variant], dtensor.local, self._dense
+        index, param, owner = stepped
+        rule, local, dense = self._rule, dtensor.local, self._dense
         group = self._optimizer.param_groups[index]
-        masters = self._master_weights
-        master, holder = masters.of(group, param), masters.holder(group, param)
+        master = self._master_weights.of(group, param)
         keys = keys_of(self._optimizer, group, param, place)
         p = like = gradients.real(local(param.detach() if master is None else master))
         marginals = rule.marginals_for(flags)
         if marginals and not p.is_contiguous():  # an index must give row and column
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
-        stepped, places = dense(p, like), Places()
+        values, places = dense(p, like), Places()
         if keys is not None or rule.draws:
-            places = places_of(param, stepped, contiguous=bool(marginals))
+            places = places_of(param, values, contiguous=bool(marginals))
         if rule.draws:  # different random numbers for each parameter
             places = replace(places, first=places.first + place * PLACE_STRIDE)
-        copy = None if master is None else dense(local(param.detach()), like)
-        grad = dense_like(gradients.values_of(holder), like)
         row = Row(
-            grad.dtype,
-            param=stepped,
-            copy=copy,
+            grad_dtype,
+            param=values,
+            copy=None if master is None else dense(local(param.detach()), like),
             state=tuple(
                 dense(gradients.real(local(state[part.name])), like)
                 for part in rule.state_for(flags)
@@ -144,18 +261,16 @@ class RuleRows:
                 for part in rule.scalar_state
             ),
             flags=flags,
-            group=variant,
-            in_norm=self._agreement is None or self._agreement.in_norm(param, index, owner.key),
             owner=owner,
             keys=keys,
             places=places,
         )
         if marginals:
-            kept = [local(state[part.name]) for part in marginals]
+            lines = [local(state[part.name]) for part in marginals]
             shard = ShardedMarginals(param) if dtensor.is_dtensor(param) else None
             size = (param.shape[-2], param.shape[-1])
-            row.marginals = Marginals.of(marginals, kept, p, row.compute_dtype, size, shard)
-        return row, grad
+            row.marginals = Marginals.of(marginals, lines, p, row.compute_dtype, size, shard)
+        return row
 
     def _dense(self, tensor: Tensor, like: Tensor) -> Tensor:
         """``tensor`` if its layout is that of ``like``; else a copy, noted in :attr:`copies`."""
@@ -172,9 +287,37 @@ class RuleRows:
         """
         return all(
             row.grad_dtype == row.compute_dtype
-            and grad.data_ptr() == dtensor.local(param.grad).data_ptr()
-            for row, grad, param in zip(self.rows, self.grads, self.present, strict=True)
+            and (grad is None or grad.data_ptr() == dtensor.local(one.tensor.grad).data_ptr())
+            for row, grad, one in zip(self.rows, self.grads, self.stepped, strict=True)
         )
+
+
+def _places_in_memory(rule: Rule, states: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
+    """For each state, a number for the buffer that it is in, and its place there.
+
+    States that were made in different steps are in different buffers; see :func:`lay_end_to_end`.
+    Buffers are numbered in the order in which they occur, as addresses differ from run to run.
+    """
+    buffers: dict[int, int] = {}
+    places = []
+    for state in states:
+        parts = (state.get(part.name) for part in (*rule.scalar_state, *rule.state))
+        part = next((dtensor.local(part) for part in parts if part is not None), None)
+        if part is None:
+            places.append((0, 0))
+        else:
+            address = part.untyped_storage().data_ptr()
+            places.append((buffers.setdefault(address, len(buffers)), part.storage_offset()))
+    return places
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """A tensor with the layout of ``tensor``, whose elements are not to be read."""
+    like = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    like.untyped_storage().resize_(0)
+    return like
 
 
 def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor, place: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from ampopt._step.masters import Masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
 from ampopt._step.plan import Plan
+from ampopt._step.rows import KeptRows, unchanged
 from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
 from ampopt._step.settings import kind_of
 from ampopt._step.step_hooks import beneath_hooks
@@ -42,6 +44,7 @@ class RuleRunner(RefersToOptimizer):
             :meth:`StepStrategy.invalidate_plan`.
         decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
             own step runs.
+        reasons: how often a plan was made, by the reason in words.
     """
 
     def __init__(
@@ -66,10 +69,13 @@ class RuleRunner(RefersToOptimizer):
         """
         super().__init__(optimizer)
         self._torchs_step, self._rule = torchs_step, rule
+        self._no_plan = "the first step"
         self._complete_state, self._torch_needs_state = complete_state, torch_needs_state
         self.masters = Masters(optimizer)
         self.uploads: dict[torch.device, Uploads] = {}
         self.plan: Plan | None = None
+        self.reasons: Counter[str] = Counter()
+        self._kept: KeptRows = {}
         self.decision: Decision | None = None
         self.checks = Checks(optimizer)
 
@@ -99,11 +105,15 @@ class RuleRunner(RefersToOptimizer):
         self.decision = None  # hooks in torch's own step must not read the last one
         plan = self.plan
         if plan is None or not plan.revalidate(self.optimizer, self.rule):
-            plan = self._planned(request.needs_agreement)
+            plan = self._planned(plan, request.needs_agreement)
         self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
         if on_masters:
             self.masters.drop_gradients()
         return self.decision
+
+    def drop_plan(self) -> None:
+        """Make plan and rows anew in the next step."""
+        self.plan, self._kept = None, {}
 
     def check_gradients(self) -> None:
         """Raise for gradients that no step can use, before anything changes."""
@@ -138,7 +148,7 @@ class RuleRunner(RefersToOptimizer):
         complete(rule, groups, state, param, flags, self._complete_state)
         return state
 
-    def _planned(self, needs_agreement: bool) -> Plan | None:
+    def _planned(self, outdated: Plan | None, needs_agreement: bool) -> Plan | None:
         """A new plan, kept for the next step; ``None`` if torch's own step has to run."""
         self.checks.warn_of_float16(self.rule)
         if self.checks.need_torch():
@@ -147,15 +157,20 @@ class RuleRunner(RefersToOptimizer):
         device = device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _FIRST)
-        self.checks.check_plannable(rule)
+        kept = unchanged(self._kept, optimizer, rule)
+        self.checks.check_plannable(rule, kept)
+        reason = self._no_plan if outdated is None else outdated.reason(optimizer, rule)
         self.plan = Plan(
             optimizer,
             rule,
             self.masters,
             self.uploads,
+            kept,
             complete_state=self._complete_state,
             needs_agreement=needs_agreement,
         )
+        self._kept, self._no_plan = self.plan.kept, "the last plan was dropped"
+        self.reasons[reason] += 1
         return self.plan
 
     def _step_as_torch(self, request: Request) -> Decision | None:

@@ -121,6 +121,21 @@ class Settings:
         self._groups, self.hyper = groups, hyper
         return True
 
+    def reason(self, groups: list[dict[str, Any]]) -> str | None:
+        """Why :meth:`revalidate` has returned ``False``; ``None`` if it has not."""
+        if len(groups) != len(self._members):
+            return "a param group was added or removed"
+        for index, (group, members) in enumerate(zip(groups, self._members, strict=True)):
+            if group["params"] is not members:
+                return f"the list of parameters of group {index} was replaced"
+        flags, options, forms = self._fixed_values(groups, self._variants.hyper(groups))
+        known = self._fixed
+        if flags != known[0]:
+            return f"a flag of the rule was changed, one of {', '.join(self._rule.flags)}"
+        if options != known[1]:
+            return f"an option of a group was changed, one of {', '.join(_OPTIONS)}"
+        return None if forms == known[2] else "a hyperparameter has another type"
+
     def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
         """What requires a new plan when it changes: flags, options, types of hyperparameters."""
         options = [list(map(group.get, _OPTIONS)) for group in groups]

@@ -267,7 +267,7 @@ class StepStrategy(RefersToOptimizer, ABC):
     def invalidate_plan(self) -> None:
         """Have the next step make a new plan, and a CUDA graph of the step be captured again."""
         if self.runner is not None:
-            self.runner.plan = None
+            self.runner.drop_plan()
 
     def step_is_over(self) -> None:
         """Called after every ``optimizer.step``, before its post-hooks, whoever called it."""

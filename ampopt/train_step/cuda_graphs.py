@@ -247,8 +247,9 @@ class Captured:
                 return False
             if any(a is not b for a, b in zip(tensors, capture.tensors, strict=True)):
                 return False
+        present = plan.present
         with torch.no_grad():  # as in a step, because a plan also depends on the grad mode
-            return plan.revalidate(steps.optimizer, steps.rule)
+            return plan.revalidate(steps.optimizer, steps.rule) and plan.present == present
 
     def _hyper_tensors(self) -> list[Tensor]:
         optimizer = self._optimizer

@@ -53,7 +53,7 @@ def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partial
     inverse = 1.0 if request.scale is None else reciprocal(read(request.scale))
     rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
     flags, rows = [], []
-    for place, (row, whole) in enumerate(zip(work.rows, work.grads, strict=True)):
+    for place, row, whole in work.stepped():
         dtype, (fresh,) = row.compute_dtype, row.flags
         for grad, total in _chunks(whole, *row.written):
             if not grad.numel():
@@ -83,7 +83,7 @@ class Eager(Backend):
         inverse = 1.0 if request.scale is None else reciprocal(widened(request.scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
         norms = request.max_norm is not None
-        for place, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
+        for place, row, grad in work.stepped():
             dtype = row.compute_dtype
             if not grad.numel():
                 continue
@@ -116,9 +116,9 @@ class Eager(Backend):
         """See :meth:`Backend.line_sums`."""
         rule, found = work.rule, {}
         assert rule is not None
-        for index, (row, given) in enumerate(_before_reduce(work, rule, decision)):
+        for index, row, grad, given in _before_reduce(work, rule, decision):
             if row.marginals is not None and row.marginals.shard is not None:
-                read = (work.grads[index], *row.written[: 1 + len(row.state)])
+                read = (grad, *row.written[: 1 + len(row.state)])
                 found[index] = sums_of(rule, row.marginals, row.flags, read, given)
         return found
 
@@ -127,10 +127,12 @@ class Eager(Backend):
         rule, wide = work.rule, widest(work.device)
         assert rule is not None
         skip = decision.skip
-        sums = []
-        for index, (row, given) in enumerate(_before_reduce(work, rule, decision)):
+        n_terms = rule.widths(len(work.hyper[0])).terms
+        sums = torch.zeros(len(work.rows), n_terms, dtype=wide, device=work.device).unbind()
+        sums = list(sums)
+        for index, row, whole, given in _before_reduce(work, rule, decision):
             dtype, (*factor, h) = row.compute_dtype, (*given[:2], given[2:])
-            read = (work.grads[index], *row.written[: 1 + len(row.state)])
+            read = (whole, *row.written[: 1 + len(row.state)])
             if row.marginals is not None:
                 of_lines = decision.lines.get(index)
                 if of_lines is None:
@@ -138,9 +140,6 @@ class Eager(Backend):
                 advance(rule, [row.marginals], row.flags, of_lines, [given], skip)
                 read = tuple(map(flat, read))
             start = 0
-            total = torch.zeros(
-                rule.widths(len(work.hyper[0])).terms, dtype=wide, device=work.device
-            )
             for tensors in _chunks(*read):
                 grad, param, *state = (t.to(dtype) for t in tensors)
                 end = start + grad.numel()
@@ -148,8 +147,7 @@ class Eager(Backend):
                 state = (*state, *row.row_column_factors(start, end))
                 terms = rule.torch_reduce_in(dtype)(param, g, state, h, row.flags)
                 start = end
-                total = total + torch.stack([term.to(wide).sum() for term in terms])
-            sums.append(total)
+                sums[index] = sums[index] + torch.stack([term.to(wide).sum() for term in terms])
         return torch.stack(sums)
 
     def update(self, work: Work, decision: Decision) -> None:
@@ -159,9 +157,9 @@ class Eager(Backend):
         rule = work.rule
         assert rule is not None
         advanced = _advance(work, rule, keep, decision.sums)
-        for row, whole, h in zip(work.rows, work.grads, advanced, strict=True):
+        for index, row, whole in work.stepped():
             dtype = row.compute_dtype
-            h = tuple(_cast(x, dtype) for x in h)
+            h = tuple(_cast(x, dtype) for x in advanced[index])
             n, start = 1 + len(row.state), 0
             tensors = (whole, *row.written)
             # Flattened in memory order, by which the places of elements are numbered.
@@ -190,7 +188,7 @@ def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
 
 
 class _Group(NamedTuple):
-    """The scalar states of the rows of one param group.
+    """The scalar states of the rows of one param group that have gradients.
 
     Attributes:
         members: the indices of the rows in ``work.rows``.
@@ -210,7 +208,7 @@ class _Group(NamedTuple):
 
 def _groups(work: Work) -> Iterator[_Group]:
     by_group: dict[int, list[int]] = {}
-    for index, row in enumerate(work.rows):
+    for index, row, _ in work.stepped():
         by_group.setdefault(row.group, []).append(index)
     zero, wide = torch.zeros((), device=work.device), widest(work.device)
     for group, members in by_group.items():
@@ -223,20 +221,24 @@ def _groups(work: Work) -> Iterator[_Group]:
 
 def _before_reduce(
     work: Work, rule: Rule, decision: Decision
-) -> Iterator[tuple[Row, tuple[Any, ...]]]:
-    """Yield each row with (reciprocal of the scale, clip coefficient, *``h`` of ``reduce``)."""
+) -> Iterator[tuple[int, Row, Tensor, tuple[Any, ...]]]:
+    """Yield what :meth:`Work.stepped` does, and the numbers that ``reduce`` takes for the row.
+
+    These are the reciprocal of the scale, the clip coefficient, and what ``before_reduce`` returns.
+    """
     _, inverse, clip = decision.coefficients_on_device.unbind()
     known: list[tuple[Any, ...]] = [()] * len(work.rows)
     for group in _groups(work):
         _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, known)
-    for row, h in zip(work.rows, known, strict=True):
-        yield row, tuple(_cast(x, row.compute_dtype) for x in (inverse, clip, *h))
+    for index, row, grad in work.stepped():
+        h = (inverse, clip, *known[index])
+        yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
 
 
 def _advance(
     work: Work, rule: Rule, keep: Callable[[Tensor, Tensor], Tensor], sums: Sums | None
 ) -> list[tuple[Any, ...]]:
-    """Advance the scalar states of every row; return the ``h`` of ``update`` for each row."""
+    """Advance the scalar states; return the ``h`` of ``update`` for each row with a gradient."""
     result: list[tuple[Any, ...]] = [()] * len(work.rows)
     dtypes = work.scalar_dtypes
     for group in _groups(work):

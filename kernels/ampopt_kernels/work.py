@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ __all__ = ["Row", "Work"]
 class Row:
     """The tensors of one parameter in a step, but for its gradient, which changes at every step.
 
-    The gradient is in :attr:`Work.grads`. All tensors are real (a complex parameter has its real
-    view), dense, and have the strides of the parameter; they are contiguous if the row has
-    ``marginals``. ``n`` is the number of elements that this rank has of the parameter.
+    The gradient is in :attr:`Work.grads`; a step without it changes none of these tensors. All
+    tensors are real (a complex parameter has its real view), dense, and have the strides of the
+    parameter; they are contiguous if the row has ``marginals``. ``n`` is the number of elements
+    that this rank has of the parameter.
 
     Attributes:
         grad_dtype: dtype of the gradient.
@@ -95,8 +97,11 @@ class Work:
 
     Attributes:
         device: where all tensors of the rows are.
-        rows: one for each parameter that has a gradient, in any order. A row may have no elements.
-        grads: the gradient of each row, with the strides of its ``param``; empty between steps.
+        rows: one for each parameter, in any order. A row may have no elements.
+        grads: the gradient of each row, with the strides of its ``param``, or ``None`` for a row
+            that :attr:`present` omits; empty between steps.
+        present: for each row, whether its parameter has a gradient in this step; ``None`` if every
+            one has. A step does not change the tensors of the other rows.
         rule: the update rule; ``None`` if gradients are only read or accumulated.
         hyper: for each param group, the numbers that ``rule.hyper_values`` returns.
         uploads: tables that are on the device already, kept from step to step.
@@ -108,36 +113,68 @@ class Work:
 
     device: torch.device
     rows: list[Row]
-    grads: list[Tensor] = field(default_factory=list)
+    grads: list[Any] = field(default_factory=list)
     rule: Rule | None = None
     hyper: Sequence[Sequence[float | Tensor]] = ()
     uploads: Uploads = field(default_factory=Uploads)
     table: Any = None
     grads_version: int = field(default=0, init=False)
+    present: list[bool] | None = field(default=None, init=False)
+
+    def stepped(self) -> Iterator[tuple[int, Row, Tensor]]:
+        """Yield index, row and gradient of each row that has a gradient in this step."""
+        for index, (row, grad) in enumerate(zip(self.rows, self.grads, strict=True)):
+            if grad is not None:
+                yield index, row, grad
+
+    @property
+    def present_grads(self) -> list[Tensor]:
+        """The gradients of this step."""
+        return self.grads if self.present is None else list(compress(self.grads, self.present))
+
+    def is_present(self, index: int) -> bool:
+        """Return whether the row of this index has a gradient in this step."""
+        return self.present is None or self.present[index]
 
     @functools.cached_property
     def owners(self) -> list[Owner]:
         """The owner of each row."""
         return [row.owner for row in self.rows]
 
-    @functools.cached_property
+    @property
     def keys(self) -> list[Tensor]:
-        """The keys of the rows that are rounded stochastically: 0-d int64 each."""
-        return [row.keys for row in self.rows if row.keys is not None]
+        """The keys of the rows that this step rounds stochastically: 0-d int64 each."""
+        return [self.rows[i].keys for i in self._with_keys if self.is_present(i)]  # type: ignore
+
+    @functools.cached_property
+    def _with_keys(self) -> list[int]:
+        return [index for index, row in enumerate(self.rows) if row.keys is not None]
+
+    @functools.cached_property
+    def empty(self) -> list[int]:
+        """The indices of the rows whose parameter has no elements."""
+        rows = enumerate(self.rows)
+        return [i for i, row in rows if row.param is not None and not row.param.numel()]
 
     @functools.cached_property
     def compute_dtypes(self) -> list[torch.dtype]:
         """The arithmetic dtype of each row."""
         return [row.compute_dtype for row in self.rows]
 
-    def refresh(self, grads: list[Tensor], hyper: Sequence[Sequence[float | Tensor]]) -> None:
+    def refresh(
+        self,
+        grads: list[Any],
+        hyper: Sequence[Sequence[float | Tensor]],
+        present: list[bool] | None = None,
+    ) -> None:
         """Replace gradients and hyperparameters.
 
         Args:
-            grads: one for each row, with the strides and dtype of the one that it replaces.
+            grads: as :attr:`grads`, with the strides and dtypes of those that they replace.
             hyper: as :attr:`hyper`.
+            present: as :attr:`present`.
         """
-        self.grads, self.hyper = grads, hyper
+        self.grads, self.hyper, self.present = grads, hyper, present
         self.grads_version += 1
 
     @property

@@ -7,7 +7,7 @@ time. The host reads a CPU tensor without a synchronization, so a skipped step r
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -84,10 +84,10 @@ class CpuBackend(Backend):
         else:
             parts = [
                 _Part(None, row.compute_dtype, row.in_norm, (place,))
-                for place, row in enumerate(work.rows)
+                for place, row, _ in work.stepped()
             ]
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
-        parts = [part for part in parts if work.grads[part.rows[0]].numel()]
+        parts = [part for part in parts if part.has_elements(work)]
         reports, sums, squares = (), {}, None
         if request.measure:
             measured, sums = found_in(work, inverse)
@@ -125,7 +125,7 @@ class CpuBackend(Backend):
             squares = squares * inverse * inverse
         if request.write:
             gathered = [bundle.grad for bundle in bundles if bundle.grad is not None]
-            _multiply(work.grads + gathered, inverse)
+            _multiply(work.present_grads + gathered, inverse)
         return Partials(flags, squares, reports)
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
@@ -136,9 +136,11 @@ class CpuBackend(Backend):
         found: LineSums = {}
         for block, bundle in () if skip > 0 else work.table.bundles:
             if bundle.marginals and bundle.marginals[0].shard is not None:  # never bundled
-                h = (inverse, clip, *block.before_reduce(rule, work.hyper))
-                tensors = (bundle.gather(work), bundle.param, *bundle.states)
-                rows = list(bundle.each(h))
+                if (grad := bundle.gather(work)) is None:
+                    continue
+                h = block.before_reduce(rule, work.hyper, (inverse, clip))
+                tensors = (grad, bundle.param, *bundle.states)
+                rows = bundle.each(h)
                 found[bundle.among[0]] = bundle.functions["averages"](rows, tensors)
         return found
 
@@ -154,19 +156,21 @@ class CpuBackend(Backend):
         order, found = [], []
         last, h = None, ()
         for block, bundle in work.table.bundles:
+            if (grad := bundle.gather(work)) is None:
+                continue
             if block is not last:
-                last, h = block, (inverse, clip, *block.before_reduce(rule, work.hyper))
-            grad = bundle.gather(work)
+                last, h = block, block.before_reduce(rule, work.hyper, (inverse, clip))
             if bundle.copies is not None:
                 bundle.copies.load()
             tensors = (grad, bundle.param, *bundle.states)
-            rows = list(bundle.each(h))
+            rows = bundle.each(h)
             if bundle.marginals:
                 of_lines = decision.lines.get(bundle.among[0])
                 if of_lines is None:
                     of_lines = bundle.functions["averages"](rows, tensors)
-                advance(rule, bundle.marginals, bundle.flags, of_lines, [row.h for row in rows])
-            order += bundle.among
+                stepped = [bundle.marginals[i] for i in bundle.present]
+                advance(rule, stepped, bundle.flags, of_lines, [row.h for row in rows])
+            order += [bundle.among[i] for i in bundle.present]
             found.append(bundle.functions["reduce"](rows, tensors))
         if found:
             sums[order] = torch.cat(found)  # one indexing takes as long as that of one bundle
@@ -177,27 +181,28 @@ class CpuBackend(Backend):
         skip, inverse, clip = decision.coefficients_on_host
         rule = work.rule
         assert rule is not None
-        last, h, varies = None, (), False
+        last: Any = None
+        h: Any = None
         large: list[LargeRow] = []
         for block, bundle in () if skip > 0 else work.table.updated:
-            grad = bundle.gather(work)
+            if (grad := bundle.gather(work)) is None:
+                continue
             if block is not last:
-                last = block
-                advanced, varies = block.advance(
-                    rule, work.hyper, work.table.advanced, decision.sums
-                )
-                h = (inverse, clip, *advanced)
+                last, known = block, work.table.advanced
+                coefficients, sums = (inverse, clip), decision.sums
+                h = block.advance(rule, work.hyper, coefficients, known, sums, work.present)
             if bundle.copies is not None:
                 bundle.copies.load()
             tensors = (grad, bundle.param, *bundle.rest)
             if bundle.rows[0].keys is not None or rule.draws:
-                keys = (None if row.keys is None else int(row.keys) for row in bundle.rows)
+                rows = [bundle.rows[i] for i in bundle.present]
+                keys = (None if row.keys is None else int(row.keys) for row in rows)
                 parts = [
                     part._replace(places=row.places, key=key)
-                    for row, part, key in zip(bundle.rows, bundle.each(h), keys, strict=True)
+                    for row, part, key in zip(rows, bundle.each(h), keys, strict=True)
                 ]
-            elif varies or bundle.marginals:
-                parts = list(bundle.alike(h))
+            elif isinstance(h, list) or bundle.marginals or bundle.is_partial:
+                parts = bundle.alike(h)
             else:
                 parts = [BundleSlice(0, grad.numel(), h)]
             if bundle.copies is None:
@@ -262,7 +267,7 @@ def _update(
     tensors: Sequence[Tensor],
 ) -> None:
     """Apply the rule to slices of a bundle."""
-    for part, own in zip(slices, marginals or repeat(None), strict=False):
+    for part, own in zip(slices, _marginals_of(slices, marginals), strict=False):
         apply_rule(rule, flags, part.of(tensors), part, own)
 
 
@@ -276,7 +281,7 @@ def _reduce(
     """Return the terms of the rule summed over each slice: float64, shape (slices, terms)."""
     sums = [
         sum_terms(rule, flags, part.of(tensors), part.h, own)
-        for part, own in zip(slices, marginals or repeat(None), strict=False)
+        for part, own in zip(slices, _marginals_of(slices, marginals), strict=False)
     ]
     return torch.stack(sums)
 
@@ -291,9 +296,17 @@ def _averages(
     """Return the sums over matrix rows or columns of each slice; see :func:`sums_of`."""
     sums = (
         sums_of(rule, own, flags, part.of(tensors), part.h)
-        for own, part in zip(marginals, slices, strict=True)
+        for part, own in zip(slices, _marginals_of(slices, marginals), strict=False)
     )
     return list(map(torch.cat, zip(*sums, strict=True)))
+
+
+def _marginals_of(slices: Sequence[BundleSlice], marginals: list[Marginals]) -> Iterable[Any]:
+    """Return the row and column statistics of each slice; of none if the rule has none."""
+    if not marginals:
+        return repeat(None)
+    size = marginals[0].numel  # the same for every row of a bundle
+    return [marginals[part.start // size if size else 0] for part in slices]
 
 
 class _Part(NamedTuple):
@@ -311,7 +324,12 @@ class _Part(NamedTuple):
     in_norm: bool
     rows: Sequence[int]
 
-    def grad(self, work: Work) -> Tensor:
+    def has_elements(self, work: Work) -> bool:
+        """Return whether any row has a gradient with elements."""
+        grads = (work.grads[row] for row in self.rows)
+        return any(grad is not None and grad.numel() for grad in grads)
+
+    def grad(self, work: Work) -> Any:
         """Return the gradient; flat if it is that of several rows, which is copied on first use."""
         return work.grads[self.rows[0]] if self.bundle is None else self.bundle.gather(work)
 
@@ -365,7 +383,7 @@ def _multiply(grads: list[Tensor], factor: float) -> None:
 
 def _report(work: Work, among: Sequence[int], inverse: float) -> GradientReport:
     """Test each row in ``among`` by itself, where at least one of them is known to overflow."""
-    held = [row for row in among if work.grads[row].numel()]
+    held = [row for row in among if work.is_present(row) and work.grads[row].numel()]
     dtypes = work.compute_dtypes
     flags = [bool(overflows(work.grads[r], inverse, dtypes[r])) for r in held]
     return GradientReport(flags, held, work.owners)

@@ -1,14 +1,14 @@
 """Blocks: rows whose scalar states advance together, divided into bundles; kept between steps.
 
 The scalar states of the rows of a block, such as their step counts, are adjacent in memory. Step
-counts differ only where some step had no gradient for some row. If all are equal, ``Rule.scalars``
-runs once for the block, on Python numbers.
+counts differ only where some step had no gradient for some row. ``Rule.scalars`` runs once for rows
+with equal counts, on Python numbers, and its results are kept from step to step.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ from ampopt_kernels.sums import Sums
 from ampopt_kernels.work import Row, Work
 
 __all__ = ["Block", "Bundles"]
+
+Numbers = array | list[array]
+"""The numbers that a function of a rule takes, in float64: for all rows of a block, or for each."""
 
 
 @dataclass
@@ -58,52 +61,75 @@ class Block:
             Bundle.all_of(rows, start),
         )
 
-    def before_reduce(self, rule: Rule, hyper: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
-        """Return the ``h`` of ``Rule.reduce``: numbers, or lists with a number for each row."""
-        return self._told_apart(rule.host_before_reduce(*self._given(hyper))[1])
+    def before_reduce(
+        self, rule: Rule, hyper: Sequence[Sequence[Any]], coefficients: tuple[float, ...]
+    ) -> Numbers:
+        """Return ``coefficients`` and the ``h`` of ``Rule.reduce``, as :meth:`advance` does."""
+        _, h = rule.host_before_reduce(*self._given(hyper))
+        return self._of_rows(coefficients, h)
 
     def advance(
         self,
         rule: Rule,
         hyper: Sequence[Sequence[Any]],
+        coefficients: tuple[float, ...],
         advanced: "dict[int, _Advanced]",
         sums: Sums | None,
-    ) -> tuple[tuple[Any, ...], bool]:
-        """Advance the scalar states in place.
+        present: Sequence[bool] | None,
+    ) -> Numbers:
+        """Advance the scalar states in place, of the rows that have a gradient.
 
         Args:
             rule: the update rule.
             hyper: the hyperparameters of every param group.
-            advanced: the last result for each param group, read and written. Blocks of one group
-                with the same step count share it, and so do steps whose numbers do not change.
+            coefficients: the reciprocal of the scale, and the clip coefficient.
+            advanced: known results for each param group, read and written. Blocks of one group
+                share them, and so do steps whose hyperparameters do not change.
             sums: the sums of all rows of the work, if the rule has a ``reduce``.
+            present: :attr:`Work.present`, for all rows of the work.
 
         Returns:
-            The ``h`` of ``Rule.update``, as numbers or lists with a number for each row; and
-            whether there is a list.
+            ``coefficients`` and the ``h`` of ``Rule.update``.
         """
+        if present is not None:
+            present = present[self.start : self.start + len(self.rows)]
         if sums is not None:
             s, h, flags = self._given(hyper)
             s, h = rule.host_before_reduce(s, h, flags)
             each = sums.each[self.start : self.start + len(self.rows)].unbind(1)
-            return self._stored(*rule.host_scalars(s, h, flags, each, sums.totals.unbind()))
-        given, flags = hyper[self.group], self.rows[0].flags
-        found = [0.0 if s is None else common(s) for s in self.scalars]
-        counts = [count for count in found if count is not None]
-        if len(counts) == len(found):
-            numbers = list(map(float, given))
-            # Compare bits: -0.0 and 0.0 differ, and NaN equals itself.
-            key = array("d", [*counts, *numbers]).tobytes()
-            last = advanced.get(self.group)
-            if last is None or last.key != key:
-                new_s, new_h = rule.scalars_on_numbers(tuple(counts), tuple(numbers), flags)
-                last = _Advanced(key, tuple(map(float, new_s)), tuple(map(float, new_h)))
-                advanced[self.group] = last
-            for stored, value in zip(self.scalars, last.scalars, strict=True):
+            new_s, h = rule.host_scalars(s, h, flags, each, sums.totals.unbind())
+            self._store(new_s, present)
+            return self._of_rows(coefficients, h)
+        numbers = tuple(map(float, hyper[self.group]))
+        known = advanced.get(self.group)
+        if known is None or known.hyper != array("d", numbers).tobytes():
+            known = advanced[self.group] = _Advanced(numbers)
+        common_values = [0.0 if s is None else common(s) for s in self.scalars]
+        counts = [count for count in common_values if count is not None]
+        if len(counts) == len(common_values):
+            key = array("d", counts).tobytes()
+            result = known.of(rule, self.rows[0].flags, [key])[key]
+            mask = None if present is None else torch.tensor(present, device="cpu")
+            for stored, value in zip(self.scalars, result.scalars, strict=True):
                 if stored is not None:
-                    stored.fill_(value)
-            return last.h, False
-        return self._stored(*rule.host_scalars(*self._given(hyper)))
+                    stored.fill_(value) if mask is None else stored.masked_fill_(mask, value)
+            return array("d", (*coefficients, *result.h))
+        n = len(self.rows)
+        columns = [[0.0] * n if s is None else s.tolist() for s in self.scalars]
+        bits = array("d", chain.from_iterable(zip(*columns, strict=True))).tobytes()
+        width = 8 * len(columns)
+        keys = [bits[i : i + width] for i in range(0, n * width, width)]
+        distinct = list(dict.fromkeys(keys))
+        results = known.of(rule, self.rows[0].flags, distinct)
+        for i, (stored, old) in enumerate(zip(self.scalars, columns, strict=True)):
+            if stored is not None:
+                new = {key: results[key].scalars[i] for key in distinct}
+                column = [new[key] for key in keys]
+                if present is not None:
+                    column = [x if p else y for x, y, p in zip(column, old, present, strict=True)]
+                stored.copy_(torch.frombuffer(array("d", column), dtype=torch.float64))
+        h = {key: array("d", (*coefficients, *results[key].h)) for key in distinct}
+        return [h[key] for key in keys]
 
     def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
         """Return scalar states and hyperparameters as float64 tensors, and the flags."""
@@ -111,37 +137,79 @@ class Block:
         # Copies, also of float64 states: a rule may return a state as ``h``, which is read after
         # the state has been overwritten.
         s = tuple(none if s is None else s.to(torch.float64, copy=True) for s in self.scalars)
-        # Tensors, not numbers: torch computes number / tensor as number * (1 / tensor), which
-        # rounds twice. The result of a row would depend on the step counts of the others.
-        wide = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in hyper[self.group])
-        return s, tuple(wide), self.rows[0].flags
+        return s, _wide(hyper[self.group]), self.rows[0].flags
 
-    def _stored(self, new_s: tuple[Any, ...], h: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-        """Write new scalar states; return ``h`` as :meth:`advance` does."""
+    def _store(self, new_s: Sequence[Any], present: Sequence[bool] | None) -> None:
+        """Write new scalar states, of the rows that are present."""
+        mask = None if present is None else torch.tensor(present, device="cpu")
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
-                stored.copy_(value)
-        h = self._told_apart(h)
-        return h, any(isinstance(x, list) for x in h)
+                stored.copy_(value if mask is None else torch.where(mask, value, stored))
 
-    def _told_apart(self, h: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return ``h`` with 0-d tensors as numbers, and tensors of shape (rows,) as lists."""
-        varies = (isinstance(x, Tensor) and x.ndim > 0 for x in h)
-        return tuple(x.tolist() if v else float(x) for x, v in zip(h, varies, strict=True))
+    def _of_rows(self, coefficients: tuple[float, ...], h: tuple[Any, ...]) -> Numbers:
+        """Return what :meth:`advance` does, of 0-d tensors and tensors of shape (rows,)."""
+        if not any(isinstance(x, Tensor) and x.ndim for x in h):
+            return array("d", (*coefficients, *map(float, h)))
+        return [array("d", (*coefficients, *own)) for own in _rows(h, len(self.rows))]
 
 
-class _Advanced(NamedTuple):
-    """A result of ``Rule.scalars`` on Python numbers.
+def _wide(numbers: Iterable[Any]) -> tuple[Tensor, ...]:
+    # Tensors, not numbers: torch computes number / tensor as number * (1 / tensor), which rounds
+    # twice. The result of a row would depend on the step counts of the others.
+    return tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in numbers)
+
+
+class _Result(NamedTuple):
+    """A result of ``Rule.scalars``.
 
     Attributes:
-        key: the bits of its arguments: step counts and other scalar states, and hyperparameters.
         scalars: the new scalar states.
         h: the numbers that ``Rule.update`` takes.
     """
 
-    key: bytes
     scalars: tuple[float, ...]
     h: tuple[float, ...]
+
+
+class _Advanced:
+    """Results of ``Rule.scalars`` for the hyperparameters of one param group.
+
+    Attributes:
+        hyper: the bits of the hyperparameters: -0.0 and 0.0 differ, and NaN equals itself.
+    """
+
+    _MOST = 1 << 12  # results that are kept
+    _FEW = 1 << 6  # results for which Python numbers take less time than tensors
+
+    def __init__(self, numbers: tuple[float, ...]) -> None:
+        """Know no result yet, for the hyperparameters ``numbers``."""
+        self.hyper = array("d", numbers).tobytes()
+        self._numbers = numbers
+        self._results: dict[bytes, _Result] = {}
+
+    def of(
+        self, rule: Rule, flags: tuple[bool, ...], keys: Sequence[bytes]
+    ) -> dict[bytes, _Result]:
+        """Return at least the results for scalar states whose float64 bits are ``keys``."""
+        if len(self._results) > self._MOST:
+            self._results = {}
+        unknown = [key for key in keys if key not in self._results]
+        states = [tuple(memoryview(key).cast("d")) for key in unknown]
+        if len(unknown) <= self._FEW:
+            found = [rule.scalars_on_numbers(s, self._numbers, flags) for s in states]
+        else:
+            columns = _wide(zip(*states, strict=True))
+            new_s, h = rule.host_scalars(columns, _wide(self._numbers), flags)
+            found = zip(_rows(new_s, len(states)), _rows(h, len(states)), strict=True)
+        for key, (new_s, h) in zip(unknown, found, strict=True):
+            self._results[key] = _Result(tuple(map(float, new_s)), tuple(map(float, h)))
+        return self._results
+
+
+def _rows(columns: Sequence[Any], n: int) -> list[tuple[float, ...]]:
+    """Return the n rows of ``columns``: numbers, 0-d tensors, and tensors of shape (n,)."""
+    lists = [torch.as_tensor(x, dtype=torch.float64).expand(n).tolist() for x in columns]
+    return list(zip(*lists, strict=True)) if lists else [()] * n
 
 
 @dataclass
@@ -153,7 +221,7 @@ class Bundles:
         updated: the same rows as ``update`` takes them: a backend may divide bundles further.
         prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
             has to prepare them again.
-        advanced: the last result for each param group; see :meth:`Block.advance`.
+        advanced: known results for each param group; see :meth:`Block.advance`.
     """
 
     bundles: list[tuple[Block, Bundle]]

@@ -7,10 +7,12 @@ scratch and the states, and the values are scattered back. A large parameter is 
 which needs no scratch.
 """
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import accumulate, compress
 from typing import Any, NamedTuple
 
 import torch
@@ -47,16 +49,18 @@ a core."""
 class Copies(ABC):
     """Copies between contiguous CPU parameters and flat scratch, which has one after another.
 
+    :meth:`load` and :meth:`store` copy the parameters whose gradients :meth:`gather` got last.
+
     For small tensors a torch call costs more than the copy that it makes. :class:`TorchCopies`
     makes few calls; ``numbers.NativeCopies``, once its loops are compiled, makes one.
     """
 
     @abstractmethod
-    def gather(self, grads: list[Tensor], scratch: Tensor) -> None:
+    def gather(self, grads: list[Any], scratch: Tensor) -> None:
         """Copy ``grads`` into ``scratch``, a flat tensor of their dtype.
 
         Args:
-            grads: contiguous, one for each parameter, of its shape.
+            grads: for each parameter, a contiguous tensor of its shape, or ``None`` for zeros.
             scratch: as long as all of them.
         """
 
@@ -86,23 +90,31 @@ class TorchCopies(Copies):
         self._one_dimensional = all(p.ndim == 1 for p in params)
         self._grad_scratch: Tensor | None = None
         self._grad_parts: list[Tensor] = []
+        self._present: list[bool] | None = None  # None if every gradient is there
 
-    def gather(self, grads: list[Tensor], scratch: Tensor) -> None:
+    def gather(self, grads: list[Any], scratch: Tensor) -> None:
         """See :meth:`Copies.gather`."""
-        if self._one_dimensional:
+        present = [grad is not None for grad in grads]
+        self._present = None if all(present) else present
+        if self._one_dimensional and self._present is None:
             torch.cat(grads, out=scratch)  # takes less than half as long as the copies below
             return
         if scratch is not self._grad_scratch:
             self._grad_scratch, self._grad_parts = scratch, _shaped(scratch, self._params)
-        _foreach_copy(self._grad_parts, grads)
+        if self._present is not None:
+            scratch.zero_()
+        _foreach_copy(self._stepped(self._grad_parts), self._stepped(grads))
 
     def load(self) -> None:
-        """See :meth:`Copies.load`."""
+        """See :meth:`Copies.load`. Copies the other parameters too, to no effect."""
         torch.cat(self._flat_params, out=self._scratch)
 
     def store(self) -> None:
         """See :meth:`Copies.store`."""
-        _foreach_copy(self._params, self._parts)
+        _foreach_copy(self._stepped(self._params), self._stepped(self._parts))
+
+    def _stepped(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors if self._present is None else list(compress(tensors, self._present))
 
 
 class BundleSlice(NamedTuple):
@@ -111,7 +123,7 @@ class BundleSlice(NamedTuple):
     Attributes:
         start: the index of the first element in the bundle.
         end: the index after the last element.
-        h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule.
+        h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule, float64.
         places: the places of the elements in the whole parameter, from which random numbers and
             stochastic rounding follow; ``None`` where there are neither.
         key: the random key of stochastic rounding; ``None`` to round to the nearest.
@@ -119,7 +131,7 @@ class BundleSlice(NamedTuple):
 
     start: int
     end: int
-    h: tuple[float, ...]
+    h: array
     places: Places | None = None
     key: int | None = None
 
@@ -147,6 +159,8 @@ class Bundle:
         marginals: the row and column statistics of each row, whose factors are adjacent in memory;
             empty if the rule has none.
         gathered_at: the ``grads_version`` of the work when its gradients were copied to ``grad``.
+        present: the positions of the rows that have a gradient in this step, in ascending order;
+            set by :meth:`gather`. A step changes no tensor of the other rows.
         functions: ``"update"``, ``"reduce"`` and ``"averages"`` of the rule for this bundle, as
             torch operations or compiled. Each takes slices and the tensors of the bundle.
     """
@@ -162,6 +176,7 @@ class Bundle:
     rounded: Copies | None = None
     marginals: list[Marginals] = field(default_factory=list)
     gathered_at: int | None = None
+    present: Sequence[int] = ()
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
@@ -221,52 +236,70 @@ class Bundle:
         """The parameter of each row."""
         return _params(self.rows)
 
-    def gather(self, work: Work) -> Tensor:
+    @property
+    def is_partial(self) -> bool:
+        """Whether some rows have no gradient in this step."""
+        return len(self.present) < len(self.rows)
+
+    @functools.cached_property
+    def bounds(self) -> list[int]:
+        """The index of the first element of each row, and the number of all elements."""
+        return list(accumulate(map(Tensor.numel, self.params), initial=0))
+
+    def gather(self, work: Work) -> Tensor | None:
         """Return the gradients of all rows as one flat tensor; copies at most once a step.
 
-        Of a single row, return its gradient, in its own shape.
+        Rows without a gradient are 0. Of a single row, return its gradient, in its own shape.
+        Returns ``None`` if no row has a gradient.
         """
         if self.grad is None or self.copies is None:
-            return work.grads[self.among[0]]
+            grad = work.grads[self.among[0]]
+            self.present = () if grad is None else (0,)
+            return grad
         if self.gathered_at != work.grads_version:
             if isinstance(self.among, range):
                 grads = work.grads[self.among.start : self.among.stop]
             else:
                 grads = [work.grads[i] for i in self.among]
-            self.copies.gather(grads, self.grad)
+            self.present = range(len(grads))
+            if work.present is not None:
+                self.present = [i for i, grad in enumerate(grads) if grad is not None]
+            if self.present:
+                self.copies.gather(grads, self.grad)
             self.gathered_at = work.grads_version
-        return self.grad
+        return self.grad if self.present else None
 
-    def alike(self, h: tuple[Any, ...]) -> Iterator[BundleSlice]:
-        """Yield slices of consecutive rows that have the same ``h``.
+    def alike(self, h: array | list[array]) -> list[BundleSlice]:
+        """Return slices of consecutive rows that have a gradient and share ``h``, one object.
 
-        There are several where step counts differ or the rule has a ``reduce``. Of a rule with row
-        and column statistics, each row is a slice. A rule runs on each slice by itself, so the
-        result for a parameter does not depend on the other parameters of the bundle.
+        There are several where step counts differ, the rule has a ``reduce``, or a row has no
+        gradient. Of a rule with row and column statistics, each row is a slice. A rule runs on each
+        slice by itself, so the result for a parameter does not depend on the other parameters of
+        the bundle.
 
         Args:
-            h: the numbers of the block, and lists with a number for each of its rows.
+            h: the numbers of the block, or a list with those of each of its rows.
         """
-        rows = list(self.each(h))
-        start = 0
-        for row, (_, end, own, *_) in enumerate(rows):
-            if self.marginals or row + 1 == len(rows) or rows[row + 1].h != own:
-                yield BundleSlice(start, end, own)
-                start = end
+        if self.marginals:
+            return self.each(h)
+        bounds, places = self.bounds, self.places
+        slices: list[BundleSlice] = []
+        start, end, numbers = 0, -1, array("d")
+        for i in self.present:
+            own = h[places[i]] if isinstance(h, list) else h
+            if bounds[i] != end or own is not numbers:
+                if end > 0:
+                    slices.append(BundleSlice(start, end, numbers))
+                start, numbers = bounds[i], own
+            end = bounds[i + 1]
+        return [*slices, BundleSlice(start, end, numbers)]
 
-    def each(self, h: tuple[Any, ...]) -> Iterator[BundleSlice]:
-        """Yield each row as a slice; ``h`` is as for :meth:`alike`."""
-        if self.copies is None:  # a single row: a shorter way
-            place = self.places[0]
-            own = tuple([x[place] if isinstance(x, list) else x for x in h])
-            yield BundleSlice(0, self.param.numel(), own)
-            return
-        columns = ([x[i] for i in self.places] if isinstance(x, list) else repeat(x) for x in h)
-        sizes = map(Tensor.numel, self.params)
-        start = 0
-        for size, *own in zip(sizes, *columns, strict=False):  # ``repeat`` has no end
-            yield BundleSlice(start, start + size, tuple(own))
-            start += size
+    def each(self, h: array | list[array]) -> list[BundleSlice]:
+        """Return each row that has a gradient as a slice; ``h`` is as for :meth:`alike`."""
+        bounds, places = self.bounds, self.places
+        if isinstance(h, list):
+            return [BundleSlice(bounds[i], bounds[i + 1], h[places[i]]) for i in self.present]
+        return [BundleSlice(bounds[i], bounds[i + 1], h) for i in self.present]
 
 
 def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

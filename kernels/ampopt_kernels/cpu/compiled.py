@@ -12,7 +12,6 @@ first step waits for the compiler.
 
 import ctypes
 import functools
-import math
 import operator
 import time
 import warnings
@@ -154,7 +153,7 @@ class Compiled(CpuBackend):
 
     def _surely_finite(self, work: Work, parts: list[Any]) -> bool:
         if numbers.loaded is not None:
-            return numbers.all_finite(work.grads)
+            return numbers.all_finite(work.present_grads)
         return sums_are_finite(work, parts)
 
     def _prepare_functions(self, work: Work) -> bool:
@@ -329,7 +328,7 @@ class Loop:
         """Run the function.
 
         Args:
-            parts: slices that together have every element of ``tensors``.
+            parts: slices of ``tensors`` in ascending order, at least one.
             tensors: flat gradient, parameter and other tensors.
             gives: the further arguments: addresses of memory for results.
             beside: integers that follow the addresses of ``tensors``: the addresses of row and
@@ -337,8 +336,9 @@ class Loop:
         """
         where = array("q", map(Tensor.data_ptr, tensors))
         where.extend(beside)
-        ends = array("q", map(_end_of, parts))
-        self.run(parts, where, ends, ends[-1], *gives)
+        starts, ends, *_ = zip(*parts, strict=True)
+        bounds = array("q", chain.from_iterable(zip(starts, ends, strict=True)))
+        self.run(parts, where, bounds, bounds[-1], *gives)
 
     def run(
         self, parts: Sequence[BundleSlice], where: array, sizes: array, total: int, *gives: int
@@ -348,17 +348,14 @@ class Loop:
         Args:
             parts: slices or rows, with the numbers of each.
             where: the addresses of the tensors, and what follows them.
-            sizes: the third argument of the function: where each slice ends, or how many elements
-                each row has.
+            sizes: the third argument of the function: where each slice starts and ends, or how many
+                elements each row has.
             total: how many elements there are.
             gives: the further arguments.
         """
         h = array("d")
-        last, numbers_of_last = None, array("d")
         for part in parts:
-            if part.h is not last:
-                last, numbers_of_last = part.h, array("d", part.h)
-            h += numbers_of_last
+            h.extend(part.h)
             if part.places is not None:
                 h.append(part.places.first - part.start)  # the place of the bundle's first element
                 if part.key is not None:
@@ -428,21 +425,23 @@ class Averages:
         """Return the sums of each term: float64, shape (rows, *shape of the statistic).
 
         Args:
-            rows: a slice for each row of the bundle.
+            rows: a slice for each row of the bundle that has a gradient.
             tensors: flat gradient, parameter and states.
             own: the statistics of the first row; those of the others have the same shapes.
         """
-        *stack, m, n = own.shape
-        matrices, bands = len(rows) * math.prod(stack), -(-m // self._band)
+        m, n = own.shape[-2:]
+        matrices, bands = rows[-1].end // (m * n), -(-m // self._band)
         shapes = [(matrices, m) if of_rows else (matrices, bands, n) for of_rows in own.of_rows]
         sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
         to = array("q", map(Tensor.data_ptr, sums))
         self._loop(rows, tensors, to.buffer_info()[0], beside=(m, n))
         # The function has added up all bands in the place of the first one.
-        return [
-            (x if of_rows else x[:, 0]).reshape(len(rows), *part.beside(own.shape))
+        summed = [
+            (x if of_rows else x[:, 0]).reshape(-1, *part.beside(own.shape))
             for part, of_rows, x in zip(own.parts, own.of_rows, sums, strict=True)
         ]
+        present = [row.start // own.numel for row in rows]
+        return [x if len(x) == len(rows) else x[present] for x in summed]
 
 
 _CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {

@@ -131,8 +131,8 @@ template <typename T> struct Spread {
 };
 """
 
-# ``ends`` has the end of each slice (part) or row; ``h`` has the numbers of the first, followed by
-# those of the second, and so on.
+# ``bounds`` has start and end of each slice (part) or row, in ascending order. ``h`` has the
+# numbers of the first, followed by those of the second, and so on.
 UPDATE = """
 __attribute__((noinline)) static void apply(
     const double* h, void* const* tensors, int64_t start, int64_t end
@@ -150,14 +150,15 @@ __attribute__((noinline)) static void apply(
 }}
 
 extern "C" void update(
-    const double* h, void* const* tensors, const int64_t* ends, int64_t n_parts, int64_t threads
+    const double* h, void* const* tensors, const int64_t* bounds, int64_t n_parts, int64_t threads
 ) {{
-    const int64_t n = ends[n_parts - 1];
+    const int64_t n = bounds[2 * n_parts - 1];
     #pragma omp parallel for num_threads(threads)
     for (int64_t thread = 0; thread < threads; ++thread) {{
         const int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
-        for (int64_t part = 0, start = 0; part < n_parts; start = ends[part++]) {{
-            const int64_t from = start < first ? first : start, to = lesser(ends[part], last);
+        for (int64_t part = 0; part < n_parts; ++part) {{
+            const int64_t start = bounds[2 * part], to = lesser(bounds[2 * part + 1], last);
+            const int64_t from = start < first ? first : start;
             if (from < to) apply(h + part * {width}, tensors, from, to);
         }}
     }}
@@ -203,15 +204,16 @@ __attribute__((noinline)) static void sum_part(
 }}
 
 extern "C" void sums(
-    const double* h, void* const* tensors, const int64_t* ends, int64_t n_rows, int64_t threads,
+    const double* h, void* const* tensors, const int64_t* bounds, int64_t n_rows, int64_t threads,
     double* out
 ) {{
-    for (int64_t row = 0, start = 0; row < n_rows; start = ends[row++], out += n_terms) {{
-        const int64_t n_parts = (ends[row] - start + {part} - 1) / {part};
+    for (int64_t row = 0; row < n_rows; ++row, out += n_terms) {{
+        const int64_t start = bounds[2 * row], end = bounds[2 * row + 1];
+        const int64_t n_parts = (end - start + {part} - 1) / {part};
         double* parts = new double[n_parts * n_terms];
         #pragma omp parallel for num_threads(threads)
         for (int64_t part = 0; part < n_parts; ++part) {{
-            const int64_t from = start + part * {part}, to = lesser(from + {part}, ends[row]);
+            const int64_t from = start + part * {part}, to = lesser(from + {part}, end);
             sum_part(h + row * {width}, tensors, from, to, parts + part * n_terms);
         }}
         for (int64_t k = 0; k < n_terms; ++k) {{
@@ -281,13 +283,15 @@ __attribute__((noinline)) static void sum_bands(
 // of the other bands are added to those of the first. Which bands are summed together does not
 // depend on the number of threads, so no bit of the result does either.
 extern "C" void averages(
-    const double* h, void* const* tensors, const int64_t* ends, int64_t n_parts, int64_t threads,
+    const double* h, void* const* tensors, const int64_t* bounds, int64_t n_parts, int64_t threads,
     double* const* sums
 ) {{
     const int64_t m = (int64_t)tensors[{n_tensors}], n = (int64_t)tensors[{n_tensors} + 1];
     const int64_t bands = (m + ROWS - 1) / ROWS, some = ({part} - 1) / (lesser(ROWS, m) * n) + 1;
-    for (int64_t part = 0, first = 0, last; part < n_parts; ++part, first = last) {{
-        last = ends[part] / (m * n) * bands;
+    const int64_t matrices = bounds[2 * n_parts - 1] / (m * n);
+    for (int64_t part = 0; part < n_parts; ++part) {{
+        const int64_t first = bounds[2 * part] / (m * n) * bands;
+        const int64_t last = bounds[2 * part + 1] / (m * n) * bands;
         #pragma omp parallel for num_threads(threads)
         for (int64_t band = first; band < last; band += some) {{
             const int64_t next = lesser(band + some, last);
@@ -299,7 +303,7 @@ extern "C" void averages(
         }}
     }}
     for (int64_t k = 0; k < N_TERMS; ++k) if (!OF_ROWS[k])
-        for (int64_t matrix = 0; matrix < ends[n_parts - 1] / (m * n); ++matrix) {{
+        for (int64_t matrix = 0; matrix < matrices; ++matrix) {{
             double *first = sums[k] + matrix * bands * n, *other = first + n;
             for (int64_t band = 1; band < bands; ++band, other += n)
                 for (int64_t j = 0; j < n; ++j) first[j] += other[j];

@@ -13,12 +13,21 @@
 #include <limits>
 #include <vector>
 
-extern "C" void gather(char* const* tensors, const int64_t* bytes, int64_t n, char* scratch) {
-    for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(scratch, tensors[i], bytes[i]);
+// The copies of NativeCopies, of the tensors for which ``present`` is not null. gather writes
+// zeros for a tensor that is null itself.
+extern "C" void gather(
+    char* const* tensors, const int64_t* bytes, int64_t n, char* scratch, char* const* present
+) {
+    for (int64_t i = 0; i < n; scratch += bytes[i++])
+        if (!tensors[i]) std::memset(scratch, 0, bytes[i]);
+        else if (present[i]) std::memcpy(scratch, tensors[i], bytes[i]);
 }
 
-extern "C" void scatter(char* const* tensors, const int64_t* bytes, int64_t n, char* scratch) {
-    for (int64_t i = 0; i < n; scratch += bytes[i++]) std::memcpy(tensors[i], scratch, bytes[i]);
+extern "C" void scatter(
+    char* const* tensors, const int64_t* bytes, int64_t n, char* scratch, char* const* present
+) {
+    for (int64_t i = 0; i < n; scratch += bytes[i++])
+        if (present[i]) std::memcpy(tensors[i], scratch, bytes[i]);
 }
 
 // Functions below take tensors as arrays of addresses, dtypes (their indices in dtypes.py) and

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def loops() -> ctypes.CDLL:
     made = library().load()
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     for loop in (made.gather, made.scatter):
-        loop.argtypes, loop.restype = (pointer, pointer, count, pointer), None
+        loop.argtypes, loop.restype = (pointer, pointer, count, pointer, pointer), None
     made.all_finite.argtypes = (pointer, pointer, pointer, count, count)
     tensors = pointer, pointer, pointer, count, count
     made.measure.argtypes = (*tensors, pointer, ctypes.c_double, pointer, pointer)
@@ -112,20 +113,21 @@ class NativeCopies(Copies):
         starts = where.buffer_info()[0], sizes.buffer_info()[0]
         self._arguments = (*starts, len(where), scratch.data_ptr())
         self._alive = where, scratch  # the arguments are pointers into these
+        self._grads = where  # as if every gradient had been there
 
-    def gather(self, grads: list[Tensor], scratch: Tensor) -> None:
+    def gather(self, grads: list[Any], scratch: Tensor) -> None:
         """See :meth:`Copies.gather`."""
-        where, sizes = addresses(grads), self._bytes[scratch.element_size()]
-        starts = where.buffer_info()[0], sizes.buffer_info()[0]
-        self._loops.gather(*starts, len(where), scratch.data_ptr())
+        self._grads, sizes = addresses(grads), self._bytes[scratch.element_size()]
+        where = self._grads.buffer_info()[0]
+        self._loops.gather(where, sizes.buffer_info()[0], len(grads), scratch.data_ptr(), where)
 
     def load(self) -> None:
         """See :meth:`Copies.load`."""
-        self._loops.gather(*self._arguments)
+        self._loops.gather(*self._arguments, self._grads.buffer_info()[0])
 
     def store(self) -> None:
         """See :meth:`Copies.store`."""
-        self._loops.scatter(*self._arguments)
+        self._loops.scatter(*self._arguments, self._grads.buffer_info()[0])
 
 
 def all_finite(tensors: list[Tensor]) -> bool:

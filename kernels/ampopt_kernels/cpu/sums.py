@@ -30,7 +30,7 @@ def sum_terms(
     rule: Rule,
     flags: tuple[bool, ...],
     tensors: Sequence[Tensor],
-    h: tuple[Any, ...],
+    h: Sequence[Any],
     marginals: Marginals | None = None,
 ) -> Tensor:
     """Sum each term of ``rule.reduce`` over the elements of a parameter.

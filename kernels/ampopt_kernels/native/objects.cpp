@@ -41,7 +41,8 @@ template <typename Each> static bool all_of(PyObject* tensors, Each each) {
 
 extern "C" int addresses(PyObject* tensors, int64_t* found) {
     return all_of(tensors, [&](PyObject* tensor) {
-        *found++ = reinterpret_cast<int64_t>(THPVariable_Unpack(tensor).data_ptr());
+        const bool none = tensor == Py_None;
+        *found++ = none ? 0 : reinterpret_cast<int64_t>(THPVariable_Unpack(tensor).data_ptr());
         return true;
     });
 }
@@ -84,8 +85,16 @@ extern "C" int64_t layouts(PyObject* tensors, int64_t* found, int64_t room) {
     return known ? n : -1;
 }
 
-extern "C" int laid_out(PyObject* tensors, const int64_t* known) {
-    return all_of(tensors, [&](PyObject* tensor) {
+// How many of ``tensors`` are None, which has any layout; -1 if another one has not that which is
+// known of it.
+extern "C" int64_t laid_out(PyObject* tensors, const int64_t* known) {
+    int64_t none = 0;
+    const bool fit = all_of(tensors, [&](PyObject* tensor) {
+        if (tensor == Py_None) {
+            known += 6 + 2 * known[5];  // known[5] is the number of dimensions
+            return ++none > 0;
+        }
         return layout(tensor, [&](int64_t number) { return number == *known++; });
     });
+    return fit ? none : -1;
 }

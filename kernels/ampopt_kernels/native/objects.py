@@ -14,7 +14,7 @@ import operator
 import sysconfig
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +104,27 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.PyDLL:
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     library.hold.argtypes = (objects, pointer, objects, objects)
     library.addresses.argtypes = library.laid_out.argtypes = (objects, pointer)
+    library.laid_out.restype = count
     library.bump_versions.argtypes = (objects,)
     library.layouts.argtypes, library.layouts.restype = (objects, pointer, count), count
     return library
 
 
-def addresses(tensors: list[Tensor]) -> array:
-    """Return the addresses of the first elements of strided ``tensors``, as 64-bit integers."""
+def addresses(tensors: list[Any]) -> array:
+    """Return the addresses of strided tensors as 64-bit integers: of the first element of each.
+
+    Args:
+        tensors: strided tensors, or ``None``, whose address is 0.
+    """
     library = loops.get()
     if library is not None:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
             return found
-    return array("q", list(map(Tensor.data_ptr, tensors)))  # of a map it would be slower
+    try:
+        return array("q", list(map(Tensor.data_ptr, tensors)))  # of a map it would be slower
+    except TypeError:  # one is None
+        return array("q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 
 def bump_versions(tensors: list[Tensor]) -> None:
@@ -149,6 +157,19 @@ class IdentityGuard:
             and all(map(operator.is_, chain.from_iterable(self._views), self._values))
         )
 
+    def changed(self) -> list[Any] | dict[Any, Any] | None:
+        """Return the first container that has other members now; ``None`` if there is none."""
+        members, values = iter(self._members), iter(self._values)
+        for container, size in zip(self._containers, self._sizes, strict=True):
+            stored = list(islice(members, size))
+            now = list(container)
+            if isinstance(container, dict):
+                stored += islice(values, size)
+                now += container.values()
+            if len(stored) != len(now) or not all(map(operator.is_, stored, now)):
+                return container
+        return None
+
 
 class LayoutGuard:
     """The layouts of some strided tensors, on which a plan for a flat kernel depends.
@@ -166,22 +187,33 @@ class LayoutGuard:
         if self._numbers is None:
             self._properties = [(of, list(map(of, tensors))) for of in _properties_of(tensors)]
 
-    def fit(self, tensors: list[Any]) -> bool:
-        """Return whether each of ``tensors`` has the layout of the stored tensor at its index.
+    def missing(self, tensors: list[Any]) -> int | None:
+        """Compare the layout of each of ``tensors`` with that of the stored tensor at its index.
 
-        ``None`` has no layout.
+        Args:
+            tensors: tensors, or ``None``, which fits any layout.
+
+        Returns:
+            How many are ``None``; ``None`` if a tensor has another layout.
         """
         if len(tensors) != self._n:
-            return False
+            return None
         if self._numbers is not None:
             library = loops.get()
             assert library is not None
-            return bool(library.laid_out(tensors, self._numbers.buffer_info()[0]))
+            n = library.laid_out(tensors, self._numbers.buffer_info()[0])
+            return None if n < 0 else n
         assert self._properties is not None
-        if any(list(map(of, tensors)) != stored for of, stored in self._properties):
-            return False
-        self._numbers = _numbers(tensors)  # the loops may have been compiled since
-        return True
+        if all(list(map(of, tensors)) == stored for of, stored in self._properties):
+            self._numbers = _numbers(tensors)  # the loops may have been compiled since
+            return 0
+        there = [tensor is not None for tensor in tensors]
+        tensors = list(compress(tensors, there))
+        alike = all(
+            list(map(of, tensors)) == list(compress(stored, there))
+            for of, stored in self._properties
+        )
+        return self._n - len(tensors) if alike else None
 
 
 def _properties_of(tensors: list[Tensor]) -> Iterator[Callable[[Any], Any]]:

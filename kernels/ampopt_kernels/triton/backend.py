@@ -332,7 +332,8 @@ class Triton(Backend):
         optional = (attempt.skip, attempt.cause, attempt.scale, attempt.norm)
         skip, cause, scale, norm = (numbers if x is None else x for x in optional)
         arguments = {
-            "flags": numbers if report is None else report.flags_on(device),
+            # A pointer that is not read may be any of its dtype.
+            "flags": numbers.view(torch.float32) if report is None else report.flags_on(device),
             "measures": numbers if report is None or report.measures is None else report.measures,
             "parts": where,
             "n_parts": len(parts),

@@ -236,6 +236,7 @@ def _advance(
     at = start + tl.arange(0, ROWS)
     live = at < n_rows
     row = table + at.to(tl.int64) * COLUMNS
+    present = tl.load(row, mask=live, other=0) != 0  # whether there is a gradient
     if len(FLAG_SETS) > 1:
         live = live & (tl.load(row + COLUMNS - 4, mask=live, other=-1) == FLAG_SET)
     group = tl.load(row + COLUMNS - 2, mask=live, other=0)
@@ -274,7 +275,7 @@ def _advance(
     skips = skip + tl.zeros((ROWS,), tl.float64)
     for i in tl.static_range(0 if PREVIEW else N_SCALARS):
         address = tl.load(row + 2 + N_STATES + i, mask=live, other=0)
-        stored = live & (address != 0) & (skips <= 0)
+        stored = live & present & (address != 0) & (skips <= 0)
         tl.store(address.to(tl.pointer_type(STORED[i])), new_s[i].to(STORED[i]), mask=stored)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)

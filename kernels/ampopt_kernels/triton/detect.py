@@ -66,14 +66,15 @@ def detect_kernel(
     row = table + tl.load(blocks + 2 * program).to(tl.int64) * COLUMNS
     start = tl.load(blocks + 2 * program + 1).to(tl.int64) * chunk
     numel = tl.load(row + COLUMNS - 1)
-    grad = tl.multiple_of(tl.load(row).to(tl.pointer_type(DTYPE)) + start, ALIGN)
+    address = tl.load(row)
+    grad = tl.multiple_of(address.to(tl.pointer_type(DTYPE)) + start, ALIGN)
     inverse = tl.full((), 1.0, COMPUTE)
     if HAS_SCALE:
         # In float64, so that the float32 reciprocal is correctly rounded.
         inverse = (1.0 / tl.load(scale).to(tl.float64)).to(COMPUTE)
 
-    # Offsets within the chunk fit 32 bits, which saves registers.
-    end = tl.minimum(numel - start, chunk).to(tl.int32)
+    # Offsets within the chunk fit 32 bits, which saves registers. Without a gradient, none is read.
+    end = tl.where(address != 0, tl.minimum(numel - start, chunk), 0).to(tl.int32)
     whole = end // (AHEAD * BLOCK) * (AHEAD * BLOCK)
     bad = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((BLOCK,), tl.float64)

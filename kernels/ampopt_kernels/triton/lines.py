@@ -6,6 +6,7 @@ several programs share a line, their sums are added afterwards in a fixed order,
 same bits in every run.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -235,13 +236,20 @@ def advance_marginals(
     """
     assert work.rule is not None
     skip = coefficients[0] > 0
+    get = functools.partial(work.uploads.get, dtype=torch.int64, device=work.device)
     for number, stack in enumerate(lines.stacks):
-        numbers = h
-        if len(stack.rows) < len(work.rows):
-            places = work.uploads.get(f"stack {number}", stack.rows, torch.int64, work.device)
-            numbers = h[places]
-        of_stack = sums[stack.rows[0]]
-        advance_stack(work.rule, stack.members, stack.flags, of_stack, numbers, skip)
+        # Only matrices with a gradient: a mean over a larger stack may be rounded differently.
+        present = [i for i, row in enumerate(stack.rows) if work.is_present(row)]
+        if not present:
+            continue
+        rows, members = [stack.rows[i] for i in present], [stack.members[i] for i in present]
+        numbers, of_stack = h, sums[stack.rows[0]]
+        if len(rows) < len(work.rows):
+            numbers = h[get(f"stack {number}", rows)]
+        if len(rows) < len(stack.rows):
+            places = get(f"present in stack {number}", present)
+            of_stack = [sum_.index_select(0, places) for sum_ in of_stack]
+        advance_stack(work.rule, members, stack.flags, of_stack, numbers, skip)
 
 
 @kernel
@@ -327,7 +335,8 @@ def line_kernel(
     for i in tl.static_range(len(DTYPES)):
         stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i]))
         streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
-    end = tl.minimum(begin + SPAN, length)
+    # Without a gradient, nothing is read, and the sums are 0.
+    end = tl.where(tl.load(row) != 0, tl.minimum(begin + SPAN, length), begin)
     there = line < lines
     total = tl.zeros((LINES, ALONG), tl.float64)
     for offset in range(begin, end, ALONG):

@@ -79,7 +79,9 @@ def reduce_kernel(
         stream = tl.load(row + i).to(tl.pointer_type(DTYPES[i])) + start
         streams = streams + (tl.multiple_of(stream, tl.constexpr(ALIGNS[i])),)  # pyright: ignore
 
-    end = tl.minimum(tl.load(row + COLUMNS - 1) - start, CHUNK).to(tl.int32)
+    # Without a gradient, nothing is read, and the sums are 0.
+    numel = tl.load(row + COLUMNS - 1)
+    end = tl.where(tl.load(row) != 0, tl.minimum(numel - start, CHUNK), 0).to(tl.int32)
     whole = end // BLOCK * BLOCK
     factors_at, place = factors_of(row, start, OF_ROWS, FACTORS, COMPUTE, EVEN)
     totals = ()

@@ -6,7 +6,7 @@ The table of addresses has one row for each parameter. All columns are int64; "a
 ==================  =========  ====================================================================
 name                columns    meaning
 ==================  =========  ====================================================================
-grad                1          address of the gradient
+grad                1          address of the gradient; 0 for a row that this step leaves unchanged
 param               1          address of the parameter, or of its float32 master weight
 states              1 each     addresses of the elementwise states
 copy                0 or 1     address of the low-precision copy of a master weight
@@ -153,6 +153,7 @@ class Table:
             return False
         numbers = self.numbers[:]  # a copy: the uploads compare with the old ones
         numbers[:: self.columns] = grads
+        _mark_empty(numbers, self.columns, work)
         self.rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
         self.numbers, self.grads_version = numbers, work.grads_version
         return True
@@ -168,8 +169,12 @@ class Table:
         rows: list[int] = []
         kinds: dict[Any, list[int]] = {}
         aligned: list[bool] = []
+        sizes = [
+            (grad if row.param is None else row.param).numel()
+            for row, grad in zip(work.rows, work.grads, strict=True)
+        ]
         for index, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
-            streams = [t.data_ptr() for t in (grad, *row.written)]
+            streams = [0 if t is None else t.data_ptr() for t in (grad, *row.written)]
             aligned.append(all(address % 16 == 0 for address in streams))
             if row.marginals is not None:
                 streams += row.marginals.addresses
@@ -181,18 +186,18 @@ class Table:
             jumps = [n for jump in row.places.jumps for n in jump]
             rows += [*streams, *scalars, *[0] * (NUMBERS * n_jumps - len(jumps)), *jumps]
             rows += [keys, row.places.first, of_flags]
-            rows += [int(row.in_norm), row.group, grad.numel()]
+            rows += [int(row.in_norm), row.group, sizes[index]]
             # Without alignment, Triton would lay out loads of factors unlike those of elements.
             even = aligned[index] and row.marginals is not None and row.marginals.is_even
             kinds.setdefault((row.kind, aligned[index], even), []).append(index)
-        chunk = _chunk(sum(grad.numel() for grad in work.grads))
+        chunk = _chunk(sum(sizes))
         blocks: list[int] = []
         spans = [0] * (2 * len(work.rows))
         launches: list[Launch] = []
         for (_, is_aligned, is_even), members in kinds.items():
             start = len(blocks) // 2
             for index in members:
-                n = -(-work.grads[index].numel() // chunk)
+                n = -(-sizes[index] // chunk)
                 spans[2 * index] = len(blocks) // 2
                 spans[2 * index + 1] = len(blocks) // 2 + n
                 for place in range(n):
@@ -202,10 +207,12 @@ class Table:
                 align, even = (16 if is_aligned else 1), (EVEN if is_even else 1)
                 launches.append(Launch(start, stop, work.rows[members[0]], align, even))
         get, numbers = work.uploads.get, array("q", rows)
+        columns = 8 + n_states + n_scalars + NUMBERS * n_jumps
+        _mark_empty(numbers, columns, work)
         return Table(
             rows=get(_name("rows", work), numbers, torch.int64, work.device),
             numbers=numbers,
-            columns=8 + n_states + n_scalars + NUMBERS * n_jumps,
+            columns=columns,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             row_of_block=blocks[::2],
             spans=spans,
@@ -215,6 +222,13 @@ class Table:
             aligned=aligned,
             grads_version=work.grads_version,
         )
+
+
+def _mark_empty(numbers: array, columns: int, work: Work) -> None:
+    """Give gradients without elements an address other than 0, which is for no gradient."""
+    for index in work.empty:
+        if work.grads[index] is not None:
+            numbers[index * columns] = 16
 
 
 def state_columns(rule: Rule | None) -> int:

@@ -103,8 +103,9 @@ def update_kernel(
     if STOCHASTIC:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
 
-    # Offsets within the chunk fit 32 bits, which saves registers.
-    end = tl.minimum(numel - start, CHUNK).to(tl.int32)
+    # Offsets within the chunk fit 32 bits, which saves registers. Without a gradient, nothing is
+    # read or written.
+    end = tl.where(tl.load(row) != 0, tl.minimum(numel - start, CHUNK), 0).to(tl.int32)
     whole = end // BLOCK * BLOCK
     # Whole blocks need no mask: only unmasked accesses to aligned addresses are 16 bytes wide.
     for offset in range(0, whole, BLOCK):

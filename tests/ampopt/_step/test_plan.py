@@ -113,7 +113,6 @@ def test_what_entries_read_of_a_group_is_read_at_each_step():
         lambda model, optimizer: setattr(optimizer, "state", copy.copy(optimizer.state)),
         lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
         lambda model, optimizer: optimizer.add_param_group({"params": [torch.zeros(2)]}),
-        lambda model, optimizer: model.bias.requires_grad_(False),
     ],
 )
 def test_a_plan_is_made_anew_when_anything_else_changes(implementation, change):

@@ -1,5 +1,7 @@
 """Questions about many objects, in C++ and in Python."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.object_loops import need_object_loops
@@ -140,13 +142,13 @@ def test_others_laid_out_the_same_are_alike():
     known = LayoutGuard(example())
     with torch.no_grad():
         others = [torch.ones(100)[7:13].view(2, 3), torch.ones(9)[3], *example()[2:]]
-        assert known.fit(others)
-    assert known.fit(others)
+        assert known.missing(others) == 0
+    assert known.missing(others) == 0
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_a_flat_kernel_would_misread_is_not_alike(what):
-    assert not LayoutGuard(example()).fit([CHANGED[what], *example()[1:]])
+    assert LayoutGuard(example()).missing([CHANGED[what], *example()[1:]]) is None
 
 
 @pytest.mark.parametrize(
@@ -158,22 +160,47 @@ def test_what_a_flat_kernel_would_misread_is_not_alike(what):
     ids=["transposed", "conjugated"],
 )
 def test_what_is_not_contiguous_or_not_real_is_told_apart_too(known, other):
-    assert LayoutGuard([known]).fit([known.clone(memory_format=torch.preserve_format)])
-    assert not LayoutGuard([known]).fit([other])
+    same = known.clone(memory_format=torch.preserve_format)
+    assert LayoutGuard([known]).missing([same]) == 0
+    assert LayoutGuard([known]).missing([other]) is None
 
 
-def test_none_is_like_no_tensor():
-    assert not LayoutGuard(example()).fit([None, *example()[1:]])
+@pytest.mark.parametrize("what", CHANGED)
+def test_none_is_missing_and_the_others_are_compared(what):
+    first, *others = example()
+    known = LayoutGuard(example())
+    assert known.missing([None, *others]) == 1
+    assert known.missing([None, None, None]) == 3
+    assert known.missing([first, None, others[1]]) == 1
+    assert known.missing([CHANGED[what], None, others[1]]) is None
+    assert known.missing([None, CHANGED[what], None]) is None
+    assert known.missing(example()) == 0
+
+
+def test_the_address_of_none_is_0():
+    tensor = torch.ones(2)
+    assert addresses([None, tensor]).tolist() == [0, tensor.data_ptr()]
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_the_container_that_has_changed_is_found(at):
+    containers = [[1, 2], {"a": 3}, {}, [None]]
+    guard = IdentityGuard(containers)
+    assert guard.changed() is None
+    container: Any = containers[at]
+    container.append(4) if isinstance(container, list) else container.update(a=5)
+    assert guard.changed() is container
 
 
 def test_a_tensor_of_another_class_is_not_alike():
-    assert not LayoutGuard(example()).fit([torch.nn.Parameter(example()[0]), *example()[1:]])
+    others = [torch.nn.Parameter(example()[0]), *example()[1:]]
+    assert LayoutGuard(example()).missing(others) is None
 
 
 def test_more_or_fewer_are_not_alike():
-    assert not LayoutGuard(example()).fit(example()[:2])
-    assert not LayoutGuard(example()[:2]).fit(example())
-    assert LayoutGuard([]).fit([])
+    assert LayoutGuard(example()).missing(example()[:2]) is None
+    assert LayoutGuard(example()[:2]).missing(example()) is None
+    assert LayoutGuard([]).missing([]) == 0
 
 
 @pytest.mark.parametrize("what", CHANGED)
@@ -183,12 +210,12 @@ def test_loops_that_are_compiled_later_know_what_was_there_before(what, monkeypa
         patch.setattr(objects, "loops", Loops())
         known = LayoutGuard(example())
     changed = [CHANGED[what], *example()[1:]]
-    assert not known.fit(changed)
+    assert known.missing(changed) is None
     monkeypatch.setattr(objects, "loops", loops)
-    assert known.fit(example())
+    assert known.missing(example()) == 0
     monkeypatch.setattr(known, "_properties", ())  # Python compares nothing any more
-    assert known.fit(example())
-    assert not known.fit(changed)
+    assert known.missing(example()) == 0
+    assert known.missing(changed) is None
 
 
 class Compiler:

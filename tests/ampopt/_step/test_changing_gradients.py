@@ -1,0 +1,238 @@
+"""Steps whose gradients come and go: rows that are kept, against plans that are made anew."""
+
+import random
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.gpus import ON_A_GPU
+from support.langevin import Langevin
+from support.strategies import fewer
+from torch.nn import Parameter
+
+import ampopt
+from ampopt.testing.bits import assert_same, everything
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+MIXED = (FLOAT32, torch.float16, BFLOAT16)
+KINDS: dict[str, tuple[Any, tuple[torch.dtype, ...], dict[str, Any]]] = {
+    "AdamW": (ampopt.AdamW, (FLOAT32, torch.float64), {}),
+    "masters": (ampopt.AdamW, MIXED, {"master_weights": True}),
+    "rounded stochastically": (ampopt.SGD, (BFLOAT16,), {"param_rounding": "stochastic"}),
+    "half precision": (ampopt.Lion, (FLOAT32, BFLOAT16), {}),
+    "sums": (ampopt.NovoGrad, (FLOAT32,), {}),
+    "row and column statistics": (ampopt.Adafactor, (FLOAT32,), {}),
+    "random numbers": (Langevin, (FLOAT32,), {}),
+}
+SHAPES = [(3,), (2, 4), (4, 2), (2, 4), (5,), (2, 4)]
+
+
+class Step(NamedTuple):
+    """One step of a training: which parameters have gradients, and how they are stepped with."""
+
+    present: frozenset[int]
+    how: str
+    size: float
+    overflows: int
+
+
+STEPS = st.builds(
+    Step,
+    st.frozensets(st.sampled_from(range(len(SHAPES)))),
+    st.sampled_from(["at once", "clipped", "unscaled first", "accumulated", "plain", "closure"]),
+    st.sampled_from([0.5, 1.0, 4.0]),
+    st.sampled_from([-1, -1, -1, 0, 1, 5]),
+)
+
+
+TELLING = [
+    Step(frozenset({0, 2, 3, 5}), "at once", 1.0, -1),
+    Step(frozenset({1, 2, 3, 4, 5}), "clipped", 4.0, -1),
+    Step(frozenset({0, 1, 3}), "unscaled first", 1.0, -1),
+    Step(frozenset({0, 2, 5}), "clipped", 4.0, 5),
+    Step(frozenset({1, 2, 5}), "at once", 1.0, -1),
+]
+"""Step counts differ, and rows of one buffer have gradients and have none, in most ways."""
+
+
+def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> list[Any]:
+    """What a training leaves after each step.
+
+    Args:
+        kind: the key of :data:`KINDS`.
+        steps: the steps.
+        watched: whether there are a watch and a limit of the norm.
+        forgets: whether every step makes its plan, and all rows, anew.
+    """
+    cls, dtypes, options = KINDS[kind]
+    params = []
+    for i, shape in enumerate(SHAPES):
+        values = torch.linspace(-1, 2, torch.Size(shape).numel()).view(shape)
+        params.append(Parameter(values.to(dtypes[i % len(dtypes)])))
+    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 0.25}]
+    optimizer = cls(groups, lr=0.5, **options)
+    watch = ampopt.Watch(optimizer) if watched else None
+    if watched:
+        ampopt.skip_when(optimizer, norm=1e4)
+    scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2)
+    after = []
+    for step in steps:
+        for i, p in enumerate(params):
+            p.grad = None
+            if i in step.present:
+                # Their squares are exact, so a norm does not depend on the order of the sum.
+                grad = (torch.arange(float(p.numel())) % 5 - 2 + i % 3) * step.size
+                grad[-1] = float("inf") if step.overflows == i else grad[-1]
+                p.grad = grad.view(p.shape).to(p.dtype)
+        if forgets:
+            optimizer._ampopt.runner.drop_plan()
+        if step.how == "at once":
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale).scale
+        elif step.how == "clipped":
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=0.75).scale
+        elif step.how == "unscaled first":
+            scale = optimizer.unscale(grads_scaled_by=scale).scale
+            optimizer.step_after_unscale()
+        elif step.how == "accumulated":
+            optimizer.accumulate(grads_scaled_by=scale)
+            scale = optimizer.unscale_and_step(grads_scaled_by=scale).scale
+        elif step.how == "closure" and step.overflows < 0:
+            closure = lambda *_: torch.ones(())  # noqa: E731
+            scale = optimizer.unscale_and_step(closure, grads_scaled_by=scale).scale
+        elif step.overflows < 0:
+            optimizer.step()
+        after.append(everything(optimizer))
+        after.append([scale.state_dict(), watch and watch.read()])
+    return after
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton", ON_A_GPU], indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_kept_step_as_rows_that_are_made_anew(kind, backend):
+    @fewer(0.5)
+    @example(TELLING, True)
+    @given(st.lists(STEPS, min_size=3, max_size=4), st.booleans())
+    def check(steps, watched):
+        torch.manual_seed(0)
+        random.seed(0)
+        kept, anew = (trained(kind, steps, watched, forgets=forgets) for forgets in (False, True))
+        for number, (ours, expected) in enumerate(zip(kept, anew, strict=True)):
+            assert_same(ours, expected, f"after step {number // 2}")
+
+    check()
+
+
+def stepped(optimizer: Any, present: Iterable[Parameter]) -> None:
+    """One step in which ``present`` have gradients."""
+    optimizer.zero_grad()
+    for p in present:
+        p.grad = torch.ones_like(p)
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+
+
+def reasons(optimizer: Any) -> list[str]:
+    """Why plans were made since the first step; and forget it."""
+    counted = optimizer._ampopt.runner.reasons
+    found = list(counted.elements())
+    counted.clear()
+    return found
+
+
+def of_parameters(n: int) -> tuple[list[Parameter], Any]:
+    params = [Parameter(torch.ones(2, 3)) for _ in range(n)]
+    return params, ampopt.AdamW(params)
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
+def test_sets_that_alternate_or_are_random_need_no_new_plan(backend):
+    params, optimizer = of_parameters(6)
+    stepped(optimizer, params)
+    assert reasons(optimizer) == ["the first step"]
+    draw = random.Random(0)
+    for present in ([], params[:1], params[1:], *(draw.sample(params, 4) for _ in range(4))):
+        stepped(optimizer, present)
+    params[2].requires_grad_(False)
+    stepped(optimizer, params[:2])
+    stepped(optimizer, params)
+    assert reasons(optimizer) == []
+
+
+def replace_state(params: list[Parameter], optimizer: Any) -> None:
+    state = optimizer.state[params[1]]
+    state["exp_avg"] = state["exp_avg"].clone()
+
+
+def move_state(params: list[Parameter], optimizer: Any) -> None:
+    average = optimizer.state[params[1]]["exp_avg"]
+    average.data = average.data.clone()
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "moved": (
+        lambda params, _: setattr(params[1], "data", params[1].data.clone()),
+        "group 0, parameter 1 was moved to other memory",
+    ),
+    "state replaced": (replace_state, "a state of group 0, parameter 1 was replaced"),
+    "state moved": (move_state, "a state of group 0, parameter 1 was moved to other memory"),
+    "state removed": (
+        lambda params, optimizer: optimizer.state.pop(params[1]),
+        "states were added to optimizer.state, or removed",
+    ),
+    "loaded": (
+        lambda _, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        "optimizer.state was replaced",
+    ),
+    "group": (
+        lambda _, optimizer: optimizer.add_param_group({"params": [Parameter(torch.ones(3))]}),
+        "a param group was added or removed",
+    ),
+    "flag": (
+        lambda _, optimizer: optimizer.param_groups[0].update(weight_decay=0.0),
+        "a flag of the rule was changed, one of amsgrad, weight_decay, decoupled_weight_decay, "
+        "maximize",
+    ),
+    "type of a number": (
+        lambda _, optimizer: optimizer.param_groups[0].update(lr=torch.tensor(0.1)),
+        "a hyperparameter has another type",
+    ),
+    "watch": (lambda _, optimizer: ampopt.Watch(optimizer), "the last plan was dropped"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_that_is_made_anew_says_why(change):
+    apply, reason = CHANGES[change]
+    params, optimizer = of_parameters(3)
+    stepped(optimizer, params)
+    stepped(optimizer, params[:2])
+    assert reasons(optimizer) == ["the first step"]
+    apply(params, optimizer)
+    stepped(optimizer, params)
+    stepped(optimizer, params[1:])
+    assert reasons(optimizer) == [reason]
+
+
+def test_a_parameter_that_appears_is_the_reason_and_others_keep_their_rows():
+    params, optimizer = of_parameters(3)
+    stepped(optimizer, params[:2])
+    known = dict(optimizer._ampopt.runner.plan.kept)
+    stepped(optimizer, params[1:])
+    assert reasons(optimizer) == [
+        "the first step",
+        "group 0, parameter 2 has a gradient for the first time",
+    ]
+    kept = optimizer._ampopt.runner.plan.kept
+    assert all(kept[id(p)].row is known[id(p)].row for p in params[:2])
+
+
+def test_a_row_whose_state_was_replaced_is_made_anew_alone():
+    params, optimizer = of_parameters(3)
+    stepped(optimizer, params)
+    known = dict(optimizer._ampopt.runner.plan.kept)
+    replace_state(params, optimizer)
+    stepped(optimizer, params)
+    kept = optimizer._ampopt.runner.plan.kept
+    assert [kept[id(p)].row is known[id(p)].row for p in params] == [True, False, True]
