@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.counted_operations import counted
 from support.local_ranks import mesh_of
 from support.optimizers import Plain
+from support.strategies import fewer
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -102,6 +103,7 @@ class TestBesideTorchs:
         ],
     )
     @example(history=[False, False, True, False], decay=None, dtype="float64")
+    @fewer(0.5)
     @given(history=HISTORIES, decay=DECAYS, dtype=st.sampled_from(["float32", "float64"]))
     def test_it_is_torchs_over_the_steps_that_were_taken(self, cls, attempt, history, decay, dtype):
         model = Net(getattr(torch, dtype))

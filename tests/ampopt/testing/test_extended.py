@@ -8,7 +8,7 @@ from typing import Any
 import pytorch_optimizer
 import torch
 from support.authored_optimizers import contract_of
-from support.contracts import INTERPRETED, OF_RULES, OTHERS, Small
+from support.contracts import INTERPRETED, OF_ONE_RULE, OF_RULES, OTHERS, Small
 from support.strategies import fewer
 
 import ampopt
@@ -37,11 +37,11 @@ CONTRACTS: dict[str, Any] = {
         {"independent_parameters": False, "deepcopies": False, "settings": fewer(0.1)},
     ),
     "PatchedNAdam": contract_of(PATCHED, {"settings": fewer(0.1)}),
-    "Lion": contract_of(LION, {**OF_LION, "settings": fewer(0.1)}),
+    "Lion": contract_of(LION, {**OF_LION, **OF_ONE_RULE, "settings": fewer(0.1)}),
 }
 FEW = {"triton": INTERPRETED, "compiled": fewer(0.25)}
 for _backend in ("triton", "compiled"):
-    _claims = {**OF_LION, **OTHERS, "backend": _backend, "on_device": (False,)}
+    _claims = {**OF_LION, **OTHERS, **OF_ONE_RULE, "backend": _backend, "on_device": (False,)}
     CONTRACTS[f"LionOn{_backend.title()}"] = contract_of(
         LION, {**_claims, "settings": FEW[_backend]}, (Small,)
     )
