@@ -19,9 +19,7 @@ import itertools
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,7 +29,7 @@ from typing import Any
 
 import torch
 
-from ampopt_kernels import rules
+from ampopt_kernels import machine_code, rules
 from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
@@ -331,15 +329,10 @@ def compile_task(task: Task) -> Report:
     except Exception as error:  # any compiler error becomes a line of the report
         last = str(error).strip().splitlines()[-1:]
         return Report(*names, error=f"{type(error).__name__}: {''.join(last)}")
-    if target.backend == "cuda":
-        assembly = compiled.asm["ptx"]
-        registers, spills = _usage_of_cubin(compiled.asm["cubin"])
-    else:
-        assembly = compiled.asm["amdgcn"]
-        registers = _number(r"\.vgpr_count:\s+(\d+)", assembly)
-        spills = _number(r"\.vgpr_spill_count:\s+(\d+)", assembly)
-    loop = _loop(assembly)
-    accesses = tuple(_accesses(loop))
+    assembly = machine_code.assembly_of(compiled.asm)
+    registers, spills = machine_code.registers_and_spills(compiled.asm)
+    loop = machine_code.main_loop(assembly)
+    accesses = tuple(machine_code.access_widths(loop))
     constants = launch.constants
     elements = constants.get("BLOCK", 1) * constants.get("AHEAD", 1)
     if launch.name == "line":
@@ -352,7 +345,7 @@ def compile_task(task: Task) -> Report:
         spills=spills,
         accesses=accesses,
         wide=16 // max(sizes) * min(sizes) if sizes else 16,
-        barriers=len(re.findall(r"\bbar\.sync|\bs_barrier", loop)),
+        barriers=machine_code.count_barriers(loop),
         bytes=sum(accesses) * THREADS / elements,
     )
 
@@ -424,54 +417,6 @@ def count_hyper(rule: Rule, flags: tuple[bool, ...]) -> int:
             continue
         return n
     raise ValueError(f"no number of hyperparameters fits the rule with hyper={rule.hyper}")
-
-
-def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and its bytes of stack and local memory, from ``cuobjdump``."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    spills = _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage)
-    return _number(r"REG:(\d+)", usage), spills
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found is not None, f"{pattern} is not in the compiler's output"
-    return int(found[1])
-
-
-_LABEL = re.compile(r"^\s*(\S*BB\d+_\d+):", re.MULTILINE)
-_BRANCH = re.compile(r"\b(?:bra(?:\.uni)?|s_branch|s_cbranch_\w+)\s+(\S*BB\d+_\d+)")
-_PTX_ACCESS = re.compile(r"\b(?:ld|st)\.global\S*?(?:\.v(\d+))?\.[bfsu](\d+)\s")
-_AMD_ACCESS = re.compile(r"\b(?:global|buffer|flat)_(?:load|store)_([a-z]+?)(?:x(\d))?(?:_\w+)?\s")
-
-
-def _loop(assembly: str) -> str:
-    """The first loop, which is over whole blocks: from its label to the last branch back to it."""
-    labels = {found[1]: found.end() for found in _LABEL.finditer(assembly)}
-    spans = [
-        (labels[found[1]], found.start())
-        for found in _BRANCH.finditer(assembly)
-        if labels.get(found[1], len(assembly)) < found.start()
-    ]
-    if not spans:
-        return ""
-    first = min(start for start, _ in spans)
-    return assembly[first : max(stop for start, stop in spans if start == first)]
-
-
-def _accesses(text: str) -> Iterator[int]:
-    """The width in bytes of each access to global memory."""
-    for found in _PTX_ACCESS.finditer(text):
-        yield int(found[1] or 1) * int(found[2]) // 8
-    for found in _AMD_ACCESS.finditer(text):
-        size = {"dword": 4, "short": 2, "ushort": 2, "sshort": 2}.get(found[1], 1)
-        yield size * int(found[2] or 1)
 
 
 if __name__ == "__main__":

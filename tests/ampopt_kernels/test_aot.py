@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ampopt_kernels import aot, rules
+from ampopt_kernels import aot, machine_code, rules
 from ampopt_kernels.language import HAS_TRITON
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
@@ -97,7 +97,7 @@ def test_detect_asks_for_64_bytes_for_each_thread_at_once(compiled, dtype):
     nvidias = [line for line in lines if line["target"].startswith("sm_")]
     assert nvidias
     for line in nvidias:
-        loop = aot._loop(assembly(compiled, line))
+        loop = machine_code.main_loop(assembly(compiled, line))
         loads = re.findall(r"\bld\.global\.(?:v4\.b32|v2\.b64)\b", loop)
         assert 16 * len(loads) == 64, line[0]
 
@@ -289,8 +289,8 @@ AMD = """
 
 @pytest.mark.parametrize(("assembly", "widths"), [(PTX, [16, 2]), (AMD, [16, 2, 2, 4])])
 def test_reads_the_loop(assembly, widths):
-    assert list(aot._accesses(aot._loop(assembly))) == widths
+    assert list(machine_code.access_widths(machine_code.main_loop(assembly))) == widths
 
 
 def test_reads_no_loop_where_there_is_none():
-    assert aot._loop("ld.global.b64 %rd1, [ %rd2 + 0 ];") == ""
+    assert machine_code.main_loop("ld.global.b64 %rd1, [ %rd2 + 0 ];") == ""
