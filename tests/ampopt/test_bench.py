@@ -144,8 +144,8 @@ def test_whoever_fails_is_left_out_of_a_full_table(
     """Also ampopt itself, and at any step: six warm up."""
     enter = contenders.enter
 
-    def failing(entered, optimizer, params):
-        made = enter(entered, optimizer, params)
+    def failing(entered, optimizer, params, masters):
+        made = enter(entered, optimizer, params, masters)
         if entered != name:
             return made
         budget = iter(range(steps_before))
