@@ -65,7 +65,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         call = function("before_reduce", of_scalars, (1, *of_hyper), (2, *of_flags))
         before = rule.torch_before_reduce
         s, h = call(_pair, before, s, h, flags)
-        _check_scalars(call.title, s, h, scalars)
+        _check_scalars(call, s, h, scalars)
         given_two = call(_pair, before, *given_two, flags)
         of_hyper = _given_h(rule.before_reduce is not keep_all, "before_reduce", h, of_hyper)
         of_blocks = (of_state, (3, *of_hyper), (4, *of_flags))
@@ -84,7 +84,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     s, h = call(_pair, rule.torch_scalars, s, h, flags, sums, sums)
     # Backends may pass the scalars of several parameters as vectors; totals stay 0-d.
     call(_pair, rule.torch_scalars, *given_two, flags, (two,) * len(sums), sums)
-    _check_scalars(call.title, s, h, scalars)
+    _check_scalars(call, s, h, scalars)
     for role, kind, n, name in (*in_norm, ("scalars", "h", len(h), "update")):
         without_flags = getattr(rule.widths(n_hyper), name)
         _check_number(f"{role} of {owner}'s rule", kind, n, without_flags, given)
@@ -172,16 +172,16 @@ def _try_stack(
                 )
 
 
-def _check_scalars(role: str, s: Any, h: Any, scalars: list[str]) -> None:
+def _check_scalars(function: Function, s: Any, h: Any, scalars: list[str]) -> None:
     if not isinstance(s, tuple) or len(s) != len(scalars):
         raise ValueError(
-            f"{role} returned {_count(s)} scalar states, but the rule declares "
+            f"{function.title} returned {_count(s)} scalar states, but the rule declares "
             f"{len(scalars)}, {scalars}: return one for each, in their order"
         )
     for what, values in (("scalar states", s), ("h", h)):
         if not isinstance(values, tuple) or not all(map(_is_number, values)):
             raise ValueError(
-                f"{role} returned {values!r} as {what}: return a tuple of "
+                f"{function.title} returned {values!r} as {what}: return a tuple of "
                 "numbers, one for each that update takes"
             )
 

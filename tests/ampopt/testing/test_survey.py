@@ -35,6 +35,23 @@ class Inquisitive(torch.optim.SGD):
         super().__init__(params)
 
 
+class RestlessInFloat64(Restless):
+    """Moves by itself if a parameter is float64, as the contract draws them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"]]
+        if any(p.dtype == torch.float64 for p in params):
+            return super().step(closure)
+        return torch.optim.SGD.step(self, closure)
+
+
+def test_what_a_contract_finds_with_its_default_claims_is_found():
+    moves = ("test_a_learning_rate_of_zero_moves_nothing",)
+    (finding,) = survey([RestlessInFloat64], examples=10, invariants=moves)
+    assert list(finding.verdicts.values()) == ["✘"]
+
+
 @pytest.fixture(scope="module")
 def findings():
     return list(survey([torch.optim.Adagrad, Restless, Inquisitive], examples=2, invariants=FEW))
