@@ -12,9 +12,9 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
    new plan: it checks parameters and states (``checks``, ``state_checks``), makes missing states
    (``rule_state``), and collects the tensors of each parameter (``rows``).
 4. ``plan.Plan.run`` runs the step. With several ranks, ``all_reduce`` combines overflow flag and
-   norm; ``sharding`` knows what a shard needs.
-5. ``ampopt_kernels.step.run`` is the order of the three passes, *detect*, *control* and *update*,
-   of which each device's backend has its own.
+   norm; ``sharding`` has what ``DTensor`` parameters need.
+5. ``ampopt_kernels.step.run`` calls the three passes of the backend of each device in order:
+   *detect*, *control* and *update*.
 6. ``ampopt_kernels.cpu.backend`` is the CPU backend: small tensors in bundles (``cpu.bundles``),
    and loops of C++ once they are compiled (``cpu.compiled``). The line that skips a step is in
    ``CpuBackend.update``; the decision to skip is made in ``ampopt_kernels.step.Backend.control``.

@@ -1,4 +1,4 @@
-"""Checks before a step has changed anything: what a rule cannot step with raises or warns."""
+"""Checks, before a step changes anything, of parameters, gradients and options for a rule."""
 
 import inspect
 import numbers

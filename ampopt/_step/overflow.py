@@ -1,4 +1,4 @@
-"""Check the gradients of one or several optimizers of any class for inf/NaN, and unscale them."""
+"""Checks the gradients of one or several optimizers of any class for inf/NaN; unscales them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -108,17 +108,19 @@ class LinesOfRanks:
         decision_device = next(
             (work.device for work, own in zip(works, lines, strict=True) if own), None
         )
-        said = self._said(keys, works[0].device if decision_device is None else decision_device)
+        message = self._new_message(
+            keys, works[0].device if decision_device is None else decision_device
+        )
         for row, sums in _rows_with(works, lines):
             for part, own in zip(row.marginals.parts, sums, strict=True):
                 if row.in_norm:
-                    into = said[self._slices[row.owner.key, part.name]]
+                    into = message[self._slices[row.owner.key, part.name]]
                     row.marginals.shard.put(part, own[0], into)
-        self._add_up(said, keys)
+        self._add_up(message, keys)
         for row, sums in _rows_with(works, lines):
             shape = row.marginals.shard.shape
             for i, part in enumerate(row.marginals.parts):
-                whole = said[self._slices[row.owner.key, part.name]]
+                whole = message[self._slices[row.owner.key, part.name]]
                 sums[i] = whole.view(1, *part.beside(shape))
         return list(lines)
 
@@ -128,20 +130,20 @@ class LinesOfRanks:
         Raises:
             RuntimeError: see :meth:`SameGradients.check`.
         """
-        self._add_up(self._said([], device), [])
+        self._add_up(self._new_message([], device), [])
 
-    def _said(self, keys: Sequence[int], device: torch.device) -> Tensor:
+    def _new_message(self, keys: Sequence[int], device: torch.device) -> Tensor:
         """The tensor to all-reduce: counts of the gradients with these keys, then zeros."""
-        said = torch.zeros(self._size, dtype=widest(device), device=device)
-        self._same.say(said[: self._same.size], keys)
-        return said
+        message = torch.zeros(self._size, dtype=widest(device), device=device)
+        self._same.write_counts(message[: self._same.size], keys)
+        return message
 
-    def _add_up(self, said: Tensor, keys: Sequence[int]) -> None:
-        """All-reduce ``said`` in place, and check the counts."""
+    def _add_up(self, message: Tensor, keys: Sequence[int]) -> None:
+        """All-reduce ``message`` in place, and check the counts."""
         if not self._slices:  # no parameter is a DTensor with rows and columns
             return
-        self._agreement.add_up_parameters(said)
-        self._same.check(said[: self._same.size], keys)
+        self._agreement.add_up_parameters(message)
+        self._same.check(message[: self._same.size], keys)
 
 
 def _rows_with(works: Sequence[Work], lines: Sequence[LineSums]) -> Iterator[tuple[Any, list[Any]]]:

@@ -1,4 +1,4 @@
-"""Restore parameters and optimizer state bitwise: after a failed step, and after loading."""
+"""Restores parameters and optimizer state bitwise: after a failed step, and after loading."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

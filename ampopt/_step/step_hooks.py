@@ -1,4 +1,4 @@
-"""Tell torch's wrapper around ``step``, which runs step hooks, from the function inside it.
+"""Distinguishes torch's wrapper around ``step``, which runs step hooks, from the wrapped function.
 
 When a class makes its first instance, torch replaces ``cls.step``, written or inherited, by a
 wrapper (``profile_hook_step``). So ``vars(cls)`` depends on which instances were made before. The

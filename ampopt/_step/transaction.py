@@ -1,11 +1,11 @@
-"""Skip any optimizer's step on the device: run it, and roll it back if it must not count.
+"""Skips any optimizer's step on the device: runs it, and rolls it back after an overflow.
 
 The step runs under a dispatch mode that copies each parameter and state tensor at its first write;
 afterwards a select on the overflow flag keeps the new values or restores the old ones. That is
 exact where the step changes nothing but the contents of tensors, by operators that pass through
 torch's dispatcher. Where it changes anything else (a counter in Python, the entries of its state, a
-random generator), the change is detected, the flag is read after all, with a synchronization, and
-that is restored too.
+random generator), the change is detected; then the host reads the flag, which synchronizes, and
+restores that too.
 """
 
 import logging

@@ -115,7 +115,7 @@ class _Meeting:
         """
         if torch.distributed.get_world_size(self._group) > 1:
             said, keys = torch.zeros(self._same.size, device=device), list(map(id, present))
-            self._same.say(said, keys)
+            self._same.write_counts(said, keys)
             torch.distributed.all_reduce(said, group=self._group)
             self._same.check(said, keys)
         if not _are(self._matrices.params, present):

@@ -1,6 +1,6 @@
-"""Streams, graph capture and copies on accelerators, for a device that is passed.
+"""Streams, graph capture and copies on accelerators, for any device.
 
-``torch.cuda`` and ``torch.xpu`` have the same functions, many of them for the current device only.
+``torch.cuda`` and ``torch.xpu`` have the same functions, but many are for the current device only.
 """
 
 from contextlib import AbstractContextManager

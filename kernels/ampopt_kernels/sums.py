@@ -1,4 +1,4 @@
-"""The sums that ``Rule.reduce`` asks for, over the shards and devices of all ranks."""
+"""Adds up the terms of ``Rule.reduce`` over the shards and devices of all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Flattened parameters of FSDP1 that are replicated, by its strategy ``NO_SHARD``."""
+"""Finds the parameters that FSDP1 has flattened but not sharded (strategy ``NO_SHARD``)."""
 
 import gc
 import sys

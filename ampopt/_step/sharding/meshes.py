@@ -1,4 +1,4 @@
-"""Device meshes: their ranks, and the process groups that reach all of these ranks."""
+"""Device meshes: their ranks, and the process groups that contain all of these ranks."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Checks that all ranks have gradients of the same parameters, in a step that needs whole ones."""
+"""Checks that all ranks have gradients of the same parameters, in steps that need them whole."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ class SameGradients:
         self.size = len(params) + 1
         self._known: set[tuple[int, ...]] = set()
 
-    def say(self, counts: Tensor, keys: Iterable[int]) -> None:
+    def write_counts(self, counts: Tensor, keys: Iterable[int]) -> None:
         """Write the counts of this rank into ``counts``, which is zeros.
 
         Args:

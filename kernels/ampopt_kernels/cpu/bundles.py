@@ -1,4 +1,4 @@
-"""Bundles: what an update rule is applied to at a time on the CPU.
+"""Bundles: small parameters that the CPU backends update together, as one tensor.
 
 For the small tensors of a network, calls take longer than arithmetic. So small parameters whose
 states are adjacent in memory (``ampopt._step.rule_state`` allocates them so) form a bundle: their

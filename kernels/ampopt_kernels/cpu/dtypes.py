@@ -1,4 +1,4 @@
-"""What C++ has to know about the dtypes of parameters, gradients and states."""
+"""The C++ types, conversions and bits of the dtypes of parameters, gradients and states."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""A patch of Triton's interpreter, for the NumPy that is installed."""
+"""A patch of Triton's interpreter, which Triton 3.6 needs with NumPy 2.4."""
 
 __all__ = ["patch"]
 

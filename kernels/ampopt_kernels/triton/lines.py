@@ -1,4 +1,4 @@
-"""Sums over the rows, or the columns, of matrices, of which a rule keeps averages.
+"""Sums over the rows, or the columns, of matrices, for rules that keep averages over them.
 
 A *line* is a row or a column. One launch sums one term over all matrices of one kind, of any
 shapes. Each program sums a tile: some neighbouring lines, and of each line some elements. Where
