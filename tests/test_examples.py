@@ -219,6 +219,23 @@ def test_train_sharded(run, tmp_path):
     assert "UserWarning" not in done.stderr and "step/s" in done.stderr
 
 
+def test_float16_rl(run, tmp_path):
+    picture = tmp_path / "picture.png"
+    done = run("float16_rl.py", "--steps", "4", "--output", str(picture))
+    header, half, other, where, verdict = output(done).splitlines()
+    assert header.split() == ["reward", "mismatch", "skipped"]
+    mismatches = []
+    for line, name in ((half, "float16"), (other, "bfloat16")):
+        assert line.startswith(name)
+        reward, mismatch, skipped = line.removeprefix(name).split()
+        assert percentages(reward)[0] > 10  # a guess is right in 6%
+        assert int(skipped) == 0
+        mismatches.append(float(mismatch))
+    assert mismatches[1] / mismatches[0] == pytest.approx(8, rel=0.3)
+    assert where == f"picture: {picture}" and picture.read_bytes().startswith(b"\x89PNG")
+    assert re.fullmatch(r"the mismatch of bfloat16 is \d+\.\d times that of float16", verdict)
+
+
 def test_two_optimizers(run):
     done = run("two_optimizers.py", "--epochs", "12")
     happened, *drawing, real, drawn = output(done).splitlines()

@@ -117,6 +117,8 @@ ON_RANKS = {
     "`skip_when` on many ranks": 2,
     "Checkpoints on many ranks": 2,
     "`fp16_allreduce` and `lars`": 2,
+    "verl's loop": 2,
+    "torchtitan's loop": 2,
 }
 """Blocks that so many ranks run, each of which prints the scale after one skipped step."""
 
