@@ -17,6 +17,7 @@ import ampopt_kernels
 from ampopt import _synchronization
 from ampopt._step import gradients
 from ampopt._step.by_rule import RuleStep
+from ampopt._step.rule_runner import FIRST
 from ampopt._step.transaction import Mode, SkipPolicy
 from ampopt.backend import backend_for, get_backend
 from ampopt.optimizer import Optimizer
@@ -44,6 +45,9 @@ class Profile:
     Attributes:
         steps: the number of steps that each optimizer attempted, by name.
         paths: how each parameter was stepped in the last step, by optimizer and parameter name.
+        plans: how often each optimizer made the plan of its steps anew, by name and reason. Only
+            an optimizer with an update rule has a plan. It makes the plan in its first step, which
+            is not counted, and an ordinary loop uses it for all later steps.
         launches: the number of launches of each of ampopt's kernels, by name, over all steps.
         kernels: the names of all kernels launched on CUDA devices, by any library; ``None`` without
             a CUDA device.
@@ -53,6 +57,7 @@ class Profile:
 
     steps: Counter[str] = field(default_factory=Counter)
     paths: dict[str, dict[str, str]] = field(default_factory=dict)
+    plans: dict[str, Counter[str]] = field(default_factory=dict)
     launches: Counter[str] = field(default_factory=Counter)
     kernels: list[str] | None = None
     looks: Counter[Look] = field(default_factory=Counter)
@@ -71,6 +76,8 @@ class Profile:
             for path, parameters in by_path.items():
                 shown = ", ".join(parameters[:3]) + (", ..." if len(parameters) > 3 else "")
                 yield f"  {_count(len(parameters), 'parameter')} ({shown}): {path}"
+            for reason, times in self.plans.get(name, {}).items():
+                yield f"  plan made anew {_count(times, 'time')}: {reason}"
 
     def _on_launches(self) -> Iterator[str]:
         total, steps = self.launches.total(), self.steps.total()
@@ -193,12 +200,22 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
                 known = gradients.name_of(optimizer.param_groups, p)
                 paths[known] = path if p.grad is not None else "not stepped, without a gradient"
 
+    made = _plans_of(optimizer)
     hook, skipper_step = optimizer.register_step_post_hook(after), SkipPolicy.step
     try:
         with mock.patch.object(SkipPolicy, "step", noting):
             yield
     finally:
         hook.remove()
+        report.plans[name] = _plans_of(optimizer) - made
+
+
+def _plans_of(optimizer: Optimizer) -> Counter[str]:
+    """How often the optimizer has made its plan anew, by the reason."""
+    ours = optimizer._ampopt
+    made = ours.runner.reasons.copy() if isinstance(ours, RuleStep) else Counter()
+    made.pop(FIRST, None)
+    return made
 
 
 def _path(optimizer: Optimizer, mode: Mode | None) -> str:

@@ -25,7 +25,10 @@ from ampopt_kernels.devices import refuse_while_captured
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["RuleRunner"]
+__all__ = ["FIRST", "RuleRunner"]
+
+FIRST = "the first step"
+"""The reason of the first plan; an ordinary loop makes no other."""
 
 _FIRST = (
     "the first step of an optimizer, or one with other parameters, options or layouts than the "
@@ -44,7 +47,7 @@ class RuleRunner(RefersToOptimizer):
             :meth:`StepStrategy.invalidate_plan`.
         decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
             own step runs.
-        reasons: how often a plan was made, by the reason in words.
+        reasons: how often a plan was made, by the reason in words; :data:`FIRST` is one.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class RuleRunner(RefersToOptimizer):
         """
         super().__init__(optimizer)
         self._torchs_step, self._rule = torchs_step, rule
-        self._no_plan = "the first step"
+        self._no_plan = FIRST
         self._complete_state, self._torch_needs_state = complete_state, torch_needs_state
         self.masters = Masters(optimizer)
         self.uploads: dict[torch.device, Uploads] = {}

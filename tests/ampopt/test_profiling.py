@@ -51,6 +51,25 @@ def test_a_rule(eager):
     )
 
 
+def test_what_made_the_plan_be_made_anew_is_said(eager):
+    optimizer = made(ampopt.AdamW)
+    weight, bias = optimizer.param_groups[0]["params"]
+    optimizer.unscale_and_step(grads_scaled_by=1.0)
+    with profile(optimizer) as report:
+        for grad in (None, torch.ones(2)):  # needs no other plan
+            bias.grad = grad
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+        for _ in range(2):
+            weight.data = weight.data.clone()
+            optimizer.unscale_and_step(grads_scaled_by=1.0)
+    assert report.plans == {"AdamW": {"weight was moved to other memory": 2}}
+    assert str(report) == (
+        "AdamW: 4 steps. In the last one:\n"
+        "  2 parameters (weight, bias): by the rule, on the eager backend\n"
+        "  plan made anew 2 times: weight was moved to other memory\n" + NO_LOOK
+    )
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_launches_are_counted_and_a_missing_gradient_is_named(monkeypatch):
     monkeypatch.setattr("ampopt.backend._chosen", "triton")
