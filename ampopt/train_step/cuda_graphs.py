@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ampopt._step.by_rule import RuleStep
+from ampopt._step.gradients import name_of
 from ampopt._step.plan import Plan
 from ampopt._step.step_hooks import run_step_hooks
-from ampopt._step.torch_private import POST_HOOKS, PRE_HOOKS, pytree
+from ampopt._step.torch_private import POST_HOOKS, PRE_HOOKS, pytree, version
 from ampopt.backend import backend_for
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.results import StepResult, as_flag
@@ -120,6 +121,8 @@ class Captured:
         """
         self._optimizer, self._body, self._graphs = optimizer, body, graphs
         self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._trainable: list[bool] = []
+        self._cleared: list[int] = []  # the version of each gradient after it was zeroed
         self._capture: _Capture | None = None
         self._kind: Any = None
         self._warm = 0
@@ -160,15 +163,15 @@ class Captured:
         return self._replayed(self._capture, leaves, scale)
 
     def _uncaptured(self, batch: Any, scale: Any) -> StepResult:
+        clear = self._optimizer.zero_grad if self._capture is None else self._clear
         with self._graphs.aside():
-            result = self._body(batch, scale, self._clear)
+            result = self._body(batch, scale, clear)
         if self._capture is None:
-            self._gradients = [
-                (p, p.grad)
-                for group in self._optimizer.param_groups
-                for p in group["params"]
-                if p.grad is not None
-            ]
+            before, params = self._gradients, self._params()
+            self._gradients = [(p, p.grad) for p in params if p.grad is not None]
+            self._trainable = [p.requires_grad for p in params]
+            if self._warm:
+                self._refuse_others({p for p, _ in before} ^ {p for p, _ in self._gradients})
         return result
 
     def _captured(self, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
@@ -180,6 +183,7 @@ class Captured:
         self._send_hyper(plan)
         with _without_step_hooks(optimizer), self._graphs.capture() as replay:
             result = self._body(pytree.tree_unflatten(inputs, structure), live, self._clear)
+            self._refuse_others(self._unwritten())
             if result.scale is not live and live is not None:
                 live._value.copy_(result.scale._value)
                 live._counters.copy_(result.scale._counters)
@@ -230,6 +234,31 @@ class Captured:
         if self._gradients:
             zero: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
             zero([grad for _, grad in self._gradients])
+        self._cleared = [version(grad) for _, grad in self._gradients]
+
+    def _unwritten(self) -> set[Tensor]:
+        """The parameters whose gradients no backward pass has written since :meth:`_clear`."""
+        pairs = zip(self._gradients, self._cleared, strict=True)
+        return {p for (p, grad), cleared in pairs if p.grad is grad and version(grad) == cleared}
+
+    def _params(self) -> list[Any]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _refuse_others(self, others: set[Tensor]) -> None:
+        """Raise if some parameters had a gradient in one step and none in another.
+
+        Args:
+            others: these parameters.
+        """
+        if others:
+            groups = self._optimizer.param_groups
+            names = ", ".join(sorted(name_of(groups, param) for param in others))
+            raise RuntimeError(
+                f"cuda_graph=True: of {names}, some steps before or in the capture computed a "
+                "gradient and others did not. A graph computes and applies the same gradients at "
+                "each replay: have the model use every parameter in each step, freeze those that "
+                "it does not use (requires_grad_(False)), or leave cuda_graph out"
+            )
 
     def _put_gradients_back(self) -> None:
         for param, grad in self._gradients:
@@ -239,6 +268,8 @@ class Captured:
         """Whether the optimizer still works on the tensors of the graph, or of the last step."""
         steps, capture = self._optimizer._ampopt.runner, self._capture
         plan = steps.plan
+        if [p.requires_grad for p in self._params()] != self._trainable:
+            return False
         if plan is None or not plan.reusable:  # an error when it is captured; see _check
             return capture is None
         if capture is not None:

@@ -52,16 +52,18 @@ class FakeGraphs:
             tape.play()
 
         memory, random = _memory(), torch.get_rng_state()
-        with (
-            watching(_refuse),
-            mock.patch("ampopt_kernels.devices.captures", lambda device: True),
-            mock.patch.object(backend_for(CPU), "_launch", tape.launch),
-            tape,
-        ):
-            yield replay
-        for storage, content in memory:
-            storage.copy_(content)
-        torch.set_rng_state(random)
+        try:
+            with (
+                watching(_refuse),
+                mock.patch("ampopt_kernels.devices.captures", lambda device: True),
+                mock.patch.object(backend_for(CPU), "_launch", tape.launch),
+                tape,
+            ):
+                yield replay
+        finally:  # a capture that fails has computed nothing either
+            for storage, content in memory:
+                storage.copy_(content)
+            torch.set_rng_state(random)
         self.captures += 1
 
 

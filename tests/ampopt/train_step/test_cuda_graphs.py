@@ -196,6 +196,34 @@ def test_steps_that_accumulate(graphs, kind, options):
     assert (graphs.captures, graphs.replays) == ((1, 3) if captured else (0, 0))
 
 
+@stand_in_only
+@pytest.mark.parametrize("at", [1, 2, CAPTURED_AT])
+def test_a_step_with_other_gradients_than_those_before_is_refused(graphs, at):
+    training = Training(True)
+    linear = training.model[1]
+    for _ in range(at):
+        training(1.0)
+    before = training.now[1:]
+    linear.register_forward_hook(lambda _, inputs, __: inputs[0] @ linear.weight.t())
+    with pytest.raises(RuntimeError, match=r"cuda_graph=True: of group 0, parameter 1, .* freeze"):
+        training(1.0)
+    if at == CAPTURED_AT:  # the capture computes nothing
+        assert training.now[1:] == before
+    assert graphs.replays == 0
+
+
+@stand_in_only
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_parameter_is_frozen_and_used_again(graphs, at):
+    def train(training: Training) -> None:
+        for calls, trainable in ((at, False), (5, True), (5, True)):
+            training(*[1.0, 2.0] * (calls // 2), *[3.0] * (calls % 2))
+            training.model[1].bias.requires_grad_(trainable)
+
+    both(train)
+    assert graphs.captures == (at > CAPTURED_AT) + 2
+
+
 def test_learning_rates_change_between_replays(graphs):
     def train(training: Training) -> None:
         group = training.optimizer.param_groups[0]
