@@ -83,7 +83,7 @@ def exactly(value: Any) -> Any:
 
 
 @given(st.recursive(leaves, containers, max_leaves=8), st.data())
-def test_any_change_to_the_host_state_is_noticed_and_put_back(value, data):
+def test_any_change_to_the_host_state_is_noticed_and_restored(value, data):
     optimizer, _ = made(Foreach)
     optimizer.held = [value]
     before = exactly(value)

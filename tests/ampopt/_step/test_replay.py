@@ -413,7 +413,7 @@ def test_replays_may_have_the_random_state_of_the_first_attempt(form, cls):
 @on_eager
 @both_forms
 @every_optimizer
-def test_giving_up_puts_a_preserved_random_state_back(form, cls):
+def test_giving_up_restores_a_preserved_random_state(form, cls):
     training = Training(cls, limit=0.0)
     before = everything(training.optimizer)
     with pytest.raises(NonFiniteGradientError):

@@ -186,7 +186,7 @@ def test_what_is_written_in_the_hosts_memory_needs_the_host():
     assert not writes.on_host(torch.ones((), dtype=torch.bool))
 
 
-def test_what_is_on_several_devices_is_put_back_on_each():
+def test_what_is_on_several_devices_is_restored_on_each():
     here, elsewhere = torch.ones(3), torch.ones(3, device="meta")  # which has no values
     writes = CopyOnWriteMode([here, elsewhere])
     with writes:
@@ -212,7 +212,7 @@ def test_a_sum_of_flags_skips(skip_by, flag):
 
 
 @given(st.lists(st.integers(0, 255), max_size=9), st.integers(0, 4), st.booleans())
-def test_every_byte_of_a_storage_is_put_back(numbers, start, skip):
+def test_every_byte_of_a_storage_is_restored(numbers, start, skip):
     storage = torch.tensor([0] * start + numbers, dtype=torch.uint8)
     tensor = storage[start:]
     writes = CopyOnWriteMode([tensor])

@@ -98,7 +98,7 @@ each_loop = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("cls", DENSE)
 @fewer(0.1)
 @given(trainings, scales)
-def test_a_window_is_the_batch_that_it_adds_up_to(loop, cls, trainings, scale):
+def test_an_accumulation_cycle_is_the_batch_that_it_adds_up_to(loop, cls, trainings, scale):
     """Bitwise: all sums and powers of two are exact. And it counts once towards growth."""
     results = []
     for training in (trainings, [[together(window)] for window in trainings]):
@@ -131,7 +131,7 @@ def test_sparse_gradients_add_up_row_by_row(cls, lookups):
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN, ampopt.Muon])
 @fewer(0.3)
 @given(st.data())
-def test_an_overflow_in_any_micro_batch_skips_the_window(loop, cls, data):
+def test_an_overflow_in_any_micro_batch_skips_the_cycle(loop, cls, data):
     window = [list(micro) for micro in data.draw(windows)]
     at = data.draw(st.integers(0, len(window) - 1))
     for index in data.draw(st.sampled_from([(0,), (1,), (0, 1)])):
@@ -147,7 +147,7 @@ def test_an_overflow_in_any_micro_batch_skips_the_window(loop, cls, data):
 
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN])
-def test_a_window_that_ends_early_is_dropped(cls):
+def test_an_accumulation_cycle_that_ends_early_is_dropped(cls):
     """As if it had not been, and its overflow neither."""
     results = []
     for drops in (False, True):
@@ -169,7 +169,7 @@ def test_a_window_that_ends_early_is_dropped(cls):
 
 
 @pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.LBFGS, *OWN])
-def test_a_closure_replays_its_whole_window(cls):
+def test_a_closure_replays_its_whole_cycle(cls):
     results = []
     for init in (8.0, 2.0):
         torch.manual_seed(0)

@@ -110,7 +110,7 @@ def test_what_was_accumulated_is_judged_as_one_backward_pass(cls, split):
     assert ends[0] == ends[1]
 
 
-def test_the_loss_of_a_window_is_the_one_that_is_given_where_it_ends():
+def test_the_loss_of_an_accumulation_cycle_is_the_one_that_is_given_where_it_ends():
     optimizer, param = made()
     ampopt.skip_when(optimizer, loss=2.0)
     skipped = []
