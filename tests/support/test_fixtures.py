@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support.optimizers import sgd
 
 import ampopt
 from ampopt import backend as backends
 from ampopt.testing.no_sync import assert_no_sync
+from support.optimizers import sgd
 
 names_none = pytest.mark.parametrize("turn", range(2))
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+
 from support import local_ranks
 from support.local_ranks import Ranks
 

@@ -85,8 +85,9 @@ OPERATIONS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_give_the_same(name, dtype):
     """Of other tensors than those that they were listened to with, too."""
-    from support.remembered_operations import remembering
     from triton.runtime import interpreter
+
+    from support.remembered_operations import remembering
 
     ours: Any = interpreter
     constant: Any = tl.constexpr

@@ -1,6 +1,7 @@
 """Kernels are compiled where all tests that were asked for need it, however they were asked for."""
 
 import pytest
+
 from support.selected_marks import command_line, selects_only
 
 
