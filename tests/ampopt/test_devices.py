@@ -211,7 +211,7 @@ class CompilerThatFails:
         launch(device, kernel, programs, arguments)
 
 
-def check_what_fails(name: str, **limits: float) -> None:
+def check_what_fails(name: str, **limits: Any) -> None:
     """Whichever compilation fails, nothing is changed on any device, nor known to ``skip_when``."""
     for failing in range(100):
         params = [Parameter(torch.ones(3, 2).to(d)) for d in ("pretend:0", "pretend:1")]
@@ -234,7 +234,7 @@ def check_what_fails(name: str, **limits: float) -> None:
         assert not any(host(h._numbers).any() for h in histories), f"{name}, compilation {failing}"
 
 
-def check_what_fails_of_gradients(way: str, **limits: float) -> None:
+def check_what_fails_of_gradients(way: str, **limits: Any) -> None:
     """Whichever compilation fails, gradients and their sums are changed on no device."""
     scale = ampopt.DynamicLossScale(init_scale=2.0)
 

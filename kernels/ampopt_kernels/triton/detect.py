@@ -1,7 +1,10 @@
 """Detect: read every gradient once, for non-finite values and for the squared norm.
 
 The norm is summed in float64 and in a fixed order. The CPU backends sum in another order: their
-norm may differ by an ulp of float64, and so may clipped steps of float64 parameters.
+norm may differ by an ulp of float64, and so may clipped steps of float64 parameters. Summed are
+unscaled gradients, rounded to the arithmetic dtype. The eager backend divides the norm of the
+scaled ones by the scale: if the scale is not a power of two, the two norms of float32 gradients may
+differ by 2 ** -23 of themselves, and the results of a clipped step by an ulp.
 """
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
