@@ -26,6 +26,9 @@ from ampopt.scheduler_gate import LRSchedulerGate
 
 __all__ = ["lr_scheduler_gate", "unwrapped", "use_scaler"]
 
+_BY_NORM = "clip_grad_norm_"
+"""The method of an ``Accelerator`` that clips by norm."""
+
 
 def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
     """Make ``accelerator`` scale, unscale and skip with ``scaler``. Call it before ``prepare``.
@@ -74,7 +77,7 @@ def use_scaler(accelerator: Any, scaler: Any = None) -> Any:
 
     accelerator.scaler = scaler
     accelerator.unscale_gradients = unscale_gradients
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
+    for name in (_BY_NORM, "clip_grad_value_"):
         setattr(accelerator, name, _of_masters(accelerator, getattr(accelerator, name)))
     return scaler
 
@@ -117,8 +120,8 @@ def _of_masters(accelerator: Any, clip: Callable[..., Any]) -> Callable[..., Any
         # master_params(), that must not be read before.
         listed = [parameters] if isinstance(parameters, Tensor) else parameters
         tensors = (masters.get(p, p) for p in listed)
-        if accelerator.distributed_type != DistributedType.FSDP:
-            return clip(tensors, *args, **kwargs)
+        if accelerator.distributed_type != DistributedType.FSDP or clip.__name__ != _BY_NORM:
+            return clip(tensors, *args, **kwargs)  # under FSDP it refuses to clip by value
         if not accelerator.is_fsdp2:
             raise RuntimeError(
                 "under FSDP1, Accelerate clips the gradients of the parameters, and the step uses "

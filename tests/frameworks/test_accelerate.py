@@ -285,6 +285,13 @@ def test_the_gradients_of_masters_are_clipped_by_value():
     assert all(torch.equal(change, torch.full_like(change, 0.5)) for change in changes)
 
 
+def test_accelerate_refuses_to_clip_by_value_under_fsdp():
+    with pytest.raises(Exception, match="do not support `clip_grad_value_`"):
+        stepped_with_masters(
+            lambda accelerator, net, _: accelerator.clip_grad_value_(net.parameters(), 0.5), 2
+        )
+
+
 def test_masters_under_fsdp1_are_refused():
     """Whose norm Accelerate has the model compute, of the gradients of its parameters."""
     with pytest.raises(RuntimeError, match="under FSDP1, .* choose fsdp_version=2"):
