@@ -63,7 +63,9 @@ def unchanged(kept: KeptRows, optimizer: Any, rule: Rule) -> KeptRows:
     """
     valid = {}
     for place, (group, param) in enumerate(_all_params(optimizer.param_groups)):
-        if (one := kept.get(id(param))) is not None:
+        one = kept.get(id(param))
+        # A rule that was replaced is refused by the checks of the new plan if it is not a Rule.
+        if one is not None and one.stored[0] is rule:
             stored, key = _dependencies(optimizer, rule, group, param, place)
             same = len(stored) == len(one.stored) and all(map(is_, stored, one.stored))
             if same and key == one.key:
