@@ -208,7 +208,8 @@ class _Advanced:
 
 def _rows(columns: Sequence[Any], n: int) -> list[tuple[float, ...]]:
     """Return the n rows of ``columns``: numbers, 0-d tensors, and tensors of shape (n,)."""
-    lists = [torch.as_tensor(x, dtype=torch.float64).expand(n).tolist() for x in columns]
+    wide = [torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in columns]
+    lists = [x.expand(n).tolist() for x in wide]
     return list(zip(*lists, strict=True)) if lists else [()] * n
 
 
