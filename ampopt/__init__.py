@@ -25,6 +25,8 @@ Read next ``help(ampopt.Optimizer)``, for all control points. By purpose:
 - **Dtypes**: ``Precision``, a policy such as "O2"; ``cast``, a model in half precision with its
   norms (``NORMS``) in float32; ``run_in``, one module in its own dtype; ``autocast``, with more
   operators.
+- **Memory**: ``state_bits`` of every optimizer from a rule, and ``full_state_dict``, the state in
+  full precision for torch's optimizers.
 - **Your optimizer**: ``ElementwiseOptimizer``, from a *rule* (an elementwise update, written once
   for all backends, see ``ampopt_kernels.Rule``); ``Optimizer``, from a ``step()``; ``extend`` and
   ``patch_optimizer``, from the class or instance of someone else. ``ampopt.testing`` tests them.
@@ -43,6 +45,7 @@ from ampopt.averaging import SkipAwareAverage, averaged
 from ampopt.backend import get_backend, set_backend
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.errors import NonFiniteGradientError
+from ampopt.full_states import full_state_dict
 from ampopt.grad_scaler.scaler import GradScaler
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.combining import next_scale
@@ -93,6 +96,7 @@ __all__ = [
     "cast",
     "extend",
     "first_nonfinite",
+    "full_state_dict",
     "get_backend",
     "lr_scheduler_gate",
     "next_scale",

@@ -21,16 +21,19 @@ from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.optimizer import Optimizer
-from ampopt.options import PARAM_ROUNDING, is_stochastic
+from ampopt.options import PARAM_ROUNDING, STATE_BITS, is_stochastic, state_bits
 from ampopt.results import Unscaled
 from ampopt_kernels.decision import Request
 from ampopt_kernels.rule import MASTER, Rule
 
 __all__ = ["ElementwiseOptimizer"]
 
+_DEFAULTS = (False, "nearest", 32)
+"""The values of options that param groups need not have."""
 _OPTIONS = {
     "master_weights": ("master_weights=True", has_masters),
     PARAM_ROUNDING: ("param_rounding='stochastic'", is_stochastic),
+    STATE_BITS: ("state_bits below 32", lambda group: state_bits(group) != 32),
 }
 """Options of param groups that torch lacks: how users set each, and whether a group has it."""
 
@@ -112,6 +115,19 @@ class ElementwiseOptimizer(Optimizer):
     advance. So runs are reproducible bit for bit, on all backends, and for any number of ranks with
     shards of the first dimension.
 
+    **Small states.** ``state_bits=8`` keeps each state of a parameter of 8192 elements or more as
+    8-bit codes, with a float32 scale for each block of 128 elements: ``state[p]["exp_avg"]`` and
+    ``state[p]["exp_avg_scale"]``. ``state_bits=16`` keeps it in bfloat16. Both are rounded
+    stochastically, with the key of stochastic rounding (``rounding_key``), so that a skipped step
+    changes no bit, and backends make the same bits. The largest update, and the length of a step,
+    stay close to those of float32 states; ``python -m ampopt.bench --fidelity`` measures them.
+    In full precision remain: states of smaller parameters, and of float64 and complex ones; scalar,
+    row and column states; copies and means of the parameter (``ScheduleFreeAdamW``, ``ASGD``); both
+    second moments with ``amsgrad``, and the averages of a centered ``RMSprop``. Blocks follow the
+    order of a contiguous parameter, also of a sharded one, so the number of ranks changes no bit; a
+    placement whose shards would cut a block is a ``ValueError``. :func:`ampopt.full_state_dict`
+    returns float32 states, which torch's optimizers load.
+
     **Layouts.** Parameters, gradients and states may have different memory layouts; where they
     differ, a step makes copies. Parameters may share storage. If two of them overlap, it is
     undefined which update the shared elements get.
@@ -146,6 +162,7 @@ class ElementwiseOptimizer(Optimizer):
         *args: Any,
         master_weights: bool = False,
         param_rounding: str = "nearest",
+        state_bits: int = 32,
         **kwargs: Any,
     ) -> None:
         """Create the optimizer. For its other arguments, see the class.
@@ -157,23 +174,29 @@ class ElementwiseOptimizer(Optimizer):
                 Also an option of a param group.
             param_rounding: ``"nearest"``, or ``"stochastic"`` for bfloat16 parameters without
                 masters. Also an option of a param group.
+            state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits. Also an
+                option of a param group.
             **kwargs: the keyword arguments of the optimizer, such as ``process_group``.
 
         Raises:
             TypeError: ``master_weights`` is not a bool; or an author's class has no ``rule``.
-            ValueError: ``param_rounding`` is unknown, or set together with ``differentiable``.
+            ValueError: ``param_rounding`` or ``state_bits`` is unknown, or set together with
+                ``differentiable``.
         """
         check_rule(getattr(self, "rule", None), type(self).__name__)
-        check_options({"master_weights": master_weights, PARAM_ROUNDING: param_rounding})
+        chosen: dict[str, Any] = {
+            "master_weights": master_weights,
+            PARAM_ROUNDING: param_rounding,
+            STATE_BITS: state_bits,
+        }
+        check_options(chosen)
         super().__init__(*args, **kwargs)
-        options: dict[str, Any] = {"master_weights": True} if master_weights else {}
-        if param_rounding != "nearest":
-            options[PARAM_ROUNDING] = param_rounding
-        if options:
+        chosen = {key: value for key, value in chosen.items() if value not in _DEFAULTS}
+        if chosen:
             # In the defaults they also apply to groups that are added later.
-            self.defaults = {**self.defaults, **options}
+            self.defaults = {**self.defaults, **chosen}
             for group in self.param_groups:
-                group.update({**options, **group})
+                group.update({**chosen, **group})
         for said, used in _OPTIONS.values():
             if self.defaults.get("differentiable") and any(map(used, self.param_groups)):
                 raise ValueError(
@@ -261,12 +284,13 @@ class ElementwiseOptimizer(Optimizer):
         """Add a param group, as torch does, maybe with options of its own.
 
         Args:
-            param_group: a dict as torch takes it, in which ``master_weights`` and
-                ``param_rounding`` may be set for this group alone.
+            param_group: a dict as torch takes it, in which ``master_weights``, ``param_rounding``
+                and ``state_bits`` may be set for this group alone.
 
         Raises:
             TypeError: ``master_weights`` is not a bool.
-            ValueError: ``param_rounding`` is neither ``"nearest"`` nor ``"stochastic"``.
+            ValueError: ``param_rounding`` is neither ``"nearest"`` nor ``"stochastic"``, or
+                ``state_bits`` not 8, 16 or 32.
         """
         check_options(param_group)
         super().add_param_group(param_group)
@@ -279,8 +303,9 @@ class ElementwiseOptimizer(Optimizer):
         now, so that a skipped step changes no dtype. A state that no step can use, such as one of a
         shape that does not fit its parameter, is refused at the next step.
 
-        Whether there are master weights, and how parameters are rounded, is decided by this
-        optimizer, not by the checkpoint.
+        Whether there are master weights, how parameters are rounded, and how many bits a state has,
+        is decided by this optimizer, not by the checkpoint: states of more bits are rounded to
+        nearest.
 
         Raises:
             TypeError: a state is neither a tensor nor a number. Nothing has changed then.

@@ -7,21 +7,27 @@ option into the signature and the docstring, where ``help()`` and ``inspect.sign
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 import torch
 
 __all__ = [
     "PARAM_ROUNDING",
+    "STATE_BITS",
     "OptimizerOptions",
     "RuleOptions",
     "check_rounding",
+    "check_state_bits",
     "is_stochastic",
     "show_options",
     "show_torch_signature",
+    "state_bits",
 ]
 
 PARAM_ROUNDING = "param_rounding"
+"""The key of this option in a param group."""
+STATE_BITS = "state_bits"
 """The key of this option in a param group."""
 
 
@@ -37,10 +43,16 @@ class RuleOptions(OptimizerOptions, total=False):
 
     master_weights: bool
     param_rounding: str
-    """Both: see :class:`ampopt.ElementwiseOptimizer`."""
+    state_bits: int
+    """All: see :class:`ampopt.ElementwiseOptimizer`."""
 
 
-_DEFAULTS = {"master_weights": False, "param_rounding": "nearest", "process_group": None}
+_DEFAULTS = {
+    "master_weights": False,
+    "param_rounding": "nearest",
+    "state_bits": 32,
+    "process_group": None,
+}
 
 _DESCRIPTIONS = {
     "master_weights": """\
@@ -51,6 +63,10 @@ _DESCRIPTIONS = {
         param_rounding: ``"nearest"``, or ``"stochastic"`` to round bfloat16 parameters without
             master weights up or down at random; see :class:`ampopt.ElementwiseOptimizer`. Also an
             option of a param group.
+""",
+    "state_bits": """\
+        state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits; see
+            :class:`ampopt.ElementwiseOptimizer`. Also an option of a param group.
 """,
     "process_group": """\
         process_group: the ranks over which overflow and gradient norm are all-reduced; see
@@ -128,6 +144,21 @@ def check_rounding(rounding: Any) -> None:
     """
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"param_rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+
+
+def check_state_bits(bits: Any) -> None:
+    """Raise unless ``bits`` is a value of ``state_bits``.
+
+    Raises:
+        ValueError: ``bits`` is not 8, 16 or 32.
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in (8, 16, 32):
+        raise ValueError(f"state_bits must be 8, 16 or 32, got {bits!r}")
+
+
+def state_bits(group: Mapping[str, Any]) -> int:
+    """The option ``state_bits`` of ``group``."""
+    return group.get(STATE_BITS, 32)
 
 
 def is_stochastic(group: dict[str, Any]) -> bool:

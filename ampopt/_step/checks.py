@@ -15,10 +15,18 @@ from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.settings import Variants, check_numbers, kind_of
 from ampopt._step.sharding import dtensor
-from ampopt._step.state_checks import KEYS, Stepped, check_states
+from ampopt._step.small_states import KEYS, codecs_of, scale_key
+from ampopt._step.state_checks import Stepped, check_states
 from ampopt._step.torch_private import check_for_fused
 from ampopt.loss_scale.arguments import check_bool
-from ampopt.options import PARAM_ROUNDING, check_rounding, is_stochastic
+from ampopt.options import (
+    PARAM_ROUNDING,
+    STATE_BITS,
+    check_rounding,
+    check_state_bits,
+    is_stochastic,
+    state_bits,
+)
 from ampopt_kernels.check_rule.on_numbers import try_out
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import overlaps_itself
@@ -62,6 +70,8 @@ class Checks(RefersToOptimizer):
                     how = " with master_weights=True"
                 elif is_stochastic(group):
                     how = " with param_rounding='stochastic'"
+                elif state_bits(group) != 32:
+                    how = f" with state_bits={state_bits(group)}"
                 if optimizer.sparse_gradients and not how:
                     return True
                 how *= optimizer.sparse_gradients
@@ -88,7 +98,7 @@ class Checks(RefersToOptimizer):
             TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is not a number, an
                 option is not a bool, or ``rule`` is not a ``Rule``; see ``check_states``.
             ValueError: a tuple of hyperparameters has another length than the default;
-                ``param_rounding`` is unknown; see ``check_states``.
+                ``param_rounding`` or ``state_bits`` is unknown; see ``check_states``.
         """
         optimizer = self.optimizer
         groups, name = optimizer.param_groups, type(optimizer).__name__
@@ -112,7 +122,10 @@ class Checks(RefersToOptimizer):
         for (group, param, owner), variant in zip(held, variants.of, strict=True):
             state, known = optimizer.state.get(param, {}), id(param) in kept
             has_master = needs_master(groups[group], param)
-            stepped.append(Stepped(owner.name, param, state, flags[variant], has_master, known))
+            codecs = codecs_of(rule, flags[variant], groups[group], param)
+            stepped.append(
+                Stepped(owner.name, param, state, flags[variant], has_master, codecs, known)
+            )
             if known:
                 continue
             _check_written_once(param, owner.name)
@@ -141,7 +154,8 @@ class Checks(RefersToOptimizer):
             flags = rule.flag_values(group, kind_of(group, param))
             name = gradients.name_at(group, index, position)
             state, has_master = optimizer.state.get(param, {}), needs_master(group, param)
-            stepped.append(Stepped(name, param, state, flags, has_master))
+            codecs = codecs_of(rule, flags, group, param)
+            stepped.append(Stepped(name, param, state, flags, has_master, codecs))
         check_states(rule, stepped)
 
     def remember_dtypes(self) -> None:
@@ -174,8 +188,14 @@ class Checks(RefersToOptimizer):
             group = optimizer.param_groups[index]
             if param.dtype != torch.float16 or needs_master(group, param):
                 continue
-            states = rule.tensor_state_for(rule.flag_values(group, kind_of(group, param)))
-            states = [part for part in states if part.dtype in (None, torch.float16)]
+            flags = rule.flag_values(group, kind_of(group, param))
+            coded = zip(rule.state_for(flags), codecs_of(rule, flags, group, param), strict=True)
+            kept = {part for part, codec in coded if codec is not None}
+            states = [
+                part
+                for part in rule.tensor_state_for(flags)
+                if part.dtype in (None, torch.float16) and part not in kept
+            ]
             if states:
                 self._warned_of_float16 = True
                 warnings.warn(
@@ -215,6 +235,7 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """
     rule = optimizer.rule
     declared = {MASTER, KEYS, *(part.name for part in (*rule.state, *rule.scalar_state))}
+    declared |= {scale_key(part.name) for part in rule.state}
     for key, state in state_dict["state"].items():
         for name in declared.intersection(state if isinstance(state, Mapping) else ()):
             if not isinstance(value := state[name], Tensor | numbers.Real | None):
@@ -242,10 +263,11 @@ def check_options(group: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: ``master_weights`` is not a bool.
-        ValueError: ``param_rounding`` is unknown.
+        ValueError: ``param_rounding`` is unknown, or ``state_bits`` not 8, 16 or 32.
     """
     check_bool("master_weights", group.get("master_weights", False))
     check_rounding(group.get(PARAM_ROUNDING, "nearest"))
+    check_state_bits(group.get(STATE_BITS, 32))
 
 
 def _check_written_once(param: Tensor, name: str) -> None:

@@ -20,8 +20,9 @@ from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, wi
 from ampopt._step.settings import Variants, kind_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMarginals, places_of
-from ampopt._step.state_checks import KEYS
+from ampopt._step.small_states import KEYS, codecs_of, scale_key
 from ampopt.options import is_stochastic
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
@@ -87,7 +88,14 @@ def _dependencies(
     """
     flags, state = rule.flag_values(group, kind_of(group, param)), optimizer.state.get(param, {})
     names = [part.name for part in rule.all_state_for(flags)]
-    names += [MASTER] * needs_master(group, param) + [KEYS] * is_stochastic(group)
+    codecs = codecs_of(rule, flags, group, param)
+    names += [MASTER] * needs_master(group, param)
+    names += [KEYS] * (is_stochastic(group) or any(codecs))
+    names += [
+        scale_key(part.name)
+        for part, codec in zip(rule.state_for(flags), codecs, strict=True)
+        if codec is not None and codec.has_scales
+    ]
     stored = [param, *map(state.get, names)] if isinstance(state, dict) else [param, state]
     layouts = [
         (x.data_ptr(), x.shape, x.stride(), x.dtype)
@@ -95,7 +103,7 @@ def _dependencies(
         else None
         for x in map(dtensor.local, stored)
     ]
-    key = place, flags, names, layouts, dtensor.placements([param]), group.get("fused")
+    key = place, flags, codecs, names, layouts, dtensor.placements([param]), group.get("fused")
     return [rule, *stored], key
 
 
@@ -159,11 +167,15 @@ class RuleRows:
         self.flags, of = self.variants.flags(groups), self.variants.of
         for one in stepped:
             masters.of(groups[one.group], one.tensor)
+        codecs = [
+            codecs_of(rule, self.flags[variant], groups[one.group], one.tensor)
+            for one, variant in zip(stepped, of, strict=True)
+        ]
         states = [
             optimizer.state.get(one.tensor, {})
             if id(one.tensor) in kept
-            else state_of(optimizer, rule, one.tensor, self.flags[variant], complete_state)
-            for one, variant in zip(stepped, of, strict=True)
+            else state_of(optimizer, rule, one.tensor, self.flags[variant], own, complete_state)
+            for one, variant, own in zip(stepped, of, codecs, strict=True)
         ]
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
         fresh = [i for i, one in enumerate(stepped) if id(one.tensor) not in kept]
@@ -196,7 +208,7 @@ class RuleRows:
             if known is not None and self._fits(known.row, state, values):
                 row = known.row
             else:
-                row = self._row(one, self.flags[of[i]], state, place, values.dtype)
+                row = self._row(one, self.flags[of[i]], codecs[i], state, place, values.dtype)
             assert row.param is not None
             grad = dense_like(values, row.param)
             row.group, row.owner = of[i], one.owner
@@ -206,6 +218,7 @@ class RuleRows:
             self.layouts.append(grad)
             self.states += [state[part.name] for part in rule.all_state_for(row.flags)]
             self.states += [] if row.keys is None else [row.keys]
+            self.states += [scales for scales in row.scales if scales is not None]
             if len(self.copies) == n_copies and not param.is_complex():
                 like = _without_memory(grad) if present else grad
                 dependencies = _dependencies(optimizer, rule, group, param, place)
@@ -223,6 +236,7 @@ class RuleRows:
         self,
         stepped: ParamWithGrad,
         flags: tuple[bool, ...],
+        codecs: tuple[Codec | None, ...],
         state: dict[str, Any],
         place: int,
         grad_dtype: torch.dtype,
@@ -232,6 +246,7 @@ class RuleRows:
         Args:
             stepped: the parameter.
             flags: values of ``rule.flags`` for it.
+            codecs: the codec of each elementwise state, or ``None``.
             state: its state, complete.
             place: its index among all parameters of the optimizer.
             grad_dtype: dtype of its gradient.
@@ -240,14 +255,17 @@ class RuleRows:
         rule, local, dense = self._rule, dtensor.local, self._dense
         group = self._optimizer.param_groups[index]
         master = self._master_weights.of(group, param)
-        keys = keys_of(self._optimizer, group, param, place)
+        rounds, coded = _is_rounded_stochastically(group, param), any(codecs)
+        keys = keys_of(self._optimizer, param, place) if rounds or coded else None
         p = like = gradients.real(local(param.detach() if master is None else master))
         marginals = rule.marginals_for(flags)
-        if marginals and not p.is_contiguous():  # an index must give row and column
+        # An index must give row and column, and the block of an element.
+        in_order = bool(marginals) or coded
+        if in_order and not p.is_contiguous():
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
         values, places = dense(p, like), Places()
         if keys is not None or rule.draws:
-            places = places_of(param, values, contiguous=bool(marginals))
+            places = places_of(param, values, contiguous=in_order)
         if rule.draws:  # different random numbers for each parameter
             places = replace(places, first=places.first + place * PLACE_STRIDE)
         row = Row(
@@ -265,7 +283,15 @@ class RuleRows:
             flags=flags,
             owner=owner,
             keys=keys,
+            rounds=rounds,
             places=places,
+            codecs=codecs,
+            scales=tuple(
+                local(state[scale_key(part.name)]).view(-1)
+                if codec is not None and codec.has_scales
+                else None
+                for part, codec in zip(rule.state_for(flags), codecs, strict=True)
+            ),
         )
         if marginals:
             lines = [local(state[part.name]) for part in marginals]
@@ -322,14 +348,16 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return like
 
 
-def keys_of(optimizer: Any, group: dict[str, Any], param: Tensor, place: int) -> Tensor | None:
-    """The rounding key of ``param``, made if it is missing; ``None`` if it is rounded to nearest.
+def _is_rounded_stochastically(group: dict[str, Any], param: Tensor) -> bool:
+    of_bfloat16 = param.dtype == torch.bfloat16 and not needs_master(group, param)
+    return of_bfloat16 and is_stochastic(group)
+
+
+def keys_of(optimizer: Any, param: Tensor, place: int) -> Tensor:
+    """The random key of ``param``, made if it is missing.
 
     Each parameter has a key of its own, which depends on its index ``place`` among all parameters.
     """
-    of_bfloat16 = param.dtype == torch.bfloat16 and not needs_master(group, param)
-    if not (of_bfloat16 and is_stochastic(group)):
-        return None
     state = optimizer.state[param]
     kept = state.get(KEYS, KEY_STRIDE * place)
     if not (

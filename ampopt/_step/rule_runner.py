@@ -18,6 +18,7 @@ from ampopt._step.plan import Plan
 from ampopt._step.rows import KeptRows, unchanged
 from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
 from ampopt._step.settings import kind_of
+from ampopt._step.small_states import codecs_of
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.transaction import SkipPolicy, skip_policy_of
 from ampopt_kernels.decision import Decision, Request
@@ -138,7 +139,9 @@ class RuleRunner(RefersToOptimizer):
                 with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
                     self.checks.check_states(rule, index, [position])
                     flags = rule.flag_values(group, kind_of(group, param))
-                    convert(rule, state, param, flags, has_master=needs_master(group, param))
+                    codecs = codecs_of(rule, flags, group, param)
+                    has_master = needs_master(group, param)
+                    convert(rule, state, param, flags, codecs, has_master=has_master)
                     converted.append(state)
         widen_scalars(rule, converted)
 
@@ -148,7 +151,8 @@ class RuleRunner(RefersToOptimizer):
         """A copy of ``state``, with the states of ``param`` that a first step would add."""
         state, rule = state.copy(), self.rule
         flags, groups = rule.flag_values(group, kind_of(group, param)), self.optimizer.param_groups
-        complete(rule, groups, state, param, flags, self._complete_state)
+        codecs = codecs_of(rule, flags, group, param)
+        complete(rule, groups, state, param, flags, codecs, self._complete_state)
         return state
 
     def _planned(self, outdated: Plan | None, needs_agreement: bool) -> Plan | None:
@@ -185,7 +189,8 @@ class RuleRunner(RefersToOptimizer):
                 if not optimizer.state.get(param):
                     group = optimizer.param_groups[index]
                     flags = rule.flag_values(group, kind_of(group, param))
-                    state_of(optimizer, rule, param, flags, self._complete_state)
+                    codecs = codecs_of(rule, flags, group, param)
+                    state_of(optimizer, rule, param, flags, codecs, self._complete_state)
         decision = self.masters.unscale(request, optimizer._ampopt.agreement(), self.uploads)
         # Without hooks: those of the class run around our step already.
         step = beneath_hooks(self._torchs_step(optimizer).__func__)

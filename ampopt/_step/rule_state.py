@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt._step import small_states
 from ampopt._step.sharding import dtensor
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu.bundles import SMALL
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.rule import MASTER, PARAM, Rule, State
@@ -35,6 +37,7 @@ def state_of(
     rule: Rule,
     param: Tensor,
     flags: tuple[bool, ...],
+    codecs: Sequence[Codec | None],
     complete_state: StateCompleter | None,
 ) -> dict[str, Any]:
     """The state of ``param``, with missing states created, and others converted by :func:`convert`.
@@ -44,7 +47,7 @@ def state_of(
     if not rule.all_state_for(flags):
         return optimizer.state.get(param, {})  # like torch, add no empty state
     state = optimizer.state[param]
-    complete(rule, optimizer.param_groups, state, param, flags, complete_state)
+    complete(rule, optimizer.param_groups, state, param, flags, codecs, complete_state)
     return state
 
 
@@ -54,6 +57,7 @@ def complete(
     state: dict[str, Any],
     param: Tensor,
     flags: tuple[bool, ...],
+    codecs: Sequence[Codec | None],
     complete_state: StateCompleter | None,
 ) -> None:
     """Convert the values in ``state``, and add missing ones as they are before the first step.
@@ -64,6 +68,7 @@ def complete(
         state: the state of ``param``; changed in place.
         param: the parameter.
         flags: the flags of the rule for ``param``.
+        codecs: the codec of each elementwise state, or ``None``.
         complete_state: see :data:`StateCompleter`.
     """
     master = state.get(MASTER)
@@ -71,10 +76,14 @@ def complete(
     scalars = rule.scalar_state_for(flags)
     if scalars and complete_state is not None:
         complete_state(state)
-    convert(rule, state, param, flags, has_master=master is not None)
+    convert(rule, state, param, flags, codecs, has_master=master is not None)
+    of_states = dict(zip(rule.state_for(flags), codecs, strict=True))
     for part in rule.tensor_state_for(flags):
         if state.get(part.name) is None:
             initial = None if part.init == PARAM else _initial(part, groups, param)
+            if (codec := of_states.get(part)) is not None:
+                small_states.add(state, part, param, codec, initial)
+                continue
             state[part.name] = _new_state(part, like, _dtype_of(part, like.dtype), initial)
     kept = [state[part.name] for part in scalars if state.get(part.name) is not None]
     wide = torch.float64 in ([value.dtype for value in kept] or [torch.get_default_dtype()])
@@ -90,17 +99,22 @@ def convert(
     state: dict[str, Any],
     param: Tensor,
     flags: tuple[bool, ...],
+    codecs: Sequence[Codec | None],
     *,
     has_master: bool,
 ) -> None:
     """Convert values of ``state`` that a step cannot use: loaded from torch, or with other options.
 
     A tensor state for which the rule declares no dtype keeps its dtype, unless the parameter has a
-    master.
+    master. How many bits a state is kept in is decided by ``codecs``, not by what was loaded.
     """
+    of_states = dict(zip(rule.state_for(flags), codecs, strict=True))
     for part in rule.tensor_state_for(flags):
         if (value := state.get(part.name)) is None:
             continue
+        if small_states.convert(state, part, param, of_states.get(part)):
+            continue
+        value = state[part.name]
         settled = not has_master and part.dtype is None and part.shape is None
         if settled and value.is_contiguous() and not (value.is_neg() or value.is_conj()):
             continue

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ampopt._step.masters import needs_master
 from ampopt._step.ranks import REPLICATED
-from ampopt.options import PARAM_ROUNDING
+from ampopt.options import PARAM_ROUNDING, STATE_BITS
 from ampopt_kernels.native.objects import IdentityGuard
 from ampopt_kernels.rule import Kind, Rule
 
@@ -69,7 +69,7 @@ class Variants:
         return [hyper(groups[group], kind) for group, kind in self._kinds]
 
 
-_OPTIONS = ("master_weights", PARAM_ROUNDING, REPLICATED)
+_OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, REPLICATED)
 """Entries of param groups, besides those of the rule, on which a plan depends."""
 
 Hyper = list[list[Any]]

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt._step import small_states
 from ampopt._step.sharding import dtensor
+from ampopt._step.small_states import KEYS
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import is_dense, memory_of, share_memory
 
-__all__ = ["KEYS", "Stepped", "check_master", "check_states"]
-
-KEYS = "rounding_key"
-"""Key of ``optimizer.state[p]`` for the rounding key of ``p``; see ``ampopt_kernels.stochastic``.
-"""
+__all__ = ["Stepped", "check_master", "check_states"]
 
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
@@ -39,6 +38,7 @@ class Stepped(NamedTuple):
         state: its state; an empty dict before the first step.
         flags: the flags of the rule for the parameter.
         has_master: whether the parameter has a float32 master.
+        codecs: the codec of each elementwise state, or ``None``.
         checked: whether the state is as it was at an earlier check. Then only memory that it shares
             with the states of other parameters raises.
     """
@@ -48,6 +48,7 @@ class Stepped(NamedTuple):
     state: Any
     flags: tuple[bool, ...]
     has_master: bool
+    codecs: tuple[Codec | None, ...]
     checked: bool = False
 
 
@@ -66,7 +67,9 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
     """
     written: dict[torch.device, list[_Written]] = {}
     for one in stepped:
-        name, param, state, flags, has_master, checked = one
+        name, param, state, flags, has_master, codecs, checked = one
+        if not checked:
+            small_states.check_whole_blocks(name, param, codecs)
         if not isinstance(state, dict):
             raise TypeError(
                 f"the state of {name} is a {type(state).__name__}, and must be a dict of its "
@@ -92,6 +95,11 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
             ):
                 _check_tensor(name, param, part.name, value, part)
             tensors.append((part.name, value))
+            if value.dtype in small_states.CODES:
+                if not checked:
+                    small_states.check_codes(_named(part.name, name), state, part, param)
+                key = small_states.scale_key(part.name)
+                tensors.append((key, state[key]))
         for part in () if checked else rule.scalar_state_for(flags):
             _check_scalar(name, part.name, state.get(part.name))
         _check_scalar(name, KEYS, state.get(KEYS))
@@ -136,7 +144,8 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -
         raise TypeError(
             f"{what} is {value.layout}, and must be dense: replace it by its to_dense()"
         )
-    if value.dtype not in (_COMPLEX if param.is_complex() else _REAL):
+    has_codes = value.dtype in small_states.CODES and key != MASTER
+    if not has_codes and value.dtype not in (_COMPLEX if param.is_complex() else _REAL):
         raise TypeError(
             f"{what} is {value.dtype}, which a parameter of {param.dtype} cannot have as state: "
             "convert it to the parameter's dtype"

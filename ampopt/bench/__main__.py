@@ -24,6 +24,7 @@ from ampopt.backend import backend_for
 from ampopt.bench import (
     autocast,
     contenders,
+    fidelity,
     first_steps,
     launches,
     on_ranks,
@@ -80,10 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.backend is None:
         options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
+    if options.fidelity and device.type != "cpu":
+        parser.error("--fidelity compares numbers, on the CPU: add --device cpu")
     before = ampopt.get_backend()
     try:
         ampopt.set_backend(options.backend)
-        _run(options, device)
+        if options.fidelity:
+            for line in fidelity.table(options.optimizer or ["AdamW"], options.fidelity):
+                print(line, flush=True)
+        else:
+            _run(options, device)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
@@ -290,6 +297,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default, help="cpu or cuda; default here: %(default)s")
+    parser.add_argument(
+        "--fidelity",
+        type=_positive(int),
+        metavar="STEPS",
+        help="instead of times: how far steps with 16- and 8-bit states are from float32's",
+    )
     parser.add_argument(
         "--repeats", type=_positive(int), default=200, help="maximum number of rounds"
     )

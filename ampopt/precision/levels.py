@@ -11,6 +11,7 @@ from ampopt.loss_scale.arguments import check_bool
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
+from ampopt.options import STATE_BITS, check_state_bits
 from ampopt.precision.autocast import autocast
 from ampopt.precision.cast import NORMS, Model, as_tuple, cast, check_dtypes
 from ampopt.precision.presets import LEVELS
@@ -43,6 +44,8 @@ class Precision:
         allow: names of operators that autocast runs in ``compute_dtype``, in addition to torch's.
         deny: names of operators that autocast runs in float32, in addition to torch's.
         master_weights: whether the optimizer keeps float32 master weights. Default ``False``.
+        state_bits: how many bits the optimizer keeps its states in: 32, the default, 16 or 8; see
+            :class:`ampopt.ElementwiseOptimizer`.
         scaling: how the loss is scaled: ``None``, the default, for no scaling; a number for a
             static scale; a name of :meth:`ampopt.DynamicLossScale.like`; or a function that returns
             a new scale.
@@ -59,6 +62,7 @@ class Precision:
     allow: tuple[str, ...] = ()
     deny: tuple[str, ...] = ()
     master_weights: bool = False
+    state_bits: int = 32
     scaling: float | str | Callable[[], LossScale] | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +81,7 @@ class Precision:
         masters = check_bool("master_weights", self.master_weights)
         if masters and self.param_dtype.itemsize > 2:
             raise ValueError(f"{self.param_dtype} parameters need no master_weights: omit it")
+        check_state_bits(self.state_bits)
         autocast("cpu", torch.bfloat16, self.allow, self.deny, enabled=False)  # checks the names
         if not callable(self.scaling):
             self.loss_scale()
@@ -117,7 +122,10 @@ class Precision:
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """Keyword arguments for the optimizer: ``AdamW(params, **precision.optimizer_options)``."""
-        return {"master_weights": True} if self.master_weights else {}
+        options: dict[str, Any] = {"master_weights": True} if self.master_weights else {}
+        if self.state_bits != 32:
+            options[STATE_BITS] = self.state_bits
+        return options
 
     def loss_scale(self) -> LossScale | None:
         """A new loss scale to start with; ``None`` for no scaling."""

@@ -12,6 +12,7 @@ from ampopt.loss_scale.arguments import check_bool, check_count, instead_of
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
+from ampopt.options import state_bits
 from ampopt.precision.levels import Precision
 
 __all__ = [
@@ -70,15 +71,22 @@ def check_overflow(then: Any, max_replays: Any, preserve_rng: bool, cuda_graph: 
 
 
 def check_masters(precision: Any, optimizer: Optimizer) -> None:
-    """Refuse an optimizer without the master weights that ``precision`` requires."""
+    """Refuse an optimizer without the master weights or state bits that ``precision`` requires."""
     if not isinstance(precision, Precision):
         raise TypeError(f"precision must be an ampopt.Precision, got {type(precision).__name__}")
+    name = type(optimizer).__name__
+    made_with = f"create it with {name}(params, **precision.optimizer_options)"
     if precision.master_weights and not all(
         group.get("master_weights") for group in optimizer.param_groups
     ):
         raise ValueError(
-            f"precision requires master weights, and {type(optimizer).__name__} was made without: "
-            f"create it with {type(optimizer).__name__}(params, **precision.optimizer_options)"
+            f"precision requires master weights, and {name} was made without: {made_with}"
+        )
+    wanted, defaults = precision.state_bits, state_bits(optimizer.defaults)
+    if wanted != 32 and wanted != defaults:
+        raise ValueError(
+            f"precision requires state_bits={wanted}, and {name} was made with {defaults}: "
+            f"{made_with}"
         )
 
 

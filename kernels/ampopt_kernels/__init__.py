@@ -3,10 +3,13 @@
 To write a rule, import :data:`tl` and :func:`jit` from here and declare a :class:`Rule`.
 """
 
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.language import (
     as_float32,
     div_rn,
+    exp2_linear,
     jit,
+    log2_linear,
     maximum,
     minimum,
     power,
@@ -18,11 +21,14 @@ from ampopt_kernels.random_numbers import rand, randn
 from ampopt_kernels.rule import Rule, State
 
 __all__ = [
+    "Codec",
     "Rule",
     "State",
     "as_float32",
     "div_rn",
+    "exp2_linear",
     "jit",
+    "log2_linear",
     "maximum",
     "minimum",
     "power",

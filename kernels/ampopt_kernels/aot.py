@@ -51,7 +51,7 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 REQUESTS = (
     "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned", "watched",
     "accumulate", "accumulate anew", "accumulate or reject", "by chance", "by chance in columns",
-    "skip checks",
+    "skip checks", "8 bits", "16 bits", "8 bits in columns",
 )  # fmt: skip
 """Kinds of steps; see :func:`launches`. The first is compiled for all rules, the others for one."""
 QUICK = "compile fewer variants: flags all off or all on, and each kernel for one target in turn"
@@ -117,6 +117,8 @@ class Launch:
             on = [case.rule, *itertools.compress(names, flags), *on]
         if constants.get("STOCHASTIC"):
             on.append("stochastic")
+        if any(constants.get("CODECS", ())):
+            on.append(f"{constants['DTYPES'][2].primitive_bitwidth}_bits")
         if constants.get("JUMPS"):
             on.append("columns")
         if constants.get("ALIGN") == 1 or constants.get("ALIGNS", (2,))[0] == 1:
@@ -192,22 +194,34 @@ def launches(case: Case) -> list[Launch]:
     low = getattr(torch, case.dtype)
     stored = torch.float32 if case.masters else low
 
+    bits = {"8 bits": 8, "8 bits in columns": 8, "16 bits": 16}.get(case.request, 32)
+    codecs = rule.codecs_for(case.flags, bits)
+
     def tensor(dtype: torch.dtype) -> torch.Tensor:
         elements = torch.zeros(65, dtype=dtype)
         return elements[1:] if case.request == "unaligned" else elements[:64]
 
+    by_chance = case.request.startswith("by chance")
     row = Row(
         low,
         param=tensor(stored),
-        state=tuple(tensor(part.dtype or stored) for part in rule.state_for(case.flags)),
+        state=tuple(
+            tensor(part.dtype or stored if codec is None else codec.dtype)
+            for part, codec in zip(rule.state_for(case.flags), codecs, strict=True)
+        ),
         copy=tensor(low) if case.masters else None,
         scalars=tuple(
             torch.zeros((), dtype=part.dtype) if part in rule.scalar_state_for(case.flags) else None
             for part in rule.scalar_state
         ),
         flags=case.flags,
-        keys=torch.zeros((), dtype=torch.int64) if case.request.startswith("by chance") else None,
-        places=Places(0, (Jump(3, 0, 5),) * (case.request == "by chance in columns")),
+        keys=torch.zeros((), dtype=torch.int64) if by_chance or any(codecs) else None,
+        rounds=by_chance,
+        places=Places(0, (Jump(128, 0, 128),) * case.request.endswith("in columns")),
+        codecs=codecs,
+        scales=tuple(
+            torch.zeros(1) if codec is not None and codec.has_scales else None for codec in codecs
+        ),
     )
     if parts := rule.marginals_for(case.flags):
         states = [torch.zeros(part.beside((1, 64))) for part in parts]
@@ -235,6 +249,9 @@ def launches(case: Case) -> list[Launch]:
         "skip checks": Request(scale=scale, max_norm=1.0),
         "by chance": Request(check=False),
         "by chance in columns": Request(check=False),
+        "8 bits": Request(check=False),
+        "8 bits in columns": Request(check=False),
+        "16 bits": Request(check=False),
         "accumulate": Request(scale=scale, accumulate=True, apply=False),
         "accumulate anew": Request(scale=scale, accumulate=True, apply=False),
         "accumulate or reject": Request(
@@ -282,6 +299,12 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
             for request in REQUESTS[1:]:
                 if request.startswith("by chance") and dtype != "bfloat16":
                     continue  # only bfloat16 is rounded stochastically
+                if "bits" in request:  # of float32 parameters, or master weights
+                    of = "adam" if "adam" in names else name
+                    off = (False,) * len(getattr(rules, of).flags)
+                    if dtype in ("float32", "bfloat16"):
+                        yield Case(of, off, dtype, request, masters=dtype == "bfloat16")
+                    continue
                 yield Case(name, every[0], dtype, request)
 
 
@@ -294,8 +317,9 @@ def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False
     different: dict[Any, tuple[Case, int]] = {}
     for case in all_cases:
         for index, launch in enumerate(launches(case)):
-            # COLUMNS, the width of a table, changes one number of the code.
-            constants = {k: v for k, v in launch.constants.items() if k != "COLUMNS"}
+            # Columns of a table change a number of the code.
+            columns = ("COLUMNS", "N_STATES")
+            constants = {k: v for k, v in launch.constants.items() if k not in columns}
             key = (launch.name, *launch.signature.items(), *constants.items())
             different.setdefault(key, (case, index))
     if not quick:

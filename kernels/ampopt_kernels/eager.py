@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt_kernels import codecs
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport, measured
 from ampopt_kernels.marginals import LineSums, advance, sums_of
@@ -138,11 +139,13 @@ class Eager(Backend):
                 if of_lines is None:
                     of_lines = sums_of(rule, row.marginals, row.flags, read, given)
                 advance(rule, [row.marginals], row.flags, of_lines, [given], skip)
+            if row.marginals is not None or row.is_coded:
                 read = tuple(map(flat, read))
             start = 0
             for tensors in _chunks(*read):
-                grad, param, *state = (t.to(dtype) for t in tensors)
-                end = start + grad.numel()
+                end = start + tensors[0].numel()
+                loaded = codecs.decoded_each(tensors[2:], row.codecs, row.scales_at(start, end))
+                grad, param, *state = (t.to(dtype) for t in (*tensors[:2], *loaded))
                 g = grad * factor[0] * factor[1]
                 state = (*state, *row.row_column_factors(start, end))
                 terms = rule.torch_reduce_in(dtype)(param, g, state, h, row.flags)
@@ -170,16 +173,19 @@ class Eager(Backend):
                 if row.keys is not None or rule.draws:
                     position = row.places.after(start).of(grad.numel(), work.device)
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
-                param, *state = (t.to(dtype) for t in stored[:n])
+                loaded = codecs.decoded_each(stored[1:n], row.codecs, row.scales_at(start, end))
+                param, *state = (t.to(dtype) for t in (stored[0], *loaded))
                 update = rule.torch_update_in(dtype)
                 at = rule.at(param, position)
                 read = (*state, *row.row_column_factors(start, end))
                 param, state = update(param, g, read, h, row.flags, *at)
                 copy = () if row.copy is None else (param,)
-                if row.keys is not None and position is not None:
+                if row.rounds and row.keys is not None and position is not None:
                     param = stochastically(param, position, row.keys)
+                stored += [x for x in row.scales_at(start, end) if x is not None]
+                states, scales = codecs.encoded_each(state, row.codecs, position, row.keys)
                 start = end
-                for old, new in zip(stored, (param, *state, *copy), strict=True):
+                for old, new in zip(stored, (param, *states, *copy, *scales), strict=True):
                     old.copy_(keep(old, new.to(old.dtype)))
 
 

@@ -20,9 +20,11 @@ __all__ = [
     "INTERPRETED",
     "as_float32",
     "div_rn",
+    "exp2_linear",
     "float_bits",
     "jit",
     "kernel",
+    "log2_linear",
     "maximum",
     "minimum",
     "power",
@@ -30,6 +32,7 @@ __all__ = [
     "sign",
     "sqrt_rn",
     "tl",
+    "up_or_down",
 ]
 
 
@@ -139,6 +142,38 @@ def sign(x):
 def float_bits(x):
     """The bits of ``x`` as float32: ``tl.uint32``."""
     return x.to(tl.float32).to(tl.uint32, bitcast=True)
+
+
+@jit
+def log2_linear(x):
+    """The base-2 logarithm of ``x``, a positive float32, linear between powers of two.
+
+    At ``(1 + f) * 2**n`` with ``f`` in [0, 1) it is ``n + f``, rounded once. All backends compute
+    the same bits, and in fewer operations than ``tl.log2``. The bits of a float32 are this number.
+    """
+    bits = float_bits(x).to(tl.int32, bitcast=True)
+    return ((bits - 0x3F800000).to(tl.float32) * 1.1920928955078125e-07).to(x.dtype)
+
+
+@jit
+def exp2_linear(y):
+    """The inverse of :func:`log2_linear`, for ``y`` from -126 to 127."""
+    bits = (y.to(tl.float32) * 8388608.0).to(tl.int32) + 0x3F800000
+    return bits.to(tl.float32, bitcast=True).to(y.dtype)
+
+
+@jit
+def up_or_down(x, u):
+    """``x``, a float32, stochastically rounded to a number that bfloat16 holds.
+
+    Rounded away from zero where ``u``, a uniform random number in (0, 1), is large enough that the
+    result is ``x`` on average. Infinities and NaN stay.
+    """
+    bits = float_bits(x)
+    chance = (u * 65536.0).to(tl.int32).to(tl.uint32)
+    finite = (bits & 0x7F800000) != 0x7F800000
+    rounded = tl.where(finite, bits + chance, bits) & 0xFFFF0000
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
 
 
 @jit

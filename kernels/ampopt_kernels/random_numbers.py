@@ -6,7 +6,16 @@ ranks does not change the numbers, and all backends compute the same bits.
 
 from ampopt_kernels.language import float_bits, jit, tl
 
-__all__ = ["CPP", "PLACE_STRIDE", "rand", "randn", "random_bits"]
+__all__ = [
+    "CPP",
+    "PLACE_STRIDE",
+    "element_bits",
+    "key_of_pair",
+    "rand",
+    "randn",
+    "random_bits",
+    "uniform_half",
+]
 
 PLACE_STRIDE = 1 << 36
 """Distance between the first places of two parameters: more than the number of elements."""
@@ -57,6 +66,45 @@ def random_bits(position, low, high):
 
 
 @jit
+def key_of_pair(key, pair):
+    """The key of :func:`element_bits` for two states of a parameter: ``tl.uint32``.
+
+    Args:
+        key: key of the parameter at this step, an int64 scalar; see ``stochastic``.
+        pair: index of the two states among all pairs, a number known when compiling.
+    """
+    low, high = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
+    return _mixed((_mixed(_mixed(low) ^ high) + (pair + 1) * 40503) & 0xFFFFFFFF)
+
+
+@jit
+def element_bits(position, key):
+    """32 random bits, ``tl.uint32``, for each element; half as costly as :func:`random_bits`.
+
+    Elements of one parameter get different bits at one key.
+
+    Args:
+        position: place of each element, int64.
+        key: see :func:`key_of_pair`.
+    """
+    near, far = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
+    return _mixed(near ^ ((far * 40503 + key) & 0xFFFFFFFF))
+
+
+@jit
+def uniform_half(bits, HALF: tl.constexpr):
+    """A uniform random number in (0, 1) of the high (0) or low (1) half of 32 random bits.
+
+    An odd multiple of 2**-16, so that ``floor(n + u)`` is ``n`` for whole ``n`` below 256.
+    """
+    if HALF:
+        half = (bits >> 1) & 0x7FFF
+    else:
+        half = bits >> 17
+    return (half.to(tl.int32).to(tl.float32) + 0.5) * 3.0517578125e-05
+
+
+@jit
 def _mixed(x):
     # Chris Wellons' "lowbias32": every bit of the input changes half of those of the output.
     x = x ^ (x >> 16)
@@ -78,8 +126,24 @@ static inline uint32_t random_bits(uint64_t position, uint32_t low, uint32_t hig
     return mixed(mixed(uint32_t(position) ^ of_key) ^ uint32_t(position >> 32));
 }
 
+static inline uint32_t key_of_pair(uint64_t key, uint32_t pair) {
+    return mixed(mixed(mixed(uint32_t(key)) ^ uint32_t(key >> 32)) + (pair + 1) * 40503u);
+}
+
+static inline uint32_t key_at(uint64_t position, uint32_t key) {
+    return uint32_t(position >> 32) * 40503u + key;
+}
+
+static inline float uniform_half(uint32_t bits, bool low) {
+    // The bits of a number in (1, 2).
+    return number(((low ? bits << 7 : bits >> 9) & 0x007FFF00u) | 0x3F800080u) - 1.0f;
+}
+
 static inline float uniform(float seed, float step, uint64_t position) {
     return int32_t(random_bits(position, bits(step), bits(seed)) >> 8) * 0x1p-24f;
 }
 """
-"""The same in C++; ``uniform`` is :func:`rand` for one element."""
+"""The same in C++; ``uniform`` is :func:`rand` for one element.
+
+:func:`element_bits` is ``mixed(uint32_t(position) ^ key_at(position, key))``.
+"""

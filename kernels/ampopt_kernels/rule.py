@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import torch_language
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.language import INTERPRETED, jit, tl
 from ampopt_kernels.state import MASTER, PARAM, State
 
@@ -170,6 +171,12 @@ class Rule:
             if name == MASTER or names.count(name) > 1:
                 why = "is where masters are kept" if name == MASTER else "is declared twice"
                 raise ValueError(f"State {name!r} {why}: give each state a name of its own")
+        for part in self.state:
+            if isinstance(part.full, str) and part.full not in self.flags:
+                raise ValueError(
+                    f"State {part.name!r} is kept in full precision under {part.full!r}, which is "
+                    f"not among the rule's flags {self.flags}: add it to flags"
+                )
         for part in (*self.state, *self.scalar_state):
             if not {name for name, _ in part.needs} <= set(self.flags):
                 raise ValueError(
@@ -271,6 +278,14 @@ class Rule:
     def all_state_for(self, flags: tuple[bool, ...]) -> tuple[State, ...]:
         """All states that exist under ``flags``."""
         return _existing(self, flags).all
+
+    def codecs_for(self, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
+        """The codec of each elementwise state under ``flags``, kept in ``bits`` bits.
+
+        ``None`` for a state in full precision. All are, if a state has a value for each row or
+        column.
+        """
+        return _codecs(self, flags, bits)
 
     def seen(self, group: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
         """The entries of ``group`` for its parameters of one ``kind``; see :attr:`entries`."""
@@ -412,6 +427,13 @@ def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
     elementwise = tuple(part for part in state if part.shape is None)
     marginals = tuple(part for part in state if part.shape is not None)
     return _Existing(elementwise, marginals, scalars, (*state, *scalars))
+
+
+@functools.lru_cache(maxsize=1024)
+def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
+    existing, named = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
+    bits = 32 if existing.marginals else bits
+    return tuple(part.codec_in(bits, named) for part in existing.elementwise)
 
 
 def _lacking(group: Mapping[str, Any], error: KeyError) -> KeyError:

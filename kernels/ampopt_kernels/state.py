@@ -1,9 +1,11 @@
 """The declaration of a tensor that an optimizer keeps for each parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec
 
 __all__ = ["MASTER", "PARAM", "State"]
 
@@ -35,6 +37,14 @@ class State:
             shape ``[..., m, 1]`` for a parameter of shape ``[..., m, n]``. ``"columns"`` for one
             for each column: shape ``[..., 1, n]``. Such states need :attr:`Rule.averages` and
             :attr:`Rule.factors`.
+        positive: whether no value is ever below 0, as in an average of squares. With the option
+            ``state_bits=8`` such a state is kept as ``codecs.NON_NEGATIVE``, others as
+            ``codecs.SIGNED``.
+        codec: what to use in place of these two.
+        full: whether the state is kept in full precision whatever ``state_bits`` is; or the flag
+            under which it is. States with ``init="param"``, a ``shape`` or a ``dtype`` always are.
+            Set it for copies and means of the parameter, and where two states must agree to more
+            digits than a codec keeps, such as a difference that must not become negative.
     """
 
     name: str
@@ -42,9 +52,22 @@ class State:
     when: str | tuple[str, ...] | None = None
     dtype: torch.dtype | None = None
     shape: str | None = None
+    positive: bool = False
+    codec: Codec | None = None
+    full: bool | str = False
 
     def __post_init__(self) -> None:
-        """Check ``dtype`` and ``shape``."""
+        """Check ``dtype``, ``shape`` and how the state is kept in few bits."""
+        if self.codec is not None and not isinstance(self.codec, Codec):
+            raise TypeError(
+                f"State {self.name!r} has codec={self.codec!r}, which must be an "
+                "ampopt_kernels.Codec, or None for a built-in one"
+            )
+        if self.codec is not None and (self.full is True or self.shape or self.dtype):
+            raise ValueError(
+                f"State {self.name!r} has a codec, but full, shape or dtype says that it is never "
+                "kept in few bits: remove one of them"
+            )
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ValueError(
                 f"State {self.name!r} cannot be kept in {self.dtype!r}: choose torch.float16, "
@@ -62,6 +85,20 @@ class State:
                 "a copy of the parameter, does not fit: set init to a number or to the name of a "
                 "param-group entry"
             )
+
+    def codec_in(self, bits: int, flags: Mapping[str, bool]) -> Codec | None:
+        """The codec that keeps the state in ``bits`` bits; ``None`` for full precision.
+
+        Args:
+            bits: 8, 16 or 32.
+            flags: the values of the rule's flags, by name.
+        """
+        full = flags[self.full] if isinstance(self.full, str) else self.full
+        if bits == 32 or full or self.shape or self.dtype or self.init == PARAM:
+            return None
+        if bits == 16:
+            return BFLOAT16
+        return self.codec or (NON_NEGATIVE if self.positive else SIGNED)
 
     @property
     def needs(self) -> tuple[tuple[str, bool], ...]:

@@ -119,6 +119,29 @@ def _float_bits(x: Any) -> Any:
     return ctypes.c_uint32.from_buffer(ctypes.c_float(x)).value
 
 
+def _log2_linear(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return _log2_linear(torch.tensor(x, dtype=float32, device="cpu")).item()
+    bits = x.to(float32).view(int32) - 0x3F800000
+    return (bits.to(float32) * 2.0**-23).to(x.dtype)
+
+
+def _exp2_linear(y: Any) -> Any:
+    if not isinstance(y, torch.Tensor):
+        return _exp2_linear(torch.tensor(y, dtype=float32, device="cpu")).item()
+    bits = (y.to(float32) * 2.0**23).to(int32) + 0x3F800000
+    return bits.view(float32).to(y.dtype)
+
+
+def _up_or_down(x: Any, u: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return _up_or_down(torch.tensor(x, dtype=float32, device="cpu"), u).item()
+    bits = _float_bits(x)
+    chance = (u * 65536.0).to(int64) if isinstance(u, torch.Tensor) else int(u * 65536)
+    up_or_down = ((bits + chance) & 0xFFFF0000).to(int32)  # wraps, as in uint32
+    return torch.where(x.isfinite(), up_or_down.view(float32), x)
+
+
 def _maximum(a: Any, b: Any) -> Any:
     if isinstance(a, torch.Tensor):
         return a.clamp_min(b) if not isinstance(b, torch.Tensor) else torch.maximum(a, b)
@@ -138,10 +161,13 @@ def _minimum(a: Any, b: Any) -> Any:
 HELPERS = {
     "as_float32": _as_float32,
     "div_rn": _div_rn,
+    "exp2_linear": _exp2_linear,
     "float_bits": _float_bits,
+    "log2_linear": _log2_linear,
     "maximum": _maximum,
     "minimum": _minimum,
     "sqrt_rn": sqrt,
+    "up_or_down": _up_or_down,
 }
 """Replacements for functions of ``ampopt_kernels.language``. :func:`bind` binds the bodies of the
 others."""

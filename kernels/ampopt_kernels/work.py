@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt_kernels import codecs
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.gradient_reports import NOBODY, Owner
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
@@ -33,7 +35,7 @@ class Row:
         param: the parameter, or its float32 master weight: n elements, float16, bfloat16, float32
             or float64. ``None`` in a row whose gradient is only read.
         state: elementwise states, in the order of ``rule.state_for(flags)``: n elements each, in
-            the dtype that the rule declares.
+            the dtype that the rule declares, or that of the codec.
         copy: the low-precision parameter that gets ``param`` rounded, if ``param`` is a master
             weight: n elements, float16 or bfloat16.
         scalars: scalar states, 0-d, float32 or float64, in the order of ``rule.scalar_state``;
@@ -44,8 +46,13 @@ class Row:
         in_norm: whether this rank adds the gradient to the global norm. One of the ranks that
             replicate a parameter does.
         owner: name and ``id`` of the parameter, for messages.
-        keys: the key that stochastic rounding to bfloat16 uses in this step, and advances: 0-d
-            int64. ``None`` if the parameter is rounded to nearest. See ``stochastic``.
+        codecs: for each of ``state`` its codec, or ``None`` if it is stored as it is computed.
+        scales: for each of ``state`` one float32 number for each block, flat; ``None`` for a state
+            without a codec, or whose codec has no scales. The row then has the elements of whole
+            blocks, in the order of a contiguous parameter.
+        keys: the key of the random numbers of this step, which advances: 0-d int64. ``None`` if
+            nothing is rounded stochastically. See ``stochastic``.
+        rounds: whether the parameter, bfloat16, is rounded stochastically.
         places: indices of the elements in the whole parameter, from which random numbers are
             computed. Unused if nothing is drawn.
         marginals: states of one value for each matrix row or column, if the rule has any.
@@ -61,13 +68,30 @@ class Row:
     in_norm: bool = True
     owner: Owner = NOBODY
     keys: Tensor | None = None
+    rounds: bool = False
     places: Places = Places()
     marginals: Marginals | None = None
+    codecs: tuple[Codec | None, ...] = ()
+    scales: tuple[Tensor | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Fill in ``codecs`` and ``scales`` of a row that has none."""
+        self.codecs = self.codecs or (None,) * len(self.state)
+        self.scales = self.scales or (None,) * len(self.state)
 
     @property
     def written(self) -> tuple[Tensor, ...]:
         """The tensors that ``update`` writes, in its order: parameter, states, copy."""
         return tuple(t for t in (self.param, *self.state, self.copy) if t is not None)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether a state has a codec."""
+        return any(codec is not None for codec in self.codecs)
+
+    def scales_at(self, start: int, end: int) -> list[Tensor | None]:
+        """The :attr:`scales` of the elements from ``start``, where a block begins, to ``end``."""
+        return codecs.scales_at(self.scales, self.codecs, start, end)
 
     def row_column_factors(self, start: int, end: int) -> tuple[Tensor, ...]:
         """The row and column factors of the elements from ``start`` to ``end``, each 1-d."""
@@ -82,7 +106,7 @@ class Row:
     def kind(self) -> tuple[Any, ...]:
         """Everything about a row that is compiled in: rows of one launch have the same kind."""
         jumps = len(self.places.jumps)
-        return self.dtypes, self.flags, self.copy is not None, self.keys is not None, jumps
+        return self.dtypes, self.flags, self.copy is not None, self.rounds, jumps, self.codecs
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -109,7 +109,8 @@ def test_every_rule_moves_each_byte_once_sixteen_at_a_time(compiled, name, dtype
     found = set()
     for line in updates(compiled, name):
         words = line["variant"].split("+")
-        if line["dtype"] != dtype or "unaligned" in words or "stochastic" in words:
+        special = {"unaligned", "stochastic", "8_bits", "16_bits"}
+        if line["dtype"] != dtype or special.intersection(words):
             continue
         flags = tuple(flag in words for flag in rule.flags)
         found.add((flags, "masters" in words))
@@ -129,6 +130,14 @@ def test_every_rule_moves_each_byte_once_sixteen_at_a_time(compiled, name, dtype
         "bfloat16": {(none, False), (none, True)},
     }
     assert expected[dtype] <= found
+
+
+def test_small_states_are_moved_in_few_bytes_and_without_barriers(compiled):
+    """Of the 20 bytes with 8 bits, 4 are accesses to scales, which 128 elements share."""
+    lines = [line for line in updates(compiled, "adam") if "_bits" in line["variant"]]
+    assert len(lines) == 6
+    for line in lines:
+        assert_streams(line, 20)
 
 
 def updates(compiled, name):

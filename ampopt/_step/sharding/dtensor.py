@@ -1,6 +1,7 @@
 """``DTensor``s: their local tensors, and gradients and states with the same placements."""
 
 import sys
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -74,8 +75,14 @@ def placed_as(tensor: Any, like: Any) -> Any:
     return tensor.redistribute(like.device_mesh, like.placements)
 
 
-def from_local_like(part: Tensor, like: Any) -> Any:
-    """A ``DTensor`` with the local shard ``part``, placed as ``like``; ``part`` if it is none."""
+def from_local_like(part: Tensor, like: Any, shape: Sequence[int] | None = None) -> Any:
+    """A ``DTensor`` with the local shard ``part``, placed as ``like``; ``part`` if it is none.
+
+    Args:
+        part: the local shard.
+        like: a ``DTensor``, or any other tensor.
+        shape: the shape of the whole tensor, contiguous; ``None`` for that of ``like``.
+    """
     if not is_dtensor(like):
         return part
     # A DTensor made from a view into a larger buffer takes over its storage offset, and cannot be
@@ -87,11 +94,15 @@ def from_local_like(part: Tensor, like: Any) -> Any:
         like.device_mesh,
         like.placements,
         run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        shape=like.shape if shape is None else torch.Size(shape),
+        stride=like.stride() if shape is None else _contiguous_stride(shape),
     )
     setattr(whole, LOCAL_TENSOR, part)
     return whole
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def as_replicated(state: Any) -> Any:

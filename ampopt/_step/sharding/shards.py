@@ -12,7 +12,7 @@ from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.state import State
 
-__all__ = ["Run", "ShardedMarginals", "boxes", "places_of", "runs_at", "runs_of"]
+__all__ = ["Run", "ShardedMarginals", "boxes", "places_in", "places_of", "runs_at", "runs_of"]
 
 
 class Run(NamedTuple):
@@ -112,6 +112,18 @@ def places_of(param: Any, local: Tensor, *, contiguous: bool = False) -> Places:
     if param.is_complex():
         whole = torch.view_as_real(whole)
         runs.append([Run(0, 2)])
+    return _places(runs, local.stride(), whole.stride())
+
+
+def places_in(shape: Sequence[int], runs: list[list[Run]]) -> Places:
+    """The offsets of the elements of a shard in a contiguous tensor of ``shape``.
+
+    Args:
+        shape: the shape of the whole tensor.
+        runs: the indices of the shard in each dimension; see :func:`runs_at`.
+    """
+    lengths = [sum(run.length for run in of_dim) for of_dim in runs]
+    local, whole = (torch.empty(s, device="meta") for s in (lengths, shape))
     return _places(runs, local.stride(), whole.stride())
 
 

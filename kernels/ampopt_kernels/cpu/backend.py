@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt_kernels import codecs
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu.blocks import Bundles
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
@@ -162,7 +164,7 @@ class CpuBackend(Backend):
                 last, h = block, block.before_reduce(rule, work.hyper, (inverse, clip))
             if bundle.copies is not None:
                 bundle.copies.load()
-            tensors = (grad, bundle.param, *bundle.states)
+            tensors = (grad, bundle.param, *bundle.read)
             rows = bundle.each(h)
             if bundle.marginals:
                 of_lines = decision.lines.get(bundle.among[0])
@@ -198,7 +200,7 @@ class CpuBackend(Backend):
                 rows = [bundle.rows[i] for i in bundle.present]
                 keys = (None if row.keys is None else int(row.keys) for row in rows)
                 parts = [
-                    part._replace(places=row.places, key=key)
+                    part._replace(places=row.places, key=key, rounds=row.rounds)
                     for row, part, key in zip(rows, bundle.each(h), keys, strict=True)
                 ]
             elif isinstance(h, list) or bundle.marginals or bundle.is_partial:
@@ -255,32 +257,34 @@ def torch_functions(rule: Rule, bundle: Bundle) -> dict[str, Callable[..., Any]]
     """Return the torch operations for :attr:`Bundle.functions`."""
     functions = {"update": _update, "reduce": _reduce, "averages": _averages}
     # Not ``bundle`` itself, which would keep itself alive in a cycle, with all of its tensors.
-    bound = rule, bundle.flags, bundle.marginals
+    bound = rule, bundle.flags, bundle.codecs, bundle.marginals
     return {role: functools.partial(f, *bound) for role, f in functions.items()}
 
 
 def _update(
     rule: Rule,
     flags: tuple[bool, ...],
+    of_states: tuple[Codec | None, ...],
     marginals: list[Marginals],
     slices: Sequence[BundleSlice],
     tensors: Sequence[Tensor],
 ) -> None:
     """Apply the rule to slices of a bundle."""
     for part, own in zip(slices, _marginals_of(slices, marginals), strict=False):
-        apply_rule(rule, flags, part.of(tensors), part, own)
+        apply_rule(rule, flags, part.of(tensors), part, own, of_states)
 
 
 def _reduce(
     rule: Rule,
     flags: tuple[bool, ...],
+    of_states: tuple[Codec | None, ...],
     marginals: list[Marginals],
     slices: Sequence[BundleSlice],
     tensors: Sequence[Tensor],
 ) -> Tensor:
     """Return the terms of the rule summed over each slice: float64, shape (slices, terms)."""
     sums = [
-        sum_terms(rule, flags, part.of(tensors), part.h, own)
+        sum_terms(rule, flags, part.of(tensors), part.h, own, of_states)
         for part, own in zip(slices, _marginals_of(slices, marginals), strict=False)
     ]
     return torch.stack(sums)
@@ -289,6 +293,7 @@ def _reduce(
 def _averages(
     rule: Rule,
     flags: tuple[bool, ...],
+    of_states: tuple[Codec | None, ...],
     marginals: list[Marginals],
     slices: Sequence[BundleSlice],
     tensors: Sequence[Tensor],
@@ -340,6 +345,7 @@ def apply_rule(
     tensors: Sequence[Tensor],
     part: BundleSlice,
     marginals: Marginals | None = None,
+    of_states: Sequence[Codec | None] = (),
 ) -> None:
     """Apply ``rule`` in place.
 
@@ -348,13 +354,17 @@ def apply_rule(
         flags: its flags.
         tensors: the gradient, which is only read, the parameter, the states, and optionally a
             low-precision copy of the parameter, which is only written. All flat and of one size.
+            Then the scales of the states that have some.
         part: the numbers that the rule takes for these elements.
         marginals: the row and column statistics of the parameter, if the rule has any; then
             ``tensors`` are those of a whole parameter.
+        of_states: the codec of each state, or ``None``. Empty if no state has one.
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     inverse, clip, *rest = part.h
     n = tensors[0].numel()
+    *tensors, scales = codecs.with_scales(tensors, of_states)
+    states = slice(1, 1 + len(of_states))
     for start in range(0, n, CHUNK):
         grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
         g = times(grad.to(dtype), inverse, clip)
@@ -362,11 +372,17 @@ def apply_rule(
         if part.places is not None:
             position = part.places.after(start).of(grad.numel(), grad.device)
         factors = () if marginals is None else marginals.at(start, start + grad.numel())
-        given = g, [t.to(dtype) for t in stored], tuple(rest), position, factors
-        new = _updated(rule, flags, *given)
-        if part.key is not None and position is not None:
-            new = (stochastically(new[0], position, part.key), *new[1:])
-        for old, value in zip(stored, new, strict=True):
+        own = codecs.scales_at(scales, of_states, start, start + grad.numel())
+        values = list(stored)
+        values[states] = codecs.decoded_each(stored[states], of_states, own)
+        given = g, [t.to(dtype) for t in values], tuple(rest), position, factors
+        new = list(_updated(rule, flags, *given))
+        if part.rounds and part.key is not None and position is not None:
+            new[0] = stochastically(new[0], position, part.key)
+        encoded = codecs.encoded_each(new[states], of_states, position, part.key)
+        new[states] = encoded[0]
+        written = stored + [x for x in own if x is not None]
+        for old, value in zip(written, (*new, *encoded[1]), strict=True):
             old.copy_(value)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.tensors import flat
@@ -126,7 +127,8 @@ class BundleSlice(NamedTuple):
         h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule, float64.
         places: the places of the elements in the whole parameter, from which random numbers and
             stochastic rounding follow; ``None`` where there are neither.
-        key: the random key of stochastic rounding; ``None`` to round to the nearest.
+        key: the random key of stochastic rounding; ``None`` if nothing is rounded so.
+        rounds: whether the parameter is rounded stochastically.
     """
 
     start: int
@@ -134,6 +136,7 @@ class BundleSlice(NamedTuple):
     h: array
     places: Places | None = None
     key: int | None = None
+    rounds: bool = False
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return flat views of these elements of ``tensors``, the tensors of the bundle."""
@@ -152,7 +155,8 @@ class Bundle:
         param: the flat tensor that the rule updates: of a single row its parameter, else scratch
             for all parameters.
         rest: the other flat tensors that the rule writes: the states, each a view over all rows;
-            and of a single row the low-precision copy of the parameter, if it has one.
+            and of a single row the low-precision copy of the parameter, if it has one, and the
+            scales of states with codecs.
         grad: flat scratch for all gradients; ``None`` for a single row.
         copies: copies parameters and gradients to scratch and back; ``None`` for a single row.
         rounded: copies the scratch to the low-precision copies of the parameters, if there are any.
@@ -205,7 +209,8 @@ class Bundle:
         rounded = [row.copy for row in rows if row.copy is not None]
         params, marginals = _params(rows), _end_to_end([r.marginals for r in rows if r.marginals])
         if len(rows) == 1:
-            alone = flat(params[0]), rest + [flat(c) for c in rounded]
+            rest += [flat(c) for c in rounded] + [s for s in rows[0].scales if s is not None]
+            alone = flat(params[0]), rest
             return Bundle(rows, *where, *alone, marginals=marginals)
         size = sum(p.numel() for p in params)
         param = params[0].new_empty(size)
@@ -228,8 +233,19 @@ class Bundle:
 
     @property
     def states(self) -> list[Tensor]:
-        """The flat states: :attr:`rest` without the low-precision copy."""
+        """The flat states: :attr:`rest` without the low-precision copy and scales."""
         return self.rest[: len(self.rows[0].state)]
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The flat states, and the scales of those that have some."""
+        n = len(self.rows[0].state) + (self.rows[0].copy is not None and self.copies is None)
+        return self.states + self.rest[n:]
+
+    @property
+    def codecs(self) -> tuple[Codec | None, ...]:
+        """The codec of each state, or ``None``: those of the only row, if any has one."""
+        return self.rows[0].codecs
 
     @property
     def params(self) -> list[Tensor]:
@@ -322,7 +338,7 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
     total = 0
     for place, (row, param) in enumerate(zip(rows, _params(rows), strict=True)):
         size = param.numel()
-        if not 0 < size <= SMALL:
+        if not 0 < size <= SMALL or row.is_coded:
             runs.append([place])
         elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
             bundle.append(place)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import numbers, watch
 from ampopt_kernels.cpu.backend import CpuBackend, LargeRow, sums_are_finite, torch_functions
 from ampopt_kernels.cpu.blocks import Block
@@ -65,6 +66,7 @@ class _Key(NamedTuple):
     role: str
     rounds_stochastically: bool
     jumps: int
+    codecs: tuple[Codec | None, ...]
 
 
 class Compiled(CpuBackend):
@@ -295,12 +297,13 @@ def _key(rule: Rule, bundle: Bundle, width: int, role: str) -> _Key:
         width: how many numbers the function takes as ``h``.
         role: ``"update"``, ``"reduce"`` or ``"averages"``.
     """
-    updates = role == "update"
-    stored = (bundle.param, *(bundle.rest if updates else bundle.states))
-    dtypes = (bundle.rows[0].grad_dtype, *(t.dtype for t in stored))
-    rounds_stochastically = updates and bundle.rows[0].keys is not None
-    jumps = len(bundle.rows[0].places.jumps) if updates else 0
-    return _Key(rule, bundle.flags, dtypes, width, role, rounds_stochastically, jumps)
+    updates, row = role == "update", bundle.rows[0]
+    copies = [row.copy] if updates and bundle.copies is None and row.copy is not None else []
+    dtypes = (row.grad_dtype, *(t.dtype for t in (bundle.param, *bundle.states, *copies)))
+    rounds_stochastically = updates and row.rounds
+    jumps = len(row.places.jumps) if updates else 0
+    codecs = row.codecs if row.is_coded else ()
+    return _Key(rule, bundle.flags, dtypes, width, role, rounds_stochastically, jumps, codecs)
 
 
 class Loop:

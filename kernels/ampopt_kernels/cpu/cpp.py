@@ -16,9 +16,19 @@ from typing import Any
 import torch
 
 from ampopt_kernels import places, random_numbers, stochastic, torch_language
+from ampopt_kernels.codecs import Codec
+from ampopt_kernels.cpu.codecs import CODES, CodedStates
 from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.cpu.expressions import C_TYPES, LANGUAGE, Program, cast
-from ampopt_kernels.cpu.loops import AVERAGES, PREAMBLE, SPREAD, SUMS, UPDATE
+from ampopt_kernels.cpu.loops import (
+    AVERAGES,
+    BLOCKS,
+    PREAMBLE,
+    SPREAD,
+    SUMS,
+    UPDATE,
+    WHOLE_BLOCKS,
+)
 from ampopt_kernels.cpu.sums import BLOCK, PART
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
@@ -47,13 +57,15 @@ def source_of(
     role: str = "update",
     rounds_stochastically: bool = False,
     jumps: int = 0,
+    codecs: tuple[Codec | None, ...] = (),
 ) -> Source:
     """Translate a function of ``rule`` to C++.
 
-    In the array of tensors that the C++ takes, ``Marginals.addresses`` follow the tensors, if the
-    rule has row and column statistics; for ``averages`` only the two sizes of the matrix. If the
-    rule draws random numbers or ``rounds_stochastically``, ``h`` goes on with the place of the
-    first element, the key (if it rounds), and three numbers for each of the ``jumps``.
+    In the array of tensors that the C++ takes, the scales of states with codecs follow the tensors;
+    or ``Marginals.addresses``, if the rule has row and column statistics, for ``averages`` only the
+    two sizes of the matrix. If the rule draws random numbers, or anything is rounded
+    stochastically, ``h`` goes on with the place of the first element, the key (if anything is
+    rounded), and three numbers for each of the ``jumps``.
 
     Args:
         rule: the update rule.
@@ -66,6 +78,7 @@ def source_of(
             have a copy.
         rounds_stochastically: whether to round the parameter, bfloat16, stochastically.
         jumps: the number of jumps in the places of the elements; see ``places``.
+        codecs: the codec of each state, or ``None``. Empty if no state has one.
 
     Raises:
         Exception: the rule uses something that the language does not have; of any type, as the
@@ -73,20 +86,26 @@ def source_of(
     """
     compute = arithmetic(*dtypes[:2])
     program = Program(compute)
+    block = BLOCK  # of a sum, which is added up block by block
+    if role == "update":
+        block = max(BLOCK, *(codec.block for codec in codecs if codec is not None), 1)
+    coded = CodedStates(program, codecs, len(dtypes), block)
     for i, dtype in enumerate(dtypes):
-        pointer = f"{DTYPES[dtype].c_type}*"
+        pointer = f"{(CODES.get(dtype) or DTYPES[dtype]).c_type}*"
         program.before.append(f"{pointer} __restrict t{i} = static_cast<{pointer}>(tensors[{i}]);")
-        if DTYPES[dtype].by_block:
+        if i not in coded and DTYPES[dtype].by_block:
             program.before.append(f"float w{i}[BLOCK];")
     inverse, clip, *rest = (program.new(torch.float64, f"h[{i}]", False) for i in range(width))
     grad, *stored = (
-        program.new(compute, DTYPES[dtype].load.format(_element(i, dtype)), True)
+        program.new(compute, coded.element(i), True)
+        if i in coded
+        else program.new(compute, DTYPES[dtype].load.format(_element(i, dtype)), True)
         for i, dtype in enumerate(dtypes)
     )
     n_state = len(rule.state_for(flags))
     function = torch_language.bind(getattr(rule, role), LANGUAGE)
     marginals, state = rule.marginals_for(flags), stored[1 : 1 + n_state]
-    filled = []
+    filled = list(coded.decoding())
     for i, part in enumerate(marginals if role != "averages" else (), len(dtypes)):
         m, n = (f"(int64_t)tensors[{len(dtypes) + len(marginals) + k}]" for k in range(2))
         c, rows = C_TYPES[compute], str(part.shape == "rows").lower()
@@ -95,19 +114,20 @@ def source_of(
         filled.append(f"spread{i}.next(lesser(BLOCK, end - block), t{i});")
         state.append(program.new(compute, f"t{i}[i - block]", True))
     given = (stored[0], grad * inverse * clip, tuple(state), tuple(rest), flags)
-    preamble = f"#define BLOCK {BLOCK}\n{PREAMBLE}{SPREAD * bool(filled)}"
+    preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(marginals)}"
     if role != "update":
         loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
         terms = function(*given)
         for k, term in enumerate(terms):
             program.each.append(f"terms[{k}][j] {adds} {cast(term, torch.float64)};")
         read = [i for i, x in enumerate((grad, *stored)) if x.used]
-        filled += _widened(dtypes, (grad, *stored))
+        filled += _widened(dtypes, (grad, *stored), coded)
         of_rows = ", ".join(str(int(part.shape == "rows")) for part in marginals)
         sizes = {"part": PART, "n_terms": len(terms), "n_tensors": len(dtypes), "width": width}
         text = loop.format(**sizes, of_rows=of_rows, **program.body(read, filled))
         return Source(preamble + text, program.exact and role == "reduce")
-    if rule.draws or rounds_stochastically:
+    keyed = rounds_stochastically or bool(coded)
+    if rule.draws or keyed:
         preamble += random_numbers.CPP
         program.place = "position + i"
         program.before.append(f"const uint64_t position = (int64_t)h[{width}];")
@@ -115,7 +135,7 @@ def source_of(
             preamble += places.CPP
             program.place = "places[i - block]"
             program.before.append("uint64_t places[BLOCK];")
-            numbers = f"h + {width + 1 + rounds_stochastically}"
+            numbers = f"h + {width + 1 + keyed}"
             filled.append(
                 f"places_of({numbers}, {jumps}, position, block, "
                 "lesser(BLOCK, end - block), places);"
@@ -123,21 +143,28 @@ def source_of(
         given += (program,) * rule.draws
     param, state = function(*given)
     new = (param, *state, *[param] * (len(stored) - 1 - n_state))
+    if keyed:
+        program.before.append(f"const uint64_t key = h[{width + 1}];")
     if rounds_stochastically:
         preamble += stochastic.CPP
-        program.before.append(f"const uint64_t key = h[{width + 1}];")
         value = cast(param, torch.float32)
         program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, {program.place}, key);")
     written = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
     for i, dtype, value in written[rounds_stochastically:]:
+        if i in coded:
+            program.each.append(f"{coded.element(i)} = {cast(value, torch.float32)};")
+            continue
         stored_value = DTYPES[dtype].store.format(cast(value, arithmetic(dtype)))
         program.each.append(f"{_element(i, dtype)} = {stored_value};")
         if DTYPES[dtype].by_block:
             program.after.append(f"narrow(w{i}, lesser(BLOCK, end - block), t{i} + block);")
-    filled += _widened(dtypes, (grad, *stored))
-    width += (rule.draws or rounds_stochastically) + rounds_stochastically + places.NUMBERS * jumps
+    filled += _widened(dtypes, (grad, *stored), coded)
+    program.after += coded.encoding(program.place)
+    width += (rule.draws or keyed) + keyed + places.NUMBERS * jumps
     body = program.body(range(1 + len(stored)), filled)
-    text = UPDATE.format(width=width, n_tensors=1 + len(stored), **body)
+    blocks = (WHOLE_BLOCKS if coded else BLOCKS).format(**body)
+    n_tensors = 1 + len(stored) + coded.n_scales
+    text = UPDATE.format(width=width, n_tensors=n_tensors, before=body["before"], blocks=blocks)
     return Source(preamble + text, program.exact)
 
 
@@ -146,15 +173,18 @@ def _element(i: int, dtype: torch.dtype) -> str:
     return f"w{i}[i - block]" if DTYPES[dtype].by_block else f"t{i}[i]"
 
 
-def _widened(dtypes: Sequence[torch.dtype], elements: Iterable[Any]) -> list[str]:
+def _widened(
+    dtypes: Sequence[torch.dtype], elements: Iterable[Any], coded: CodedStates
+) -> list[str]:
     """Return the C++ statements that convert a block of each tensor that is read so.
 
     Args:
         dtypes: the dtype of each tensor.
         elements: the expression for an element of each.
+        coded: the tensors that are decoded instead.
     """
     return [
         f"widen(t{i} + block, lesser(BLOCK, end - block), w{i});"
         for i, (dtype, element) in enumerate(zip(dtypes, elements, strict=True))
-        if DTYPES[dtype].by_block and element.used
+        if i not in coded and DTYPES[dtype].by_block and element.used
     ]

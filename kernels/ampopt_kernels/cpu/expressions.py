@@ -266,6 +266,18 @@ def _as_float32(x: Any) -> Any:
     )
 
 
+def _of_float32(name: str) -> Callable[..., Any]:
+    """A function of ``loops.PREAMBLE`` that takes and returns float32."""
+
+    def function(x: Any, *others: Any) -> Any:
+        if not isinstance(x, _Expression):
+            return torch_language.HELPERS[name](x, *others)
+        given = ", ".join(cast(value, torch.float32) for value in (x, *others))
+        return x.program.new(x.dtype, f"{name}({given})", x.varies)
+
+    return function
+
+
 _EXACT = {
     "abs": "math::fabs({0})",
     "rsqrt": "({T})1 / math::sqrt({0})",
@@ -298,6 +310,9 @@ class _Language:
         self.HELPERS = {
             "as_float32": _as_float32,
             "div_rn": _div_rn,
+            "exp2_linear": _of_float32("exp2_linear"),
+            "log2_linear": _of_float32("log2_linear"),
+            "up_or_down": _of_float32("up_or_down"),
             "maximum": _extreme("maximum", ">"),
             "minimum": _extreme("minimum", "<"),
             "rand": _rand,

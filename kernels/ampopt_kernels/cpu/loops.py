@@ -4,7 +4,7 @@ Each loop over elements is a function by itself: compilers do not vectorize a lo
 region that shares many variables.
 """
 
-__all__ = ["AVERAGES", "PREAMBLE", "SPREAD", "SUMS", "UPDATE"]
+__all__ = ["AVERAGES", "BLOCKS", "PREAMBLE", "SPREAD", "SUMS", "UPDATE", "WHOLE_BLOCKS"]
 
 PREAMBLE = """
 #include <cstdint>
@@ -46,6 +46,18 @@ template <typename T> static inline void fetch(const T* block) {
 
 static inline uint32_t bits(float x) { uint32_t b; __builtin_memcpy(&b, &x, 4); return b; }
 static inline float number(uint32_t b) { float x; __builtin_memcpy(&x, &b, 4); return x; }
+
+// See ``log2_linear`` and ``exp2_linear`` of the language.
+static inline float log2_linear(float x) {
+    return float(int32_t(bits(x)) - 0x3F800000) * 0x1p-23f;
+}
+static inline float exp2_linear(float y) {
+    return number(uint32_t(int32_t(y * 0x1p23f) + 0x3F800000));
+}
+static inline float up_or_down(float x, float u) {
+    const uint32_t b = bits(x), up = (b + uint32_t(int32_t(u * 0x1p16f))) & 0xFFFF0000u;
+    return (b & 0x7F800000u) == 0x7F800000u ? x : number(up);
+}
 
 static inline float from_bfloat16(uint16_t x) { return number(uint32_t(x) << 16); }
 
@@ -131,13 +143,7 @@ template <typename T> struct Spread {
 };
 """
 
-# ``bounds`` has start and end of each slice (part) or row, in ascending order. ``h`` has the
-# numbers of the first, followed by those of the second, and so on.
-UPDATE = """
-__attribute__((noinline)) static void apply(
-    const double* h, void* const* tensors, int64_t start, int64_t end
-) {{
-    {before}
+BLOCKS = """
     for (int64_t block = start; block < end; block += BLOCK) {{
         {fetched}
         const int64_t stop = lesser(block + BLOCK, end);
@@ -147,6 +153,44 @@ __attribute__((noinline)) static void apply(
         }}
         {after}
     }}
+"""
+
+# Whole blocks, and then the rest, are separate loops: those of a constant number of elements are
+# faster.
+WHOLE_BLOCKS = """
+    int64_t block = start;
+    for (; block + BLOCK <= end; block += BLOCK) {{
+        constexpr int32_t size = BLOCK;
+        {fetched}
+        #pragma omp simd
+        for (int64_t i = block; i < block + size; ++i) {{
+            {each}
+        }}
+        {after}
+    }}
+    if (block < end) {{
+        const int32_t size = end - block;
+        {fetched}
+        for (int64_t i = block; i < block + size; ++i) {{
+            {each}
+        }}
+        {after}
+    }}
+"""
+
+# ``bounds`` has start and end of each slice (part) or row, in ascending order. ``h`` has the
+# numbers of the first, followed by those of the second, and so on.
+UPDATE = """
+__attribute__((noinline)) static void apply(
+    const double* h, void* const* tensors, int64_t start, int64_t end
+) {{
+    {before}
+    {blocks}
+}}
+
+// Where a thread begins: at the element ``at``, or at its block, whose elements may share a scale.
+static inline int64_t cut(int64_t at, int64_t n) {{
+    return at < 0 ? 0 : at < n ? at / BLOCK * BLOCK : n;
 }}
 
 extern "C" void update(
@@ -155,7 +199,8 @@ extern "C" void update(
     const int64_t n = bounds[2 * n_parts - 1];
     #pragma omp parallel for num_threads(threads)
     for (int64_t thread = 0; thread < threads; ++thread) {{
-        const int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
+        const int64_t first = cut(n * thread / threads, n);
+        const int64_t last = cut(n * (thread + 1) / threads, n);
         for (int64_t part = 0; part < n_parts; ++part) {{
             const int64_t start = bounds[2 * part], to = lesser(bounds[2 * part + 1], last);
             const int64_t from = start < first ? first : start;
@@ -175,7 +220,7 @@ extern "C" void update_whole(
     for (int64_t thread = 0; thread < threads; ++thread) {{
         int64_t first = n * thread / threads, last = n * (thread + 1) / threads;
         for (int64_t row = 0; row < n_rows; first -= sizes[row], last -= sizes[row], ++row) {{
-            const int64_t from = first < 0 ? 0 : first, to = lesser(sizes[row], last);
+            const int64_t from = cut(first, sizes[row]), to = cut(last, sizes[row]);
             if (from < to) apply(h + row * {width}, tensors + row * {n_tensors}, from, to);
         }}
     }}
@@ -192,8 +237,8 @@ __attribute__((noinline)) static void sum_part(
     {before}
     double terms[{n_terms}][BLOCK] = {{}};
     for (int64_t block = start; block < end; block += BLOCK) {{
-        {fetched}
         const int64_t size = lesser(BLOCK, end - block);
+        {fetched}
         #pragma omp simd
         for (int64_t j = 0; j < size; ++j) {{
             const int64_t i = block + j;

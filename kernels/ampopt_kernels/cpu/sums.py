@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampopt_kernels import codecs
+from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.eager import CHUNK
 from ampopt_kernels.marginals import Marginals
@@ -32,15 +34,17 @@ def sum_terms(
     tensors: Sequence[Tensor],
     h: Sequence[Any],
     marginals: Marginals | None = None,
+    of_states: Sequence[Codec | None] = (),
 ) -> Tensor:
     """Sum each term of ``rule.reduce`` over the elements of a parameter.
 
     Args:
         rule: the update rule.
         flags: its flags.
-        tensors: flat gradient, parameter and states.
+        tensors: flat gradient, parameter and states, then the scales of states that have some.
         h: the reciprocal of the scale, the clip coefficient, and the numbers of the rule.
         marginals: the row and column statistics of the parameter, if the rule has any.
+        of_states: the codec of each state, or ``None``. Empty if no state has one.
 
     Returns:
         float64, shape (terms,).
@@ -50,8 +54,13 @@ def sum_terms(
     n = tensors[0].numel()
     size = min(PART, -(-max(n, 1) // BLOCK) * BLOCK)
     parts = []
+    *tensors, scales = codecs.with_scales(tensors, of_states)
     for start in range(0, max(n, 1), CHUNK):
-        grad, param, *state = (t[start : start + CHUNK].to(dtype) for t in tensors)
+        read = [t[start : start + CHUNK] for t in tensors]
+        if of_states:
+            own = codecs.scales_at(scales, of_states, start, start + read[0].numel())
+            read[2:] = codecs.decoded_each(read[2:], of_states, own)
+        grad, param, *state = (t.to(dtype) for t in read)
         g = times(grad, inverse, clip)
         if marginals is not None:
             state += marginals.at(start, start + g.numel())

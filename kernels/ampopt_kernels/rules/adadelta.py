@@ -33,6 +33,6 @@ adadelta = Rule(
     scalars=_scalars,
     hyper=("lr", "rho", "eps", "weight_decay"),
     flags=("weight_decay", "maximize"),
-    state=(State("square_avg"), State("acc_delta")),
+    state=(State("square_avg", positive=True), State("acc_delta", positive=True)),
     scalar_state=(State("step"),),
 )

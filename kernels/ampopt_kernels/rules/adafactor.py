@@ -88,7 +88,7 @@ adafactor = Rule(
     hyper=("lr", "beta2_decay", "eps", "d", "weight_decay"),
     flags=("vector", "maximize"),
     state=(
-        State("variance", when="vector"),
+        State("variance", when="vector", positive=True),
         State("row_var", shape="rows", when="not vector"),
         State("col_var", shape="columns", when="not vector"),
     ),

@@ -31,6 +31,6 @@ adagrad = Rule(
     scalars=_scalars,
     hyper=("lr", "lr_decay", "eps", "weight_decay"),
     flags=("weight_decay", "maximize"),
-    state=(State("sum", init="initial_accumulator_value"),),
+    state=(State("sum", init="initial_accumulator_value", positive=True),),
     scalar_state=(State("step"),),
 )

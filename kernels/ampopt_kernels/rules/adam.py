@@ -64,8 +64,9 @@ adam = Rule(
     flags=("amsgrad", "weight_decay", "decoupled_weight_decay", "maximize"),
     state=(
         State("exp_avg"),
-        State("exp_avg_sq"),
-        State("max_exp_avg_sq", when="amsgrad"),
+        # The largest of many rounded values is larger than the largest value.
+        State("exp_avg_sq", positive=True, full="amsgrad"),
+        State("max_exp_avg_sq", when="amsgrad", full=True),
     ),
     scalar_state=(State("step"),),
 )

@@ -34,6 +34,6 @@ adamax = Rule(
     scalars=_scalars,
     hyper=("lr", "betas", "eps", "weight_decay"),
     flags=("weight_decay", "maximize"),
-    state=(State("exp_avg"), State("exp_inf")),
+    state=(State("exp_avg"), State("exp_inf", positive=True)),
     scalar_state=(State("step"),),
 )

@@ -45,6 +45,11 @@ adan = Rule(
     scalars=_scalars,
     hyper=("lr", "betas", "eps", "weight_decay"),
     flags=("no_prox", "maximize"),
-    state=(State("exp_avg"), State("exp_avg_sq"), State("exp_avg_diff"), State("neg_pre_grad")),
+    state=(
+        State("exp_avg"),
+        State("exp_avg_sq", positive=True),
+        State("exp_avg_diff"),
+        State("neg_pre_grad"),
+    ),
     scalar_state=(State("step"),),
 )

@@ -54,6 +54,6 @@ asgd = Rule(
     scalars64=_scalars64,
     hyper=("lr", "lambd", "alpha", "t0", "weight_decay"),
     flags=("weight_decay", "maximize"),
-    state=(State("ax"),),
+    state=(State("ax", full=True),),
     scalar_state=(State("step"), State("eta", init="lr"), State("mu", init=1.0)),
 )

@@ -63,6 +63,6 @@ lamb = Rule(
     scalars=_scalars,
     hyper=("lr", "betas", "eps", "weight_decay"),
     flags=("bias_correction", "maximize"),
-    state=(State("exp_avg"), State("exp_avg_sq")),
+    state=(State("exp_avg"), State("exp_avg_sq", positive=True)),
     scalar_state=(State("step"),),
 )

@@ -77,6 +77,6 @@ nadam = Rule(
     scalars64=_scalars64,
     hyper=("lr", "betas", "eps", "weight_decay", "momentum_decay"),
     flags=("weight_decay", "decoupled_weight_decay", "maximize"),
-    state=(State("exp_avg"), State("exp_avg_sq")),
+    state=(State("exp_avg"), State("exp_avg_sq", positive=True)),
     scalar_state=(State("step"), State("mu_product", init=1.0)),
 )

@@ -66,6 +66,6 @@ radam = Rule(
     scalars=_scalars,
     hyper=("lr", "betas", "eps", "weight_decay"),
     flags=("weight_decay", "decoupled_weight_decay", "maximize"),
-    state=(State("exp_avg"), State("exp_avg_sq")),
+    state=(State("exp_avg"), State("exp_avg_sq", positive=True)),
     scalar_state=(State("step"),),
 )

@@ -51,8 +51,9 @@ rmsprop = Rule(
     hyper=("lr", "alpha", "eps", "weight_decay", "momentum"),
     flags=("momentum", "centered", "weight_decay", "maximize"),
     state=(
-        State("square_avg"),
-        State("grad_avg", when="centered"),
+        # Their difference is a variance, which must not become negative.
+        State("square_avg", positive=True, full="centered"),
+        State("grad_avg", when="centered", full=True),
         State("momentum_buffer", when="momentum"),
     ),
     scalar_state=(State("step"),),

@@ -38,6 +38,6 @@ rprop = Rule(
     scalars=_scalars,
     hyper=("lr", "etas", "step_sizes"),
     flags=("maximize",),
-    state=(State("prev"), State("step_size", init="lr")),
+    state=(State("prev"), State("step_size", init="lr", positive=True)),
     scalar_state=(State("step"),),
 )

@@ -47,7 +47,7 @@ schedule_free_adamw = Rule(
     scalars=_scalars,
     hyper=("lr", "betas", "eps", "weight_decay", "warmup_steps", "r", "weight_lr_power"),
     flags=("maximize",),
-    state=(State("z", init="param"), State("exp_avg_sq")),
+    state=(State("z", init="param"), State("exp_avg_sq", positive=True)),
     # float64, as the sum of many small weights in float32 would stop growing.
     scalar_state=(
         State("step"),

@@ -37,7 +37,7 @@ sophia = Rule(
     scalars=_scalars,
     hyper=("lr", "betas", "rho", "bs", "weight_decay"),
     flags=("weight_decay", "maximize"),
-    state=(State("exp_avg"), State("hessian")),
+    state=(State("exp_avg"), State("hessian", positive=True)),
 )
 
 
@@ -54,5 +54,8 @@ def _update_hessian(p, g, state, h, flags):
 
 
 sophia_hessian = Rule(
-    update=_update_hessian, scalars=_estimate, hyper=("betas",), state=(State("hessian"),)
+    update=_update_hessian,
+    scalars=_estimate,
+    hyper=("betas",),
+    state=(State("hessian", positive=True),),
 )

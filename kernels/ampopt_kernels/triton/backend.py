@@ -18,6 +18,7 @@ from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.skip_checks import FoundCause, SkipChecks
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
+from ampopt_kernels.triton import codecs
 from ampopt_kernels.triton.accumulate import accumulate_kernel
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
@@ -443,7 +444,7 @@ class Triton(Backend):
             "SCALARS": scalars,
             "ARGUMENTS": takes,
             "N_HYPER": 0 if hyper is None else hyper.shape[1],
-            "N_STATES": state_columns(rule),
+            "N_STATES": state_columns(rule) + (0 if table is None else table.scale_columns),
             "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
             "STORED": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
             "FLAG_SETS": () if table is None else table.flag_sets,
@@ -474,7 +475,8 @@ def _updates(work: Work, coefficients: Tensor, h: Tensor) -> Iterator[tuple[int,
                 "FLAGS": row.flags,
                 "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
                 "COPIED": row.copy is not None,
-                "STOCHASTIC": row.keys is not None,
+                "STOCHASTIC": row.rounds,
+                "KEYED": row.keys is not None,
                 "DRAWS": rule.draws,
                 "JUMPS": len(row.places.jumps),
                 "COMPUTE": TRITON_DTYPES[row.compute_dtype],
@@ -482,8 +484,11 @@ def _updates(work: Work, coefficients: Tensor, h: Tensor) -> Iterator[tuple[int,
                 "N_H": h.shape[1],
                 "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
                 "EVEN": group.even,
+                **codecs.arguments_of(row.codecs, len(group.dtypes)),
+                "SCALES": 2 + state_columns(rule),
                 "COLUMNS": table.columns,
-                "BLOCK": BLOCK,
+                # Half as many elements, or Adam would need 160 registers.
+                "BLOCK": BLOCK // 2 if row.is_coded else BLOCK,
             },
         )
 
@@ -516,6 +521,8 @@ def _reductions(
                 "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
                 "EVEN": group.even,
                 "FACTORS": len(row.dtypes),
+                **codecs.decoding_arguments(row.codecs, n),
+                "SCALES": 2 + state_columns(rule),
                 "COLUMNS": table.columns,
                 "CHUNK": table.chunk,
                 "BLOCK": BLOCK,

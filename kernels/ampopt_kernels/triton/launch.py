@@ -26,8 +26,10 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
 }
-"""Triton's name of each dtype that a gradient, parameter or state may have."""
+"""Triton's name of each dtype that a gradient, parameter or state, or its codes, may have."""
 
 Launcher = Callable[[torch.device, Any, int, dict[str, Any]], None]
 """``launcher(device, kernel, programs, arguments)``, with all arguments by name."""

@@ -6,6 +6,7 @@ kept in float64, such as NovoGrad's ``exp_avg_sq``, and in float64 parameters; s
 """
 
 from ampopt_kernels.language import jit, kernel, tl
+from ampopt_kernels.triton.codecs import decoded, scales_at
 from ampopt_kernels.triton.marginals import factors_of, load_factors
 
 __all__ = ["reduce_kernel", "sum_kernel"]
@@ -29,6 +30,10 @@ def reduce_kernel(
     OF_ROWS: tl.constexpr,
     EVEN: tl.constexpr,
     FACTORS: tl.constexpr,
+    CODECS: tl.constexpr,
+    DECODES: tl.constexpr,
+    SOURCES: tl.constexpr,
+    SCALES: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,6 +64,10 @@ def reduce_kernel(
             row of the matrix, false if one for each column; see ``marginals.py``.
         EVEN: a number that divides the row length of every matrix with such factors.
         FACTORS: the column of ``table`` with the address of the first factor.
+        CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.
+        DECODES: for each of ``DTYPES`` the function ``decode`` of its codec, or ``None``.
+        SOURCES: a text that changes with the source of a codec.
+        SCALES: the column of ``table`` with the address of the first state's scales.
         COLUMNS: the width of ``table``.
         CHUNK: elements for each program, a multiple of ``BLOCK``.
         BLOCK: elements that a program reads at a time.
@@ -84,6 +93,7 @@ def reduce_kernel(
     end = tl.where(tl.load(row) != 0, tl.minimum(numel - start, CHUNK), 0).to(tl.int32)
     whole = end // BLOCK * BLOCK
     factors_at, place = factors_of(row, start, OF_ROWS, FACTORS, COMPUTE, EVEN)
+    scales = scales_at(row + SCALES, start, CODECS)
     totals = ()
     for _ in tl.static_range(N_TERMS):
         totals = totals + (tl.zeros((BLOCK // 4,), tl.float64),)
@@ -91,12 +101,14 @@ def reduce_kernel(
     for offset in range(0, whole, BLOCK):
         totals = _with_block(
             totals, streams, offset, end, inverse, clip, h, factors_at, place,
-            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, False, BLOCK,
+            scales, RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, CODECS, DECODES, False,
+            BLOCK,
         )  # fmt: skip
     if whole < end:
         totals = _with_block(
             totals, streams, whole, end, inverse, clip, h, factors_at, place,
-            RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, True, BLOCK,
+            scales, RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, CODECS, DECODES, True,
+            BLOCK,
         )  # fmt: skip
     for i in tl.static_range(N_TERMS):
         tl.store(sums + program.to(tl.int64) * N_TERMS + i, tl.sum(totals[i], 0))
@@ -113,6 +125,7 @@ def _with_block(
     h,
     factors,
     place,
+    scales,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
@@ -120,6 +133,8 @@ def _with_block(
     N_TERMS: tl.constexpr,
     OF_ROWS: tl.constexpr,
     EVEN: tl.constexpr,
+    CODECS: tl.constexpr,
+    DECODES: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -132,6 +147,8 @@ def _with_block(
             x = tl.load(streams[i] + at, mask=live, other=0)
         else:
             x = tl.load(streams[i] + at)
+        if len(CODECS[i]) > 0:
+            x = decoded(x, scales, offset, end, i, CODECS, DECODES, MASKED, BLOCK)
         values = values + (x.to(COMPUTE),)
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
     state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)

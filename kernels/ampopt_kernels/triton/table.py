@@ -13,6 +13,7 @@ copy                0 or 1     address of the low-precision copy of a master wei
 factors             1 each     addresses of the factors of rows and columns; see ``marginals``
 m, n                0 or 2     rows and columns of a matrix, if there are factors
 (padding)                      0, up to the same number of columns in every row
+scales              0 or more  addresses of the scales of states with codecs; see ``codecs``
 scalar states       1 each     addresses of the 0-d states; 0 where the flags omit one
 jumps               3 each     period, phase and size; see ``places``. Padded with 0 in front
 keys                1          address of the random key of stochastic rounding
@@ -102,6 +103,8 @@ class Table:
         rows: int64, shape (rows * columns,), on the device: the table of addresses.
         numbers: the same on the host.
         columns: the width of the table.
+        scale_columns: how many of them are for scales, after the states' columns; 0 if no row has
+            codecs.
         blocks: int32, on the device: (row, chunk) of each program.
         row_of_block: the row of each program.
         spans: for each row its first program, and the program after its last.
@@ -118,6 +121,7 @@ class Table:
     rows: Tensor
     numbers: array
     columns: int
+    scale_columns: int
     blocks: Tensor
     row_of_block: list[int]
     spans: list[int]
@@ -161,6 +165,9 @@ class Table:
     @staticmethod
     def _made(work: Work) -> "Table":
         n_states = state_columns(work.rule)
+        n_scales = 0
+        if work.rule is not None and any(row.is_coded for row in work.rows):
+            n_scales = len(work.rule.state)
         n_scalars = 0 if work.rule is None else len(work.rule.scalar_state)
         flag_sets: tuple[tuple[bool, ...], ...] = ()
         if work.rule is not None and work.rule.scalars_arguments > 2:
@@ -179,6 +186,9 @@ class Table:
             if row.marginals is not None:
                 streams += row.marginals.addresses
             streams += [0] * (2 + n_states - len(streams))
+            if n_scales:
+                scales = [0 if s is None else s.data_ptr() for s in row.scales]
+                streams += scales + [0] * (n_scales - len(scales))
             scalars = [0 if s is None else s.data_ptr() for s in row.scalars]
             scalars += [0] * (n_scalars - len(scalars))
             of_flags = flag_sets.index(row.flags) if flag_sets else 0
@@ -207,12 +217,13 @@ class Table:
                 align, even = (16 if is_aligned else 1), (EVEN if is_even else 1)
                 launches.append(Launch(start, stop, work.rows[members[0]], align, even))
         get, numbers = work.uploads.get, array("q", rows)
-        columns = 8 + n_states + n_scalars + NUMBERS * n_jumps
+        columns = 8 + n_states + n_scales + n_scalars + NUMBERS * n_jumps
         _mark_empty(numbers, columns, work)
         return Table(
             rows=get(_name("rows", work), numbers, torch.int64, work.device),
             numbers=numbers,
             columns=columns,
+            scale_columns=n_scales,
             blocks=get(_name("blocks", work), blocks, torch.int32, work.device),
             row_of_block=blocks[::2],
             spans=spans,

@@ -9,6 +9,7 @@ computes them by ``language.power``, or from sums (``reduce.py``).
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.stochastic import rounded_stochastically
+from ampopt_kernels.triton.codecs import decoded, scales_at, store_codes, uniform_of
 from ampopt_kernels.triton.marginals import factors_of, load_factors
 
 __all__ = ["update_kernel"]
@@ -33,6 +34,12 @@ def update_kernel(
     N_H: tl.constexpr,
     OF_ROWS: tl.constexpr,
     EVEN: tl.constexpr,
+    CODECS: tl.constexpr,
+    DECODES: tl.constexpr,
+    ENCODES: tl.constexpr,
+    SOURCES: tl.constexpr,
+    KEYED: tl.constexpr,
+    SCALES: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,6 +77,12 @@ def update_kernel(
         OF_ROWS: tuple of bool, one for each factor of a matrix: true if it has one value for each
             row of the matrix, false if one for each column; see ``marginals.py``.
         EVEN: a number that divides the row length of every matrix with such factors.
+        CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.
+        DECODES: for each of ``DTYPES`` the function ``decode`` of its codec, or ``None``.
+        ENCODES: for each of ``DTYPES`` the function ``encode`` of its codec, or ``None``.
+        SOURCES: a text that changes with the source of a codec.
+        KEYED: whether the row has a random key.
+        SCALES: the column of ``table`` with the address of the first state's scales.
         COLUMNS: the width of ``table``.
         CHUNK: elements for each program, a multiple of ``BLOCK``. A compile-time constant, as
             float64 rules would spill registers if it were not.
@@ -100,7 +113,8 @@ def update_kernel(
     position = tl.load(row + COLUMNS - 5) + start
     jumps = _jumps_of(row + COLUMNS - 6, start, JUMPS, CHUNK)
     factors_at, place = factors_of(row, start, OF_ROWS, len(DTYPES), COMPUTE, EVEN)
-    if STOCHASTIC:
+    scales = scales_at(row + SCALES, start, CODECS)
+    if KEYED:
         key = tl.load(tl.load(row + COLUMNS - 6).to(tl.pointer_type(tl.int64)))
 
     # Offsets within the chunk fit 32 bits, which saves registers. Without a gradient, nothing is
@@ -121,6 +135,7 @@ def update_kernel(
             jumps,
             factors_at,
             place,
+            scales,
             RULE,
             FLAGS,
             DTYPES,
@@ -130,14 +145,17 @@ def update_kernel(
             COMPUTE,
             OF_ROWS,
             EVEN,
+            CODECS,
+            DECODES,
+            ENCODES,
             False,
             BLOCK,
         )
     if whole < end:
         _update_block(
             streams, whole, end, inverse, clip, h, key, position, jumps, factors_at, place,
-            RULE, FLAGS, DTYPES, COPIED, STOCHASTIC, DRAWS, COMPUTE, OF_ROWS, EVEN, True,
-            BLOCK,
+            scales, RULE, FLAGS, DTYPES, COPIED, STOCHASTIC, DRAWS, COMPUTE, OF_ROWS, EVEN, CODECS,
+            DECODES, ENCODES, True, BLOCK,
         )  # fmt: skip
 
 
@@ -154,6 +172,7 @@ def _update_block(
     jumps,
     factors,
     place,
+    scales,
     RULE: tl.constexpr,
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
@@ -163,6 +182,9 @@ def _update_block(
     COMPUTE: tl.constexpr,
     OF_ROWS: tl.constexpr,
     EVEN: tl.constexpr,
+    CODECS: tl.constexpr,
+    DECODES: tl.constexpr,
+    ENCODES: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -174,6 +196,8 @@ def _update_block(
             x = tl.load(streams[i] + at, mask=live, other=0)
         else:
             x = tl.load(streams[i] + at)
+        if len(CODECS[i]) > 0:
+            x = decoded(x, scales, offset, end, i, CODECS, DECODES, MASKED, BLOCK)
         values = values + (x.to(COMPUTE),)
     # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
@@ -187,11 +211,17 @@ def _update_block(
     if COPIED:
         new = new + (param,)
     for i in tl.static_range(len(new)):
-        value = _rounded(new[i], places, key, DTYPES[i + 1], STOCHASTIC and i == 0)
-        if MASKED:
-            tl.store(streams[i + 1] + at, value, mask=live)
+        if len(CODECS[i + 1]) > 0:
+            store_codes(
+                streams[i + 1], new[i], uniform_of(places, key, i + 1), scales, offset, end, i + 1,
+                CODECS, ENCODES, DTYPES[i + 1], MASKED, BLOCK,
+            )  # fmt: skip
         else:
-            tl.store(streams[i + 1] + at, value)
+            value = _rounded(new[i], places, key, DTYPES[i + 1], STOCHASTIC and i == 0)
+            if MASKED:
+                tl.store(streams[i + 1] + at, value, mask=live)
+            else:
+                tl.store(streams[i + 1] + at, value)
 
 
 @jit

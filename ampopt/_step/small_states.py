@@ -1,0 +1,226 @@
+"""States that are kept in 8 or 16 bits: which states are, how they are stored, and conversions.
+
+A state of 8 bits is two tensors of ``optimizer.state[p]``: codes, with the name of the state and in
+the shape of the parameter, and float32 scales of its blocks, under :func:`scale_key`. Blocks follow
+the order of a contiguous parameter.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt._step.sharding import dtensor
+from ampopt._step.sharding.shards import Run, places_in, runs_at
+from ampopt.options import state_bits
+from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec, decoded, encoded
+from ampopt_kernels.rule import Rule, State
+
+__all__ = [
+    "CODES",
+    "KEYS",
+    "LEAST",
+    "add",
+    "check_codes",
+    "check_whole_blocks",
+    "codecs_of",
+    "convert",
+    "full_precision",
+    "scale_key",
+]
+
+KEYS = "rounding_key"
+"""Key of ``optimizer.state[p]`` for the random key of ``p``; see ``ampopt_kernels.stochastic``."""
+
+LEAST = 1 << 13
+"""Elements of the smallest parameter whose states are kept in fewer bits."""
+
+CODES = (torch.int8, torch.uint8)
+"""Dtypes of codes that have scales."""
+
+_PARAMS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def scale_key(name: str) -> str:
+    """The key of the scales of the state ``name``."""
+    return f"{name}_scale"
+
+
+def codecs_of(
+    rule: Rule, flags: tuple[bool, ...], group: Mapping[str, Any], param: Tensor
+) -> tuple[Codec | None, ...]:
+    """The codec of each elementwise state of ``param``; ``None`` for full precision.
+
+    Parameters of fewer than :data:`LEAST` elements, over all ranks, and float64 and complex ones
+    have no codecs.
+    """
+    bits = state_bits(group)
+    if param.numel() < LEAST or param.dtype not in _PARAMS:
+        bits = 32
+    return rule.codecs_for(flags, bits)
+
+
+def stored_codec(part: State, codes: Tensor) -> Codec:
+    """The codec of ``codes`` that are in the state of a parameter."""
+    if part.codec is not None and part.codec.dtype == codes.dtype:
+        return part.codec
+    return SIGNED if codes.dtype == SIGNED.dtype else NON_NEGATIVE
+
+
+def scale_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
+    """The shape of the scales of a parameter of ``shape``.
+
+    That of the parameter with the last dimension, or all but the first, in blocks, where the size
+    divides; so the scales are sharded as the parameter is. Else 1-d.
+    """
+    if shape and shape[-1] % block == 0:
+        return (*shape[:-1], shape[-1] // block)
+    if len(shape) > 1 and (rest := math.prod(shape[1:])) % block == 0:
+        return (shape[0], rest // block)
+    return (-(-math.prod(shape) // block),)
+
+
+def add(state: dict[str, Any], part: State, param: Tensor, codec: Codec, initial: Any) -> None:
+    """Add ``part``, with all elements ``initial``, a number or 0-d tensor, to ``state``."""
+    own = dtensor.local(param)
+    values = torch.empty(own.numel(), dtype=torch.float32, device=own.device).fill_(initial)
+    _store(state, part, values, param, codec)
+
+
+def convert(state: dict[str, Any], part: State, param: Tensor, codec: Codec | None) -> bool:
+    """Convert ``part`` in ``state``, which exists, to what ``codec`` stores, rounded to nearest.
+
+    Args:
+        state: the state of ``param``; changed in place.
+        part: the declaration of the state.
+        param: the parameter.
+        codec: the codec; ``None`` for full precision.
+
+    Returns:
+        Whether the state is complete. If not, its dtype may still have to be converted.
+    """
+    value = state[part.name]
+    has_codes = value.dtype in CODES
+    if codec is not None and value.dtype == codec.dtype and has_codes == codec.has_scales:
+        if not dtensor.local(value).is_contiguous():
+            state[part.name] = value.contiguous()
+        return True
+    if has_codes:
+        _decode(state, part)
+    if codec is None:
+        of_16_bits = value.dtype == BFLOAT16.dtype and param.dtype == torch.float32
+        if has_codes or (of_16_bits and KEYS in state):
+            state[part.name] = state[part.name].to(param.dtype)
+        return False
+    values = dtensor.local(state[part.name]).reshape(-1)
+    _store(state, part, values, param, codec)
+    return True
+
+
+def full_precision(state: Mapping[str, Any], part: State) -> Tensor:
+    """The values of ``part``, which has codes in ``state``: float32."""
+    copy = dict(state)
+    _decode(copy, part)
+    return copy[part.name]
+
+
+def _decode(state: dict[str, Any], part: State) -> None:
+    """Replace the codes of ``part`` in ``state`` by float32 values."""
+    codes, scales = state[part.name], state.pop(scale_key(part.name))
+    own, of_blocks = dtensor.local(codes), dtensor.local(scales).reshape(-1)
+    values = decoded(own.reshape(-1), stored_codec(part, codes), of_blocks)
+    state[part.name] = dtensor.from_local_like(values.view(own.shape), codes)
+
+
+def _store(state: dict[str, Any], part: State, values: Tensor, param: Tensor, codec: Codec) -> None:
+    """Put codes and scales of ``values``, the elements of this rank, into ``state``."""
+    own, (codes, scales) = dtensor.local(param), encoded(values, codec, 0.5)
+    state[part.name] = dtensor.from_local_like(codes.view(own.shape), param)
+    if scales is not None:
+        shape = scale_shape(param.shape, codec.block)
+        local = _local_shape(param, shape) if dtensor.is_dtensor(param) else shape
+        state[scale_key(part.name)] = dtensor.from_local_like(scales.view(local), param, shape)
+
+
+def _local_shape(param: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of this rank's scales of a ``DTensor``."""
+    mesh = param.device_mesh
+    runs = runs_at(shape, mesh.shape, mesh.get_coordinate(), param.placements)
+    return tuple(sum(run.length for run in of_dim) for of_dim in runs)
+
+
+def check_codes(what: str, state: Mapping[str, Any], part: State, param: Tensor) -> None:
+    """Raise unless the codes of ``part`` in ``state`` have scales that fit them.
+
+    Raises:
+        TypeError: the scales are missing, or are not a float32 tensor.
+        ValueError: the scales have another shape than the blocks of ``param``.
+    """
+    codes, scales = state[part.name], state.get(scale_key(part.name))
+    if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
+        raise TypeError(
+            f"{what} has 8-bit codes, {codes.dtype}, but {scale_key(part.name)!r} is "
+            f"{scales.dtype if isinstance(scales, Tensor) else repr(scales)}, and must be their "
+            "float32 scales: load both, or delete the state to start with a new one"
+        )
+    wanted = scale_shape(param.shape, stored_codec(part, codes).block)
+    if tuple(scales.shape) != wanted:
+        raise ValueError(
+            f"{what} has scales of shape {tuple(scales.shape)}, and must have {wanted}, since the "
+            f"parameter has shape {tuple(param.shape)}: load a checkpoint of this model, or delete "
+            "the state to start with a new one"
+        )
+
+
+def check_whole_blocks(name: str, param: Any, codecs: Sequence[Codec | None]) -> None:
+    """Raise if a shard of ``param`` on any rank would cut a block that has a scale.
+
+    Raises:
+        ValueError: it would. The same on all ranks.
+    """
+    if not dtensor.is_dtensor(param):
+        return
+    mesh, placements = tuple(param.device_mesh.shape), tuple(param.placements)
+    for block in {codec.block for codec in codecs if codec is not None and codec.has_scales}:
+        if not _has_whole_blocks(tuple(param.shape), mesh, placements, block):
+            raise ValueError(
+                f"{name} of shape {tuple(param.shape)} is placed as {placements} on a mesh of "
+                f"{mesh}, which would cut a block of {block} elements that share a scale under "
+                f"state_bits=8: choose a placement whose shards are multiples of {block} elements, "
+                "or put the parameter into a param group with state_bits=16 or 32"
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_whole_blocks(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...], block: int
+) -> bool:
+    of_scales = scale_shape(shape, block)
+    dims = [dim for p in placements if (dim := getattr(p, "dim", None)) is not None]
+    if any(dim >= len(of_scales) for dim in dims):
+        return False
+    for here in itertools.product(*map(range, mesh)):
+        runs = runs_at(shape, mesh, here, placements)
+        scale_runs = runs_at(of_scales, mesh, here, placements)
+        n, n_scales = map(_size, (runs, scale_runs))
+        if not n and not n_scales:
+            continue
+        places, of_blocks = places_in(shape, runs), places_in(of_scales, scale_runs)
+        ends = places.first + n == math.prod(shape) and not places.jumps
+        if not (
+            -(-n // block) == n_scales
+            and (n % block == 0 or ends)
+            and places.first == of_blocks.first * block
+            and all(number % block == 0 for jump in places.jumps for number in jump)
+        ):
+            return False
+    return True
+
+
+def _size(runs: list[list[Run]]) -> int:
+    """The number of elements of a shard."""
+    return math.prod(sum(run.length for run in of_dim) for of_dim in runs)

@@ -1,0 +1,49 @@
+"""The state of an optimizer in full precision, as torch's optimizers load it."""
+
+from typing import Any
+
+import torch
+
+from ampopt._step.small_states import CODES, KEYS, full_precision, scale_key
+from ampopt.options import STATE_BITS
+
+__all__ = ["full_state_dict"]
+
+
+def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The ``state_dict`` of an optimizer, with every state in float32 or its parameter's dtype.
+
+    An optimizer with ``state_bits=8`` or ``16`` saves codes and scales, which another such
+    optimizer loads bit for bit. Torch's optimizers, and other programs, need values::
+
+        torch_optimizer.load_state_dict(ampopt.full_state_dict(optimizer))
+
+    Args:
+        optimizer: any optimizer; one without small states returns its ``state_dict()``.
+
+    Returns:
+        The state dict. States that were kept in fewer bits are new float32 tensors (``DTensor``s
+        where they were); others are those of the optimizer, as in ``state_dict()``. Does not
+        synchronize.
+    """
+    state_dict = optimizer.state_dict()
+    rule = getattr(optimizer, "rule", None)
+    if rule is None:
+        return state_dict
+    states = {}
+    for key, state in state_dict["state"].items():
+        full = dict(state) if isinstance(state, dict) else state
+        for part in rule.state if isinstance(state, dict) else ():
+            value = state.get(part.name)
+            if isinstance(value, torch.Tensor) and value.dtype in CODES:
+                full[part.name] = full_precision(state, part)
+                del full[scale_key(part.name)]
+            elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+                full[part.name] = value.float()
+        if isinstance(full, dict):
+            full.pop(KEYS, None)
+        states[key] = full
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        group.pop(STATE_BITS, None)
+    return {**state_dict, "state": states, "param_groups": groups}

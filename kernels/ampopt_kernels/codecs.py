@@ -1,0 +1,312 @@
+"""Codecs: how the elementwise states of an optimizer are stored in 8 or 16 bits.
+
+A :class:`Codec` is two functions in the language of rules. Every backend decodes a state where it
+loads it, and encodes it where it stores it, in the pass that runs the rule. All operations of the
+built-in codecs are exactly specified (IEEE 754, or integers), so all backends store the same bits.
+
+With blocks, each ``block`` consecutive elements of a parameter, in the order of a contiguous
+tensor, share a float32 scale: the smallest power of two above the largest magnitude. Because it is
+a power of two, an element is stored with the same spacing whatever else is in its block.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels import torch_language
+from ampopt_kernels.language import exp2_linear, jit, log2_linear, tl, up_or_down
+from ampopt_kernels.random_numbers import element_bits, key_of_pair, uniform_half
+
+__all__ = [
+    "BFLOAT16",
+    "NON_NEGATIVE",
+    "SIGNED",
+    "Codec",
+    "decoded",
+    "decoded_each",
+    "encoded",
+    "encoded_each",
+    "limits",
+    "n_blocks",
+    "scale_of",
+    "scales_at",
+    "uniform",
+    "with_scales",
+]
+
+BLOCK = 128
+"""Elements that share a scale in the built-in codecs: 1/32 byte for each element."""
+
+_DTYPES = (torch.int8, torch.uint8, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Codec:
+    """How a state is stored in fewer bits than it is computed with.
+
+    Eight bits for each element, evenly spaced between the largest magnitudes of a block::
+
+        @jit
+        def encode(x, u):
+            return tl.floor(x * 127.0 + u)
+
+        @jit
+        def decode(code):
+            return code * (1 / 127)
+
+        EVEN = Codec(encode, decode, torch.int8)
+        State("exp_avg", codec=EVEN)
+
+    Both functions are elementwise, on float32 blocks, in the language of ``ampopt_kernels.Rule``.
+
+    Attributes:
+        encode: ``encode(x, u) -> code``. ``x`` is an element divided by the scale of its block,
+            between -1 and 1 (up to 4 for magnitudes above 2**126), or the element itself if
+            ``block`` is 1. ``u`` is a uniform random number in (0, 1), for stochastic rounding:
+            ``floor(y + u)`` is ``y`` on average. Returns a whole number that ``dtype`` holds;
+            others are clamped. Must return 0 for 0, so that an element that is 0 stays 0.
+        decode: ``decode(code) -> x``. Must return 0 for 0.
+        dtype: dtype in memory: int8, uint8, float16 or bfloat16.
+        block: elements that share a scale, a power of two from 32 to 256; 1 for no scale.
+    """
+
+    encode: Any
+    decode: Any
+    dtype: torch.dtype
+    block: int = BLOCK
+
+    def __post_init__(self) -> None:
+        """Check the declaration, so that the error is raised where the codec is written."""
+        for role in ("encode", "decode"):
+            if not hasattr(getattr(self, role), "fn"):
+                raise TypeError(
+                    f"Codec {role} must be a function marked with @ampopt_kernels.jit, got "
+                    f"{getattr(self, role)!r}"
+                )
+        if self.dtype not in _DTYPES:
+            raise ValueError(
+                f"Codec dtype must be torch.int8, torch.uint8, torch.float16 or torch.bfloat16, "
+                f"got {self.dtype!r}"
+            )
+        if self.block not in (1, 32, 64, 128, 256):
+            raise ValueError(
+                f"Codec block must be 32, 64, 128 or 256 elements, or 1 for no scale, got "
+                f"{self.block!r}"
+            )
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether blocks of elements have scales."""
+        return self.block > 1
+
+    @functools.cached_property
+    def torch_encode(self) -> Any:
+        """:attr:`encode` on torch tensors."""
+        return torch_language.bind(self.encode)
+
+    @functools.cached_property
+    def torch_decode(self) -> Any:
+        """:attr:`decode` on torch tensors."""
+        return torch_language.bind(self.decode)
+
+
+# --- the built-in codecs --------------------------------------------------------------------------
+
+
+@jit
+def _encode_signed(x, u):
+    code = tl.floor(14.0 * (log2_linear(tl.abs(x) + 0.001953125) + 9.0) + u)
+    return tl.where(x < 0, -code, code)
+
+
+@jit
+def _decode_signed(code):
+    # The factor is one ulp below 1 / 14: a code that is decoded and encoded is then the same code,
+    # for every random number.
+    x = exp2_linear(tl.abs(code) * 0.0714285671710968 - 9.0) - 0.001953125
+    return tl.where(code < 0, -x, x)
+
+
+SIGNED = Codec(_encode_signed, _decode_signed, torch.int8)
+"""Evenly spaced below 2**-9 of the scale; above, 14 codes for each power of two."""
+
+
+@jit
+def _encode_non_negative(x, u):
+    # 1 is code 255. Numbers that are not 0 never become 0: a step divides by them.
+    code = tl.floor(255.0 + 12.0 * log2_linear(x) + u)
+    code = tl.where(code > 1, code, 1.0)
+    return tl.where(x > 0, code, 0.0)
+
+
+@jit
+def _decode_non_negative(code):
+    return tl.where(code > 0, exp2_linear((code - 255.0) * 0.0833333358168602), 0.0)
+
+
+NON_NEGATIVE = Codec(_encode_non_negative, _decode_non_negative, torch.uint8)
+"""Zero, and 255 codes down to 2**-21 of the scale, 12 for each power of two."""
+
+
+@jit
+def _encode_bfloat16(x, u):
+    return up_or_down(x, u)
+
+
+@jit
+def _as_is(code):
+    return code
+
+
+BFLOAT16 = Codec(_encode_bfloat16, _as_is, torch.bfloat16, block=1)
+"""bfloat16, stochastically rounded."""
+
+
+@jit
+def scale_of(largest):
+    """The scale of a block, and its reciprocal: powers of two. NaN if an element is NaN.
+
+    Args:
+        largest: the largest magnitude of the block, float32, 0 or more; NaN if an element is NaN.
+    """
+    exponent = tl.floor(log2_linear(largest)) + 1.0
+    exponent = tl.where(exponent < 126, exponent, 126.0)  # so that the reciprocal is a number
+    scale = tl.where(largest == largest, exp2_linear(exponent), largest)
+    return scale, exp2_linear(-exponent)
+
+
+# --- on torch tensors -----------------------------------------------------------------------------
+
+_scale_of, _bits, _key_of_pair, _uniform_half = (
+    torch_language.bind(f) for f in (scale_of, element_bits, key_of_pair, uniform_half)
+)
+
+
+def limits(codec: Codec) -> tuple[float, float] | None:
+    """The least and the greatest code; ``None`` if the dtype is not an integer."""
+    if codec.dtype.is_floating_point:
+        return None
+    return float(torch.iinfo(codec.dtype).min), float(torch.iinfo(codec.dtype).max)
+
+
+def n_blocks(codec: Codec, numel: int) -> int:
+    """The number of scales of ``numel`` elements."""
+    return -(-numel // codec.block)
+
+
+def decoded(stored: Tensor, codec: Codec, scales: Tensor | None) -> Tensor:
+    """The values of a state.
+
+    Args:
+        stored: codes, 1-d, from the beginning of a block on.
+        codec: their codec.
+        scales: one float32 number for each block; ``None`` without blocks.
+
+    Returns:
+        float32, 1-d.
+    """
+    values = codec.torch_decode(stored.to(torch.float32))
+    if scales is None:
+        return values
+    return values * _spread(scales, codec, values.numel())
+
+
+def encoded(values: Tensor, codec: Codec, u: Tensor | float) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales of ``values``.
+
+    Args:
+        values: float32 or float64, 1-d.
+        codec: the codec.
+        u: a random number in (0, 1) for each element, or 0.5 to round to nearest.
+
+    Returns:
+        Codes, 1-d, and float32 scales, one for each block, or ``None`` without blocks.
+    """
+    x, scales = values.to(torch.float32), None
+    if codec.has_scales:
+        bits = x.abs().view(torch.int32)  # the integers are in the order of the numbers, NaN last
+        padding = -x.numel() % codec.block
+        blocks = torch.nn.functional.pad(bits, (0, padding)).view(-1, codec.block)
+        scales, reciprocals = _scale_of(blocks.amax(1).view(torch.float32))
+        x = x * _spread(reciprocals, codec, x.numel())
+    code = codec.torch_encode(x, u)
+    if (range_ := limits(codec)) is not None:
+        low, high = range_
+        code = torch.where(code > low, code, low)
+        code = torch.where(code < high, code, high)
+    return code.to(codec.dtype), scales
+
+
+def uniform(position: Tensor, key: int | Tensor, state: int) -> Tensor:
+    """A random number in (0, 1) for each element of a state: multiples of 2**-16, float32.
+
+    Args:
+        position: place of each element, int64; see ``places``.
+        key: key of the parameter at this step, a number or 0-d int64.
+        state: the index of the state. Two states share the bits of a random number.
+    """
+    keys = torch.as_tensor(key, device=position.device)
+    return _uniform_half(_bits(position, _key_of_pair(keys, state // 2)), state % 2)
+
+
+def scales_at(
+    scales: Sequence[Tensor | None], codecs: Sequence[Codec | None], start: int, end: int
+) -> list[Tensor | None]:
+    """Views of the ``scales`` of each state for the elements ``start`` to ``end``.
+
+    ``start`` is the first element of a block.
+    """
+    return [
+        None if own is None or codec is None else own[start // codec.block : -(-end // codec.block)]
+        for own, codec in zip(scales, codecs, strict=True)
+    ]
+
+
+def with_scales(tensors: Sequence[Tensor], codecs: Sequence[Codec | None]) -> tuple[Any, ...]:
+    """``tensors`` without the scales at their end, then a list with those of each state."""
+    n = sum(codec is not None and codec.has_scales for codec in codecs)
+    scales = iter(tensors[len(tensors) - n :])
+    each = [next(scales) if codec is not None and codec.has_scales else None for codec in codecs]
+    return (*tensors[: len(tensors) - n], each)
+
+
+def decoded_each(
+    stored: Sequence[Tensor], codecs: Sequence[Codec | None], scales: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """The values of states, each as :func:`decoded`; those without a codec as they are stored."""
+    return [
+        x if codec is None else decoded(x, codec, own)
+        for x, codec, own in zip(stored, codecs, scales, strict=True)
+    ]
+
+
+def encoded_each(
+    states: Sequence[Tensor],
+    codecs: Sequence[Codec | None],
+    position: Tensor | None,
+    key: int | Tensor | None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What is stored of states: codes, or values of those without a codec; and all scales.
+
+    Args:
+        states: values, 1-d.
+        codecs: the codec of each.
+        position: place of each element, int64; ``None`` if no state has a codec.
+        key: key of the parameter at this step, a number or 0-d int64; ``None`` likewise.
+    """
+    stored: list[Tensor] = []
+    scales: list[Tensor] = []
+    for i, (state, codec) in enumerate(zip(states, codecs, strict=True)):
+        if codec is not None and position is not None and key is not None:
+            state, own = encoded(state, codec, uniform(position, key, i))
+            scales += [] if own is None else [own]
+        stored.append(state)
+    return stored, scales
+
+
+def _spread(scales: Tensor, codec: Codec, n: int) -> Tensor:
+    return scales.repeat_interleave(codec.block)[:n]

@@ -1,0 +1,173 @@
+"""Decode and encode the states of a parameter, in the kernels that run a rule.
+
+Codecs are passed as compile-time tuples with an entry for each stream, as ``DTYPES`` has it:
+gradient, parameter, elementwise states, copy. ``CODECS`` has ``(block, low, high)``, where ``low``
+and ``high`` are the limits of integer codes, ``None`` for others; ``DECODES`` and ``ENCODES`` have
+the functions. The entries of a stream without a codec are ``()`` and ``None``.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ampopt_kernels.codecs import Codec, limits, scale_of
+from ampopt_kernels.language import jit, rounded, tl
+from ampopt_kernels.random_numbers import element_bits, key_of_pair, uniform_half
+
+__all__ = [
+    "arguments_of",
+    "decoded",
+    "decoding_arguments",
+    "scales_at",
+    "store_codes",
+    "uniform_of",
+]
+
+
+def arguments_of(codecs: Sequence[Codec | None], streams: int) -> dict[str, Any]:
+    """The compile-time arguments of a kernel for the codecs of a row's states.
+
+    Args:
+        codecs: the codec of each state.
+        streams: the number of streams, of which the states are the third and following.
+    """
+    of = (None, None, *codecs, *(None,) * (streams - 2 - len(codecs)))
+    return {
+        "CODECS": tuple(() if c is None else (c.block, *(limits(c) or (None, None))) for c in of),
+        "DECODES": tuple(None if c is None else c.decode for c in of),
+        "ENCODES": tuple(None if c is None else c.encode for c in of),
+        "SOURCES": _sources(codecs),
+    }
+
+
+def decoding_arguments(codecs: Sequence[Codec | None], streams: int) -> dict[str, Any]:
+    """:func:`arguments_of` for a kernel that stores no state."""
+    arguments = arguments_of(codecs, streams)
+    del arguments["ENCODES"]
+    return arguments
+
+
+def _sources(codecs: Sequence[Codec | None]) -> str:
+    """A text that changes with the source of a codec.
+
+    Triton's cache on disk knows functions by their source only if they are arguments themselves.
+    """
+    functions = (f for codec in codecs if codec is not None for f in (codec.decode, codec.encode))
+    return "".join(getattr(function, "cache_key", "") for function in functions)
+
+
+@jit
+def scales_at(columns, start, CODECS: tl.constexpr):
+    """Pointers to the scales of a chunk's first block, one for each stream.
+
+    Args:
+        columns: pointer into the table of addresses, to the column of the first state's scales.
+        start: the first element of the chunk.
+        CODECS: see the module.
+    """
+    pointers = ()
+    for i in tl.static_range(len(CODECS)):
+        if len(CODECS[i]) > 0:
+            pointer = tl.load(columns + i - 2).to(tl.pointer_type(tl.float32))
+            pointers = pointers + (pointer + start // CODECS[i][0],)
+        else:
+            pointers = pointers + (0,)
+    return pointers
+
+
+@jit
+def decoded(
+    x, scales, offset, end, INDEX: tl.constexpr, CODECS: tl.constexpr, DECODES: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Values of stream ``INDEX``, which has a codec: float32.
+
+    Args:
+        x: what is stored of ``BLOCK`` elements.
+        scales: see :func:`scales_at`.
+        offset: the first element, counted from the beginning of the chunk.
+        end: the number of elements of the chunk.
+        INDEX: the index of the stream.
+        CODECS: see the module.
+        DECODES: see the module.
+        MASKED: whether some of the elements do not exist.
+        BLOCK: the number of elements.
+    """
+    value = DECODES[INDEX](x.to(tl.float32))  # pyright: ignore
+    SIZE: tl.constexpr = CODECS[INDEX][0]
+    if SIZE > 1:
+        # A thread has at least four neighbours of one block, and loads one scale for them.
+        first = offset + 4 * tl.arange(0, BLOCK // 4)
+        where = scales[INDEX] + first // SIZE
+        if MASKED:
+            scale = tl.load(where, mask=first < end, other=0.0)
+        else:
+            scale = tl.load(where)
+        value = value * _spread(scale, BLOCK // 4, 4)
+    return value
+
+
+@jit
+def uniform_of(places, key, INDEX: tl.constexpr):
+    """A uniform random number in (0, 1) for each element of stream ``INDEX``, a state."""
+    bits = element_bits(places, key_of_pair(key, (INDEX - 2) // 2))
+    return uniform_half(bits, INDEX % 2)
+
+
+@jit
+def store_codes(
+    stream, value, u, scales, offset, end, INDEX: tl.constexpr, CODECS: tl.constexpr,
+    ENCODES: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Encode and store ``BLOCK`` elements of stream ``INDEX``, and the scales of their blocks.
+
+    Args:
+        stream: pointer to the codes of the chunk.
+        value: the values, of shape (BLOCK,).
+        u: a random number for each.
+        scales: see :func:`scales_at`.
+        offset: the first element, counted from the beginning of the chunk.
+        end: the number of elements of the chunk.
+        INDEX: the index of the stream.
+        CODECS: see the module.
+        ENCODES: see the module.
+        DTYPE: dtype of the codes.
+        MASKED: whether some of the elements do not exist.
+        BLOCK: the number of elements.
+    """
+    at = offset + tl.arange(0, BLOCK)
+    live = at < end
+    x = value.to(tl.float32)
+    SIZE: tl.constexpr = CODECS[INDEX][0]
+    if SIZE > 1:
+        N: tl.constexpr = BLOCK // SIZE
+        # As integers, the magnitudes are in the same order, with NaN above all.
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if MASKED:
+            bits = tl.where(live, bits, 0)
+        largest = tl.max(tl.reshape(bits, (N, SIZE)), 1).to(tl.float32, bitcast=True)
+        scale, reciprocal = scale_of(largest)
+        x = x * _spread(reciprocal, N, SIZE)
+        # The thread that has the first element of a block stores its scale. A store of N scales
+        # would exchange them between threads, through shared memory and barriers.
+        bits = _spread(scale, N, SIZE).to(tl.int32, bitcast=True)
+        own = tl.max(tl.reshape(bits, (BLOCK // 4, 4)), 1).to(tl.float32, bitcast=True)
+        first = offset + 4 * tl.arange(0, BLOCK // 4)
+        tl.store(scales[INDEX] + first // SIZE, own, mask=(first % SIZE == 0) & (first < end))
+    code = ENCODES[INDEX](x, u)  # pyright: ignore
+    if CODECS[INDEX][1] is not None:
+        code = tl.where(code > CODECS[INDEX][1], code, CODECS[INDEX][1])
+        code = tl.where(code < CODECS[INDEX][2], code, CODECS[INDEX][2])
+        stored = code.to(tl.int32).to(DTYPE)
+    else:
+        stored = rounded(code, DTYPE)
+    if MASKED:
+        tl.store(stream + at, stored, mask=live)
+    else:
+        tl.store(stream + at, stored)
+
+
+@jit
+def _spread(numbers, N: tl.constexpr, SIZE: tl.constexpr):
+    """Each of ``N`` numbers ``SIZE`` times."""
+    spread = tl.broadcast_to(tl.expand_dims(numbers, 1), (N, SIZE))
+    return tl.reshape(spread, (N * SIZE,))

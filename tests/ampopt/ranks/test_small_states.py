@@ -1,0 +1,156 @@
+"""Small states of sharded parameters: blocks and random numbers of the whole parameter."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.local_ranks import mesh_of
+from support.shards import spread
+from torch.nn import Parameter
+
+import ampopt
+from ampopt.testing.bits import bits
+
+SHAPES = [(130, 128), (32, 512), (64, 512), (128, 64), (66, 256), (8192,)]
+
+
+def places() -> list[tuple[Any, list[Any]]]:
+    """Mesh and placements of each parameter, on four ranks."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    flat, square = mesh_of(4), mesh_of(2, 2, names=("dp", "tp"))
+    rows, columns = Shard(0), Shard(1)
+    return [
+        (flat, [rows]),  # not as many on each
+        (flat, [columns]),
+        (square, [rows, columns]),
+        (flat, [rows]),  # blocks of two rows
+        (square, [_StridedShard(0, split_factor=2), rows]),
+        (square, [Replicate(), rows]),
+    ]
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator)
+
+
+def whole(value: Any) -> str:
+    value = value.detach()
+    return bits(value.full_tensor() if hasattr(value, "full_tensor") else value)
+
+
+def stepped(state_bits: int, sharded: bool) -> list[dict[str, str]]:
+    """The bits of parameters and states after three steps, one of them skipped."""
+    ampopt.set_backend("eager")
+    of = places() if sharded else [(None, [])] * len(SHAPES)
+
+    def placed(value: torch.Tensor, i: int) -> Any:
+        return spread(value, *of[i]) if sharded else value
+
+    params: Any = [Parameter(placed(numbers(shape, i), i)) for i, shape in enumerate(SHAPES)]
+    optimizer = ampopt.AdamW(params, lr=0.25, state_bits=state_bits)
+    for step in range(3):
+        for i, (p, shape) in enumerate(zip(params, SHAPES, strict=True)):
+            grad = numbers(shape, 10 * step + i + 10)
+            if step == 1 and i == 0:
+                grad[-1, -1] = float("inf")
+            p.grad = placed(grad, i)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+    ampopt.set_backend("auto")
+    return [
+        {"param": whole(p), **{k: whole(v) for k, v in optimizer.state[p].items()}} for p in params
+    ]
+
+
+@pytest.mark.parametrize("state_bits", [8, 16])
+def test_ranks_keep_what_one_process_would(four_ranks, state_bits):
+    alone = stepped(state_bits, sharded=False)
+    for found in four_ranks.run(stepped, state_bits, True, timeout=60):
+        for shape, ours, theirs in zip(SHAPES, found, alone, strict=True):
+            assert ours == theirs, shape
+
+
+def refused(shape: tuple[int, ...], dim: int, option: int) -> str:
+    """What a step says of shards, and that it has changed nothing."""
+    from torch.distributed.tensor import Shard
+
+    value = spread(numbers(shape, 0), mesh_of(4), [Shard(dim)])
+    param: Any = Parameter(value)
+    optimizer = ampopt.AdamW([param], state_bits=option)
+    param.grad = spread(numbers(shape, 1), mesh_of(4), [Shard(dim)])
+    before = whole(param)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        assert whole(param) == before and not optimizer.state[param]
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((90, 100), 0), ((64, 256), 1), ((9000,), 0)])
+def test_a_shard_that_would_cut_a_block_is_refused_on_all_ranks(four_ranks, shape, dim):
+    for text in four_ranks.run(refused, shape, dim, 8):
+        assert "would cut a block of 128 elements" in text
+        assert "state_bits=16 or 32" in text
+    assert four_ranks.run(refused, shape, dim, 16) == [""] * 4
+
+
+def made(state_bits: int) -> tuple[Any, Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(128, 65), torch.nn.Linear(65, 3))
+    n = torch.distributed.get_world_size()
+    model = fully_shard(model, mesh=mesh_of(n))
+    return model, ampopt.AdamW(model.parameters(), lr=0.25, state_bits=state_bits)
+
+
+def trained(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.arange(256.0).view(2, 128) / 256).square().mean().backward()
+    optimizer.step()
+
+
+def everything(model: Any, optimizer: Any) -> dict[Any, str]:
+    import torch.distributed.checkpoint.state_dict
+
+    dcp: Any = torch.distributed.checkpoint
+    weights, states = dcp.state_dict.get_state_dict(model, optimizer)
+    flat = {(name, k): v for name, state in states["state"].items() for k, v in state.items()}
+    return {key: whole(value) for key, value in {**weights, **flat}.items()}
+
+
+def saved(folder: str, state_bits: int) -> dict[Any, str]:
+    import torch.distributed.checkpoint.state_dict
+
+    dcp: Any = torch.distributed.checkpoint
+    model, optimizer = made(state_bits)
+    trained(model, optimizer)
+    trained(model, optimizer)
+    weights, states = dcp.state_dict.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    return everything(model, optimizer)
+
+
+def loaded(folder: str, state_bits: int) -> dict[Any, str]:
+    import torch.distributed.checkpoint.state_dict
+
+    dcp: Any = torch.distributed.checkpoint
+    model, optimizer = made(state_bits)
+    weights, states = dcp.state_dict.get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    dcp.state_dict.set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=states
+    )
+    found = everything(model, optimizer)
+    trained(model, optimizer)
+    return found
+
+
+def test_what_four_ranks_saved_two_load(four_ranks, two_ranks, tmp_path):
+    first, *others = four_ranks.run(saved, str(tmp_path), 8, timeout=60)
+    assert any(name[-1] == "exp_avg_scale" for name in first if isinstance(name, tuple))
+    for found in (*others, *two_ranks.run(loaded, str(tmp_path), 8, timeout=60)):
+        assert found == first

@@ -1,0 +1,336 @@
+"""``state_bits``: which states are small, what a step does with them, and checkpoints."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.optimizers import BEYOND_TORCH, BY_RULE
+
+import ampopt
+from ampopt.bench import fidelity
+from ampopt.testing.bits import bits
+from ampopt_kernels import Codec, Rule, State, jit, rules, tl
+
+SHAPES = [(128, 64), (90, 100), (12,)]
+BITS = st.sampled_from([8, 16])
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled():
+    """Torch operations, which compile nothing, but where a test sets another backend."""
+    previous = ampopt.get_backend()
+    ampopt.set_backend("eager")
+    yield
+    ampopt.set_backend(previous)
+
+
+def params_of(shapes=SHAPES, *, seed=0, dtype=torch.float32):
+    """Parameters with numbers of many sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def stepped(optimizer, steps, *, seed=1):
+    """``optimizer`` after ``steps`` with drawn gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = (torch.randn(p.shape, generator=generator) * 1e-2).to(p.dtype)
+        optimizer.step()
+    return optimizer
+
+
+def everything(optimizer):
+    """The bits of all parameters and states."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = optimizer.state_dict()["state"]
+    return [bits(p) for p in params], {
+        (key, name): bits(value) for key, state in states.items() for name, value in state.items()
+    }
+
+
+# --- which states, and how many bytes -------------------------------------------------------------
+
+
+def test_large_states_have_8_bits_and_a_scale_for_128_of_them_and_others_stay():
+    small, large = params_of([(8191,), (8192,)])
+    optimizer = stepped(ampopt.AdamW([small, large], state_bits=8), 1)
+    kept = {name: (value.dtype, value.shape) for name, value in optimizer.state[large].items()}
+    assert kept == {
+        "step": (torch.float32, ()),
+        "exp_avg": (torch.int8, (8192,)),
+        "exp_avg_scale": (torch.float32, (64,)),
+        "exp_avg_sq": (torch.uint8, (8192,)),
+        "exp_avg_sq_scale": (torch.float32, (64,)),
+        "rounding_key": (torch.int64, ()),
+    }
+    assert optimizer.state[small].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(value.dtype == torch.float32 for value in optimizer.state[small].values())
+
+
+def test_16_bits_are_bfloat16_and_32_the_default():
+    (large,) = params_of([(8192,)])
+    for bits_, dtype in ((16, torch.bfloat16), (32, torch.float32)):
+        optimizer = stepped(ampopt.AdamW([large], state_bits=bits_), 1)
+        assert {optimizer.state[large][n].dtype for n in ("exp_avg", "exp_avg_sq")} == {dtype}
+    assert "state_bits" not in ampopt.AdamW([large]).param_groups[0]
+
+
+def test_float64_and_complex_parameters_and_copies_of_parameters_keep_their_states():
+    for dtype in (torch.float64, torch.complex64):
+        params = params_of([(8192,)], dtype=dtype)
+        optimizer = stepped(ampopt.AdamW(params, state_bits=8), 1)
+        assert optimizer.state[params[0]]["exp_avg"].dtype == dtype
+    params = params_of([(8192,)])
+    for cls, name in ((ampopt.ScheduleFreeAdamW, "z"), (ampopt.ASGD, "ax")):
+        optimizer = stepped(cls(params, state_bits=8), 1)
+        assert optimizer.state[params[0]][name].dtype == torch.float32
+
+
+def test_adamw_with_masters_allocates_at_most_what_it_says():
+    n = 1 << 16
+    (param,) = params_of([(256, 256)], dtype=torch.bfloat16)
+    optimizer = stepped(ampopt.AdamW([param], master_weights=True, state_bits=8), 1)
+    tensors = [param, param.grad, *optimizer.state[param].values()]
+    allocated = sum(t.untyped_storage().nbytes() for t in tensors)
+    assert allocated <= n * (2 + 2 + 4 + 2 * (1 + 4 / 128)) + 64  # step count and key
+
+
+def test_an_option_of_a_param_group_and_of_a_running_optimizer():
+    first, second = params_of([(8192,), (8192,)])
+    optimizer = ampopt.AdamW([{"params": [first]}, {"params": [second], "state_bits": 8}])
+    stepped(optimizer, 1)
+    assert optimizer.state[first]["exp_avg"].dtype == torch.float32
+    assert optimizer.state[second]["exp_avg"].dtype == torch.int8
+    optimizer.param_groups[0]["state_bits"] = 16
+    optimizer.param_groups[1]["state_bits"] = 32
+    stepped(optimizer, 1)
+    assert optimizer.state[first]["exp_avg"].dtype == torch.bfloat16
+    assert optimizer.state[second]["exp_avg"].dtype == torch.float32
+    assert "exp_avg_scale" not in optimizer.state[second]
+
+
+@pytest.mark.parametrize("value", [4, 8.0, "8", True])
+def test_another_number_of_bits_is_refused_before_anything_changes(value):
+    params = params_of([(8192,)])
+    with pytest.raises(ValueError, match=r"state_bits must be 8, 16 or 32, got"):
+        ampopt.AdamW(params, state_bits=value)
+    optimizer = stepped(ampopt.AdamW(params), 1)
+    optimizer.param_groups[0]["state_bits"] = value
+    before = bits(params[0])
+    with pytest.raises(ValueError, match=r"state_bits must be 8, 16 or 32, got"):
+        optimizer.step()
+    assert bits(params[0]) == before
+
+
+def test_torchs_own_step_cannot_read_small_states():
+    params = params_of([(8192,)])
+    with pytest.raises(ValueError, match="state_bits below 32 does not go with differentiable"):
+        ampopt.AdamW(params, differentiable=True, state_bits=8)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [*BY_RULE, *BEYOND_TORCH])
+def test_every_rule_steps_skips_and_goes_on_with_8_bits(cls):
+    """A skip changes no bit, and one call is two calls."""
+    runs = []
+    for split in (False, True):
+        params = params_of()
+        optimizer = cls(params, state_bits=8)
+        stepped(optimizer, 1)
+        for grad_scale, bad in ((4.0, False), (4.0, True), (4.0, False)):
+            for p in params:
+                p.grad = torch.full_like(p, 0.25 * grad_scale)
+            if bad:
+                params[0].grad[3, 3] = math.inf
+            before = everything(optimizer)
+            if split:
+                optimizer.unscale(grad_scale)
+                optimizer.step_after_unscale()
+            else:
+                optimizer.unscale_and_step(grads_scaled_by=grad_scale)
+            assert (everything(optimizer) == before) == bad
+        runs.append(everything(optimizer))
+    assert runs[0] == runs[1]
+
+
+@settings(max_examples=4)
+@given(BITS, st.booleans())
+def test_backends_make_the_same_bits(bits_, masters):
+    runs = []
+    for name in ("eager", "compiled", "triton"):
+        ampopt.set_backend(name)
+        dtype = torch.bfloat16 if masters else torch.float32
+        params = params_of([(65, 128)], dtype=dtype)
+        optimizer = ampopt.AdamW(params, master_weights=masters, state_bits=bits_)
+        runs.append(everything(stepped(optimizer, 2)))
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_memory_layout_changes_no_bit():
+    (param,) = params_of([(8, 64, 4, 4)])
+    other = torch.nn.Parameter(param.detach().clone(memory_format=torch.channels_last))
+    runs = [stepped(ampopt.AdamW([p], state_bits=8), 3) for p in (param, other)]
+    assert torch.equal(param, other)
+    one, two = (run.state_dict()["state"][0] for run in runs)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_parameter_that_never_had_a_gradient_does_not_move():
+    (param,) = params_of([(128, 128)])
+    before = param.detach().clone()
+    optimizer = ampopt.AdamW([param], lr=0.1, weight_decay=0.0, state_bits=8)
+    for _ in range(3):
+        param.grad = torch.zeros_like(param)
+        param.grad[5] = torch.randn(128)
+        optimizer.step()
+    moved = (param != before).any(1)
+    assert moved[5] and moved.sum() == 1
+
+
+@pytest.mark.parametrize(("bits_", "error"), [(16, 0.03), (8, 0.12)])
+@pytest.mark.parametrize("label", ["noise 1e-2", "noise 1e-7", "mean 1e-3", "uneven 1e-3"])
+def test_no_step_is_misled(label, bits_, error):
+    ampopt.set_backend("compiled")
+    kind, size = fidelity.KINDS[label]
+    found = fidelity.compare(
+        fidelity.maker("AdamW", bits_),
+        fidelity.maker("AdamW", 32),
+        kind,
+        size,
+        steps=60,
+    )
+    assert abs(found.length - 1) <= 0.03
+    assert found.error <= error
+    assert found.largest <= 2 * found.largest_exact
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=4)
+@given(BITS, st.booleans())
+def test_a_checkpoint_goes_on_bit_for_bit(bits_, masters):
+    def made():
+        params = params_of(dtype=torch.bfloat16 if masters else torch.float32)
+        return ampopt.AdamW(params, master_weights=masters, state_bits=bits_)
+
+    optimizer, loaded = stepped(made(), 2), made()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    for i, param in enumerate(loaded.param_groups[0]["params"]):
+        param.data.copy_(optimizer.param_groups[0]["params"][i])
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    assert everything(loaded) == everything(optimizer)
+    copied = copy.deepcopy(optimizer)
+    assert everything(copied) == everything(optimizer)
+    assert everything(stepped(loaded, 2)) == everything(stepped(optimizer, 2))
+
+
+@settings(max_examples=8)
+@given(st.sampled_from([8, 16, 32]), st.sampled_from([8, 16, 32]))
+def test_the_number_of_bits_is_that_of_the_optimizer_that_loads(saved, wanted):
+    params = params_of()
+    saver, loader = (ampopt.AdamW(params, state_bits=b) for b in (saved, wanted))
+    fresh = stepped(ampopt.AdamW(params, state_bits=wanted), 1)
+    stepped(saver, 3)
+    full = ampopt.full_state_dict(saver)["state"]
+    loader.load_state_dict(saver.state_dict())
+    assert loader.param_groups[0].get("state_bits", 32) == wanted
+    for index, p in enumerate(params):
+        dtypes = {name: value.dtype for name, value in fresh.state[p].items()}
+        loaded = {name: value.dtype for name, value in loader.state[p].items()}
+        assert {**loaded, "rounding_key": None} == {**dtypes, "rounding_key": None}
+        again = ampopt.full_state_dict(loader)["state"][index]
+        for name in ("exp_avg", "exp_avg_sq"):
+            exact = full[index][name]
+            tolerance = 0.0 if wanted == saved else {32: 0.0, 16: 2**-8, 8: 0.05}[wanted]
+            least = exact.abs().amax() * 2e-3 * (wanted == 8) * (tolerance > 0)
+            torch.testing.assert_close(again[name], exact, rtol=tolerance, atol=float(least))
+    stepped(loader, 1)
+
+
+def test_torchs_optimizer_loads_the_full_state_and_ampopts_loads_torchs():
+    params = params_of()
+    ours = stepped(ampopt.AdamW(params, state_bits=8), 2)
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(ampopt.full_state_dict(ours))
+    state = theirs.state[params[0]]
+    assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert state["exp_avg"].dtype == torch.float32
+    stepped(theirs, 1)
+    back = ampopt.AdamW(params, state_bits=8)
+    back.load_state_dict(theirs.state_dict())
+    assert back.state[params[0]]["exp_avg"].dtype == torch.int8
+    stepped(back, 1)
+
+
+def test_codes_without_their_scales_are_refused():
+    params = params_of()
+    optimizer = stepped(ampopt.AdamW(params, state_bits=8), 1)
+    del optimizer.state[params[0]]["exp_avg_scale"]
+    with pytest.raises(TypeError, match="exp_avg of .* has 8-bit codes.*'exp_avg_scale' is None"):
+        stepped(optimizer, 1)
+    optimizer.state[params[0]]["exp_avg_scale"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"has scales of shape \(3,\), and must have \(64,\)"):
+        stepped(optimizer, 1)
+
+
+# --- authors --------------------------------------------------------------------------------------
+
+
+@jit
+def _encode(x, u):
+    return tl.floor(x * 120.0 + u)
+
+
+@jit
+def _decode(code):
+    return code * (1 / 120)
+
+
+@jit
+def _update(p, g, state, h, flags):
+    (lr, momentum), (buf,) = h, state
+    buf = momentum * buf + g
+    return p - lr * buf, (buf,)
+
+
+def momentum_of(**declared):
+    rule = Rule(update=_update, hyper=("lr", "momentum"), state=(State("buf", **declared),))
+
+    class Momentum(ampopt.ElementwiseOptimizer):
+        def __init__(self, params, lr=0.1, momentum=0.9, **options):
+            super().__init__(params, {"lr": lr, "momentum": momentum}, **options)
+
+    Momentum.rule = rule
+    return Momentum
+
+
+def test_a_codec_of_an_author_keeps_the_state():
+    cls = momentum_of(codec=Codec(_encode, _decode, torch.int8, block=64))
+    params = params_of()
+    optimizer = stepped(cls(params, state_bits=8), 3)
+    assert optimizer.state[params[0]]["buf_scale"].numel() == 128
+    exact = stepped(cls(params_of()), 3)
+    ours, theirs = (ampopt.full_state_dict(o)["state"][0]["buf"] for o in (optimizer, exact))
+    assert (ours - theirs).norm() <= 0.05 * theirs.norm()
+
+
+def test_states_of_a_rule_say_what_keeps_them_in_full_precision():
+    names = {"amsgrad": True, "weight_decay": False, "decoupled_weight_decay": False}
+    flags = tuple({**names, "maximize": False}[flag] for flag in rules.adam.flags)
+    codecs = rules.adam.codecs_for(flags, 8)
+    assert [codec is None for codec in codecs] == [False, True, True]
+    with pytest.raises(ValueError, match="kept in full precision under 'nesterov'"):
+        momentum_of(full="nesterov")
+    with pytest.raises(TypeError, match="codec=8, which must be an ampopt_kernels.Codec"):
+        State("buf", codec=8)

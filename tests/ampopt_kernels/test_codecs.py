@@ -1,0 +1,285 @@
+"""Codecs: what they store, and that all backends store the same bits."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ampopt_kernels import eager, rules
+from ampopt_kernels.codecs import (
+    BFLOAT16,
+    NON_NEGATIVE,
+    SIGNED,
+    Codec,
+    decoded,
+    encoded,
+    limits,
+    n_blocks,
+    uniform,
+)
+from ampopt_kernels.cpu import backend as cpu_backend
+from ampopt_kernels.cpu.backend import Cpu
+from ampopt_kernels.cpu.compiled import Compiled
+from ampopt_kernels.decision import Request
+from ampopt_kernels.eager import Eager
+from ampopt_kernels.language import HAS_TRITON, jit, tl
+from ampopt_kernels.places import Jump, Places
+from ampopt_kernels.step import run
+from ampopt_kernels.work import Row, Work
+
+KEY = 5 << 32 | 7
+CHUNK = 512
+
+
+@pytest.fixture(autouse=True, scope="module")
+def chunks_of_whole_blocks(small_chunks):
+    """Chunks that have whole blocks, as they always have outside of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eager, "CHUNK", CHUNK)
+        patch.setattr(cpu_backend, "CHUNK", CHUNK)
+        if HAS_TRITON:
+            from ampopt_kernels.triton import backend, table
+
+            patch.setattr(backend, "BLOCK", CHUNK)
+            patch.setattr(table, "CHUNK", CHUNK)
+        yield
+
+
+@jit
+def _encode_even(x, u):
+    return tl.floor(x * 120.0 + u)
+
+
+@jit
+def _decode_even(code):
+    return code * (1 / 120)
+
+
+@jit
+def _encode_half(x, u):
+    return x
+
+
+@jit
+def _decode_half(code):
+    return code
+
+
+EVEN = Codec(_encode_even, _decode_even, torch.int8, block=32)
+HALF = Codec(_encode_half, _decode_half, torch.float16, block=256)
+BUILT_IN = {"signed": SIGNED, "non-negative": NON_NEGATIVE}
+
+
+# --- one codec ------------------------------------------------------------------------------------
+
+
+def values(n, *, seed=0):
+    """Numbers of many sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, generator=generator) * torch.exp(4 * torch.randn(n, generator=generator))
+
+
+@pytest.mark.parametrize("codec", BUILT_IN.values(), ids=BUILT_IN)
+def test_a_code_that_is_decoded_and_encoded_is_the_same_code(codec):
+    low, high = limits(codec) or (0, 0)
+    codes = torch.arange(low + (codec is SIGNED), high + 1)
+    for u in (2**-16, 0.5, 1 - 2**-16):
+        again = codec.torch_encode(codec.torch_decode(codes), torch.full_like(codes, u))
+        assert torch.equal(again, codes)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 9), st.floats(-30, 30))
+def test_rounding_is_without_bias_and_within_the_spacing(seed, exponent):
+    x = values(256, seed=seed) * 2.0**exponent
+    for codec, spacing, least in ((SIGNED, 1 / 14, 2.0**-9), (NON_NEGATIVE, 1 / 12, 2.0**-21)):
+        y = x if codec is SIGNED else x.abs()
+        _, scales = encoded(y, codec, 0.5)
+        assert scales is not None
+        n = 64
+        us = (2 * torch.arange(n) + 1) / (2 * n)  # stand in for all random numbers
+        rounded = torch.stack([decoded(*with_codec(y, codec, float(u))) for u in us])
+        size = scales.repeat_interleave(codec.block)
+        held = y.abs() >= least * size if codec is NON_NEGATIVE else y == y
+        gap = spacing * (y.abs() + least * size * (codec is SIGNED))
+        assert ((rounded - y).abs() <= 1.01 * gap)[:, held].all()
+        assert ((rounded.mean(0) - y).abs() <= gap * (1 / n + 1e-3))[held].all()
+
+
+def with_codec(x, codec, u):
+    codes, scales = encoded(x, codec, u)
+    return codes, codec, scales
+
+
+@pytest.mark.parametrize("codec", [SIGNED, NON_NEGATIVE, BFLOAT16, EVEN, HALF])
+def test_zero_stays_zero_and_what_is_not_zero_is_never_zero_where_it_divides(codec):
+    x = torch.tensor([0.0, 1e-30, 1e-45, 1.0] * 32)
+    for u in (2**-16, 1 - 2**-16):
+        back = decoded(*with_codec(x, codec, u))
+        assert (back[::4] == 0).all()
+        assert codec is not NON_NEGATIVE or (back[1::4] > 0).all()
+    assert (decoded(*with_codec(torch.zeros(130), codec, 0.9)) == 0).all()
+
+
+def test_nan_shows_in_its_block_and_infinity_is_the_largest_number():
+    x = torch.ones(256)
+    x[3], x[200] = float("nan"), float("inf")
+    for codec in BUILT_IN.values():
+        back = decoded(*with_codec(x, codec, 0.5))
+        assert back[:128].isnan().all()
+        assert back[200] > 1e37
+        assert back[128:].isfinite().all()
+
+
+def test_elements_steps_parameters_and_states_draw_different_numbers():
+    places = torch.arange(1 << 12)
+    draws = [
+        uniform(places + first, key, state)
+        for first, key, state in [
+            (0, KEY, 0),
+            (0, KEY, 1),
+            (0, KEY, 2),
+            (0, KEY + 1, 0),
+            (0, KEY + (1 << 32), 0),
+            (1 << 32, KEY, 0),
+        ]
+    ]
+    for u in draws:
+        assert 0 < u.min() and u.max() < 1
+        assert abs(u.mean() - 0.5) < 0.02
+    correlation = torch.corrcoef(torch.stack(draws)) - torch.eye(len(draws))
+    assert correlation.abs().max() < 0.08
+
+
+def test_a_codec_that_cannot_work_is_refused_where_it_is_written():
+    with pytest.raises(TypeError, match="encode must be a function marked with"):
+        Codec(lambda x, u: x, _decode_even, torch.int8)
+    with pytest.raises(ValueError, match="dtype must be .* got torch.int32"):
+        Codec(_encode_even, _decode_even, torch.int32)
+    with pytest.raises(ValueError, match="block must be .* got 100"):
+        Codec(_encode_even, _decode_even, torch.int8, block=100)
+
+
+# --- backends -------------------------------------------------------------------------------------
+
+
+def backends():
+    made = {"eager": Eager(), "cpu": Cpu(), "compiled": Compiled()}
+    if HAS_TRITON:
+        from ampopt_kernels.triton.backend import Triton
+
+        made["triton"] = Triton()
+    return made
+
+
+def row_of(n, rule, codecs, *, low=None, places=None):
+    """A row of ``n`` elements, and its gradient."""
+    param, flags = values(n, seed=n), (False,) * len(rule.flags)
+    kept = [
+        encoded(torch.zeros(n), codec, 0.5) if codec is not None else (torch.zeros(n), None)
+        for codec in codecs
+    ]
+    row = Row(
+        low or torch.float32,
+        param=param,
+        state=tuple(codes for codes, _ in kept),
+        copy=None if low is None else param.to(low),
+        scalars=tuple(torch.zeros(()) for _ in rule.scalar_state),
+        flags=flags,
+        keys=torch.tensor(KEY),
+        places=places or Places(),
+        codecs=codecs,
+        scales=tuple(scales for _, scales in kept),
+    )
+    return row, values(n, seed=n + 1).to(row.grad_dtype)
+
+
+def stepped(backend, rule, hyper, made, *, flag=0.0):
+    """All bits after three steps of rows that ``made()`` returns."""
+    rows, grads = zip(*made(), strict=True)
+    work = Work(torch.device("cpu"), list(rows), [], rule, [hyper])
+    for i in range(3):
+        work.refresh([grad * (i + 1) for grad in grads], [hyper])
+        found_inf = torch.tensor(flag)
+        run(lambda _: backend, [work], Request(check=False, found_inf=found_inf))
+    tensors = []
+    for row in rows:
+        tensors += [row.param, *row.state, row.copy, *row.scales, row.keys]
+    return [t for t in tensors if t is not None]
+
+
+ADAM = (0.1, 0.9, 0.999, 1e-8, 0.01)
+CASES = {
+    "built in": (rules.adam, ADAM, (SIGNED, NON_NEGATIVE), {}),
+    "bfloat16": (rules.adam, ADAM, (BFLOAT16, BFLOAT16), {}),
+    "one of two": (rules.adam, ADAM, (None, NON_NEGATIVE), {}),
+    "an author's": (rules.adam, ADAM, (EVEN, HALF), {}),
+    "small blocks": (rules.lamb, (0.1, 0.9, 0.999, 1e-6, 0.01), (EVEN, None), {}),
+    "masters": (rules.adam, ADAM, (SIGNED, NON_NEGATIVE), {"low": torch.bfloat16}),
+    "shards": (
+        rules.adam,
+        ADAM,
+        (SIGNED, NON_NEGATIVE),
+        {"places": Places(1 << 33, (Jump(128, 0, 256),))},
+    ),
+    "sums": (rules.lamb, (0.1, 0.9, 0.999, 1e-6, 0.01), (SIGNED, NON_NEGATIVE), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_backends_store_the_same_bits(case):
+    rule, hyper, codecs, options = CASES[case]
+
+    def made():
+        return [row_of(n, rule, codecs, **options) for n in (1, 1300, 256)]
+
+    found = {name: stepped(b, rule, hyper, made) for name, b in backends().items()}
+    first = found.pop("eager")
+    assert any((t != 0).any() for t in first[1:3])
+    for name, others in found.items():
+        for one, other in zip(first, others, strict=True):
+            assert torch.equal(one, other), name
+
+
+def test_a_skipped_step_changes_no_bit():
+    rule, hyper, codecs, _ = CASES["built in"]
+
+    def made():
+        return [row_of(300, rule, codecs)]
+
+    ((row, _),) = made()
+    before = [row.param, *row.state, *row.scales, row.keys]
+    for name, backend in backends().items():
+        after = stepped(backend, rule, hyper, made, flag=1.0)
+        assert all(map(torch.equal, before, after)), name
+
+
+@pytest.mark.parametrize("name", ["eager", "cpu", "compiled"])
+def test_a_block_does_not_depend_on_threads_or_the_rest_of_the_parameter(name):
+    rule, hyper, codecs, _ = CASES["built in"]
+    n = (1 << 16) + 384 if name == "compiled" else 1792  # more than one thread, or chunk, takes
+    whole, grad = row_of(n, rule, codecs)
+    part = dataclasses.replace(
+        whole,
+        param=whole.param[256:].clone(),
+        state=tuple(t[256:].clone() for t in whole.state),
+        scales=tuple(t[2:].clone() for t in whole.scales if t is not None),
+        scalars=tuple(torch.zeros(()) for _ in rule.scalar_state),
+        keys=torch.tensor(KEY),
+        places=Places(256),
+    )
+    backend = backends()[name]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        stepped(backend, rule, hyper, lambda: [(whole, grad)])
+        torch.set_num_threads(1)
+        stepped(backend, rule, hyper, lambda: [(part, grad[256:])])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(part.param, whole.param[256:])
+    for ours, theirs, codec in zip(part.state, whole.state, codecs, strict=True):
+        assert torch.equal(ours, theirs[256:])
+        assert n_blocks(codec, n) == 2 + n_blocks(codec, n - 256)
