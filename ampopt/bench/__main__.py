@@ -74,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--masters: master weights are of half precision; add --dtype bfloat16")
     if options.masters and (options.ranks or options.profile or options.first_steps):
         parser.error("--masters only times steps: omit --ranks, --profile and --first-steps")
+    if options.changing and (options.ranks or options.profile or options.first_steps):
+        parser.error("--changing only times steps: omit --ranks, --profile and --first-steps")
     if options.part and not options.first_hour:
         parser.error("--part: names parts of --first-hour DIR, which is missing")
     if options.first_hour:
@@ -122,6 +124,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
     chosen = options.optimizer or contenders.optimizers()
     asked = {"clock": options.clock, "dtype": options.dtype, "ranks": options.ranks}
     asked["masters"] = "float32" if options.masters else None
+    asked["changing"] = workloads.CHANGING if options.changing else None
     about = {**report.environment(device), **asked}
     print(", ".join(f"{key} {value}" for key, value in about.items() if value is not None))
     if options.autocast:
@@ -152,7 +155,11 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
         return
     with contextlib.ExitStack() as stack:
         measure = functools.partial(
-            rows.measure, device=device, clock=options.clock, masters=options.masters
+            rows.measure,
+            device=device,
+            clock=options.clock,
+            masters=options.masters,
+            changing=options.changing,
         )
         left = options.seconds
         if options.ranks:
@@ -381,6 +388,12 @@ def _parser() -> argparse.ArgumentParser:
         help="step float32 master weights of parameters and gradients in half precision, as where "
         "an optimizer runs on the host; torch's optimizers, and DeepSpeed's if it is installed, "
         "step float32 copies between casts",
+    )
+    parser.add_argument(
+        "--changing",
+        action="store_true",
+        help="in each step, a random quarter of the parameters has no gradient, as with routed "
+        "experts or stochastic depth",
     )
     return parser
 

@@ -135,6 +135,7 @@ def measure(
     seconds: float,
     clock: str = "wall",
     masters: bool = False,
+    changing: bool = False,
 ) -> list[Row]:
     """The rows of ``optimizer`` on ``workload``: without clipping, and with.
 
@@ -143,7 +144,8 @@ def measure(
     """
     _let_go(device)  # optimizers of the row before may be kept alive by reference cycles
     params = workload.parameters(dtype, device)
-    gradients = workloads.Gradients(params)
+    absent = workloads.CHANGING if changing else 0.0
+    gradients = workloads.Gradients(params, absent)
     entered: list[contenders.Contender] = []
     failed: dict[str, str] = {}
     moved = 0
@@ -157,7 +159,7 @@ def measure(
             continue
         entered.append(contender)
         if name == contenders.AMPOPT:
-            moved = _moved(contender.optimizer)
+            moved = round(_moved(contender.optimizer) * (1 - absent))
     gradients.restore()
     without_floor: dict[str, str] = {}
     streams = _streams(moved, device, without_floor)
@@ -186,7 +188,7 @@ def measure(
         rows.append(
             Row(
                 optimizer=optimizer,
-                workload=workload.name,
+                workload=workload.name + ", changing" * changing,
                 clip=clip,
                 device=device.type,
                 tensors=len(workload.shapes),

@@ -1,6 +1,7 @@
 """The workloads: sizes of the tensors, and their gradients."""
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -121,6 +122,8 @@ SHARDED = (squares(64), squares(512))
 """Default workloads of ``--ranks``."""
 
 WORKLOADS = {"large": _large, "small": _small, "mix": _mix}
+CHANGING = 0.25
+"""The share of parameters without a gradient in each step of ``--changing``."""
 ASKED_FOR = {"matrices": _matrices}
 """Workloads that are measured only if named."""
 
@@ -133,9 +136,15 @@ class Gradients:
     memory that was just written.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        """Draw a gradient for each of ``params``."""
-        self._params = params
+    def __init__(self, params: Sequence[Tensor], absent: float = 0.0) -> None:
+        """Draw a gradient for each of ``params``.
+
+        Args:
+            params: the parameters.
+            absent: the share of them that has no gradient; drawn anew for each step.
+        """
+        self._params, self._random = params, random.Random(1)
+        self._n_absent = round(absent * len(params))
         self._values = []
         for param in params:
             generator = torch.Generator(param.device).manual_seed(1)
@@ -149,3 +158,5 @@ class Gradients:
         copy(self._given, self._values)
         for param, given in zip(self._params, self._given, strict=True):
             param.grad = given.detach()
+        for place in self._random.sample(range(len(self._params)), self._n_absent):
+            self._params[place].grad = None

@@ -243,6 +243,7 @@ def test_the_processors_time_is_less_than_what_passes():
         (["--ranks", "0"], "more than 0"),
         (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
         (["--masters", "--dtype", "float16", "--profile"], "--masters only times steps"),
+        (["--changing", "--ranks", "2"], "--changing only times steps"),
         (["--ranks", "2", "--profile"], "--ranks only times steps"),
         (["--ranks", "2", "--threads", "1", "--clock", "cpu"], "--ranks runs CPU processes"),
     ],
@@ -323,6 +324,21 @@ def test_sizes_and_masters_are_rows_of_their_own(tiny, monkeypatch, tmp_path):
     assert [row["workload"] for row in figures["rows"]] == ["32 elements"] * 2
     for row in figures["rows"]:  # torch's scaler refuses to unscale float16, but not float32 copies
         assert not any("missing" in there for there in row["contenders"].values())
+
+
+def test_in_each_step_of_changing_another_quarter_has_no_gradient(tiny, tmp_path):
+    path = tmp_path / "figures.json"
+    arguments = ("--optimizer", "AdamW", "--repeats", "1", "--json", str(path))
+    run("--changing", "--workload", "small", *arguments)
+    figures = json.loads(path.read_text())
+    assert figures["environment"]["changing"] == 0.25
+    params = workloads.Workload("some", ((3,),) * 8).parameters(torch.float32, CPU)
+    gradients = workloads.Gradients(params, workloads.CHANGING)
+    sets = set()
+    for _ in range(6):
+        gradients.restore()
+        sets.add(tuple(p.grad is None for p in params))
+    assert len(sets) > 1 and {sum(absent) for absent in sets} == {2}
 
 
 def test_each_power_of_two_has_a_workload_of_at_most_16_mi_elements():
