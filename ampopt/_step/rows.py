@@ -41,7 +41,7 @@ class KeptRow(NamedTuple):
         row: the row.
         stored: the rule, the parameter, and its states as they are in ``optimizer.state``.
         key: what the row depends on besides; see :func:`_dependencies`.
-        like: a tensor without memory that has the layout of the gradient.
+        like: a tensor of the row that has the layout of the gradient.
     """
 
     row: Row
@@ -219,8 +219,8 @@ class RuleRows:
             self.states += [state[part.name] for part in rule.all_state_for(row.flags)]
             self.states += [] if row.keys is None else [row.keys]
             self.states += [scales for scales in row.scales if scales is not None]
-            if len(self.copies) == n_copies and not param.is_complex():
-                like = _without_memory(grad) if present else grad
+            like = _like_gradient(row)
+            if like is not None and len(self.copies) == n_copies and not param.is_complex():
                 dependencies = _dependencies(optimizer, rule, group, param, place)
                 self.kept[id(param)] = KeptRow(row, *dependencies, like)
 
@@ -339,13 +339,10 @@ def _places_in_memory(rule: Rule, states: Sequence[dict[str, Any]]) -> list[tupl
     return places
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
-    """A tensor with the layout of ``tensor``, whose elements are not to be read."""
-    like = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    like.untyped_storage().resize_(0)
-    return like
+def _like_gradient(row: Row) -> Tensor | None:
+    """A tensor of ``row`` that has the layout of its gradient; ``None`` if there is none."""
+    tensors = (row.param, row.copy)
+    return next((t for t in tensors if t is not None and t.dtype == row.grad_dtype), None)
 
 
 def _is_rounded_stochastically(group: dict[str, Any], param: Tensor) -> bool:
