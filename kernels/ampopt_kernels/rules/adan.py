@@ -40,16 +40,13 @@ def _update(p, g, state, h, flags):
     return (p * before - move) * after, (exp_avg, exp_avg_sq, exp_avg_diff, -g)
 
 
+_SQUARES = State("exp_avg_sq", positive=True)
+
 adan = Rule(
     update=_update,
     scalars=_scalars,
     hyper=("lr", "betas", "eps", "weight_decay"),
     flags=("no_prox", "maximize"),
-    state=(
-        State("exp_avg"),
-        State("exp_avg_sq", positive=True),
-        State("exp_avg_diff"),
-        State("neg_pre_grad"),
-    ),
+    state=(State("exp_avg"), _SQUARES, State("exp_avg_diff"), State("neg_pre_grad")),
     scalar_state=(State("step"),),
 )
