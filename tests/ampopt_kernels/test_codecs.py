@@ -261,6 +261,7 @@ def test_a_block_does_not_depend_on_threads_or_the_rest_of_the_parameter(name):
     rule, hyper, codecs, _ = CASES["built in"]
     n = (1 << 16) + 384 if name == "compiled" else 1792  # more than one thread, or chunk, takes
     whole, grad = row_of(n, rule, codecs)
+    assert whole.param is not None
     part = dataclasses.replace(
         whole,
         param=whole.param[256:].clone(),
@@ -279,7 +280,7 @@ def test_a_block_does_not_depend_on_threads_or_the_rest_of_the_parameter(name):
         stepped(backend, rule, hyper, lambda: [(part, grad[256:])])
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(part.param, whole.param[256:])
+    assert part.param is not None and torch.equal(part.param, whole.param[256:])
     for ours, theirs, codec in zip(part.state, whole.state, codecs, strict=True):
         assert torch.equal(ours, theirs[256:])
         assert n_blocks(codec, n) == 2 + n_blocks(codec, n - 256)

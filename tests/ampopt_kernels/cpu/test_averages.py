@@ -2,6 +2,7 @@
 
 import functools
 import math
+from array import array
 from typing import Any
 
 import hypothesis.strategies as st
@@ -84,7 +85,8 @@ def sums_of(shape: Any, both: bool, tensors: list[torch.Tensor], h: tuple[float,
     dtypes = tuple(t.dtype for t in tensors)
     parts = RULE.marginals_for((both,))
     own = Marginals.of(parts, (), tensors[1].view(shape), arithmetic(*dtypes[:2]), shape[-2:])
-    found = compiled(both, dtypes)([BundleSlice(0, tensors[0].numel(), h)], tensors, own)
+    whole = BundleSlice(0, tensors[0].numel(), array("d", h))
+    found = compiled(both, dtypes)([whole], tensors, own)
     return own, [sums.squeeze(0) for sums in found]
 
 

@@ -4,6 +4,7 @@ But for which NaN it is: processors and libraries have several.
 """
 
 import platform
+from array import array
 from typing import Any
 
 import hypothesis.strategies as st
@@ -80,8 +81,9 @@ def both(rule: Rule, flags: Any, stored: Any, n: int, seed: int, h: tuple[float,
     source = source_of(rule, flags, tuple(t.dtype for t in ours), len(h))
     marginals = marginals_of(rule, flags, ours[1], arithmetic(*stored[:2]))
     beside = () if marginals is None else marginals.addresses
-    Loop(Library(source.text).load().update)([BundleSlice(0, n, h)], ours, beside=beside)
-    apply_rule(rule, flags, theirs, BundleSlice(0, n, h), marginals)
+    whole = BundleSlice(0, n, array("d", h))
+    Loop(Library(source.text).load().update)([whole], ours, beside=beside)
+    apply_rule(rule, flags, theirs, whole, marginals)
     return ours, theirs, source
 
 
@@ -244,7 +246,8 @@ def test_every_number_of_half_precision_comes_and_goes(dtype, target, monkeypatc
     ):
         tensors = [torch.zeros_like(every), values.clone(), stored]
         source = source_of(Rule(update=_kept, hyper=()), (), tuple(t.dtype for t in tensors), 2)
-        Loop(Library(source.text).load().update)([BundleSlice(0, 1 << 16, (1.0, 1.0))], tensors)
+        whole = BundleSlice(0, 1 << 16, array("d", [1.0, 1.0]))
+        Loop(Library(source.text).load().update)([whole], tensors)
         assert same_bits(tensors[1:], [values, values.to(stored.dtype)])
 
 
