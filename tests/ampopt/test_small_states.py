@@ -299,8 +299,8 @@ def _decode(code):
 
 @jit
 def _update(p, g, state, h, flags):
-    (lr, momentum), (buf,) = h, state
-    buf = momentum * buf + g
+    lr, momentum = h
+    buf = momentum * state[0] + g
     return p - lr * buf, (buf,)
 
 

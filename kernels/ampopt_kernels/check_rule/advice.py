@@ -71,6 +71,9 @@ _BY_PATTERN = {
         "is a hyperparameter"
     ),
     r"[Ss]tarred|[` ]\*\w": "Write h[0], h[1] for each, and a + (b,) to make a longer tuple",
+    r"unhashable type: 'list'": (  # of Triton 3.6
+        "Unpack one tuple in a statement: a, b = h, then (c,) = state"
+    ),
     r"^for |'Name' object has no attribute 'func'": (
         "Write for i in tl.static_range(len(state)), with state[i]"
     ),
