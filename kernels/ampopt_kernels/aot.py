@@ -51,9 +51,11 @@ DTYPES = ("float32", "float64", "float16", "bfloat16")
 REQUESTS = (
     "scaled", "plain", "flag given", "norm", "scaled norm", "unscale", "unaligned", "watched",
     "accumulate", "accumulate anew", "accumulate or reject", "by chance", "by chance in columns",
-    "skip checks", "8 bits", "16 bits", "8 bits in columns",
+    "skip checks",
 )  # fmt: skip
 """Kinds of steps; see :func:`launches`. The first is compiled for all rules, the others for one."""
+SMALL_STATES = ("8 bits", "16 bits", "8 bits in columns")
+"""Further kinds of steps, whose states have codecs."""
 QUICK = "compile fewer variants: flags all off or all on, and each kernel for one target in turn"
 
 
@@ -285,6 +287,7 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
             (which needs the most registers), all off with 16-bit dtypes.
     """
     names = list(names)
+    of_small_states = "adam" if "adam" in names else names[0]
     for name, dtype in itertools.product(names, dtypes):
         n = len(getattr(rules, name).flags)
         every = list(itertools.product((False, True), repeat=n))
@@ -299,13 +302,10 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
             for request in REQUESTS[1:]:
                 if request.startswith("by chance") and dtype != "bfloat16":
                     continue  # only bfloat16 is rounded stochastically
-                if "bits" in request:  # of float32 parameters, or master weights
-                    of = "adam" if "adam" in names else name
-                    off = (False,) * len(getattr(rules, of).flags)
-                    if dtype in ("float32", "bfloat16"):
-                        yield Case(of, off, dtype, request, masters=dtype == "bfloat16")
-                    continue
                 yield Case(name, every[0], dtype, request)
+        if name == of_small_states and dtype in ("float32", "bfloat16"):  # or master weights
+            for request in SMALL_STATES:
+                yield Case(name, every[0], dtype, request, masters=dtype == "bfloat16")
 
 
 def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False) -> list[Task]:

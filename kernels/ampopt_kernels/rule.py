@@ -55,8 +55,9 @@ class Rule:
     - arithmetic ``+ - * /``, comparisons, ``& | ~`` of these, and numbers written in the function;
     - of ``tl``: ``abs``, ``ceil``, ``cos``, ``exp``, ``exp2``, ``floor``, ``log``, ``log2``,
       ``rsqrt``, ``sigmoid``, ``sin``, ``sqrt``, ``where``, and ``static_range`` for loops;
-    - of ``ampopt_kernels``: ``as_float32``, ``div_rn``, ``maximum``, ``minimum``, ``power``,
-      ``rand``, ``randn``, ``sign``, ``sqrt_rn``, and your own functions marked ``jit``;
+    - of ``ampopt_kernels``: ``as_float32``, ``div_rn``, ``exp2_linear``, ``log2_linear``,
+      ``maximum``, ``minimum``, ``power``, ``rand``, ``randn``, ``sign``, ``sqrt_rn``, and your own
+      functions marked ``jit``;
     - ``if`` of a flag, as in ``NESTEROV: tl.constexpr = flags[0]``, and loops over whole numbers by
       ``range`` and ``while``, which are as fast as ``static_range``.
 

@@ -177,16 +177,18 @@ def test_products_are_rounded_before_they_are_added(compiled):
 
 
 def test_no_operation_is_approximate(compiled):
-    """Two are allowed in control, where NVIDIA's ``exp2`` and ``log2`` of float64 have them.
+    """But for two in control, where NVIDIA's ``exp2`` and ``log2`` of float64 have them.
 
     These begin with a guess of a reciprocal, which they refine, and compare a magnitude in float32.
+    ``floor`` takes subnormal numbers for 0: codecs round down multiples of 2**-23.
     """
     guesses = {"abs.ftz.f32", "rcp.approx.ftz.f64"}
     nvidias = [line for line in compiled[0] if line["target"].startswith("sm_")]
     assert {line["kernel"] for line in nvidias} == {line["kernel"] for line in compiled[0]}
     for line in nvidias:
         found = set(re.findall(r"\b\S*\.(?:approx|full|ftz)\b\S*", assembly(compiled, line)))
-        assert found <= (guesses if line["kernel"] == "control" else set()), line[0]
+        floor = {"cvt.rmi.ftz.f32.f32"} if "_bits" in line["variant"] else set()
+        assert found <= (guesses if line["kernel"] == "control" else floor), line[0]
 
 
 def test_nothing_is_added_up_in_an_order_that_may_vary(compiled):

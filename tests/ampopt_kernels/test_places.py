@@ -41,7 +41,9 @@ def test_random_numbers_and_chances_follow_from_the_places(make):
     for places, n in ROWS:
         p, chance, step = torch.ones(n).bfloat16(), torch.zeros(n), torch.zeros(())
         keys = torch.tensor(2**33, dtype=torch.int64)
-        rows.append(Row(p.dtype, p, (chance,), scalars=(step,), keys=keys, places=places))
+        rows.append(
+            Row(p.dtype, p, (chance,), scalars=(step,), keys=keys, rounds=True, places=places)
+        )
     grads = [torch.full((n,), 0.3).bfloat16() for _, n in ROWS]
     lr, temperature, seed = 2.0**-7, 0.5, 3.0
     work = Work(CPU, rows, grads, Shaken.rule, [[lr, temperature, seed]])

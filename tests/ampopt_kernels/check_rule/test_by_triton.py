@@ -15,7 +15,9 @@ from ampopt_kernels import (
     State,
     as_float32,
     div_rn,
+    exp2_linear,
     jit,
+    log2_linear,
     maximum,
     minimum,
     power,
@@ -239,7 +241,7 @@ def test_the_documented_functions_are_those_there_are():
         if name[0] != "_" and name not in torch_language._NOT_LANGUAGE and callable(value)
     }
     assert documented(of_tl=True) == offered
-    rest = {"Rule", "State", "jit", "tl"}
+    rest = {"Codec", "Rule", "State", "jit", "tl"}
     assert documented(of_tl=False) == set(ampopt_kernels.__all__) - rest
 
 
@@ -256,7 +258,8 @@ def uses_all_there_is(x):
 
 @jit
 def all_in_update(p, g, state, h, flags, at):
-    return p - uses_all_there_is(g) + rand(h[0], h[1], at) + randn(h[0], h[1], at), state
+    drawn = rand(h[0], h[1], at) + randn(h[0], h[1], at)
+    return p - uses_all_there_is(g) + exp2_linear(log2_linear(tl.abs(g) + 1.0)) + drawn, state
 
 
 @jit
