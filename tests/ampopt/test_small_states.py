@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,7 @@ def test_every_rule_steps_skips_and_goes_on_with_8_bits(cls):
             for p in params:
                 p.grad = torch.full_like(p, 0.25 * grad_scale)
             if bad:
+                assert params[0].grad is not None
                 params[0].grad[3, 3] = math.inf
             before = everything(optimizer)
             if split:
@@ -332,5 +334,6 @@ def test_states_of_a_rule_say_what_keeps_them_in_full_precision():
     assert [codec is None for codec in codecs] == [False, True, True]
     with pytest.raises(ValueError, match="kept in full precision under 'nesterov'"):
         momentum_of(full="nesterov")
+    not_a_codec: Any = 8
     with pytest.raises(TypeError, match="codec=8, which must be an ampopt_kernels.Codec"):
-        State("buf", codec=8)
+        State("buf", codec=not_a_codec)

@@ -1,7 +1,7 @@
 """trl's trainers for DPO and GRPO, with a tiny Llama of random weights: nothing is downloaded."""
 
 # The extra may not be installed.
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportPrivateImportUsage=false
 
 from typing import Any
 
@@ -74,7 +74,7 @@ def dpo(model: Any, optimizer: Any, options: dict[str, Any]) -> Any:
 
 
 def grpo(model: Any, optimizer: Any, options: dict[str, Any]) -> Any:
-    def reward(completions: Any, **_: Any) -> list[float]:
+    def reward(completions: Any, **_: Any) -> list[float | None]:
         return [float(number) for number, _ in enumerate(completions)]
 
     return GRPOTrainer(

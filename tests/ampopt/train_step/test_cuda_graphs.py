@@ -200,7 +200,7 @@ def test_steps_that_accumulate(graphs, kind, options):
 @pytest.mark.parametrize("at", [1, 2, CAPTURED_AT])
 def test_a_step_with_other_gradients_than_those_before_is_refused(graphs, at):
     training = Training(True)
-    linear = training.model[1]
+    linear: Any = training.model[1]
     for _ in range(at):
         training(1.0)
     before = training.now[1:]
