@@ -207,8 +207,13 @@ class RuleRows:
             n_copies = len(self.copies)
             if known is not None and self._fits(known.row, state, values):
                 row = known.row
+                self.kept[id(param)] = known
             else:
                 row = self._row(one, self.flags[of[i]], codecs[i], state, place, values.dtype)
+                like = _like_gradient(row)
+                if like is not None and len(self.copies) == n_copies and not param.is_complex():
+                    dependencies = _dependencies(optimizer, rule, group, param, place)
+                    self.kept[id(param)] = KeptRow(row, *dependencies, like)
             assert row.param is not None
             grad = dense_like(values, row.param)
             row.group, row.owner = of[i], one.owner
@@ -219,10 +224,6 @@ class RuleRows:
             self.states += [state[part.name] for part in rule.all_state_for(row.flags)]
             self.states += [] if row.keys is None else [row.keys]
             self.states += [scales for scales in row.scales if scales is not None]
-            like = _like_gradient(row)
-            if like is not None and len(self.copies) == n_copies and not param.is_complex():
-                dependencies = _dependencies(optimizer, rule, group, param, place)
-                self.kept[id(param)] = KeptRow(row, *dependencies, like)
 
     def _fits(self, row: Row, state: dict[str, Any], values: Tensor) -> bool:
         """Whether ``row`` is right for a gradient; ``widen_scalars`` may have replaced states."""
