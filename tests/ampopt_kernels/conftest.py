@@ -4,7 +4,7 @@ import pytest
 from support.kernel_rows import BLOCK, CHUNK
 
 from ampopt_kernels import eager
-from ampopt_kernels.cpu import backend, bundles
+from ampopt_kernels.cpu import bundles, torch_functions
 from ampopt_kernels.language import HAS_TRITON
 
 
@@ -13,7 +13,7 @@ def small_chunks():
     """What is a matter of speed, not of meaning: Triton's interpreter takes its time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
-        patch.setattr(backend, "CHUNK", CHUNK)
+        patch.setattr(torch_functions, "CHUNK", CHUNK)
         patch.setattr(bundles, "SMALL", CHUNK)
         if HAS_TRITON:
             from ampopt_kernels.triton import backend as triton_backend

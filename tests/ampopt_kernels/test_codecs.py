@@ -19,7 +19,7 @@ from ampopt_kernels.codecs import (
     n_blocks,
     uniform,
 )
-from ampopt_kernels.cpu import backend as cpu_backend
+from ampopt_kernels.cpu import torch_functions
 from ampopt_kernels.cpu.backend import Cpu
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.decision import Request
@@ -38,7 +38,7 @@ def chunks_of_whole_blocks(small_chunks):
     """Chunks that have whole blocks, as they always have outside of tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "CHUNK", CHUNK)
-        patch.setattr(cpu_backend, "CHUNK", CHUNK)
+        patch.setattr(torch_functions, "CHUNK", CHUNK)
         if HAS_TRITON:
             from ampopt_kernels.triton import backend, table
 

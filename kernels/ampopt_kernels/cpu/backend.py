@@ -4,36 +4,31 @@ Rules are applied to the bundles of ``cpu.bundles``: one large tensor, or severa
 time. The host reads a CPU tensor without a synchronization, so a skipped step returns at once.
 """
 
-import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels import codecs
-from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu.blocks import Bundles
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
-from ampopt_kernels.cpu.sums import sum_of_squares, sum_terms
+from ampopt_kernels.cpu.sums import sum_of_squares
+from ampopt_kernels.cpu.torch_functions import torch_functions
 from ampopt_kernels.cpu.watch import found_in
 from ampopt_kernels.decision import Decision, Partials, Request
-from ampopt_kernels.eager import CHUNK, accumulate_gradients, overflows
+from ampopt_kernels.eager import accumulate_gradients, overflows
 from ampopt_kernels.gradient_reports import GradientReport
-from ampopt_kernels.marginals import LineSums, Marginals, advance, sums_of
-from ampopt_kernels.rule import Rule
+from ampopt_kernels.marginals import LineSums, advance
 from ampopt_kernels.step import Backend, reciprocal
-from ampopt_kernels.stochastic import stochastically
-from ampopt_kernels.tensors import arithmetic, times
+from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.work import Work
 
-__all__ = ["Cpu", "CpuBackend", "LargeRow", "apply_rule", "sums_are_finite", "torch_functions"]
+__all__ = ["Cpu", "CpuBackend", "LargeRow", "sums_are_finite"]
 
 LargeRow = tuple[Bundle, BundleSlice, Sequence[Tensor]]
-"""A bundle of a single row, the slice that is all of it, and the tensors of :func:`apply_rule`."""
+"""A bundle of a single row, the slice that is all of it, and the tensors of its functions."""
 
 
 class CpuBackend(Backend):
@@ -253,67 +248,6 @@ def sums_are_finite(work: Work, parts: "list[_Part]") -> bool:
     )
 
 
-def torch_functions(rule: Rule, bundle: Bundle) -> dict[str, Callable[..., Any]]:
-    """Return the torch operations for :attr:`Bundle.functions`."""
-    functions = {"update": _update, "reduce": _reduce, "averages": _averages}
-    # Not ``bundle`` itself, which would keep itself alive in a cycle, with all of its tensors.
-    bound = rule, bundle.flags, bundle.codecs, bundle.marginals
-    return {role: functools.partial(f, *bound) for role, f in functions.items()}
-
-
-def _update(
-    rule: Rule,
-    flags: tuple[bool, ...],
-    of_states: tuple[Codec | None, ...],
-    marginals: list[Marginals],
-    slices: Sequence[BundleSlice],
-    tensors: Sequence[Tensor],
-) -> None:
-    """Apply the rule to slices of a bundle."""
-    for part, own in zip(slices, _marginals_of(slices, marginals), strict=False):
-        apply_rule(rule, flags, part.of(tensors), part, own, of_states)
-
-
-def _reduce(
-    rule: Rule,
-    flags: tuple[bool, ...],
-    of_states: tuple[Codec | None, ...],
-    marginals: list[Marginals],
-    slices: Sequence[BundleSlice],
-    tensors: Sequence[Tensor],
-) -> Tensor:
-    """Return the terms of the rule summed over each slice: float64, shape (slices, terms)."""
-    sums = [
-        sum_terms(rule, flags, part.of(tensors), part.h, own, of_states)
-        for part, own in zip(slices, _marginals_of(slices, marginals), strict=False)
-    ]
-    return torch.stack(sums)
-
-
-def _averages(
-    rule: Rule,
-    flags: tuple[bool, ...],
-    of_states: tuple[Codec | None, ...],
-    marginals: list[Marginals],
-    slices: Sequence[BundleSlice],
-    tensors: Sequence[Tensor],
-) -> list[Tensor]:
-    """Return the sums over matrix rows or columns of each slice; see :func:`sums_of`."""
-    sums = (
-        sums_of(rule, own, flags, part.of(tensors), part.h)
-        for part, own in zip(slices, _marginals_of(slices, marginals), strict=False)
-    )
-    return list(map(torch.cat, zip(*sums, strict=True)))
-
-
-def _marginals_of(slices: Sequence[BundleSlice], marginals: list[Marginals]) -> Iterable[Any]:
-    """Return the row and column statistics of each slice; of none if the rule has none."""
-    if not marginals:
-        return repeat(None)
-    size = marginals[0].numel  # the same for every row of a bundle
-    return [marginals[part.start // size if size else 0] for part in slices]
-
-
 class _Part(NamedTuple):
     """What detect reads as a whole: the gradient of one row, or those of all rows of a bundle.
 
@@ -339,53 +273,6 @@ class _Part(NamedTuple):
         return work.grads[self.rows[0]] if self.bundle is None else self.bundle.gather(work)
 
 
-def apply_rule(
-    rule: Rule,
-    flags: tuple[bool, ...],
-    tensors: Sequence[Tensor],
-    part: BundleSlice,
-    marginals: Marginals | None = None,
-    of_states: Sequence[Codec | None] = (),
-) -> None:
-    """Apply ``rule`` in place.
-
-    Args:
-        rule: the update rule.
-        flags: its flags.
-        tensors: the gradient, which is only read, the parameter, the states, and optionally a
-            low-precision copy of the parameter, which is only written. All flat and of one size.
-            Then the scales of the states that have some.
-        part: the numbers that the rule takes for these elements.
-        marginals: the row and column statistics of the parameter, if the rule has any; then
-            ``tensors`` are those of a whole parameter.
-        of_states: the codec of each state, or ``None``. Empty if no state has one.
-    """
-    dtype = arithmetic(*(t.dtype for t in tensors[:2]))
-    inverse, clip, *rest = part.h
-    n = tensors[0].numel()
-    *tensors, scales = codecs.with_scales(tensors, of_states)
-    states = slice(1, 1 + len(of_states))
-    for start in range(0, n, CHUNK):
-        grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
-        g = times(grad.to(dtype), inverse, clip)
-        position = None
-        if part.places is not None:
-            position = part.places.after(start).of(grad.numel(), grad.device)
-        factors = () if marginals is None else marginals.at(start, start + grad.numel())
-        own = codecs.scales_at(scales, of_states, start, start + grad.numel())
-        values = list(stored)
-        values[states] = codecs.decoded_each(stored[states], of_states, own)
-        given = g, [t.to(dtype) for t in values], tuple(rest), position, factors
-        new = list(_updated(rule, flags, *given))
-        if part.rounds and part.key is not None and position is not None:
-            new[0] = stochastically(new[0], position, part.key)
-        encoded = codecs.encoded_each(new[states], of_states, position, part.key)
-        new[states] = encoded[0]
-        written = stored + [x for x in own if x is not None]
-        for old, value in zip(written, (*new, *encoded[1]), strict=True):
-            old.copy_(value)
-
-
 def _multiply(grads: list[Tensor], factor: float) -> None:
     """Multiply all of ``grads`` in place, in their arithmetic dtypes."""
     alike = [grad for grad in grads if grad.dtype == arithmetic(grad.dtype)]
@@ -403,31 +290,3 @@ def _report(work: Work, among: Sequence[int], inverse: float) -> GradientReport:
     dtypes = work.compute_dtypes
     flags = [bool(overflows(work.grads[r], inverse, dtypes[r])) for r in held]
     return GradientReport(flags, held, work.owners)
-
-
-def _updated(
-    rule: Rule,
-    flags: tuple[bool, ...],
-    grad: Tensor,
-    stored: Sequence[Tensor],
-    h: tuple[Any, ...],
-    position: Tensor | None,
-    factors: tuple[Tensor, ...] = (),
-) -> tuple[Tensor, ...]:
-    """Compute the new values of ``stored``.
-
-    Args:
-        rule: the update rule.
-        flags: its flags.
-        grad: the unscaled, clipped gradient.
-        stored: the parameter, the states, and optionally a copy of the parameter.
-        h: the numbers that ``rule.update`` takes.
-        position: the place of each element in the whole parameter; ``None`` without random numbers.
-        factors: the row and column statistics that ``rule.update`` takes after the states.
-    """
-    n = len(rule.state_for(flags))
-    update = rule.torch_update_in(grad.dtype)
-    at = rule.at(stored[0], position)
-    param, state = update(stored[0], grad, (*stored[1 : 1 + n], *factors), h, flags, *at)
-    copies = len(stored) - 1 - n
-    return (param, *state, *[param] * copies)

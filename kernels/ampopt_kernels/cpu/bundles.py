@@ -138,10 +138,6 @@ class BundleSlice(NamedTuple):
     key: int | None = None
     rounds: bool = False
 
-    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return flat views of these elements of ``tensors``, the tensors of the bundle."""
-        return [flat(t)[self.start : self.end] for t in tensors]
-
 
 @dataclass
 class Bundle:

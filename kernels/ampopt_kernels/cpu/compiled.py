@@ -12,11 +12,9 @@ first step waits for the compiler.
 
 import ctypes
 import functools
-import operator
 import time
 import warnings
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, starmap
 from typing import Any, NamedTuple
 
@@ -25,15 +23,16 @@ from torch import Tensor
 
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import numbers, watch
-from ampopt_kernels.cpu.backend import CpuBackend, LargeRow, sums_are_finite, torch_functions
+from ampopt_kernels.cpu.backend import CpuBackend, LargeRow, sums_are_finite
 from ampopt_kernels.cpu.blocks import Block, Bundles
-from ampopt_kernels.cpu.bundles import BUNDLE, Bundle, BundleSlice, TorchCopies
+from ampopt_kernels.cpu.bundles import Bundle, BundleSlice, TorchCopies
+from ampopt_kernels.cpu.calls import CALLS, CompiledUpdate
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.sums import sum_of_squares
+from ampopt_kernels.cpu.torch_functions import torch_functions
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep
-from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.cache import CacheError
@@ -41,7 +40,7 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.work import Work
 
-__all__ = ["PATIENCE", "Averages", "Compiled", "Loop"]
+__all__ = ["PATIENCE", "Compiled"]
 
 PATIENCE = 0.05
 """Seconds for which ``auto`` runs a rule eagerly before it starts the compiler.
@@ -140,11 +139,11 @@ class Compiled(CpuBackend):
 
     def _update_large(self, large: list[LargeRow]) -> None:
         """Update those that share a compiled function in one call of it."""
-        alike: dict[_CompiledUpdate, list[LargeRow]] = {}
+        alike: dict[CompiledUpdate, list[LargeRow]] = {}
         others = []
         for row in large:
             function = row[0].functions["update"]
-            if isinstance(function, _CompiledUpdate):
+            if isinstance(function, CompiledUpdate):
                 alike.setdefault(function, []).append(row)
             else:
                 others.append(row)
@@ -203,7 +202,7 @@ class Compiled(CpuBackend):
         return functools.partial(function, beside=own.addresses)
 
     def _function(self, key: _Key) -> Any:
-        """Return the compiled function, as :data:`_CALLS` wraps it; ``None`` to run it eagerly."""
+        """Return the compiled function, as :data:`CALLS` wraps it; ``None`` to run it eagerly."""
         if key in self._functions:
             return self._functions[key]
         first = key not in self._libraries
@@ -215,7 +214,7 @@ class Compiled(CpuBackend):
             wanted = waits or self._spent.get(key, 0.0) >= self._patience
             loaded = self._loaded(library, wanted, waits)
             if loaded is not None:
-                self._functions[key] = _CALLS[key.role](loaded)
+                self._functions[key] = CALLS[key.role](loaded)
         return self._functions.get(key)
 
     def _library(self, key: _Key) -> tuple[Library | None, bool]:
@@ -272,7 +271,7 @@ def _in_place(block: Block, bundle: Bundle) -> list[tuple[Block, Bundle]]:
     update = bundle.functions["update"]
     large = bundle.param.numel() > IN_PLACE * len(bundle.rows)
     in_scratch = bundle.copies is not None and bundle.rounded is None
-    if not (in_scratch and large and isinstance(update, _CompiledUpdate)):
+    if not (in_scratch and large and isinstance(update, CompiledUpdate)):
         return [(block, bundle)]
     alone = [
         Bundle.of([row], [place], block.start)
@@ -308,152 +307,3 @@ def _key(rule: Rule, bundle: Bundle, width: int, role: str) -> _Key:
     jumps = len(row.places.jumps) if updates else 0
     codecs = row.codecs if row.is_coded else ()
     return _Key(rule, bundle.flags, dtypes, width, role, rounds_stochastically, jumps, codecs)
-
-
-class Loop:
-    """A compiled function of a rule that is called with slices and tensors."""
-
-    def __init__(self, function: Any, *gives: type) -> None:
-        """Declare the C arguments of ``function``.
-
-        Args:
-            function: a function of a library that ``ctypes`` has loaded.
-            gives: the ctypes types of further arguments: pointers to memory for results.
-        """
-        self._function = function
-        pointer, count = ctypes.c_void_p, ctypes.c_int64
-        function.argtypes = (pointer, pointer, pointer, count, count, *gives)
-        function.restype = None
-
-    def __call__(
-        self,
-        parts: Sequence[BundleSlice],
-        tensors: Sequence[Tensor],
-        *gives: int,
-        beside: Iterable[int] = (),
-    ) -> None:
-        """Run the function.
-
-        Args:
-            parts: slices of ``tensors`` in ascending order, at least one.
-            tensors: flat gradient, parameter and other tensors.
-            gives: the further arguments: addresses of memory for results.
-            beside: integers that follow the addresses of ``tensors``: the addresses of row and
-                column statistics, and the sizes of their matrix.
-        """
-        where = array("q", map(Tensor.data_ptr, tensors))
-        where.extend(beside)
-        starts, ends, *_ = zip(*parts, strict=True)
-        bounds = array("q", chain.from_iterable(zip(starts, ends, strict=True)))
-        self.run(parts, where, bounds, bounds[-1], *gives)
-
-    def run(
-        self, parts: Sequence[BundleSlice], where: array, sizes: array, total: int, *gives: int
-    ) -> None:
-        """Run the function on addresses.
-
-        Args:
-            parts: slices or rows, with the numbers of each.
-            where: the addresses of the tensors, and what follows them.
-            sizes: the third argument of the function: where each slice starts and ends, or how many
-                elements each row has.
-            total: how many elements there are.
-            gives: the further arguments.
-        """
-        h = array("d")
-        for part in parts:
-            h.extend(part.h)
-            if part.places is not None:
-                h.append(part.places.first - part.start)  # the place of the bundle's first element
-                if part.key is not None:
-                    h.append(part.key)
-                for period, phase, size in part.places.jumps:
-                    h.extend((period, phase - part.start, size))
-        starts = h.buffer_info()[0], where.buffer_info()[0], sizes.buffer_info()[0]
-        # For less than that, starting threads takes longer than the work.
-        threads = torch.get_num_threads() if total > BUNDLE else 1
-        self._function(*starts, len(parts), threads, *gives)
-
-
-_end_of = operator.attrgetter("end")
-
-
-class _CompiledUpdate(Loop):
-    """The compiled ``update`` of a rule: called with slices of the same tensors, or whole rows."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Look up both functions in ``library``."""
-        super().__init__(library.update)
-        self._whole = Loop(library.update_whole)
-
-    def whole(self, parts: Sequence[BundleSlice], tensors: Sequence[Sequence[Tensor]]) -> None:
-        """Update several parameters in one call.
-
-        Args:
-            parts: for each parameter the slice that has all of its elements.
-            tensors: for each parameter, dense: its gradient, the parameter, and its other tensors.
-        """
-        sizes = array("q", map(_end_of, parts))
-        where = objects.addresses(list(chain.from_iterable(tensors)))
-        self._whole.run(parts, where, sizes, sum(sizes))
-
-
-class _CompiledSums:
-    """The compiled ``reduce`` of a rule."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Look up the function in ``library``."""
-        self._loop = Loop(library.sums, ctypes.c_void_p)
-        self._n_terms = ctypes.c_int64.in_dll(library, "n_terms").value
-
-    def __call__(
-        self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], beside: Iterable[int] = ()
-    ) -> Tensor:
-        """Return the terms summed over each row: float64, shape (rows, terms).
-
-        The arguments are as for :class:`Loop`.
-        """
-        sums = torch.empty(len(rows), self._n_terms, dtype=torch.float64, device="cpu")
-        self._loop(rows, tensors, sums.data_ptr(), beside=beside)
-        return sums
-
-
-class Averages:
-    """The compiled sums over matrix rows and columns of the ``averages`` of a rule."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Look up the function in ``library``."""
-        self._loop = Loop(library.averages, ctypes.c_void_p)
-        self._band = ctypes.c_int64.in_dll(library, "band_rows").value
-
-    def __call__(
-        self, rows: Sequence[BundleSlice], tensors: Sequence[Tensor], own: Marginals
-    ) -> list[Tensor]:
-        """Return the sums of each term: float64, shape (rows, *shape of the statistic).
-
-        Args:
-            rows: a slice for each row of the bundle that has a gradient.
-            tensors: flat gradient, parameter and states.
-            own: the statistics of the first row; those of the others have the same shapes.
-        """
-        m, n = own.shape[-2:]
-        matrices, bands = rows[-1].end // (m * n), -(-m // self._band)
-        shapes = [(matrices, m) if of_rows else (matrices, bands, n) for of_rows in own.of_rows]
-        sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
-        to = array("q", map(Tensor.data_ptr, sums))
-        self._loop(rows, tensors, to.buffer_info()[0], beside=(m, n))
-        # The function has added up all bands in the place of the first one.
-        summed = [
-            (x if of_rows else x[:, 0]).reshape(-1, *part.beside(own.shape))
-            for part, of_rows, x in zip(own.parts, own.of_rows, sums, strict=True)
-        ]
-        present = [row.start // own.numel for row in rows]
-        return [x if len(x) == len(rows) else x[present] for x in summed]
-
-
-_CALLS: dict[str, Callable[[ctypes.CDLL], Any]] = {
-    "update": _CompiledUpdate,
-    "reduce": _CompiledSums,
-    "averages": Averages,
-}
-"""For each role of a rule's function, what makes a callable of its compiled library."""

@@ -13,7 +13,7 @@ from support.optimizers import Plain
 
 import ampopt
 from ampopt.testing.bits import bits
-from ampopt_kernels.cpu.compiled import Loop
+from ampopt_kernels.cpu.calls import Loop
 from ampopt_kernels.native.build import cpp_compiler
 
 STEPS = 5

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from ampopt_kernels import Rule, State, jit, tl
 from ampopt_kernels.cpu.bundles import BUNDLE, BundleSlice
-from ampopt_kernels.cpu.compiled import Averages
+from ampopt_kernels.cpu.calls import CompiledAverages
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.native.build import Library, cpp_compiler
@@ -66,8 +66,8 @@ RULE = Rule(
 
 
 @functools.cache
-def compiled(both: bool, dtypes: tuple[torch.dtype, ...]) -> Averages:
-    return Averages(Library(source_of(RULE, (both,), dtypes, 3, "averages").text).load())
+def compiled(both: bool, dtypes: tuple[torch.dtype, ...]) -> CompiledAverages:
+    return CompiledAverages(Library(source_of(RULE, (both,), dtypes, 3, "averages").text).load())
 
 
 def given_to(shape: tuple[int, ...], dtypes: Any, seed: int, offset: int = 0) -> list[torch.Tensor]:

@@ -14,10 +14,10 @@ from hypothesis import Phase, given, settings
 from support.kernel_rows import fingerprint
 
 from ampopt_kernels import div_rn, jit, maximum, minimum, power, rules, sqrt_rn, tl
-from ampopt_kernels.cpu.backend import CHUNK, apply_rule
 from ampopt_kernels.cpu.bundles import BundleSlice
-from ampopt_kernels.cpu.compiled import Loop
+from ampopt_kernels.cpu.calls import Loop
 from ampopt_kernels.cpu.cpp import source_of
+from ampopt_kernels.cpu.torch_functions import CHUNK, apply_rule
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.native.build import Library, cpp_compiler
 from ampopt_kernels.rule import Rule, State

@@ -1,0 +1,134 @@
+"""The functions of a rule as torch operations on the tensors of a bundle."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampopt_kernels import codecs
+from ampopt_kernels.codecs import Codec
+from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
+from ampopt_kernels.cpu.sums import sum_terms
+from ampopt_kernels.eager import CHUNK
+from ampopt_kernels.marginals import Marginals, sums_of
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.stochastic import stochastically
+from ampopt_kernels.tensors import arithmetic, flat, times
+
+__all__ = ["apply_rule", "torch_functions"]
+
+
+def torch_functions(rule: Rule, bundle: Bundle) -> dict[str, Callable[..., Any]]:
+    """Return the torch operations for :attr:`Bundle.functions`."""
+    # Not ``bundle`` itself, which would keep itself alive in a cycle, with all of its tensors.
+    functions = _Functions(rule, bundle.flags, bundle.codecs, bundle.marginals)
+    return {
+        "update": functions.update,
+        "reduce": functions.reduce,
+        "averages": functions.averages,
+    }
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """The functions of a rule for one bundle.
+
+    Each takes slices of the bundle, and the tensors of the bundle: gradient, parameter and those
+    that :attr:`Bundle.functions` names.
+
+    Attributes:
+        rule: the update rule.
+        flags: its flags.
+        codecs: the codec of each state, or ``None``.
+        marginals: the row and column statistics of each row of the bundle; empty if the rule has
+            none. All have the same size.
+    """
+
+    rule: Rule
+    flags: tuple[bool, ...]
+    codecs: tuple[Codec | None, ...]
+    marginals: list[Marginals]
+
+    def update(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> None:
+        """Apply the rule to slices of a bundle."""
+        for part, views, marginals in self._each(slices, tensors):
+            apply_rule(self.rule, self.flags, views, part, marginals, self.codecs)
+
+    def reduce(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> Tensor:
+        """Return the terms of the rule summed over each slice: float64, shape (slices, terms)."""
+        sums = [
+            sum_terms(self.rule, self.flags, views, part.h, marginals, self.codecs)
+            for part, views, marginals in self._each(slices, tensors)
+        ]
+        return torch.stack(sums)
+
+    def averages(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums over matrix rows or columns of each slice; see :func:`sums_of`."""
+        sums = (
+            sums_of(self.rule, marginals, self.flags, views, part.h)
+            for part, views, marginals in self._each(slices, tensors)
+            if marginals is not None
+        )
+        return list(map(torch.cat, zip(*sums, strict=True)))
+
+    def _each(
+        self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]
+    ) -> Iterator[tuple[BundleSlice, list[Tensor], Marginals | None]]:
+        """Yield each slice, flat views of its elements, and its row and column statistics."""
+        marginals = None
+        flat_tensors = list(map(flat, tensors))
+        for part in slices:
+            if self.marginals:
+                size = self.marginals[0].numel
+                marginals = self.marginals[part.start // size if size else 0]
+            yield part, [t[part.start : part.end] for t in flat_tensors], marginals
+
+
+def apply_rule(
+    rule: Rule,
+    flags: tuple[bool, ...],
+    tensors: Sequence[Tensor],
+    part: BundleSlice,
+    marginals: Marginals | None = None,
+    of_states: Sequence[Codec | None] = (),
+) -> None:
+    """Apply ``rule`` in place.
+
+    Args:
+        rule: the update rule.
+        flags: its flags.
+        tensors: the gradient, which is only read, the parameter, the states, and optionally a
+            low-precision copy of the parameter, which is only written. All flat and of one size.
+            Then the scales of the states that have some.
+        part: the numbers that the rule takes for these elements.
+        marginals: the row and column statistics of the parameter, if the rule has any; then
+            ``tensors`` are those of a whole parameter.
+        of_states: the codec of each state, or ``None``. Empty if no state has one.
+    """
+    dtype = arithmetic(*(t.dtype for t in tensors[:2]))
+    update, n_states = rule.torch_update_in(dtype), len(rule.state_for(flags))
+    of_states = of_states or (None,) * n_states
+    inverse, clip, *rest = part.h
+    n = tensors[0].numel()
+    *tensors, scales = codecs.with_scales(tensors, of_states)
+    for start in range(0, n, CHUNK):
+        grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
+        g = times(grad.to(dtype), inverse, clip)
+        position = None
+        if part.places is not None:
+            position = part.places.after(start).of(grad.numel(), grad.device)
+        factors = () if marginals is None else marginals.at(start, start + grad.numel())
+        own_scales = codecs.scales_at(scales, of_states, start, start + grad.numel())
+        decoded = codecs.decoded_each(stored[1 : 1 + n_states], of_states, own_scales)
+        param, *state = (t.to(dtype) for t in (stored[0], *decoded))
+        at = rule.at(param, position)
+        new_param, new_state = update(param, g, (*state, *factors), tuple(rest), flags, *at)
+        if part.rounds and part.key is not None and position is not None:
+            new_param = stochastically(new_param, position, part.key)
+        codes, new_scales = codecs.encoded_each(new_state, of_states, position, part.key)
+        copies = [new_param] * (len(stored) - 1 - n_states)
+        written = stored + [x for x in own_scales if x is not None]
+        for old, new in zip(written, (new_param, *codes, *copies, *new_scales), strict=True):
+            old.copy_(new)
