@@ -10,11 +10,11 @@ from ampopt._step.by_rule import RuleStep
 from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
+from ampopt._step.hyperparameters import kind_of
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.rule_state import shares_storage
-from ampopt._step.settings import kind_of
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StepStrategy

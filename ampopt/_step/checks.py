@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import gradients
+from ampopt._step.hyperparameters import Variants, check_numbers, kind_of
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
-from ampopt._step.settings import Variants, check_numbers, kind_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
 from ampopt._step.state_checks import Stepped, check_states

@@ -1,6 +1,6 @@
 """What must not change while a plan is reused, compared at each step in a few calls.
 
-:class:`Guards` are like those of ``torch.compile``: they cost far less than a new plan.
+These guards are like those of ``torch.compile``: they cost far less than a new plan.
 """
 
 import operator
@@ -10,15 +10,97 @@ from typing import Any
 from torch import Tensor
 
 from ampopt._step.gradients import name_of
+from ampopt._step.hyperparameters import Hyper, Variants, forms_of
 from ampopt._step.masters import Masters
+from ampopt._step.ranks import REPLICATED
 from ampopt._step.rows import RuleRows
 from ampopt._step.sharding import dtensor
+from ampopt.options import PARAM_ROUNDING, STATE_BITS
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses
+from ampopt_kernels.rule import Rule
 
-__all__ = ["Guards"]
+__all__ = ["GroupGuard", "TensorGuard"]
 
 
-class Guards:
+_OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, REPLICATED)
+"""Entries of param groups, besides those of the rule, on which a plan depends."""
+
+
+class GroupGuard:
+    """The flags and options of the param groups of a plan, and its hyperparameters.
+
+    Flags and options must not change while a plan is reused; hyperparameters may change every step.
+
+    Attributes:
+        hyper: the hyperparameters of each variant, as ``rule.hyper_values`` returns them.
+    """
+
+    def __init__(self, rule: Rule, variants: Variants, groups: list[dict[str, Any]]) -> None:
+        """Store the present entries.
+
+        Args:
+            rule: the rule of the plan.
+            variants: the variants of ``groups``.
+            groups: the param groups of the optimizer.
+        """
+        self._rule, self._variants = rule, variants
+        self._members = [group["params"] for group in groups]
+        self.hyper = variants.hyper(groups)
+        self._fixed = self._fixed_values(groups, self.hyper)
+        self._groups, self._entries = groups, None
+        # A tensor may change in place, and ``Rule.entries`` may read any entry of the group.
+        of_numbers = not any(isinstance(value, Tensor) for value in chain(*self.hyper))
+        self._by_identity = of_numbers and rule.entries is None
+
+    def revalidate(self, groups: list[dict[str, Any]]) -> bool:
+        """Update :attr:`hyper` for this step.
+
+        Returns:
+            Whether the plan is still valid: only hyperparameters have changed.
+        """
+        if self._entries is not None and groups is self._groups and self._entries.unchanged():
+            return True
+        if len(groups) != len(self._members):
+            return False
+        for group, members in zip(groups, self._members, strict=True):
+            if group["params"] is not members:
+                return False
+        hyper = self._variants.hyper(groups)
+        if self._fixed_values(groups, hyper) != self._fixed:
+            return False
+        # A guard would not pay if a scheduler changes numbers at every step.
+        stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
+        self._entries = IdentityGuard([groups, *groups]) if stays else None
+        self._groups, self.hyper = groups, hyper
+        return True
+
+    def reason(self, groups: list[dict[str, Any]]) -> str | None:
+        """Why :meth:`revalidate` has returned ``False``; ``None`` if it has not."""
+        if len(groups) != len(self._members):
+            return "a param group was added or removed"
+        for index, (group, members) in enumerate(zip(groups, self._members, strict=True)):
+            if group["params"] is not members:
+                return f"the list of parameters of group {index} was replaced"
+        flags, options, forms = self._fixed_values(groups, self._variants.hyper(groups))
+        known = self._fixed
+        if flags != known[0]:
+            return f"a flag of the rule was changed, one of {', '.join(self._rule.flags)}"
+        if options != known[1]:
+            return f"an option of a group was changed, one of {', '.join(_OPTIONS)}"
+        return None if forms == known[2] else "a hyperparameter has another type"
+
+    def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
+        """What requires a new plan when it changes: flags, options, types of hyperparameters."""
+        options = [list(map(group.get, _OPTIONS)) for group in groups]
+        return self._variants.flags(groups), options, forms_of(hyper)
+
+    def _has_lists(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether a hyperparameter is a list, whose elements may change in place."""
+        names = self._rule.hyper
+        return any(isinstance(group.get(name), list) for group in groups for name in names)
+
+
+class TensorGuard:
     """The tensors of a plan, as they were when it was made.
 
     That is: the identity of each parameter, its group, and its states; the addresses of parameters,
@@ -78,12 +160,7 @@ class Guards:
             and self._params_laid_out.missing(params) == 0
         ):
             return None
-        grads = self._grads()
-        missing = self._grads_laid_out.missing(grads)
-        return None if missing is None else (grads, missing)
-
-    def _grads(self) -> list[Any]:
-        grads = list(map(_grad_of, self._stepped))
+        grads: list[Any] = list(map(_grad_of, self._stepped))
         if self._dtensors and dtensor.placements(grads) != self._placements:
             for param in self._stepped:
                 dtensor.redistribute_gradient(param)
@@ -93,7 +170,10 @@ class Guards:
             for place, master in self._indexed_masters:
                 if grads[place] is not None:
                     grads[place] = master.grad
-        return dtensor.local_of_each(grads) if self._dtensors else grads
+        if self._dtensors:
+            grads = dtensor.local_of_each(grads)
+        missing = self._grads_laid_out.missing(grads)
+        return None if missing is None else (grads, missing)
 
     # --- why a plan cannot be reused --------------------------------------------------------------
 

@@ -11,11 +11,10 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
-from ampopt._step.guards import Guards
+from ampopt._step.guards import GroupGuard, TensorGuard
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
     check_and_unscale_held,
@@ -26,7 +25,6 @@ from ampopt._step.overflow import (
 from ampopt._step.rank_sums import LinesOfRanks, RankSums
 from ampopt._step.rows import KeptRows, RuleRows
 from ampopt._step.rule_state import StateCompleter
-from ampopt._step.settings import Settings
 from ampopt_kernels.decision import Coefficients, Decision, Request
 from ampopt_kernels.native.objects import bump_versions
 from ampopt_kernels.rule import Rule
@@ -97,7 +95,7 @@ class Plan:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
         rule_rows = RuleRows(optimizer, rule, masters, self._agreement, complete_state, kept)
         self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
-        self._settings = Settings(rule, rule_rows.variants, groups)
+        self._group_guard = GroupGuard(rule, rule_rows.variants, groups)
         order = {id(row): place for place, row in enumerate(rule_rows.rows)}
         self._places = [[order[id(row)] for row in work.rows] for work in self.works]
         self._stepped, self.kept = rule_rows.stepped, rule_rows.kept
@@ -105,8 +103,8 @@ class Plan:
         self._copies = rule_rows.copies
         self._writes_gradients = rule_rows.gradients_are_written()
         self.reusable = not rule_rows.copies and not any(p.is_complex() for p in self._params)
-        self._guards = Guards(optimizer, masters, rule_rows)
-        self._take(rule_rows.grads, sum(grad is None for grad in rule_rows.grads))
+        self._tensor_guard = TensorGuard(optimizer, masters, rule_rows)
+        self._set_gradients(rule_rows.grads, sum(grad is None for grad in rule_rows.grads))
 
     def revalidate(self, optimizer: Any, rule: Rule) -> bool:
         """Update gradients and hyperparameters for this step, if nothing else has changed.
@@ -119,12 +117,12 @@ class Plan:
             Whether this plan can run the step. If not, the runner makes another plan.
         """
         same = self.reusable and rule is self._rule
-        if not (same and self._settings.revalidate(optimizer.param_groups)):
+        if not (same and self._group_guard.revalidate(optimizer.param_groups)):
             return False
-        found = self._guards.gradients(optimizer)
+        found = self._tensor_guard.gradients(optimizer)
         if found is None:
             return False
-        self._take(*found)
+        self._set_gradients(*found)
         return True
 
     def reason(self, optimizer: Any, rule: Rule) -> str:
@@ -133,18 +131,22 @@ class Plan:
             return "the rule was replaced"
         if not self.reusable:
             return "the step works on copies, of tensors that are complex or not dense"
-        return self._settings.reason(optimizer.param_groups) or self._guards.reason(optimizer)
+        of_groups = self._group_guard.reason(optimizer.param_groups)
+        return of_groups or self._tensor_guard.reason(optimizer)
 
-    def _take(self, grads: list[Any], missing: int) -> None:
+    def _set_gradients(self, grads: list[Any], missing: int) -> None:
         """Set the gradients of this step: one for each row, of which some are ``None``.
 
         Args:
             grads: the gradients.
             missing: how many are ``None``.
         """
-        present = [grad is not None for grad in grads] if missing else None
-        self.present, self._works_now = present, self.works
-        hyper = self._settings.hyper
+        self._works_now, self._params_now, present = self.works, self._params, None
+        if missing:
+            present = [grad is not None for grad in grads]
+            self._params_now = list(compress(self._params, present))
+        self.present = present
+        hyper = self._group_guard.hyper
         for work, places in zip(self.works, self._places, strict=True):
             if len(places) == len(grads):
                 work.refresh(grads, hyper, present)
@@ -165,16 +167,15 @@ class Plan:
         Returns:
             The decision; ``None`` if no rank has gradients.
         """
-        if request.needs_agreement and self._no_common_group is not None:
+        if self._no_common_group is not None and request.needs_agreement:
             raise self._no_common_group
-        works, params = self._works_now, self._params_now
-        if not works:
+        if not self._works_now:
             return self._decided_elsewhere(request) or request.earlier_decision
         extended = request
         if self._agreement is not None:
             flag_all_reduce = None
             if request.needs_agreement:
-                flag_all_reduce = FlagAllReduce(self._agreement, request, len(params))
+                flag_all_reduce = FlagAllReduce(self._agreement, request, len(self._params_now))
             extended = replace(
                 extended,
                 agree=flag_all_reduce,
@@ -183,7 +184,7 @@ class Plan:
             )
         if request.write and not self._writes_gradients:
             extended = replace(extended, write=False)
-        decision = decide(works, extended)
+        decision = decide(self._works_now, extended)
         coeffs = decision.coefficients  # numbers from a backend on the CPU, else a tensor
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
         if request.write and not extended.write:  # in place, after the update has read them
@@ -191,11 +192,6 @@ class Plan:
             held = [one for one in self._stepped if one.tensor.grad is not None]
             check_and_unscale_held(held, unscale, None, None, write=True, uploads=self._uploads)
         return decision
-
-    @property
-    def _params_now(self) -> list[Tensor]:
-        """The parameters that have a gradient in this step."""
-        return self._params if self.present is None else list(compress(self._params, self.present))
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:
         """On a rank without gradients: take part in the all-reduces of the other ranks."""

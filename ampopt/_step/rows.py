@@ -15,9 +15,9 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.gradients import ParamWithGrad
+from ampopt._step.hyperparameters import Variants, kind_of
 from ampopt._step.masters import Masters, needs_master
 from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
-from ampopt._step.settings import Variants, kind_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMarginals, places_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
@@ -121,7 +121,7 @@ class RuleRows:
 
     Attributes:
         rule: the rule to run on the rows; with float64 scalar states if a scalar state is float64.
-        variants: the variants of the param groups; see :class:`ampopt._step.settings.Variants`.
+        variants: the variants of the param groups.
         flags: the flags of the rule, for each variant.
         stepped: the parameter of each row.
         masters: ``(index, master)`` for each row whose parameter has a master.

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ampopt._step import gradients
 from ampopt._step.checks import Checks
+from ampopt._step.hyperparameters import kind_of
 from ampopt._step.masters import Masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
 from ampopt._step.plan import Plan
 from ampopt._step.rows import KeptRows, unchanged
 from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
-from ampopt._step.settings import kind_of
 from ampopt._step.small_states import codecs_of
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.transaction import SkipPolicy, skip_policy_of

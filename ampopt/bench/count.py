@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ampopt
-from ampopt._step.settings import kind_of
+from ampopt._step.hyperparameters import kind_of
 from ampopt_kernels.rule import Rule
 
 __all__ = ["bytes_by_kernel", "bytes_moved"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ampopt._step.settings import check_numbers
+from ampopt._step.hyperparameters import check_numbers
 from ampopt.loss_scale.arguments import check_bool
 
 __all__ = ["check_betas", "check_flags", "check_lr", "check_not_negative", "check_positive"]

@@ -1,22 +1,18 @@
-"""The entries of param groups that a plan depends on.
-
-Flags and options must not change while a plan is reused; hyperparameters may change every step.
-"""
+"""The flags and hyperparameters that a rule reads from param groups, and their types."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampopt._step.masters import needs_master
-from ampopt._step.ranks import REPLICATED
-from ampopt.options import PARAM_ROUNDING, STATE_BITS
-from ampopt_kernels.native.objects import IdentityGuard
 from ampopt_kernels.rule import Kind, Rule
 
-__all__ = ["Settings", "Variants", "check_numbers", "forms_of", "kind_of"]
+__all__ = ["Hyper", "Variants", "check_numbers", "forms_of", "kind_of"]
+
+Hyper = list[list[Any]]
+"""The hyperparameters of each variant, as ``Rule.hyper_values`` returns them."""
 
 
 def kind_of(group: dict[str, Any], param: Tensor) -> Kind:
@@ -67,84 +63,6 @@ class Variants:
         """The hyperparameters of each variant."""
         hyper = self._rule.hyper_values
         return [hyper(groups[group], kind) for group, kind in self._kinds]
-
-
-_OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, REPLICATED)
-"""Entries of param groups, besides those of the rule, on which a plan depends."""
-
-Hyper = list[list[Any]]
-
-
-class Settings:
-    """The flags, options and hyperparameters that a plan was made with.
-
-    Attributes:
-        hyper: the hyperparameters of each variant, as ``rule.hyper_values`` returns them.
-    """
-
-    def __init__(self, rule: Rule, variants: Variants, groups: list[dict[str, Any]]) -> None:
-        """Store the present entries.
-
-        Args:
-            rule: the rule of the plan.
-            variants: the variants of ``groups``.
-            groups: the param groups of the optimizer.
-        """
-        self._rule, self._variants = rule, variants
-        self._members = [group["params"] for group in groups]
-        self.hyper = variants.hyper(groups)
-        self._fixed = self._fixed_values(groups, self.hyper)
-        self._groups, self._entries = groups, None
-        # A tensor may change in place, and ``Rule.entries`` may read any entry of the group.
-        of_numbers = not any(isinstance(value, Tensor) for value in chain(*self.hyper))
-        self._by_identity = of_numbers and rule.entries is None
-
-    def revalidate(self, groups: list[dict[str, Any]]) -> bool:
-        """Update :attr:`hyper` for this step.
-
-        Returns:
-            Whether the plan is still valid: only hyperparameters have changed.
-        """
-        if self._entries is not None and groups is self._groups and self._entries.unchanged():
-            return True
-        if len(groups) != len(self._members):
-            return False
-        for group, members in zip(groups, self._members, strict=True):
-            if group["params"] is not members:
-                return False
-        hyper = self._variants.hyper(groups)
-        if self._fixed_values(groups, hyper) != self._fixed:
-            return False
-        # A guard would not pay if a scheduler changes numbers at every step.
-        stays = self._by_identity and hyper == self.hyper and not self._has_lists(groups)
-        self._entries = IdentityGuard([groups, *groups]) if stays else None
-        self._groups, self.hyper = groups, hyper
-        return True
-
-    def reason(self, groups: list[dict[str, Any]]) -> str | None:
-        """Why :meth:`revalidate` has returned ``False``; ``None`` if it has not."""
-        if len(groups) != len(self._members):
-            return "a param group was added or removed"
-        for index, (group, members) in enumerate(zip(groups, self._members, strict=True)):
-            if group["params"] is not members:
-                return f"the list of parameters of group {index} was replaced"
-        flags, options, forms = self._fixed_values(groups, self._variants.hyper(groups))
-        known = self._fixed
-        if flags != known[0]:
-            return f"a flag of the rule was changed, one of {', '.join(self._rule.flags)}"
-        if options != known[1]:
-            return f"an option of a group was changed, one of {', '.join(_OPTIONS)}"
-        return None if forms == known[2] else "a hyperparameter has another type"
-
-    def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
-        """What requires a new plan when it changes: flags, options, types of hyperparameters."""
-        options = [list(map(group.get, _OPTIONS)) for group in groups]
-        return self._variants.flags(groups), options, forms_of(hyper)
-
-    def _has_lists(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether a hyperparameter is a list, whose elements may change in place."""
-        names = self._rule.hyper
-        return any(isinstance(group.get(name), list) for group in groups for name in names)
 
 
 def check_numbers(name: str, value: Any, like: Any) -> None:
