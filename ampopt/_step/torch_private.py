@@ -10,8 +10,8 @@ Some private names cannot be imported, because torch calls or reads them on ampo
 
 * ``Optimizer._patch_step_function`` puts hooks around the step of a class. ampopt's override
   removes a wrapper that would hide the step of another base class. If torch renames it,
-  ``ampopt.Optimizer`` hides the step of the class that it is mixed into, and ``test_extend.py``
-  fails.
+  ``ampopt.Optimizer`` hides the step of the class that it is mixed into, and
+  ``test_third_party.py`` fails.
 * ``Optimizer._optimizer_step_code`` is called after every step, before the post-hooks. ampopt's
   override ends a pending unscale. If torch drops it, a plain ``step()`` leaves the unscale pending
   and the next ``unscale`` is refused: register a step post-hook that runs first.

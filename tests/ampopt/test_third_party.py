@@ -1,373 +1,750 @@
-"""The optimizers of a package that we did not write, given the control points by ``extend``.
+"""Optimizers of others with control points: what their authors may have done, and keep."""
 
-The package is pytorch_optimizer, with over a hundred of them: for-loops, foreach, wrappers around
-other optimizers, step counts in Python, random numbers, preconditioners, closures.
-"""
-
+import abc
 import copy
 import functools
 import inspect
 import pickle
-import random
-from collections.abc import Callable, Iterable
+import types
+from collections import defaultdict
 from typing import Any
 
-import numpy as np
 import pytest
-import pytorch_optimizer
 import torch
-from torch import Tensor, nn
+from hypothesis import given
+from hypothesis import strategies as st
+from support.optimizers import CLOSURE_FREE, Plain
+from support.strategies import fewer
+from support.training_loops import Step, give, made, steps
 from torch.nn import Parameter
+from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampopt
-from ampopt.testing.bits import bits
-from ampopt.testing.training import seed
-from ampopt_kernels.eager import Eager
+from ampopt import extend, patch_optimizer
+from ampopt.testing.bits import bits, everything
 
 INF = float("inf")
 
-EVERY: dict[str, type[torch.optim.Optimizer]] = {
-    name: cls
-    for name, cls in sorted(vars(pytorch_optimizer).items())
-    if isinstance(cls, type)
-    and issubclass(cls, torch.optim.Optimizer)
-    and cls.__module__.startswith("pytorch_optimizer.")
-}
+
+@pytest.fixture(autouse=True)
+def checked_sparse_tensors():
+    """Else torch 2.11 warns of sparse tensors that it makes itself."""
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield
 
 
-def around_sgd(cls: Any, params: list[Parameter]) -> Any:
-    return cls(torch.optim.SGD(params, lr=0.125, momentum=0.5))
+class Sign(torch.optim.Optimizer):
+    """Someone's optimizer: steps by the sign of a mean, and counts steps in a tensor."""
 
+    def __init__(self, params: Any, lr: float = 0.25, *, decay: float = 0.5) -> None:
+        """Take the settings."""
+        super().__init__(params, {"lr": lr, "decay": decay})
 
-def in_training(cls: Any, params: list[Parameter]) -> Any:
-    optimizer = around_sgd(cls, params)
-    optimizer.train()
-    return optimizer
-
-
-def with_groups(cls: Any, params: list[Parameter]) -> Any:
-    matrix, vector = params
-    return cls([{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}])
-
-
-def of_a_model(cls: Any, params: list[Parameter]) -> Any:
-    model = nn.Module()
-    model.weight, model.bias = params
-    return cls(model)
-
-
-MADE_OTHERWISE: dict[str, Callable[[Any, list[Parameter]], Any]] = {
-    **dict.fromkeys(["Lookahead", "OrthoGrad", "PCGrad"], around_sgd),
-    "TRAC": lambda cls, params: cls(torch.optim.Adam(params)),
-    **dict.fromkeys(["AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon"], with_groups),
-    "AdamMini": of_a_model,
-    "LoRARite": lambda cls, params: cls([params[0], Parameter(params[0].detach().t().clone())]),
-    "Ranger21": lambda cls, params: cls(params, num_iterations=20),
-    "ScheduleFreeWrapper": in_training,
-    "SpectralSphere": lambda cls, params: cls(params[:1]),
-}
-
-
-def sharpness_aware(cls: Any, params: list[Parameter]) -> Any:
-    return cls(params, base_optimizer=torch.optim.SGD, lr=0.125, momentum=0.5)
-
-
-CLOSURES: dict[str, Callable[[Any, list[Parameter]], Any]] = {
-    "AliG": lambda cls, params: cls(params),
-    "BSAM": lambda cls, params: cls(params, num_data=8),
-    **dict.fromkeys(["FriendlySAM", "LookSAM", "SAM"], sharpness_aware),
-    "WSAM": lambda cls, params: sharpness_aware(functools.partial(cls, nn.Identity()), params),
-}
-"""Those whose step needs a closure."""
-
-CANNOT = {
-    "AdaHessian": "differentiates p.grad once more, which is then still scaled",
-    "AdaLOMO": "updates parameters in the backward pass, so that no step is left to skip",
-    "DeMo": "needs einops, and several processes",
-    "DistributedMuon": "needs several processes",
-    "GSAM": "its closure returns (outputs, loss), and it has a grad_norm() of its own",
-    "LOMO": "updates parameters in the backward pass, so that no step is left to skip",
-    "SafeFP16Optimizer": "has a loss scale of its own, and no param_groups",
-    "SophiaH": "differentiates p.grad once more, which is then still scaled",
-}
-"""Classes that can be extended, but not be used under a loss scale, and why."""
-
-WORK = sorted(EVERY.keys() - CANNOT.keys() - CLOSURES.keys())
-
-
-NO_STATE = ("_ampopt", "_opt_called", "skip_by")
-"""Attributes that say how a step is attempted."""
-
-
-def made(cls: Any, name: str) -> Any:
-    for begin in (seed, random.seed, np.random.seed):
-        begin(0)
-    params = [Parameter(torch.randn(4, 3)), Parameter(torch.randn(3))]
-    make = {**MADE_OTHERWISE, **CLOSURES}.get(name, lambda cls, params: cls(params))
-    return make(cls, params)
-
-
-def params_of(optimizer: Any) -> list[Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def give(optimizer: Any, step: int, scale: float = 1.0, bad: bool = False) -> None:
-    numbers = torch.Generator().manual_seed(step)
-    for p in params_of(optimizer):
-        p.grad = torch.randn(p.shape, generator=numbers) * scale
-        if bad:
-            p.grad.view(-1)[-1] = INF
-
-
-def seen(optimizer: Any, of_tensors: Callable[[Tensor], Any] = bits) -> Any:
-    """All that hangs on an optimizer, and the random states."""
-    known: set[int] = set()
-
-    def values(thing: Any) -> Any:
-        if isinstance(thing, Tensor):
-            return of_tensors(thing)
-        if isinstance(thing, np.ndarray):
-            return thing.tobytes()
-        if isinstance(thing, (torch.optim.Optimizer, nn.Module)):
-            if id(thing) in known:
-                return None
-            known.add(id(thing))
-            return {
-                name: values(value)
-                for name, value in vars(thing).items()
-                if not name.startswith("_optimizer_") and name not in NO_STATE
-            }
-        if isinstance(thing, dict):  # of names, or of parameters
-            names = (k if isinstance(k, str) else place for place, k in enumerate(thing))
-            return [(k, values(item)) for k, item in zip(names, thing.values(), strict=True)]
-        if isinstance(thing, (list, tuple)):
-            return [values(item) for item in thing]
-        return repr(thing) if isinstance(thing, (bool, int, float, str)) else None
-
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    return values(optimizer), [bits(generators[0]), pickle.dumps(generators[1:])]
-
-
-def steps(optimizer: Any, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        give(optimizer, number)
-        optimizer.step()
-
-
-@pytest.fixture(params=["host", "device", "transaction"])
-def skip_by(request, monkeypatch):
-    """The host sees the flag; it does not, and ``skip_by`` is "auto", or says "transaction"."""
-    if request.param != "host":
-        monkeypatch.setattr("ampopt.backend._cpu_backend", lambda name: Eager())
-    return "transaction" if request.param == "transaction" else "auto"
-
-
-def test_every_class_is_accounted_for():
-    assert len(EVERY) > 120
-    assert EVERY.keys() >= {*MADE_OTHERWISE, *CLOSURES, *CANNOT}
-
-
-@pytest.mark.parametrize("name", WORK)
-def test_a_skip_changes_nothing_and_a_finite_step_is_theirs(name, skip_by):
-    original = made(EVERY[name], name)
-    steps(original, (1, 2, 4, 5, 6))
-    expected = seen(original)
-
-    optimizer = made(ampopt.extend(EVERY[name]), name)
-    assert isinstance(optimizer, EVERY[name]) and isinstance(optimizer, ampopt.Optimizer)
-    optimizer.skip_by = skip_by
-    for step in range(7):
-        bad = step in (0, 3)
-        give(optimizer, step, 2.0**-4, bad)
-        before = seen(optimizer)
-        assert optimizer.unscale_and_step(grads_scaled_by=2.0**-4).skipped is bad
-        if bad:
-            assert seen(optimizer) == before
-    assert seen(optimizer) == expected
-
-
-@pytest.mark.parametrize("name", WORK)
-def test_one_that_is_in_training_can_be_patched(name):
-    original = made(EVERY[name], name)
-    steps(original, range(5))
-    expected = seen(original)
-
-    optimizer = made(EVERY[name], name)
-    steps(optimizer, range(2))
-    assert ampopt.patch_optimizer(optimizer) is optimizer
-    calls: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    for step in (2, 3, 4):
-        for bad in (True, False):
-            give(optimizer, step, 2.0**-4, bad)
-            before = seen(optimizer)
-            assert optimizer.unscale_and_step(grads_scaled_by=2.0**-4).skipped is bad
-            assert (seen(optimizer) == before) is bad
-    assert len(calls) == 6 or name == "MuonClip"  # whose own step has hooks around a second one
-    assert seen(optimizer) == expected
-
-
-@pytest.mark.parametrize("name", WORK)
-@pytest.mark.parametrize("skip_by", ["device"], indirect=True)
-def test_only_a_step_that_keeps_all_in_tensors_is_undone_on_the_device(name, skip_by):
-    def on_the_host(optimizer: Any) -> Any:
-        return seen(optimizer, lambda tensor: (tensor.data_ptr(), tensor.shape))
-
-    original = made(EVERY[name], name)
-    steps(original, range(4))
-    before = on_the_host(original)
-    steps(original, range(4, 8))
-    changed = on_the_host(original) != before
-
-    optimizer = made(ampopt.extend(EVERY[name]), name)
-    for step in range(8):
-        give(optimizer, step)
-        optimizer.unscale_and_step(grads_scaled_by=1.0)
-    skip_policy = optimizer._ampopt.skip_policy
-    assert skip_policy.mode == ("host" if changed else "transaction")
-    assert (skip_policy.reason is None) is (not changed)
-
-
-@pytest.mark.parametrize("name", WORK)
-def test_checkpoints_are_exchanged_with_their_class(name):
-    cls = ampopt.extend(EVERY[name])
-    for saves, loads in ((EVERY[name], cls), (cls, EVERY[name])):
-        saved, loaded, theirs = made(saves, name), made(loads, name), made(EVERY[name], name)
-        steps(saved, range(3))
-        checkpoint = saved.state_dict()
-        for optimizer in (loaded, theirs):
-            optimizer.load_state_dict(copy.deepcopy(checkpoint))
-            seed(1)
-            steps(optimizer, range(3, 5))
-        assert bits(params_of(loaded)) == bits(params_of(theirs))
-
-
-@pytest.mark.parametrize("name", sorted(EVERY))
-def test_every_class_can_be_extended_and_pickled(name):
-    cls = ampopt.extend(EVERY[name])
-    assert cls is ampopt.extend(EVERY[name]) is ampopt.extend(cls)
-    assert pickle.loads(pickle.dumps(cls)) is cls
-    assert inspect.signature(cls) == inspect.signature(EVERY[name])
-
-
-# --- closures ------------------------------------------------------------------------------------
-
-
-def with_first_gradients(cls: Any, name: str) -> Any:
-    """``cls``, whose step takes the closure alone; some want to be called with gradients there."""
-    if name not in ("BSAM", "FriendlySAM", "LookSAM", "SAM"):
-        return cls
-
-    class WithFirstGradients(cls):
-        def step(self, closure: Any) -> Any:  # type: ignore[override]
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            super().step(closure)
-            return loss
-
-    return WithFirstGradients
-
-
-def closure_of(optimizer: Any, scales: list[float] | None = None) -> Callable[..., Any]:
-    def closure(scale: Any = None) -> Any:
-        optimizer.zero_grad()
-        loss = torch.stack([(p - 0.5).square().sum() for p in params_of(optimizer)]).sum()
-        ampopt.scale_outputs(loss, scale).backward()
-        if scales is not None:
-            scales.append(scale.item())
+        self.update()
         return loss
 
-    return torch.enable_grad()(closure)  # which AliG leaves to others
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["step"] = torch.zeros_like(p), torch.zeros(())
+                state["step"] += 1
+                state["mean"].mul_(group["decay"]).add_(p.grad)
+                p.sub_(group["lr"] * state["mean"].sign())
 
 
-@pytest.mark.parametrize("name", CLOSURES)
-def test_a_closure_is_replayed_until_it_is_finite(name):
-    original = made(with_first_gradients(EVERY[name], name), name)
-    optimizer = made(with_first_gradients(ampopt.extend(EVERY[name]), name), name)
-    random_state = torch.get_rng_state()
-    expected = [original.step(closure_of(original)) for _ in range(3)]
-    torch.set_rng_state(random_state)
-    scale, scales, losses = ampopt.DynamicLossScale(init_scale=2.0**127), [], []
-    for _ in range(3):
-        loss, _, scale = optimizer.unscale_and_step(closure_of(optimizer, scales), scale)
-        losses.append(loss)
-    assert bits(params_of(optimizer)) == bits(params_of(original))
-    assert bits(losses) == bits(expected)
-    assert scales[:2] == [2.0**127, 2.0**126]  # the first gradients are above 2
+def some_params() -> list[Parameter]:
+    return [Parameter(torch.tensor([1.0, -2.0])), Parameter(torch.tensor([[0.5]]))]
 
 
-@pytest.mark.parametrize("name", CLOSURES)
-def test_a_closure_that_cannot_be_finite_changes_nothing(name):
-    optimizer = made(with_first_gradients(ampopt.extend(EVERY[name]), name), name)
-    finite, calls = closure_of(optimizer), 0
-
-    def closure(scale: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        return finite(scale) * (INF if calls > 1 else 1.0)
-
-    for _ in range(2):  # the first without state
-        before, calls = bits(params_of(optimizer)), 1
-        state = {key: bits(value) for key, value in optimizer.state.items() if value != {}}
-        with pytest.raises(ampopt.NonFiniteGradientError, match="the loss is"):
-            optimizer.unscale_and_step(closure, grads_scaled_by=2.0)
-        assert bits(params_of(optimizer)) == before
-        now = {key: bits(value) for key, value in optimizer.state.items() if value != {}}
-        assert now == state
-        optimizer.unscale_and_step(finite, grads_scaled_by=2.0)
+def set_gradients(optimizer: Any, *numbers: float) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p, number in zip(params, numbers, strict=True):
+        p.grad = torch.full_like(p, number)
 
 
-@pytest.mark.parametrize("name", CLOSURES)
-def test_a_needed_closure_is_asked_for(name):
-    optimizer = made(ampopt.extend(EVERY[name]), name)
-    give(optimizer, 0)
-    before = seen(optimizer)
-    with pytest.raises(Exception, match="closure"):
+def works(optimizer: Any, original: Any) -> None:
+    """Steps as ``original`` does under a scale, and skips."""
+    for numbers in ((1.0, -2.0), (-0.5, 0.25), (-1.0, -1.0)):
+        set_gradients(optimizer, *(8 * number for number in numbers))
+        set_gradients(original, *numbers)
+        assert not optimizer.unscale_and_step(grads_scaled_by=8.0).skipped
+        original.step()
+        set_gradients(optimizer, 1.0, INF)
+        before = everything(optimizer)
+        assert optimizer.unscale_and_step(grads_scaled_by=8.0).skipped
+        assert everything(optimizer) == before
+        set_gradients(optimizer, INF, 1.0)
+        optimizer.unscale(grads_scaled_by=8.0)
+        assert optimizer.step_after_unscale().skipped
+        assert everything(optimizer) == before
+    assert everything(optimizer) == everything(original)
+
+
+# --- the class -----------------------------------------------------------------------------------
+
+
+def test_it_is_both_classes_with_the_constructor_of_theirs():
+    cls = extend(Sign)
+    assert issubclass(cls, Sign) and issubclass(cls, ampopt.Optimizer)
+    assert inspect.signature(cls) == inspect.signature(Sign)
+    assert (cls.__name__, cls.__qualname__, cls.__doc__) == ("Sign", "Sign", Sign.__doc__)
+    optimizer = cls(some_params(), 0.5, decay=0.25)
+    assert optimizer.defaults == {"lr": 0.5, "decay": 0.25}
+    assert repr(optimizer).startswith("Sign (\nParameter Group 0\n")
+    works(optimizer, Sign(some_params(), 0.5, decay=0.25))
+
+
+def test_it_is_made_once_and_of_ampopt_classes_it_is_themselves():
+    assert extend(Sign) is extend(Sign) is extend(extend(Sign))
+    for cls in (Plain, ampopt.AdamW, ampopt.Optimizer):
+        assert extend(cls) is cls
+
+    class Derived(Sign):
+        pass
+
+    class DerivedFromExtended(extend(Sign)):
+        skip_by = "host"
+
+    assert extend(Derived) is not extend(Sign)
+    assert extend(DerivedFromExtended) is DerivedFromExtended
+    assert extend(Sign) is not DerivedFromExtended
+
+
+@pytest.mark.parametrize("cls", [*CLOSURE_FREE, ampopt.LBFGS])
+def test_a_class_of_torchs_is_ampopts(cls):
+    assert extend(getattr(torch.optim, cls.__name__)) is cls
+
+
+def test_a_class_that_only_has_the_name_of_torchs_is_not():
+    class AdamW(Sign):
+        pass
+
+    assert issubclass(extend(AdamW), AdamW)
+
+
+@pytest.mark.parametrize(
+    "thing, shown",
+    [(3, "got int"), (torch.nn.Linear, "got Linear"), ("AdamW", "got str"), (None, "got NoneType")],
+)
+def test_what_is_no_optimizer_class_is_refused(thing, shown):
+    with pytest.raises(TypeError, match=f"a subclass of torch.optim.Optimizer, {shown}"):
+        extend(thing)
+
+
+def test_an_instance_is_refused_with_the_way_to_do_it():
+    with pytest.raises(TypeError, match=r"got an instance of Sign: use patch_optimizer\(optimizer"):
+        extend(Sign(some_params()))  # type: ignore[arg-type]
+
+
+def test_classes_and_instances_are_pickled_and_copied():
+    cls = extend(Sign)
+    optimizer = cls(some_params())
+    set_gradients(optimizer, 1.0, -1.0)
+    optimizer.step()
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(cls, protocol)) is cls
+        again = pickle.loads(pickle.dumps(optimizer, protocol))
+        assert type(again) is cls
+        assert everything(again) == everything(optimizer)
+    assert copy.copy(cls) is copy.deepcopy(cls) is cls
+    copied = copy.deepcopy(optimizer)
+    for one in (copied, optimizer):
+        set_gradients(one, 2.0, INF)
+        assert one.unscale_and_step(grads_scaled_by=2.0).skipped
+        set_gradients(one, 2.0, 2.0)
+        one.unscale_and_step(grads_scaled_by=2.0)
+    assert everything(copied) == everything(optimizer)
+
+
+class DerivedFromExtended(extend(Sign)):
+    """Someone's subclass of an extended class, found by its name."""
+
+
+def test_a_class_derived_from_an_extended_one_is_pickled_by_its_name():
+    assert pickle.loads(pickle.dumps(DerivedFromExtended)) is DerivedFromExtended
+    assert b"DerivedFromExtended" in pickle.dumps(DerivedFromExtended(some_params()))
+
+
+def test_where_their_class_cannot_be_pickled_ours_cannot():
+    class Local(Sign):
+        pass
+
+    with pytest.raises((AttributeError, pickle.PicklingError), match="Local"):
+        pickle.dumps(extend(Local))
+
+
+def test_their_metaclass_is_kept():
+    class Meta(abc.ABCMeta):
+        pass
+
+    class Abstract(Sign, metaclass=Meta):
+        @abc.abstractmethod
+        def missing(self) -> None: ...
+
+    class Concrete(Abstract):
+        def missing(self) -> None: ...
+
+    assert isinstance(extend(Abstract), Meta)
+    with pytest.raises(TypeError, match="abstract"):
+        extend(Abstract)(some_params())
+    works(extend(Concrete)(some_params()), Concrete(some_params()))
+
+
+def test_what_they_do_to_subclasses_is_done():
+    class Registering(Sign):
+        known: list[str] = []
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            Registering.known.append(cls.__name__)
+
+    extend(Registering)
+    assert Registering.known == ["Registering"]
+
+
+def test_a_class_that_was_used_before_is_not_stepped_with_hooks_twice():
+    class Used(Sign):
+        def step(self) -> None:  # type: ignore[override]
+            with torch.no_grad():
+                self.update()
+
+    Used(some_params())
+    optimizer = extend(Used)(some_params())
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    for number in (1.0, INF):
+        set_gradients(optimizer, 1.0, number)
         optimizer.unscale_and_step(grads_scaled_by=1.0)
-    assert seen(optimizer)[1] == before[1]
+    assert len(calls) == 2
+    works(extend(Used)(some_params()), Used(some_params()))
 
 
-def test_state_that_is_no_parameters_is_restored_too():
-    optimizer = made(ampopt.extend(pytorch_optimizer.SPAM), "SPAM")
-    steps(optimizer, range(2))
-    before = seen(optimizer)
-
-    def closure(scale: Any) -> Any:
-        raise KeyError("no loss")
-
-    with pytest.raises(KeyError, match="no loss"):
-        optimizer.unscale_and_step(closure, grads_scaled_by=1.0)
-    assert seen(optimizer) == before
+# --- what authors do -----------------------------------------------------------------------------
 
 
-# --- what cannot work ----------------------------------------------------------------------------
+class WithoutClosure(Sign):
+    def step(self) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            self.update()
 
 
-@pytest.mark.parametrize("name", ["AdaHessian", "SophiaH"])
-def test_a_hessian_from_scaled_gradients_is_scaled(name):
-    """Which is why they are no use under a scale; skipping works all the same."""
-    results = []
-    for scale in (1.0, 1.0, 4.0):
-        optimizer = made(ampopt.extend(EVERY[name]), name)
-        random_state = torch.get_rng_state()
-        for bad in (False, True):
-            loss = torch.stack([(p**4).sum() for p in params_of(optimizer)]).sum() * scale
-            grads = torch.autograd.grad(loss, params_of(optimizer), create_graph=True)
-            for p, grad in zip(params_of(optimizer), grads, strict=True):
-                p.grad = grad
-            if bad:
-                with torch.no_grad():
-                    grads[0].fill_(INF)
-            before = seen(optimizer)
-            assert optimizer.unscale_and_step(grads_scaled_by=scale).skipped is bad
-            if bad:
-                assert seen(optimizer) == before
-        results.append(bits([dict(optimizer.state[p]) for p in params_of(optimizer)]))
-        torch.set_rng_state(random_state)
-    assert results[0] == results[1] != results[2]
+class KeywordClosure(Sign):
+    def step(self, extra: int = 3, *, closure: Any = None) -> Any:  # type: ignore[override]
+        assert extra == 3
+        return super().step(closure)
 
 
-@pytest.mark.parametrize("name", sorted(CANNOT.keys() - {"AdaHessian", "SophiaH"}))
-def test_what_cannot_be_constructed_plainly(name):
-    with pytest.raises((AttributeError, ImportError, ImportWarning, RuntimeError, TypeError)):
-        made(ampopt.extend(EVERY[name]), name)
+class ClosureSecond(Sign):
+    def step(self, extra: int = 3, closure: Any = None) -> Any:  # type: ignore[override]
+        assert extra == 3
+        return super().step(closure)
+
+
+class AnyArguments(Sign):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+
+class Attributes(Sign):
+    """Sets names that one might think of."""
+
+    def __init__(self, params: Any) -> None:
+        self._device, self._scale, self._zero, self._plan = torch.device("cpu"), 0.5, None, 2
+        super().__init__(params)
+        self._request = self._decision = self._step = self.scale = self.device = "theirs"
+
+    def update(self) -> None:
+        assert (self._scale, self._plan, self._decision) == (0.5, 2, "theirs")
+        assert self._device == torch.device("cpu")
+        super().update()
+
+
+class StepsAtOnce(Sign):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        set_gradients(self, 0.0, 0.0)
+        self.step()
+        self.zero_grad()
+
+
+class OtherMethods(Sign):
+    """Methods of torch's with other signatures."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def state_dict(self, *, note: str = "") -> dict[str, Any]:  # type: ignore[override]
+        return {**super().state_dict(), "note": note}
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        assert strict or state_dict["note"] == "loose"
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "note"})
+
+
+class AddsInLoading(Sign):
+    """Makes of an older checkpoint a newer one."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for entries in self.state.values():
+            entries["more"] = [torch.zeros(2)]
+            entries["step"] = (entries["step"],)
+
+    def update(self) -> None:
+        for entries in self.state.values():
+            if isinstance(entries.get("step"), tuple):
+                entries["step"] = entries["step"][0]
+        super().update()
+
+
+class OwnFlag(Sign):
+    """Wants the scaler to look at the flag."""
+
+    _step_supports_amp_scaling = False
+
+
+class AbstractFirst(abc.ABC, Sign):
+    """Lays out its instances after a base that no optimizer is, as interfaces have it."""
+
+
+class Slots(Sign):
+    """Has room of its own in its instances."""
+
+    __slots__ = ("more",)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Lookahead-like: another optimizer does the work, and has the groups and the state."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner, self.count = Sign(params), 0
+        self.defaults = self.inner.defaults
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return {"inner": self.inner.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.count = state_dict["count"]
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.inner.step(closure)
+        self.count += 1
+        return loss
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+AUTHORS = (
+    Sign, WithoutClosure, KeywordClosure, ClosureSecond, AnyArguments, Attributes, StepsAtOnce,
+    OtherMethods, AddsInLoading, OwnFlag, AbstractFirst, Slots, Wrapper,
+)  # fmt: skip
+every_author = pytest.mark.parametrize("cls", AUTHORS, ids=lambda cls: cls.__name__)
+
+
+@every_author
+@pytest.mark.parametrize("patched", [False, True])
+def test_whatever_they_do_a_step_is_theirs_and_a_skip_nothing(cls, patched):
+    optimizer: Any = patch_optimizer(cls(some_params())) if patched else extend(cls)(some_params())
+    assert type(optimizer) is extend(cls)
+    works(optimizer, cls(some_params()))
+    if cls is Wrapper:
+        assert optimizer.count == 3
+
+
+@every_author
+def test_a_plain_step_after_unscale_ends_the_pending_state(cls):
+    optimizer = extend(cls)(some_params())
+    for _ in range(2):
+        set_gradients(optimizer, 1.0, 2.0)
+        optimizer.unscale(grads_scaled_by=2.0)
+        optimizer.step()
+    optimizer.unscale(grads_scaled_by=2.0)
+    optimizer.zero_grad()
+    assert optimizer.pending is None
+    optimizer.unscale_and_step(grads_scaled_by=2.0)
+
+
+@every_author
+def test_closures_are_replayed(cls):
+    optimizer, original = extend(cls)(some_params()), cls(some_params())
+
+    def loss_of(optimizer: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        return torch.stack([(p - 3).square().sum() for p in params]).sum()
+
+    scales = []
+
+    def closure(scale: Any) -> torch.Tensor:
+        loss = loss_of(optimizer)
+        ampopt.scale_outputs(loss, scale).backward()
+        scales.append(scale.item())
+        return loss
+
+    result = optimizer.unscale_and_step(closure, ampopt.DynamicLossScale(init_scale=2.0**126))
+    loss = loss_of(original)
+    loss.backward()
+    original.step()
+    assert scales[:2] == [2.0**126, 2.0**125]
+    assert bits(result.loss) == bits(loss)
+    assert everything(optimizer) == everything(original)
+
+
+@every_author
+def test_checkpoints_are_exchanged(cls):
+    for saves, loads in ((cls, extend(cls)), (extend(cls), cls)):
+        saved, loaded = saves(some_params()), loads(some_params())
+        set_gradients(saved, 1.0, -1.0)
+        saved.step()
+        loaded.load_state_dict(copy.deepcopy(saved.state_dict()))
+        with torch.no_grad():
+            for group, copied in zip(saved.param_groups, loaded.param_groups, strict=True):
+                for p, q in zip(group["params"], copied["params"], strict=True):
+                    q.copy_(p)
+        for optimizer in (saved, loaded):
+            set_gradients(optimizer, -0.25, 0.5)
+            optimizer.step()
+        for optimizer in (saved, loaded):
+            for state in optimizer.state.values():
+                state.pop("more", None)
+        assert everything(saved) == everything(loaded)
+
+
+def test_their_arguments_reach_their_methods():
+    optimizer = extend(OtherMethods)(some_params())
+    saved = optimizer.state_dict(note="loose")
+    optimizer.load_state_dict(saved, strict=False)
+    with pytest.raises(TypeError, match="zero_grad"):
+        optimizer.zero_grad(True)
+
+
+@every_author
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, ampopt.GradScaler])
+def test_a_grad_scaler_skips_and_steps(cls, patched, scaler):
+    optimizer = patch_optimizer(cls(some_params())) if patched else extend(cls)(some_params())
+    original = cls(some_params())
+    scaler = scaler("cpu", init_scale=8.0)
+    for numbers in ((8.0, 8.0), (INF, 1.0), (-16.0, 4.0)):
+        before = everything(optimizer)
+        scaler.scale(torch.zeros(()))
+        set_gradients(optimizer, *numbers)
+        scaler.step(optimizer)
+        scaler.update(8.0)
+        if INF in numbers:
+            assert everything(optimizer) == before
+        else:
+            set_gradients(original, *(number / 8 for number in numbers))
+            original.step()
+    assert everything(optimizer) == everything(original)
+
+
+def test_a_closure_that_step_requires_is_asked_for_before_anything_happens():
+    class Required(Sign):
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    optimizer = extend(Required)(some_params())
+    set_gradients(optimizer, 8.0, 8.0)
+    with pytest.raises(TypeError, match=r"Required needs a closure: unscale_and_step\(closure"):
+        optimizer.unscale_and_step(grads_scaled_by=8.0)
+    assert optimizer.param_groups[0]["params"][0].grad.tolist() == [8.0, 8.0]
+
+
+def test_control_points_of_theirs_win():
+    class Own(Sign):
+        def unscale_and_step(self, *args: Any) -> str:
+            return "theirs"
+
+        def grad_norm(self) -> str:
+            return "a method of theirs"
+
+        @property
+        def pending(self) -> str:
+            return "theirs too"
+
+    optimizers: list[Any] = [extend(Own)(some_params()), patch_optimizer(Own(some_params()))]
+    for optimizer in optimizers:
+        assert optimizer.unscale_and_step(1.0) == "theirs"
+        assert optimizer.pending == "theirs too"
+        set_gradients(optimizer, 3.0, 0.0)
+        found_inf, _ = optimizer.unscale(grads_scaled_by=1.0)
+        assert not optimizer.step_after_unscale().skipped
+        assert optimizer.grad_norm() == "a method of theirs"
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts the operations that multiply tensors in place."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """See the mode."""
+        self.count += func.overloadpacket in (torch.ops.aten.mul_, torch.ops.aten._foreach_mul_)
+        return func(*args, **(kwargs or {}))
+
+
+class Nothing(torch.optim.Optimizer):
+    """Leaves its parameters alone, so that whatever is multiplied is not by its step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.integers(0, 5)
+        ),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_gradients_are_clipped_by_one_operation_for_each_dtype(kinds):
+    params = [Parameter(torch.zeros(n, dtype=dtype)) for dtype, n in kinds]
+    grads = [torch.linspace(-3.0, 2.0, n, dtype=dtype) for dtype, n in kinds]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.clone()
+    norm = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
+    coefficient = (1.5 / (norm + 1e-6)).clamp(max=1.0)
+    optimizer = extend(Nothing)(params)
+    with Multiplications() as multiplications:
+        optimizer.unscale_and_step(max_norm=1.5)
+    for p, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(p.grad, grad * coefficient.to(grad.dtype), atol=0, rtol=1e-6)
+    assert multiplications.count <= len({dtype for dtype, _ in kinds})
+
+
+def test_a_norm_to_clip_to_leaves_their_grad_norm_alone():
+    class Norm(Sign):
+        def grad_norm(self) -> str:
+            return "theirs"
+
+    optimizer = extend(Norm)(some_params())
+    set_gradients(optimizer, 3.0, 0.0)
+    optimizer.unscale_and_step(grads_scaled_by=1.0, max_norm=1.0)
+    assert optimizer.grad_norm() == "theirs"
+
+
+def test_the_one_name_that_is_ours_is_refused():
+    class OnClass(Sign):
+        def _ampopt(self) -> None: ...
+
+    class OnInstance(Sign):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            self._ampopt = 3
+
+    says = "cannot be extended: it has its own _ampopt, which ampopt.Optimizer has another use for"
+    with pytest.raises(TypeError, match="OnClass " + says):
+        extend(OnClass)
+    with pytest.raises(TypeError, match="OnInstance " + says):
+        extend(OnInstance)(some_params())
+    optimizer = OnInstance(some_params())
+    with pytest.raises(TypeError, match="OnInstance " + says):
+        patch_optimizer(optimizer)
+    assert type(optimizer) is OnInstance
+
+
+PUBLIC = ("pending", "grad_norm", "found_inf", "skip_by", "master_params")
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("on_class", [False, True])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_theirs_has_under_a_public_name_of_ours_stays_theirs(name, on_class, patched):
+    class Theirs(Sign):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            if not on_class:
+                setattr(self, name, ["theirs"])
+            getattr(self, name).append(0)
+
+        def update(self) -> None:
+            getattr(self, name).append(len(getattr(self, name)) - 1)
+            super().update()
+
+    if on_class:
+        setattr(Theirs, name, ["theirs"])
+    optimizer = patch_optimizer(Theirs(some_params())) if patched else extend(Theirs)(some_params())
+    taken = 0
+    for value, max_norm in ((1.0, None), (float("inf"), 1.0), (2.0, 1.0)):
+        set_gradients(optimizer, value, 1.0)
+        skipped = optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=max_norm).skipped
+        assert skipped is (value == float("inf"))
+        taken += not skipped
+        assert getattr(optimizer, name) == ["theirs", *range(1 + taken)]
+    set_gradients(optimizer, 1.0, 1.0)
+    optimizer.unscale(grads_scaled_by=2.0)
+    with pytest.raises(RuntimeError, match="an unscale is pending"):
+        optimizer.unscale(grads_scaled_by=2.0)
+    assert not optimizer.step_after_unscale().skipped
+    assert getattr(optimizer, name) == ["theirs", *range(2 + taken)]
+
+
+def test_what_torchs_constructor_would_have_made_is_made():
+    class NeverConstructed(Sign):
+        def __init__(self, params: Any) -> None:
+            self.param_groups = [{"params": list(params), "lr": 0.25, "decay": 0.5}]
+            self.state, self.defaults = defaultdict(dict), {}
+
+    optimizer = extend(NeverConstructed)(some_params())
+    original = Sign(some_params())
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    works(optimizer, original)
+    assert len(calls) == 9
+    optimizer.load_state_dict(original.state_dict())
+    set_gradients(optimizer, 1.0, 1.0)
+    optimizer.unscale(grads_scaled_by=2.0)
+    optimizer.step()
+    assert optimizer.pending is None
+
+
+# --- an instance that is there -------------------------------------------------------------------
+
+
+def test_patching_returns_the_optimizer_and_leaves_ampopts_alone():
+    optimizer = Sign(some_params())
+    assert patch_optimizer(optimizer) is optimizer is patch_optimizer(optimizer)
+    assert isinstance(optimizer, ampopt.Optimizer) and type(optimizer) is extend(Sign)
+    ours = Plain(some_params())
+    assert patch_optimizer(ours) is ours and type(ours) is Plain
+
+
+@pytest.mark.parametrize("thing", [Sign, 3, torch.nn.Linear(1, 1)])
+def test_what_is_no_optimizer_is_not_patched(thing):
+    with pytest.raises(TypeError, match="an instance of torch.optim.Optimizer, got"):
+        patch_optimizer(thing)
+
+
+@pytest.mark.parametrize("cls", CLOSURE_FREE)
+@fewer(0.1)
+@given(history=steps(max_size=5), at=st.integers(0, 4))
+def test_an_optimizer_of_torchs_is_patched_in_the_middle_of_a_training(cls, history, at):
+    theirs = getattr(torch.optim, cls.__name__)
+    patched, params = made(theirs)
+    clean, clean_params = made(cls)
+    for index, step in enumerate(history):
+        if index == at:
+            patch_optimizer(patched)
+            assert type(patched) is cls
+        if index < at:
+            step = Step(step.numbers)
+        give(patched, step, 8.0 if index >= at else 1.0)
+        if index >= at:
+            assert patched.unscale_and_step(grads_scaled_by=8.0).skipped is (step.bad is not None)
+        else:
+            patched.step()
+        if step.bad is None:
+            give(clean, step)
+            clean.step()
+    for p, q in zip(params, clean_params, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_schedulers_and_hooks_stay(when, scaled):
+    class NewSign(Sign):
+        """Whose extended class has made no instance, at which torch puts hooks around its step."""
+
+    optimizer: Any = NewSign(some_params(), lr=1.0)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    if when == "after":
+        patch_optimizer(optimizer)
+    scheduler = StepLR(optimizer, 1, gamma=0.5)
+    if when == "before":
+        patch_optimizer(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    lrs = []
+    for number in (1.0, INF, 1.0):
+        before = bits(optimizer.param_groups[0]["params"])
+        set_gradients(optimizer, number, 1.0)
+        if scaled:
+            scaler.scale(torch.zeros(()))
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.unscale_and_step(grads_scaled_by=2.0)
+        assert (bits(optimizer.param_groups[0]["params"]) == before) is (number == INF)
+        scheduler.step()  # which warns if it has not seen the step
+        lrs.append(optimizer.param_groups[0]["lr"])
+    assert lrs == [0.5, 0.25, 0.125]
+    assert calls == ["pre", "post"] * 3
+
+
+@pytest.mark.parametrize("cls", [Sign, torch.optim.SGD, torch.optim.Muon], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_what_someone_put_on_the_instance_stays(cls, scheduled):
+    """Also where it ends in the step of the class that it was."""
+    optimizer, clean = (cls([Parameter(torch.ones(2, 2))], lr=0.5) for _ in range(2))
+    taken: list[int] = []
+    original = optimizer.step
+
+    @functools.wraps(cls.step)
+    def counted(self: Any, closure: Any = None) -> Any:
+        taken.append(1)
+        return original(closure)
+
+    optimizer.step = types.MethodType(counted, optimizer)
+    optimizer.zero_grad = lambda: "theirs"
+    if scheduled:
+        StepLR(optimizer, 1)
+        StepLR(clean, 1)
+    patch_optimizer(optimizer)
+    assert optimizer.zero_grad() == "theirs"
+
+    def by_scaler(scaler: Any) -> None:
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+
+    for attempt in (
+        lambda: optimizer.unscale_and_step(grads_scaled_by=2.0),
+        lambda: (optimizer.unscale(grads_scaled_by=2.0), optimizer.step_after_unscale()),
+        lambda: by_scaler(torch.amp.GradScaler("cpu", init_scale=2.0)),
+        lambda: by_scaler(ampopt.GradScaler("cpu", init_scale=2.0)),
+    ):
+        for number in (1.0, INF):
+            taken.clear()
+            before = everything(optimizer)
+            set_gradients(optimizer, 2.0 * number)
+            attempt()
+            assert len(taken) == (number != INF)
+            assert (everything(optimizer) == before) is (number == INF)
+        set_gradients(clean, 1.0)
+        clean.step()
+    assert everything(optimizer) == everything(clean)

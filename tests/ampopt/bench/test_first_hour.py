@@ -19,7 +19,7 @@ from ampopt.bench.first_hour.record import Record, read
 from ampopt_kernels.language import HAS_TRITON
 
 CPU = torch.device("cpu")
-PREDICTIONS = Path(__file__).parents[2] / "kernels/PREDICTIONS.md"
+PREDICTIONS = Path(__file__).parents[3] / "kernels/PREDICTIONS.md"
 
 
 def stub(name: str, body: str, seconds: float = 60.0, ends: bool = False) -> Part:
