@@ -25,6 +25,7 @@ import ampopt
 from ampopt.testing.bits import bits
 from ampopt_kernels.cpu import compiled, numbers
 from ampopt_kernels.cpu.bundles import SMALL
+from ampopt_kernels.cpu.calls import Loop
 
 pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
 
@@ -109,7 +110,7 @@ def test_tensors_too_large_to_copy_are_updated_in_one_call_with_the_eager_bits(
     """Eager operations bundle what has at most ``SMALL`` elements; a norm is that of bundles."""
     sizes = (3 * compiled.IN_PLACE // 2 + 3, 1, 70, 3 * compiled.IN_PLACE, SMALL + 9, SMALL + 1)
     rows: list[int] = []
-    run = compiled.Loop.run
+    run = Loop.run
 
     def counted(loop: Any, parts: Any, *arguments: Any) -> None:
         rows.append(len(parts))
@@ -125,7 +126,7 @@ def test_tensors_too_large_to_copy_are_updated_in_one_call_with_the_eager_bits(
             optimizer.unscale_and_step(grads_scaled_by=4.0, max_norm=1.0)
         return bits([(optimizer.grad_norm, p, optimizer.state[p]) for p in params_of(optimizer)])
 
-    monkeypatch.setattr(compiled.Loop, "run", counted)
+    monkeypatch.setattr(Loop, "run", counted)
     ours = train()
     assert rows == [len(sizes)]
     ampopt.set_backend("eager")
