@@ -226,17 +226,18 @@ def run(
         The decision, on the device of the first work.
     """
     first, *others = works
-    reads = request.needs_agreement or request.write or request.measure or request.accumulate
-    requests = [_on(work.device, request) for work in (works if reads else works[:1])]
+    checks = request.check or request.max_norm is not None
+    reads = checks or request.write or request.measure or request.accumulate
     backends = [backend_for(work.device) for work in works]
     if request.apply:
         for backend, work in zip(backends, works, strict=True):
             backend.prepare(work, decides=work is first)
-    if request.write or request.accumulate or request.causes:
-        for backend, work, on_device in zip(backends, works, requests, strict=True):
-            backend.prepare_decision(work, on_device, decides=work is first)
-    first_request, partials = requests[0], None
+    first_request, partials = _on(first.device, request), None
     if reads:
+        requests = [first_request] + [_on(work.device, request) for work in others]
+        if request.write or request.accumulate or request.causes:
+            for backend, work, on_device in zip(backends, works, requests, strict=True):
+                backend.prepare_decision(work, on_device, decides=work is first)
         results = []
         for backend, work, on_device in zip(backends, works, requests, strict=True):
             detect = backend.accumulate if request.accumulate else backend.detect
@@ -269,7 +270,7 @@ def run(
                 for step, totals in zip(steps, over_devices, strict=True)
             ]
         for backend, work, decided in steps:
-            if work.keys:
+            if work.keyed:
                 take_keys(work.keys, decided.skip)
             backend.update(work, decided)
     for backend, work in zip(backends, works, strict=True):

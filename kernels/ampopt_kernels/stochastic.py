@@ -65,6 +65,8 @@ def take_keys(keys: list[Tensor], skip: Tensor) -> None:
         keys: the key of each parameter, int64, 0-d.
         skip: more than 0 if the step is skipped, 0-d.
     """
+    if not keys:
+        return
     one = (skip <= 0).to(torch.int64)
     torch._foreach_add_(keys, [one] * len(keys))  # pyright: ignore[reportPrivateImportUsage]
 

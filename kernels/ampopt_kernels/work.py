@@ -168,10 +168,11 @@ class Work:
     @property
     def keys(self) -> list[Tensor]:
         """The keys of the rows that this step rounds stochastically: 0-d int64 each."""
-        return [self.rows[i].keys for i in self._with_keys if self.is_present(i)]  # type: ignore
+        return [self.rows[i].keys for i in self.keyed if self.is_present(i)]  # type: ignore
 
     @functools.cached_property
-    def _with_keys(self) -> list[int]:
+    def keyed(self) -> list[int]:
+        """The indices of the rows that a step rounds stochastically."""
         return [index for index, row in enumerate(self.rows) if row.keys is not None]
 
     @functools.cached_property

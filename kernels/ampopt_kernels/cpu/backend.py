@@ -54,13 +54,8 @@ class CpuBackend(Backend):
         """Return the sum of squares of each gradient, in float64."""
 
     @abstractmethod
-    def _surely_finite(self, work: Work, parts: "list[_Part]") -> bool:
-        """Return whether every gradient is finite; ``False`` where only a slower test can tell.
-
-        Args:
-            work: the gradients.
-            parts: what they are divided into.
-        """
+    def _surely_finite(self, grads: list[Tensor]) -> bool:
+        """Return whether every gradient is finite; ``False`` where only a slower test can tell."""
 
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`."""
@@ -70,11 +65,24 @@ class CpuBackend(Backend):
             work.table.prepared_by = self if self._prepare_functions(work) else None
 
     def _detect(self, work: Work, request: Request) -> Partials:
-        """Return what :meth:`Backend.detect` does.
+        """Return what :meth:`Backend.detect` does."""
+        table = work.table if isinstance(work.table, Bundles) else None
+        inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
+        grads = work.present_grads if table is None else table.gather(work)
+        only_tests = not request.measure and request.max_norm is None
+        # Unscaling by 1 or less makes nothing larger: finite before means finite after.
+        if only_tests and 0 <= inverse <= 1 and self._surely_finite(grads):
+            partials = Partials([], None)
+        else:
+            partials = self._partials_of_parts(work, request, inverse)
+        if request.write:
+            bundles = [] if table is None else [bundle for _, bundle in table.bundles]
+            gathered = [bundle.grad for bundle in bundles if bundle.grad is not None]
+            _multiply(work.present_grads + gathered, inverse)
+        return partials
 
-        A part is a bundle, or a row where no bundles were prepared.
-        """
-        bundles = []
+    def _partials_of_parts(self, work: Work, request: Request, inverse: float) -> Partials:
+        """Test and measure each part: a bundle, or a row where no bundles were prepared."""
         if isinstance(work.table, Bundles):
             bundles = [bundle for _, bundle in work.table.bundles]
             parts = [_Part(b, b.dtype, b.rows[0].in_norm, b.among) for b in bundles]
@@ -83,7 +91,6 @@ class CpuBackend(Backend):
                 _Part(None, row.compute_dtype, row.in_norm, (place,))
                 for place, row, _ in work.stepped()
             ]
-        inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
         parts = [part for part in parts if part.has_elements(work)]
         reports, sums, squares = (), {}, None
         if request.measure:
@@ -101,12 +108,7 @@ class CpuBackend(Backend):
         if reports:
             flags = [bool(flag) for flag in reports[0].flags]
         else:
-            # Unscaling by 1 or less makes nothing larger: finite before means finite after.
-            finite = 0 <= inverse <= 1 and (
-                self._surely_finite(work, parts)
-                if squares is None
-                else all(map(math.isfinite, squares))
-            )
+            finite = 0 <= inverse <= 1 and squares is not None and all(map(math.isfinite, squares))
             flags = [not finite and bool(overflows(p.grad(work), inverse, p.dtype)) for p in parts]
             if any(flags):
                 among = [
@@ -120,9 +122,6 @@ class CpuBackend(Backend):
             squares = [x if part.in_norm else 0.0 for x, part in zip(squares, parts, strict=True)]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
             squares = squares * inverse * inverse
-        if request.write:
-            gathered = [bundle.grad for bundle in bundles if bundle.grad is not None]
-            _multiply(work.present_grads + gathered, inverse)
         return Partials(flags, squares, reports)
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
@@ -185,9 +184,9 @@ class CpuBackend(Backend):
             if (grad := bundle.gather(work)) is None:
                 continue
             if block is not last:
-                last, known = block, work.table.advanced
+                last, results = block, work.table.scalar_results
                 coefficients, sums = (inverse, clip), decision.sums
-                h = block.advance(rule, work.hyper, coefficients, known, sums, work.present)
+                h = block.advance(rule, work.hyper, coefficients, results, sums, work.present)
             if bundle.copies is not None:
                 bundle.copies.load()
             tensors = (grad, bundle.param, *bundle.rest)
@@ -198,7 +197,7 @@ class CpuBackend(Backend):
                     part._replace(places=row.places, key=key, rounds=row.rounds)
                     for row, part, key in zip(rows, bundle.each(h), keys, strict=True)
                 ]
-            elif isinstance(h, list) or bundle.marginals or bundle.is_partial:
+            elif isinstance(h, list) or bundle.marginals or work.present is not None:
                 parts = bundle.alike(h)
             else:
                 parts = [BundleSlice(0, grad.numel(), h)]
@@ -209,7 +208,8 @@ class CpuBackend(Backend):
             bundle.copies.store()
             if bundle.rounded is not None:
                 bundle.rounded.store()
-        self._update_large(large)
+        if large:
+            self._update_large(large)
         for _, bundle in work.table.bundles:
             bundle.gathered_at = None
 
@@ -234,17 +234,17 @@ class Cpu(CpuBackend):
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
         return list(map(sum_of_squares, grads))
 
-    def _surely_finite(self, work: Work, parts: "list[_Part]") -> bool:
-        return sums_are_finite(work, parts)
+    def _surely_finite(self, grads: list[Tensor]) -> bool:
+        return sums_are_finite(grads)
 
 
-def sums_are_finite(work: Work, parts: "list[_Part]") -> bool:
+def sums_are_finite(grads: list[Tensor]) -> bool:
     """Return :meth:`CpuBackend._surely_finite`; ``False`` for half precision, without a test."""
     # A sum is finite only if all elements are, and it takes two thirds of the time of the
     # extremes. That of a half-precision tensor would be half-precision.
     return all(
         grad.dtype in (torch.float32, torch.float64) and math.isfinite(grad.sum().item())
-        for grad in (part.grad(work) for part in parts)
+        for grad in grads
     )
 
 

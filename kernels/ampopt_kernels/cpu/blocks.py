@@ -8,7 +8,7 @@ with equal counts, on Python numbers, and its results are kept from step to step
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate, chain, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ from ampopt_kernels.sums import Sums
 from ampopt_kernels.work import Row, Work
 
 __all__ = ["Block", "Bundles"]
+
+MOST_RESULTS = 1 << 12
+"""Results of ``Rule.scalars`` that are kept for a param group."""
 
 Numbers = array | list[array]
 """The numbers that a function of a rule takes, in float64: for all rows of a block, or for each."""
@@ -73,7 +76,7 @@ class Block:
         rule: Rule,
         hyper: Sequence[Sequence[Any]],
         coefficients: tuple[float, ...],
-        advanced: "dict[int, _Advanced]",
+        results: "dict[int, _ScalarResults]",
         sums: Sums | None,
         present: Sequence[bool] | None,
     ) -> Numbers:
@@ -83,7 +86,7 @@ class Block:
             rule: the update rule.
             hyper: the hyperparameters of every param group.
             coefficients: the reciprocal of the scale, and the clip coefficient.
-            advanced: known results for each param group, read and written. Blocks of one group
+            results: known results for each param group, read and written. Blocks of one group
                 share them, and so do steps whose hyperparameters do not change.
             sums: the sums of all rows of the work, if the rule has a ``reduce``.
             present: :attr:`Work.present`, for all rows of the work.
@@ -100,15 +103,17 @@ class Block:
             new_s, h = rule.host_scalars(s, h, flags, each, sums.totals.unbind())
             self._store(new_s, present)
             return self._of_rows(coefficients, h)
-        numbers = tuple(map(float, hyper[self.group]))
-        known = advanced.get(self.group)
-        if known is None or known.hyper != array("d", numbers).tobytes():
-            known = advanced[self.group] = _Advanced(numbers)
-        common_values = [0.0 if s is None else common(s) for s in self.scalars]
-        counts = [count for count in common_values if count is not None]
-        if len(counts) == len(common_values):
-            key = array("d", counts).tobytes()
-            result = known.of(rule, self.rows[0].flags, [key])[key]
+        numbers, flags = tuple(map(float, hyper[self.group])), self.rows[0].flags
+        of_group = results.get(self.group)
+        if (
+            of_group is None
+            or of_group.hyper != array("d", numbers).tobytes()
+            or len(of_group.known) > MOST_RESULTS
+        ):
+            of_group = results[self.group] = _ScalarResults(numbers)
+        counts: list[Any] = [0.0 if s is None else common(s) for s in self.scalars]
+        if None not in counts:
+            result = of_group.result(rule, flags, array("d", counts).tobytes())
             mask = None if present is None else torch.tensor(present, device="cpu")
             for stored, value in zip(self.scalars, result.scalars, strict=True):
                 if stored is not None:
@@ -120,15 +125,15 @@ class Block:
         width = 8 * len(columns)
         keys = [bits[i : i + width] for i in range(0, n * width, width)]
         distinct = list(dict.fromkeys(keys))
-        results = known.of(rule, self.rows[0].flags, distinct)
+        by_key = of_group.results(rule, flags, distinct)
         for i, (stored, old) in enumerate(zip(self.scalars, columns, strict=True)):
             if stored is not None:
-                new = {key: results[key].scalars[i] for key in distinct}
+                new = {key: by_key[key].scalars[i] for key in distinct}
                 column = [new[key] for key in keys]
                 if present is not None:
                     column = [x if p else y for x, y, p in zip(column, old, present, strict=True)]
                 stored.copy_(torch.frombuffer(array("d", column), dtype=torch.float64))
-        h = {key: array("d", (*coefficients, *results[key].h)) for key in distinct}
+        h = {key: array("d", (*coefficients, *by_key[key].h)) for key in distinct}
         return [h[key] for key in keys]
 
     def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
@@ -171,39 +176,42 @@ class _Result(NamedTuple):
     h: tuple[float, ...]
 
 
-class _Advanced:
+class _ScalarResults:
     """Results of ``Rule.scalars`` for the hyperparameters of one param group.
 
     Attributes:
         hyper: the bits of the hyperparameters: -0.0 and 0.0 differ, and NaN equals itself.
+        known: the results, by the float64 bits of the scalar states.
     """
 
-    _MOST = 1 << 12  # results that are kept
     _FEW = 1 << 6  # results for which Python numbers take less time than tensors
 
     def __init__(self, numbers: tuple[float, ...]) -> None:
         """Know no result yet, for the hyperparameters ``numbers``."""
         self.hyper = array("d", numbers).tobytes()
+        self.known: dict[bytes, _Result] = {}
         self._numbers = numbers
-        self._results: dict[bytes, _Result] = {}
 
-    def of(
+    def result(self, rule: Rule, flags: tuple[bool, ...], key: bytes) -> _Result:
+        """Return the result for scalar states whose float64 bits are ``key``."""
+        if key not in self.known:
+            s = tuple(memoryview(key).cast("d"))
+            new_s, h = rule.scalars_on_numbers(s, self._numbers, flags)
+            self.known[key] = _Result(tuple(map(float, new_s)), tuple(map(float, h)))
+        return self.known[key]
+
+    def results(
         self, rule: Rule, flags: tuple[bool, ...], keys: Sequence[bytes]
     ) -> dict[bytes, _Result]:
-        """Return at least the results for scalar states whose float64 bits are ``keys``."""
-        if len(self._results) > self._MOST:
-            self._results = {}
-        unknown = [key for key in keys if key not in self._results]
-        states = [tuple(memoryview(key).cast("d")) for key in unknown]
+        """Return at least the result for each of ``keys``; see :meth:`result`."""
+        unknown = [key for key in keys if key not in self.known]
         if len(unknown) <= self._FEW:
-            found = [rule.scalars_on_numbers(s, self._numbers, flags) for s in states]
-        else:
-            columns = _wide(zip(*states, strict=True))
-            new_s, h = rule.host_scalars(columns, _wide(self._numbers), flags)
-            found = zip(_rows(new_s, len(states)), _rows(h, len(states)), strict=True)
-        for key, (new_s, h) in zip(unknown, found, strict=True):
-            self._results[key] = _Result(tuple(map(float, new_s)), tuple(map(float, h)))
-        return self._results
+            return {key: self.result(rule, flags, key) for key in keys}
+        columns = _wide(zip(*(memoryview(key).cast("d") for key in unknown), strict=True))
+        new_s, h = rule.host_scalars(columns, _wide(self._numbers), flags)
+        rows = zip(_rows(new_s, len(unknown)), _rows(h, len(unknown)), strict=True)
+        self.known.update(zip(unknown, starmap(_Result, rows), strict=True))
+        return self.known
 
 
 def _rows(columns: Sequence[Any], n: int) -> list[tuple[float, ...]]:
@@ -222,17 +230,22 @@ class Bundles:
         updated: the same rows as ``update`` takes them: a backend may divide bundles further.
         prepared_by: the backend whose functions in the bundles are final; ``None`` if a backend
             has to prepare them again.
-        advanced: known results for each param group; see :meth:`Block.advance`.
+        scalar_results: known results for each param group; see :meth:`Block.advance`.
     """
 
     bundles: list[tuple[Block, Bundle]]
     prepared_by: Any = None
-    advanced: dict[int, _Advanced] = field(default_factory=dict)
+    scalar_results: dict[int, _ScalarResults] = field(default_factory=dict)
     updated: list[tuple[Block, Bundle]] = field(init=False)
 
     def __post_init__(self) -> None:
         """Update bundles as they are, until a backend divides them."""
         self.updated = self.bundles
+
+    def gather(self, work: Work) -> list[Tensor]:
+        """Return the gradients of this step as ``update`` reads them."""
+        grads: list[Any] = [bundle.gather(work) for _, bundle in self.updated]
+        return grads if work.present is None else [grad for grad in grads if grad is not None]
 
     @staticmethod
     def of(work: Work) -> "Bundles":

@@ -248,11 +248,6 @@ class Bundle:
         """The parameter of each row."""
         return _params(self.rows)
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether some rows have no gradient in this step."""
-        return len(self.present) < len(self.rows)
-
     @functools.cached_property
     def bounds(self) -> list[int]:
         """The index of the first element of each row, and the number of all elements."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import numbers, watch
 from ampopt_kernels.cpu.backend import CpuBackend, LargeRow, sums_are_finite
-from ampopt_kernels.cpu.blocks import Block, Bundles
+from ampopt_kernels.cpu.blocks import Block
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice, TorchCopies
 from ampopt_kernels.cpu.calls import CALLS, CompiledUpdate
 from ampopt_kernels.cpu.cpp import source_of
@@ -152,14 +152,8 @@ class Compiled(CpuBackend):
             _, parts, tensors = zip(*rows, strict=True)
             function.whole(parts, tensors)
 
-    def _surely_finite(self, work: Work, parts: list[Any]) -> bool:
-        if numbers.loaded is None:
-            return sums_are_finite(work, parts)
-        grads = work.present_grads
-        if isinstance(work.table, Bundles):  # of rows that are copied for the update, the copy
-            gathered = (bundle.gather(work) for _, bundle in work.table.updated)
-            grads = [grad for grad in gathered if grad is not None]
-        return numbers.all_finite(grads)
+    def _surely_finite(self, grads: list[Tensor]) -> bool:
+        return sums_are_finite(grads) if numbers.loaded is None else numbers.all_finite(grads)
 
     def _prepare_functions(self, work: Work) -> bool:
         rule = work.rule

@@ -138,7 +138,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
     """
     where, dtypes, sizes = _located(tensors)
     starts = where.buffer_info()[0], dtypes.buffer_info()[0], sizes.buffer_info()[0]
-    return bool(loops().all_finite(*starts, len(where), torch.get_num_threads()))
+    return bool((loaded or loops()).all_finite(*starts, len(where), torch.get_num_threads()))
 
 
 def sums_of_squares(tensors: list[Tensor]) -> list[float]:
@@ -177,7 +177,7 @@ def measures(
     numbers = (*_located(tensors), array("q", chain.from_iterable(bounds)), flags)
     where, dtypes, sizes, four, flagged = (x.buffer_info()[0] for x in numbers)
     given = where, dtypes, sizes, len(tensors), torch.get_num_threads()
-    loops().measure(*given, four, inverse, flagged, found.data_ptr())
+    (loaded or loops()).measure(*given, four, inverse, flagged, found.data_ptr())
     return list(map(bool, flags)), found
 
 

@@ -23,7 +23,8 @@ __all__ = ["apply_rule", "torch_functions"]
 def torch_functions(rule: Rule, bundle: Bundle) -> dict[str, Callable[..., Any]]:
     """Return the torch operations for :attr:`Bundle.functions`."""
     # Not ``bundle`` itself, which would keep itself alive in a cycle, with all of its tensors.
-    functions = _Functions(rule, bundle.flags, bundle.codecs, bundle.marginals)
+    codecs_of_states = bundle.codecs if bundle.rows[0].is_coded else ()
+    functions = _Functions(rule, bundle.flags, codecs_of_states, bundle.marginals)
     return {
         "update": functions.update,
         "reduce": functions.reduce,
@@ -41,7 +42,7 @@ class _Functions:
     Attributes:
         rule: the update rule.
         flags: its flags.
-        codecs: the codec of each state, or ``None``.
+        codecs: the codec of each state, or ``None``; empty if no state has one.
         marginals: the row and column statistics of each row of the bundle; empty if the rule has
             none. All have the same size.
     """
@@ -109,10 +110,10 @@ def apply_rule(
     """
     dtype = arithmetic(*(t.dtype for t in tensors[:2]))
     update, n_states = rule.torch_update_in(dtype), len(rule.state_for(flags))
-    of_states = of_states or (None,) * n_states
     inverse, clip, *rest = part.h
-    n = tensors[0].numel()
-    *tensors, scales = codecs.with_scales(tensors, of_states)
+    n, scales = tensors[0].numel(), ()
+    if of_states:
+        *tensors, scales = codecs.with_scales(tensors, of_states)
     for start in range(0, n, CHUNK):
         grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
         g = times(grad.to(dtype), inverse, clip)
@@ -120,15 +121,18 @@ def apply_rule(
         if part.places is not None:
             position = part.places.after(start).of(grad.numel(), grad.device)
         factors = () if marginals is None else marginals.at(start, start + grad.numel())
-        own_scales = codecs.scales_at(scales, of_states, start, start + grad.numel())
-        decoded = codecs.decoded_each(stored[1 : 1 + n_states], of_states, own_scales)
-        param, *state = (t.to(dtype) for t in (stored[0], *decoded))
+        values, written = stored[: 1 + n_states], list(stored)
+        if of_states:
+            own_scales = codecs.scales_at(scales, of_states, start, start + grad.numel())
+            values[1:] = codecs.decoded_each(values[1:], of_states, own_scales)
+            written += [x for x in own_scales if x is not None]
+        param, *state = [t.to(dtype) for t in values]
         at = rule.at(param, position)
         new_param, new_state = update(param, g, (*state, *factors), tuple(rest), flags, *at)
         if part.rounds and part.key is not None and position is not None:
             new_param = stochastically(new_param, position, part.key)
-        codes, new_scales = codecs.encoded_each(new_state, of_states, position, part.key)
-        copies = [new_param] * (len(stored) - 1 - n_states)
-        written = stored + [x for x in own_scales if x is not None]
-        for old, new in zip(written, (new_param, *codes, *copies, *new_scales), strict=True):
+        copies, new_scales = [new_param] * (len(stored) - 1 - n_states), []
+        if of_states:
+            new_state, new_scales = codecs.encoded_each(new_state, of_states, position, part.key)
+        for old, new in zip(written, (new_param, *new_state, *copies, *new_scales), strict=True):
             old.copy_(new)
