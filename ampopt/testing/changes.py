@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 from torch import Tensor
 
 import ampopt
 from ampopt.testing.beside import set_learning_rate
 from ampopt.testing.blueprints import Blueprint
-from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, call
+from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, call, precondition
 from ampopt.testing.saving import loaded, written
 from ampopt.testing.windows import Windows
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hypothesis import strategies as st
@@ -12,18 +12,11 @@ from ampopt.testing.blueprints import Blueprint, History
 
 __all__ = ["Failure", "Summary", "explanations", "of_calls", "of_example", "summary_of"]
 
+Example = TypeVar("Example")
 _LINES = 24
 """Maximum length of a summary: one screen."""
 _WIDTH = 100
 _PLUGIN = "ampopt.testing summary"
-_BY_CALL = {
-    "save": "checkpoints",
-    "load": "checkpoints",
-    "accumulate": "accumulates",
-    "deepcopy": "deepcopies",
-    "add_group": "several_groups",
-}
-"""The claim behind each call of the state machine."""
 
 
 @dataclass(frozen=True)
@@ -72,50 +65,45 @@ def of_example(
     """
     history = drawn.get("history")
     size, order = "an example", (0,)
+    limits: dict[str, Callable[[Any], Any]] = {}
     if isinstance(history, History):
         steps, params = len(history.steps), len(history.params)
         size, order = history.size, (sum(p.numel for p in history.params), params, steps)
-    told = tuple(explanations(claims, drawn, passes))
-    return Failure(test, size, order, str(error), told)
+        # Numbers that the invariant draws itself cannot be drawn again.
+        if not any(isinstance(value, st.DataObject) for value in drawn.values()):
+            limits = _LIMITS
+    told = explanations(
+        claims, history, limits, lambda limited: passes({**drawn, "history": limited})
+    )
+    return Failure(test, size, order, str(error), tuple(told))
 
 
-def of_calls(
-    test: str, error: BaseException, called: Iterable[str], claims: Iterable[str]
-) -> Failure:
-    """Describe the failure of a sequence of calls, given by their names."""
-    called = list(called)
-    by_call = (_BY_CALL[name] for name in called if name in _BY_CALL)
-    size = f"{len(called)} call{'' if len(called) == 1 else 's'}"
-    told = tuple(_left_out(dict.fromkeys((*claims, *by_call))))
-    return Failure(test, size, (len(called),), str(error), told)
+def of_calls(test: str, error: BaseException, calls: int, told: Iterable[str]) -> Failure:
+    """Describe the failure of a sequence of ``calls`` calls, which the claims ``told`` explain."""
+    size = f"{calls} call{'' if calls == 1 else 's'}"
+    return Failure(test, size, (calls,), str(error), tuple(told))
 
 
 def explanations(
     claims: Iterable[str],
-    drawn: Mapping[str, Any],
-    passes: Callable[[Mapping[str, Any]], bool],
+    example: Example,
+    limits: Mapping[str, Callable[[Example], Example]],
+    passes: Callable[[Example], bool],
 ) -> Iterator[str]:
     """The claims that would exclude a failure, the likeliest first, each once.
 
-    A claim about examples, such as ``any_layout``, is among them if the invariant holds once the
-    example is changed to keep within it. A claim without which the invariant is not tested comes
+    A claim that limits the examples, such as ``any_layout``, is among them if the test passes once
+    the example is changed to keep within it. A claim without which there is no such test comes
     last.
 
     Args:
-        claims: claims that the invariant needs.
-        drawn: the shrunk example.
-        passes: whether the invariant holds for other arguments.
+        claims: claims that the test needs.
+        example: the shrunk example.
+        limits: for each claim that limits the examples, how to keep an example within it.
+        passes: whether the test passes with another example.
     """
-    found = []
-    history = drawn.get("history")
-    # Numbers that the invariant draws itself cannot be drawn again.
-    if isinstance(history, History) and not any(
-        isinstance(value, st.DataObject) for value in drawn.values()
-    ):
-        for hint, change in _LIMITS.items():
-            changed = change(history)
-            if changed != history and passes({**drawn, "history": changed}):
-                found.append(hint)
+    changed = ((hint, change(example)) for hint, change in limits.items())
+    found = [hint for hint, limited in changed if limited != example and passes(limited)]
     yield from dict.fromkeys((*found, *_left_out(claims)))
 
 

@@ -4,12 +4,13 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+from hypothesis import stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -21,7 +22,16 @@ from ampopt.testing.device import as_on_a_device
 from ampopt.testing.strategies import NON_FINITE, values
 from ampopt.testing.training import seed
 
-__all__ = ["MOST", "Machine", "bad_gradients", "call", "some_gradients"]
+__all__ = [
+    "MOST",
+    "Call",
+    "Machine",
+    "bad_gradients",
+    "call",
+    "precondition",
+    "recorded",
+    "some_gradients",
+]
 
 MOST = 4
 """Maximum number of parameters; gradients are drawn for as many."""
@@ -39,21 +49,54 @@ bad_gradients = st.one_of(
 The index ``MOST`` means all parameters."""
 
 
+class Call(NamedTuple):
+    """A call of a rule of the machine.
+
+    Attributes:
+        name: the name of the rule.
+        drawn: its arguments.
+    """
+
+    name: str
+    drawn: dict[str, Any]
+
+
+def recorded(rule: Any) -> Any:
+    """Make a Hypothesis rule of the machine record its calls in ``called``."""
+
+    @functools.wraps(rule)
+    def recording(self: "Machine", **drawn: Any) -> None:
+        self.called.append(Call(rule.__name__, drawn))
+        rule(self, **drawn)
+
+    return recording
+
+
 def call(rule: Any) -> Any:
-    """Make a Hypothesis rule of the machine check everything after it has run.
+    """Make a Hypothesis rule of the machine record its calls, and check everything after each.
 
     The check is not a Hypothesis invariant, because those would be printed among the calls of a
     failure.
     """
+    recording = recorded(rule)
 
     @functools.wraps(rule)
-    def counted(self: "Machine", *args: Any, **drawn: Any) -> None:
-        self.calls += 1
-        self.called.append(rule.__name__)
-        rule(self, *args, **drawn)
+    def checked(self: "Machine", **drawn: Any) -> None:
+        recording(self, **drawn)
         self.check()
 
-    return counted
+    return checked
+
+
+def precondition(condition: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Hypothesis's ``precondition``, which :meth:`Machine.repeat` can read."""
+
+    def conditional(rule: Any) -> Any:
+        made: Any = stateful.precondition(condition)(rule)
+        made.conditions = (*getattr(rule, "conditions", ()), condition)
+        return made
+
+    return conditional
 
 
 class Machine(RuleBasedStateMachine):
@@ -64,8 +107,7 @@ class Machine(RuleBasedStateMachine):
 
     Attributes:
         claims: the contract class of the optimizer.
-        calls: how many calls have been made.
-        called: the names of the calls made.
+        called: the calls made, of which the first makes the optimizer.
         last: the machine that ran last.
     """
 
@@ -76,7 +118,7 @@ class Machine(RuleBasedStateMachine):
         """Start without an optimizer; :meth:`begin_with` makes it."""
         super().__init__()
         Machine.last = self
-        self.calls, self.called = 0, []
+        self.called: list[Call] = []
         self.params: list[Parameter] = []
         self.entered = ExitStack()
         # None while idle; while an unscale is pending, whether it found an overflow.
@@ -103,6 +145,13 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Leave the contexts that :meth:`begin_with` entered."""
         self.entered.close()
+
+    def repeat(self, called: Sequence[Call]) -> None:
+        """Make the calls ``called``, but for those that the claims or the calls before exclude."""
+        for name, drawn in called:
+            made = getattr(self, name)
+            if all(condition(self) for condition in getattr(made, "conditions", ())):
+                made(**drawn)
 
     def check(self) -> None:
         """Check parameters, state, the scale, and that calls out of order raise."""

@@ -1,24 +1,25 @@
 """Invariant: any sequence of calls ends where a plain training with the applied batches ends."""
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.errors import HypothesisException
+from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 
 from ampopt.testing.beside import Double
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.changes import Changes, kinds
 from ampopt.testing.claims import Claims, check_claims, maker, settings_of
-from ampopt.testing.failures import of_calls
+from ampopt.testing.failures import explanations, of_calls
 from ampopt.testing.float64 import Float64
-from ampopt.testing.machine import MOST, Machine, call
+from ampopt.testing.machine import MOST, Call, Machine, call, precondition, recorded
 
-__all__ = ["Sequences"]
+__all__ = ["CallSequence", "Sequences"]
 
 LONGEST = 20
 """Maximum number of calls in a sequence, even if the settings allow more: they are what takes the
@@ -75,13 +76,74 @@ def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
         stateful_step_count=min(settings_of(cls).stateful_step_count, LONGEST),
         suppress_health_check=tuple(hypothesis.HealthCheck),  # pyright: ignore[reportArgumentType]
     )
-    machine = _machine_of(cls, of_float64)
     try:
-        run_state_machine_as_test(machine, settings=settings)
+        run_state_machine_as_test(_machine_of(cls, of_float64), settings=settings)
+    except HypothesisException:
+        raise
     except (Exception, pytest.fail.Exception) as error:
         test = f"test_any_sequence_of_calls{'_is_near_float64' * of_float64}"
-        contract.failure = of_calls(test, error, Machine.last.called, claims)
+        failed = CallSequence(cls, of_float64, Machine.last.called)
+        told = failed.explanations(claims)
+        contract.failure = of_calls(test, error, len(failed.called) - 1, told)
         raise
+
+
+class CallSequence(NamedTuple):
+    """A sequence of calls.
+
+    Attributes:
+        contract: the class of the optimizer and its claims.
+        of_float64: whether the optimizer is compared with a float64 reference.
+        called: the calls.
+    """
+
+    contract: type[Sequences]
+    of_float64: bool
+    called: list[Call]
+
+    def passes(self) -> bool:
+        """Whether those of the calls pass that the contract's claims include."""
+        machine = _machine_of(self.contract, self.of_float64)()
+        try:
+            machine.repeat(self.called)
+        except (Exception, pytest.fail.Exception):
+            return False
+        finally:
+            machine.teardown()
+        return True
+
+    def explanations(self, claims: Sequence[str]) -> Iterator[str]:
+        """The claims that would exclude the failure of a test that needs ``claims``."""
+        return explanations(claims, self, _LIMITS, CallSequence.passes)
+
+    def claiming(self, **claims: Any) -> "CallSequence":
+        """The sequence for a contract with other claims."""
+        contract = self.contract
+        return self._replace(contract=type(contract.__name__, (contract,), claims))
+
+    def in_single_precision(self, *, of: Callable[[type[Sequences]], Any]) -> "CallSequence":
+        """The sequence for float32 parameters, if theirs is one of those that ``of`` returns."""
+        begin, *others = self.called
+        if begin.drawn["dtype"] not in of(self.contract):
+            return self
+        single = Call(begin.name, {**begin.drawn, "dtype": torch.float32})
+        return self._replace(called=[single, *others])
+
+
+_OF_CALLS = ("deepcopies", "checkpoints", "accumulates", "several_groups", "tensor_learning_rates")
+_LIMITS: dict[str, Callable[[CallSequence], CallSequence]] = {
+    "half_precision = ()": functools.partial(
+        CallSequence.in_single_precision, of=lambda contract: contract.half_precision
+    ),
+    "dtypes = (torch.float32,)": functools.partial(
+        CallSequence.in_single_precision, of=lambda contract: contract.dtypes
+    ),
+    **{
+        f"{claim} = False": functools.partial(CallSequence.claiming, **{claim: False})
+        for claim in _OF_CALLS
+    },
+}
+"""Claims that limit the sequences, and how a sequence is changed to keep within each."""
 
 
 @functools.cache
@@ -106,6 +168,7 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             on_device=st.sampled_from(contract.on_device),
             kind=kinds,
         )
+        @recorded
         def begin(
             self,
             shapes: list[Any],
@@ -124,7 +187,7 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             params = [Blueprint(shape, BEGIN, dtype) for shape in shapes]
             self.begin_scaled(make, beside, params, on_device, kind)
 
-        @precondition(lambda self: contract.several_groups and not self.pending)
+        @precondition(lambda self: self.claims.several_groups and not self.pending)
         @precondition(lambda self: self.sums is None)
         @precondition(lambda self: len(self.params) < MOST)
         @rule(shape=shapes, lr=st.sampled_from([0.5, 0.0625]))

@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 
 from ampopt.testing.blueprints import Blueprint
-from ampopt.testing.machine import Machine, bad_gradients, call, some_gradients
+from ampopt.testing.machine import Machine, bad_gradients, call, precondition, some_gradients
 
 __all__ = ["Windows"]
 

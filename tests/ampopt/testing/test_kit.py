@@ -22,8 +22,10 @@ from ampopt.testing import (
     bits,
     inject_overflow,
 )
-from ampopt.testing.failures import Summary, explanations, of_calls, of_example
+from ampopt.testing.failures import Summary, of_calls, of_example
+from ampopt.testing.machine import Call
 from ampopt.testing.saving import loaded, written
+from ampopt.testing.sequences import CallSequence
 
 ROOT = Path(__file__).parents[3]
 THEIRS = """
@@ -116,7 +118,7 @@ def test_a_summary_is_no_more_than_a_screen_and_tells_what_explains_a_failure():
     for _ in range(20):
         claims, drawn = ("plain_steps", "checkpoints"), {"history": history}
         summary.note("TestMine", of_example("test_it", error, drawn, claims, lambda drawn: False))
-    summary.note("TestMine", of_calls("test_that", error, ["advance", "load"], ("plain_steps",)))
+    summary.note("TestMine", of_calls("test_that", error, 2, ["checkpoints = False"]))
     lines = list(summary.lines())
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 110
@@ -146,13 +148,86 @@ CAUSES = {
 
 @pytest.mark.parametrize("limit", CAUSES)
 def test_a_limit_is_suggested_only_if_the_example_passes_within_it(limit):
-    def passes(drawn):
-        return not CAUSES[limit](drawn["history"])
+    def explained_by(passes):
+        drawn, claims = {"history": WHOLE}, ("plain_steps", "any_layout")
+        return of_example("test_it", AssertionError(), drawn, claims, passes).explanations
 
-    claims = ("plain_steps", "any_layout")
-    found = list(explanations(claims, {"history": WHOLE}, passes))
-    assert found == list(dict.fromkeys((limit, "any_layout = False")))
-    assert list(explanations(claims, {"history": WHOLE}, lambda drawn: False)) == found[-1:]
+    found = explained_by(lambda drawn: not CAUSES[limit](drawn["history"]))
+    assert found == tuple(dict.fromkeys((limit, "any_layout = False")))
+    assert explained_by(lambda drawn: False) == found[-1:]
+
+
+class Drifts(ampopt.SGD):
+    """SGD whose parameters drift after the calls that a claim is for."""
+
+    drifts_by = ""
+
+    def drift(self, claim):
+        if claim == self.drifts_by:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.add_(1.0)
+
+    def unscale_and_step(self, *args, **options):
+        dtype = self.param_groups[0]["params"][0].dtype
+        self.drift({torch.float64: "dtypes", torch.bfloat16: "half_precision"}.get(dtype))
+        if isinstance(self.param_groups[0]["lr"], torch.Tensor):
+            self.drift("tensor_learning_rates")
+        if len(self.param_groups) > 1:
+            self.drift("several_groups")
+        return super().unscale_and_step(*args, **options)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.drift("deepcopies" if "defaults" in state else "checkpoints")
+
+    def accumulate(self, *args, **options):
+        self.drift("accumulates")
+        return super().accumulate(*args, **options)
+
+
+@pytest.mark.parametrize(
+    ("claim", "dtype", "hint"),
+    [
+        ("half_precision", torch.bfloat16, "half_precision = ()"),
+        ("dtypes", torch.float64, "dtypes = (torch.float32,)"),
+        ("deepcopies", torch.float32, "deepcopies = False"),
+        ("checkpoints", torch.float32, "checkpoints = False"),
+        ("accumulates", torch.float32, "accumulates = False"),
+        ("several_groups", torch.float32, "several_groups = False"),
+        ("tensor_learning_rates", torch.float32, "tensor_learning_rates = False"),
+        ("", torch.float32, None),
+    ],
+)
+def test_of_a_sequence_only_claims_are_suggested_without_whose_calls_it_passes(claim, dtype, hint):
+    class Tested(Drifts):
+        drifts_by = claim
+
+    class Contract(OptimizerContract):
+        half_precision = (torch.bfloat16,)
+
+        def make(self, params):
+            return Tested(params, lr=0.5)
+
+    scalar = {"shapes": [()], "dtype": dtype, "options": {}, "on_device": False, "kind": "number"}
+    calls = [
+        Call("begin", scalar),
+        Call("set_learning_rate_tensor", {"lr": 0.5}),
+        Call("advance", {}),
+        Call("accumulate", {"numbers": ((1.0,),) * 4, "bad": None}),
+        Call("unscale_and_step", {"max_norm": None}),
+        Call("deepcopy", {}),
+        Call("save", {"go_on_with_it": True}),
+        Call("add_group", {"shape": (), "lr": 0.5}),
+        Call("advance", {}),
+    ]
+    sequence = CallSequence(Contract, False, calls)
+    assert sequence.passes() is (hint is None)
+    if hint is not None:
+        assert list(sequence.explanations(["plain_steps", "continuous"])) == [
+            hint,
+            "continuous = False",
+        ]
 
 
 def test_under_unittest_what_is_not_claimed_is_a_skip():
