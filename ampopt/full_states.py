@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ampopt._step.small_states import CODES, KEYS, full_precision, scale_key
+from ampopt._step.small_states import KEYS, full_precision, has_codes, scale_key
 from ampopt.options import STATE_BITS
 
 __all__ = ["full_state_dict"]
@@ -35,9 +35,9 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         full = dict(state) if isinstance(state, dict) else state
         for part in rule.state if isinstance(state, dict) else ():
             value = state.get(part.name)
-            if isinstance(value, torch.Tensor) and value.dtype in CODES:
+            if isinstance(value, torch.Tensor) and has_codes(state, part):
                 full[part.name] = full_precision(state, part)
-                del full[scale_key(part.name)]
+                full.pop(scale_key(part.name), None)
             elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
                 full[part.name] = value.float()
         if isinstance(full, dict):

@@ -30,6 +30,7 @@ __all__ = [
     "codecs_of",
     "convert",
     "full_precision",
+    "has_codes",
     "scale_key",
 ]
 
@@ -71,6 +72,18 @@ def stored_codec(part: State, codes: Tensor) -> Codec:
     return SIGNED if codes.dtype == SIGNED.dtype else NON_NEGATIVE
 
 
+def has_codes(state: Mapping[str, Any], part: State) -> bool:
+    """Whether ``part`` in ``state``, which exists, has codes and not values."""
+    # Only an author's codec keeps codes, with scales, in a dtype that values may have too.
+    coded = part.codec is not None and scale_key(part.name) in state
+    return coded or state[part.name].dtype in CODES
+
+
+def _makes_codes(codec: Codec) -> bool:
+    """Whether what ``codec`` stores has to be decoded: all but floats without scales."""
+    return codec.has_scales or codec.dtype in CODES
+
+
 def scale_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
     """The shape of the scales of a parameter of ``shape``.
 
@@ -103,17 +116,16 @@ def convert(state: dict[str, Any], part: State, param: Tensor, codec: Codec | No
     Returns:
         Whether the state is complete. If not, its dtype may still have to be converted.
     """
-    value = state[part.name]
-    has_codes = value.dtype in CODES
-    if codec is not None and value.dtype == codec.dtype and has_codes == codec.has_scales:
+    value, coded = state[part.name], has_codes(state, part)
+    if codec is not None and value.dtype == codec.dtype and coded == _makes_codes(codec):
         if not dtensor.local(value).is_contiguous():
             state[part.name] = value.contiguous()
         return True
-    if has_codes:
+    if coded:
         _decode(state, part)
     if codec is None:
         of_16_bits = value.dtype == BFLOAT16.dtype and param.dtype == torch.float32
-        if has_codes or (of_16_bits and KEYS in state):
+        if coded or (of_16_bits and KEYS in state):
             state[part.name] = state[part.name].to(param.dtype)
         return False
     values = dtensor.local(state[part.name]).reshape(-1)
@@ -130,8 +142,10 @@ def full_precision(state: Mapping[str, Any], part: State) -> Tensor:
 
 def _decode(state: dict[str, Any], part: State) -> None:
     """Replace the codes of ``part`` in ``state`` by float32 values."""
-    codes, scales = state[part.name], state.pop(scale_key(part.name))
-    own, of_blocks = dtensor.local(codes), dtensor.local(scales).reshape(-1)
+    codes, scales = state[part.name], state.pop(scale_key(part.name), None)
+    own, of_blocks = dtensor.local(codes), None
+    if scales is not None:
+        of_blocks = dtensor.local(scales).reshape(-1)
     values = decoded(own.reshape(-1), stored_codec(part, codes), of_blocks)
     state[part.name] = dtensor.from_local_like(values.view(own.shape), codes)
 
@@ -161,13 +175,16 @@ def check_codes(what: str, state: Mapping[str, Any], part: State, param: Tensor)
         ValueError: the scales have another shape than the blocks of ``param``.
     """
     codes, scales = state[part.name], state.get(scale_key(part.name))
+    codec = stored_codec(part, codes)
+    if not codec.has_scales:
+        return
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
         raise TypeError(
             f"{what} has 8-bit codes, {codes.dtype}, but {scale_key(part.name)!r} is "
             f"{scales.dtype if isinstance(scales, Tensor) else repr(scales)}, and must be their "
             "float32 scales: load both, or delete the state to start with a new one"
         )
-    wanted = scale_shape(param.shape, stored_codec(part, codes).block)
+    wanted = scale_shape(param.shape, codec.block)
     if tuple(scales.shape) != wanted:
         raise ValueError(
             f"{what} has scales of shape {tuple(scales.shape)}, and must have {wanted}, since the "

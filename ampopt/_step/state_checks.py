@@ -95,11 +95,11 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
             ):
                 _check_tensor(name, param, part.name, value, part)
             tensors.append((part.name, value))
-            if value.dtype in small_states.CODES:
+            if small_states.has_codes(state, part):
                 if not checked:
                     small_states.check_codes(_named(part.name, name), state, part, param)
-                key = small_states.scale_key(part.name)
-                tensors.append((key, state[key]))
+                if (scales := state.get(key := small_states.scale_key(part.name))) is not None:
+                    tensors.append((key, scales))
         for part in () if checked else rule.scalar_state_for(flags):
             _check_scalar(name, part.name, state.get(part.name))
         _check_scalar(name, KEYS, state.get(KEYS))

@@ -10,6 +10,7 @@ a power of two, an element is stored with the same spacing whatever else is in i
 """
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,8 @@ class Codec:
         State("exp_avg", codec=EVEN)
 
     Both functions are elementwise, on float32 blocks, in the language of ``ampopt_kernels.Rule``.
+    The first step refuses functions that do not keep to what is said here, before it changes
+    anything.
 
     Attributes:
         encode: ``encode(x, u) -> code``. ``x`` is an element divided by the scale of its block,
@@ -69,7 +72,8 @@ class Codec:
             ``block`` is 1. ``u`` is a uniform random number in (0, 1), for stochastic rounding:
             ``floor(y + u)`` is ``y`` on average. Returns a whole number that ``dtype`` holds;
             others are clamped. Must return 0 for 0, so that an element that is 0 stays 0.
-        decode: ``decode(code) -> x``. Must return 0 for 0.
+        decode: ``decode(code) -> x``. Must return 0 for 0, and a finite number for every integer
+            code. With a dtype of floats and a ``block`` of 1 it must return the code as it is.
         dtype: dtype in memory: int8, uint8, float16 or bfloat16.
         block: elements that share a scale, a power of two from 32 to 256; 1 for no scale.
     """
@@ -81,18 +85,25 @@ class Codec:
 
     def __post_init__(self) -> None:
         """Check the declaration, so that the error is raised where the codec is written."""
-        for role in ("encode", "decode"):
-            if not hasattr(getattr(self, role), "fn"):
+        for role, takes in (("encode", "(x, u)"), ("decode", "(code)")):
+            function = getattr(self, role)
+            if not hasattr(function, "fn"):
                 raise TypeError(
                     f"Codec {role} must be a function marked with @ampopt_kernels.jit, got "
-                    f"{getattr(self, role)!r}"
+                    f"{function!r}"
+                )
+            arguments = list(inspect.signature(function.fn).parameters)
+            if len(arguments) != takes.count(",") + 1:
+                raise TypeError(
+                    f"Codec {role} must take {takes}, but {function.fn.__name__} takes "
+                    f"({', '.join(arguments)})"
                 )
         if self.dtype not in _DTYPES:
             raise ValueError(
                 f"Codec dtype must be torch.int8, torch.uint8, torch.float16 or torch.bfloat16, "
                 f"got {self.dtype!r}"
             )
-        if self.block not in (1, 32, 64, 128, 256):
+        if type(self.block) is not int or self.block not in (1, 32, 64, 128, 256):
             raise ValueError(
                 f"Codec block must be 32, 64, 128 or 256 elements, or 1 for no scale, got "
                 f"{self.block!r}"

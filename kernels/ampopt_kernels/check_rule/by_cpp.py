@@ -8,6 +8,7 @@ import torch
 
 from ampopt_kernels import torch_language
 from ampopt_kernels.check_rule.advice import advice
+from ampopt_kernels.check_rule.codecs import functions_of
 from ampopt_kernels.check_rule.source import raised_at
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.expressions import LANGUAGE, Program
@@ -41,6 +42,10 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
         _translate_scalars(rule, flags, n_hyper, widths.terms)
         for role, width in roles.items():
             source_of(rule, flags, dtypes, 2 + width, role)
+        for name, function, n in functions_of(rule):
+            role = name
+            block = Program(torch.float32).new(torch.float32, "x", varies=True)
+            torch_language.bind(function, LANGUAGE)(*(block,) * n)
     except Exception as error:  # of any type, as functions of the author run here
         where, code = raised_at(error)
         said = str(error).replace("'_Expression'", "'block'")

@@ -5,6 +5,7 @@ import types
 from collections.abc import Iterator
 
 from ampopt_kernels.check_rule.advice import advice
+from ampopt_kernels.check_rule.codecs import functions_of
 from ampopt_kernels.check_rule.source import Source, authored
 from ampopt_kernels.rule import Rule
 
@@ -30,8 +31,10 @@ def check(rule: Rule, owner: str) -> None:
     """
     roles = ["update", "scalars", "before_reduce"]
     roles += ["reduce"] * rule.reduces + ["averages"] * (rule.averages is not None)
-    for role in roles:
-        for fn in authored(getattr(rule, role)):
+    functions = [(role, getattr(rule, role)) for role in roles]
+    functions += [(name, function) for name, function, _ in functions_of(rule)]
+    for role, function in functions:
+        for fn in authored(function):
             try:
                 source = Source(fn)
             except OSError:

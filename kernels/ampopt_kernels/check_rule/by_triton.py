@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ampopt_kernels.check_rule.codecs import functions_of
 from ampopt_kernels.check_rule.refusals import explained
 from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
 from ampopt_kernels.rule import Rule
@@ -67,6 +68,16 @@ def _reduce_kernel(
     terms = RULE(p, g, state, h, FLAGS)
     for i in tl.static_range(N_TERMS):
         tl.store(blocks + i * 128 + at, terms[i].to(tl.float32))
+
+
+@jit
+def _codec_kernel(blocks, FUNCTION: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, 128)
+    if N == 1:
+        x = FUNCTION(tl.load(blocks + at))
+    else:
+        x = FUNCTION(tl.load(blocks + at), tl.load(blocks + 128 + at))
+    tl.store(blocks + at, x.to(tl.float32))
 
 
 @jit
@@ -171,18 +182,18 @@ def _compile(
 
     with warnings.catch_warnings(), compiler():
         warnings.simplefilter("ignore")  # deprecation warnings of Triton
-        for role, source in _sources(rule, flags, n_hyper):
+        for role, function, source in _sources(rule, flags, n_hyper):
             try:
                 finish(source)
             except CompilationError as error:
-                why = explained(getattr(rule, role), error)
+                why = explained(function, error)
                 raise ValueError(
                     f"{role} of {owner}'s rule cannot be compiled for a GPU: {why}"
                 ) from error
 
 
-def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tuple[str, Any]]:
-    """For each function of the rule, its name and a kernel that calls it, as Triton compiles it."""
+def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tuple[str, Any, Any]]:
+    """For each function of the rule, its name, itself, and a kernel to compile that calls it."""
     from triton.compiler import ASTSource
 
     widths = rule.widths(n_hyper)
@@ -217,9 +228,13 @@ def _sources(rule: Rule, flags: tuple[bool, ...], n_hyper: int) -> Iterator[tupl
             ("reduce", _reduce_kernel, {"blocks": "*fp32", "numbers": "*fp32"}, reduce),
             *kernels,
         ]
-    for role, kernel, pointers, constants in kernels:
+    calls = [(role, getattr(rule, role), *rest) for role, *rest in kernels]
+    for role, function, n in functions_of(rule):
+        constants = {"FUNCTION": compilable(function), "N": n}
+        calls.append((role, function, _codec_kernel, {"blocks": "*fp32"}, constants))
+    for role, function, kernel, pointers, constants in calls:
         signature = {**pointers, **dict.fromkeys(constants, "constexpr")}
-        yield role, ASTSource(compilable(kernel), signature, constants)
+        yield role, function, ASTSource(compilable(kernel), signature, constants)
 
 
 def _intermediate(source: Any, target: Any) -> None:

@@ -75,6 +75,37 @@ class Function:
             )
         return result
 
+    def elementwise(
+        self, made: Callable[[Tensor], dict[str, Any]], block: Tensor
+    ) -> dict[str, Any]:
+        """Return ``made(block)``, blocks by name, if each element depends on its own alone.
+
+        Args:
+            made: calls this ``Function`` with a block.
+            block: 1-d, of two elements or more.
+
+        Raises:
+            ValueError: the call fails, or the function is not elementwise.
+        """
+        together, apart = made(block), [made(one) for one in block.split(1)]
+        for name, value in together.items():
+            each = [one[name] for one in apart]
+            for result, of in ((value, block), *zip(each, block.split(1), strict=True)):
+                if not isinstance(result, Tensor) or result.shape != of.shape:
+                    is_tensor = isinstance(result, Tensor)
+                    shape = tuple(result.shape) if is_tensor else type(result).__name__
+                    raise ValueError(
+                        f"{self.title} made {name!r} of {shape} from blocks of shape "
+                        f"{tuple(of.shape)}: a rule is elementwise, and returns a block for each"
+                    )
+            alone = torch.cat(each).float()
+            if not torch.allclose(value.float(), alone, rtol=1e-4, equal_nan=True):
+                raise ValueError(
+                    f"{self.title} made another {name!r} of {len(block)} elements than of "
+                    "each alone: a rule is elementwise, and no element may depend on others"
+                )
+        return together
+
     def _place_of(self, error: Exception) -> str:
         return f"{self.name} of {self.owner}'s rule: {raised_at(error)[0]}"
 
@@ -93,4 +124,5 @@ class Function:
             return ". ".join(filter(None, (said, advice(str(error), code))))
         every = [declared for _, _, declared in arguments]
         read = [declared for name, _, declared in arguments if re.search(rf"\b{name}\b", code)]
-        return f"{said}. The rule {'; '.join(read or every)}"
+        declared = f"The rule {'; '.join(read or every)}" if every else None
+        return ". ".join(filter(None, (said, declared)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
 
-from ampopt_kernels.check_rule import by_cpp, by_source, by_triton
+from ampopt_kernels.check_rule import by_cpp, by_source, by_triton, codecs
 from ampopt_kernels.check_rule.function import Broken, Function
 from ampopt_kernels.rule import Rule, keep, keep_all
 from ampopt_kernels.state import State
@@ -31,7 +31,8 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
     Raises:
         ValueError: a function of the rule reads a state, hyperparameter or flag that the rule does
             not declare; returns other states than the rule declares; is not elementwise, as with
-            an ``if`` on a gradient; or cannot be compiled by Triton, if Triton can be imported.
+            an ``if`` on a gradient; or cannot be compiled by Triton, if Triton can be imported. Or
+            a codec of a state does not keep to what :class:`ampopt_kernels.Codec` says.
         AttributeError: the rule uses a function of ``tl`` that not every backend has.
     """
     # This reads its own CPU tensors. Dispatch modes of the caller must not see that, such as
@@ -39,7 +40,9 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
     with no_dispatch():
         by_source.check(rule, owner)
         _try_out(rule, flags, n_hyper, owner)
-        if not rule.update.fn.__module__.startswith("ampopt_kernels.rules."):  # known to compile
+        codecs.check(rule, owner)
+        known_to_compile = rule.update.fn.__module__.startswith("ampopt_kernels.rules.")
+        if not known_to_compile or any(codecs.functions_of(rule)):
             by_triton.check(rule, flags, n_hyper, owner)
             by_cpp.check(rule, flags, n_hyper, owner)
 
@@ -238,24 +241,7 @@ class _Blocks:
             return self.function(named, function, *given)
 
         block = torch.tensor([0.5, 2.0], device="cpu")
-        together, apart = made(block), [made(half) for half in block.split(1)]
-        for name, value in together.items():
-            halves = [each[name] for each in apart]
-            for result, of in ((value, block), *zip(halves, block.split(1), strict=True)):
-                if not isinstance(result, Tensor) or result.shape != of.shape:
-                    is_tensor = isinstance(result, Tensor)
-                    shape = tuple(result.shape) if is_tensor else type(result).__name__
-                    raise ValueError(
-                        f"{self.function.title} made {name!r} of {shape} from blocks of shape "
-                        f"{tuple(of.shape)}: a rule is elementwise, and returns a block for each"
-                    )
-            both = torch.cat(halves).float()
-            if not torch.allclose(value.float(), both, rtol=1e-4, equal_nan=True):
-                raise ValueError(
-                    f"{self.function.title} made another {name!r} of two elements than of "
-                    "each alone: a rule is elementwise, and no element may depend on others"
-                )
-        return len(together)
+        return len(self.function.elementwise(made, block))
 
 
 def _count(returned: Any) -> str:

@@ -337,3 +337,42 @@ def test_states_of_a_rule_say_what_keeps_them_in_full_precision():
     not_a_codec: Any = 8
     with pytest.raises(TypeError, match="codec=8, which must be an ampopt_kernels.Codec"):
         State("buf", codec=not_a_codec)
+
+
+@jit
+def _encode_twice(x, u):
+    return x * 2.0
+
+
+@jit
+def _decode_half(code):
+    return code * 0.5
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Codec(_encode_twice, _decode_half, torch.float16, block=256),  # floats that are codes
+        Codec(_encode, _decode, torch.int8, block=1),  # codes without scales
+        Codec(_encode, _decode, torch.int8, block=64),
+    ],
+)
+def test_states_of_an_authors_codec_are_loaded_bit_for_bit_and_in_full_precision(codec):
+    cls = momentum_of(codec=codec)
+    straight = stepped(cls(params_of(), state_bits=8), 2)
+    resumed = cls(params_of(), state_bits=8)
+    resumed.load_state_dict(straight.state_dict())
+    assert everything(resumed)[1] == everything(straight)[1]
+    stepped(straight, 2, seed=2)
+    stepped(resumed, 2, seed=2)
+    assert everything(resumed)[1] == everything(straight)[1]
+    in_full = ampopt.full_state_dict(resumed)["state"]
+    exact = cls(params_of())
+    exact.load_state_dict(resumed.state_dict())
+    for i, p in enumerate(exact.param_groups[0]["params"]):
+        assert in_full[i].keys() == {"buf"}
+        assert in_full[i]["buf"].dtype == torch.float32
+        p.grad = torch.zeros_like(p)
+    exact.step()
+    for i, p in enumerate(exact.param_groups[0]["params"]):
+        assert torch.equal(exact.state[p]["buf"], in_full[i]["buf"] * 0.9)
