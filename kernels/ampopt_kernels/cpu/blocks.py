@@ -8,7 +8,7 @@ with equal counts, on Python numbers, and its results are kept from step to step
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, starmap
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,28 @@ __all__ = ["Block", "Bundles"]
 
 MOST_RESULTS = 1 << 12
 """Results of ``Rule.scalars`` that are kept for a param group."""
+FEW_RESULTS = 1 << 6
+"""Results for which Python numbers take less time than tensors."""
 
 Numbers = array | list[array]
 """The numbers that a function of a rule takes, in float64: for all rows of a block, or for each."""
+
+
+class _Result(NamedTuple):
+    """A result of ``Rule.scalars``.
+
+    Attributes:
+        scalars: the new scalar states.
+        h: the numbers that ``Rule.update`` takes.
+    """
+
+    scalars: tuple[float, ...]
+    h: tuple[float, ...]
+
+
+KnownResults = dict[bytes, _Result]
+"""Results of ``Rule.scalars`` for the rows of a param group, by the float64 bits of its arguments:
+scalar states and hyperparameters. So -0.0 and 0.0 differ, and NaN equals itself."""
 
 
 @dataclass
@@ -76,7 +95,7 @@ class Block:
         rule: Rule,
         hyper: Sequence[Sequence[Any]],
         coefficients: tuple[float, ...],
-        results: "dict[int, _ScalarResults]",
+        results: dict[int, KnownResults],
         sums: Sums | None,
         present: Sequence[bool] | None,
     ) -> Numbers:
@@ -104,36 +123,52 @@ class Block:
             self._store(new_s, present)
             return self._of_rows(coefficients, h)
         numbers, flags = tuple(map(float, hyper[self.group])), self.rows[0].flags
-        of_group = results.get(self.group)
-        if (
-            of_group is None
-            or of_group.hyper != array("d", numbers).tobytes()
-            or len(of_group.known) > MOST_RESULTS
-        ):
-            of_group = results[self.group] = _ScalarResults(numbers)
+        known = results.setdefault(self.group, {})
+        if len(known) > MOST_RESULTS:
+            known.clear()
         counts: list[Any] = [0.0 if s is None else common(s) for s in self.scalars]
-        if None not in counts:
-            result = of_group.result(rule, flags, array("d", counts).tobytes())
-            mask = None if present is None else torch.tensor(present, device="cpu")
-            for stored, value in zip(self.scalars, result.scalars, strict=True):
-                if stored is not None:
-                    stored.fill_(value) if mask is None else stored.masked_fill_(mask, value)
-            return array("d", (*coefficients, *result.h))
-        n = len(self.rows)
+        if None in counts:
+            return self._advance_each(rule, numbers, coefficients, known, present)
+        key = array("d", (*counts, *numbers)).tobytes()
+        if key not in known:
+            known[key] = _result(rule, tuple(counts), numbers, flags)
+        result = known[key]
+        mask = None if present is None else torch.tensor(present, device="cpu")
+        for stored, value in zip(self.scalars, result.scalars, strict=True):
+            if stored is not None:
+                stored.fill_(value) if mask is None else stored.masked_fill_(mask, value)
+        return array("d", (*coefficients, *result.h))
+
+    def _advance_each(
+        self,
+        rule: Rule,
+        hyper: tuple[float, ...],
+        coefficients: tuple[float, ...],
+        known: KnownResults,
+        present: Sequence[bool] | None,
+    ) -> list[array]:
+        """Do what :meth:`advance` does, for rows of different step counts."""
+        n, flags = len(self.rows), self.rows[0].flags
         columns = [[0.0] * n if s is None else s.tolist() for s in self.scalars]
-        bits = array("d", chain.from_iterable(zip(*columns, strict=True))).tobytes()
+        rows = list(zip(*columns, strict=True))
+        bits, bits_of_hyper = (array("d", x).tobytes() for x in (chain.from_iterable(rows), hyper))
         width = 8 * len(columns)
-        keys = [bits[i : i + width] for i in range(0, n * width, width)]
-        distinct = list(dict.fromkeys(keys))
-        by_key = of_group.results(rule, flags, distinct)
+        keys = [bits[i : i + width] + bits_of_hyper for i in range(0, n * width, width)]
+        unknown = {key: s for key, s in zip(keys, rows, strict=True) if key not in known}
+        if len(unknown) <= FEW_RESULTS:
+            known |= {key: _result(rule, s, hyper, flags) for key, s in unknown.items()}
+        else:
+            wide = _wide(zip(*unknown.values(), strict=True))
+            results = (_rows(x, len(unknown)) for x in rule.host_scalars(wide, _wide(hyper), flags))
+            known |= zip(unknown, map(_Result, *results), strict=True)
         for i, (stored, old) in enumerate(zip(self.scalars, columns, strict=True)):
             if stored is not None:
-                new = {key: by_key[key].scalars[i] for key in distinct}
-                column = [new[key] for key in keys]
+                column = [known[key].scalars[i] for key in keys]
                 if present is not None:
                     column = [x if p else y for x, y, p in zip(column, old, present, strict=True)]
                 stored.copy_(torch.frombuffer(array("d", column), dtype=torch.float64))
-        h = {key: array("d", (*coefficients, *by_key[key].h)) for key in distinct}
+        # Rows of equal results share an array; see ``Bundle.alike``.
+        h = {key: array("d", (*coefficients, *known[key].h)) for key in dict.fromkeys(keys)}
         return [h[key] for key in keys]
 
     def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
@@ -164,54 +199,12 @@ def _wide(numbers: Iterable[Any]) -> tuple[Tensor, ...]:
     return tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in numbers)
 
 
-class _Result(NamedTuple):
-    """A result of ``Rule.scalars``.
-
-    Attributes:
-        scalars: the new scalar states.
-        h: the numbers that ``Rule.update`` takes.
-    """
-
-    scalars: tuple[float, ...]
-    h: tuple[float, ...]
-
-
-class _ScalarResults:
-    """Results of ``Rule.scalars`` for the hyperparameters of one param group.
-
-    Attributes:
-        hyper: the bits of the hyperparameters: -0.0 and 0.0 differ, and NaN equals itself.
-        known: the results, by the float64 bits of the scalar states.
-    """
-
-    _FEW = 1 << 6  # results for which Python numbers take less time than tensors
-
-    def __init__(self, numbers: tuple[float, ...]) -> None:
-        """Know no result yet, for the hyperparameters ``numbers``."""
-        self.hyper = array("d", numbers).tobytes()
-        self.known: dict[bytes, _Result] = {}
-        self._numbers = numbers
-
-    def result(self, rule: Rule, flags: tuple[bool, ...], key: bytes) -> _Result:
-        """Return the result for scalar states whose float64 bits are ``key``."""
-        if key not in self.known:
-            s = tuple(memoryview(key).cast("d"))
-            new_s, h = rule.scalars_on_numbers(s, self._numbers, flags)
-            self.known[key] = _Result(tuple(map(float, new_s)), tuple(map(float, h)))
-        return self.known[key]
-
-    def results(
-        self, rule: Rule, flags: tuple[bool, ...], keys: Sequence[bytes]
-    ) -> dict[bytes, _Result]:
-        """Return at least the result for each of ``keys``; see :meth:`result`."""
-        unknown = [key for key in keys if key not in self.known]
-        if len(unknown) <= self._FEW:
-            return {key: self.result(rule, flags, key) for key in keys}
-        columns = _wide(zip(*(memoryview(key).cast("d") for key in unknown), strict=True))
-        new_s, h = rule.host_scalars(columns, _wide(self._numbers), flags)
-        rows = zip(_rows(new_s, len(unknown)), _rows(h, len(unknown)), strict=True)
-        self.known.update(zip(unknown, starmap(_Result, rows), strict=True))
-        return self.known
+def _result(
+    rule: Rule, s: tuple[float, ...], h: tuple[float, ...], flags: tuple[bool, ...]
+) -> _Result:
+    """Run ``Rule.scalars`` on Python numbers."""
+    new_s, new_h = rule.scalars_on_numbers(s, h, flags)
+    return _Result(tuple(map(float, new_s)), tuple(map(float, new_h)))
 
 
 def _rows(columns: Sequence[Any], n: int) -> list[tuple[float, ...]]:
@@ -235,7 +228,7 @@ class Bundles:
 
     bundles: list[tuple[Block, Bundle]]
     prepared_by: Any = None
-    scalar_results: dict[int, _ScalarResults] = field(default_factory=dict)
+    scalar_results: dict[int, KnownResults] = field(default_factory=dict)
     updated: list[tuple[Block, Bundle]] = field(init=False)
 
     def __post_init__(self) -> None:

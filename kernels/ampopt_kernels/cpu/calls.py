@@ -50,8 +50,7 @@ class Loop:
         """
         where = array("q", map(Tensor.data_ptr, tensors))
         where.extend(beside)
-        starts, ends, *_ = zip(*parts, strict=True)
-        bounds = array("q", chain.from_iterable(zip(starts, ends, strict=True)))
+        bounds = array("q", chain.from_iterable(map(_bounds_of, parts)))
         self.run(parts, where, bounds, bounds[-1], *gives)
 
     def run(
@@ -82,7 +81,7 @@ class Loop:
         self._function(*starts, len(parts), threads, *gives)
 
 
-_end_of = operator.attrgetter("end")
+_bounds_of, _end_of = operator.attrgetter("start", "end"), operator.attrgetter("end")
 
 
 class CompiledUpdate(Loop):
