@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.torch_options import (
     ELEMENTWISE,
     RICH,
@@ -29,6 +31,8 @@ from ampopt_kernels.cpu.calls import Loop
 
 pytestmark = pytest.mark.parametrize("backend", ["compiled"], indirect=True)
 
+MARGIN = 1 << 6
+"""Elements before and after a tensor in a buffer of a test, which nobody may write."""
 RICHEST = [options for options in RICH if options.name in ELEMENTWISE]
 
 
@@ -150,6 +154,72 @@ def test_masters_too_large_to_copy_get_the_eager_bits_and_so_do_their_parameters
     ours = train()
     ampopt.set_backend("eager")
     assert ours == train()
+
+
+def with_margins(values: torch.Tensor, buffers: list[torch.Tensor]) -> torch.Tensor:
+    """Copy ``values`` to the middle of a new buffer of ones."""
+    buffers.append(torch.ones(len(values) + 2 * MARGIN, dtype=values.dtype))
+    middle = buffers[-1][MARGIN:-MARGIN]
+    return middle.copy_(values)
+
+
+@given(
+    sizes=st.lists(st.integers(compiled.IN_PLACE - 9, SMALL + 9), min_size=2, max_size=5),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    absent=st.integers(0, 9),
+    loss_scale=st.sampled_from([0.5, 4.0]),
+)
+@settings(max_examples=12)
+def test_masters_that_are_not_copied_to_scratch_train_as_each_does_alone(
+    backend, sizes, dtype, absent, loss_scale
+):
+    """In one call with others or alone, and nothing else is written. ``absent`` rests once."""
+    source = torch.Generator().manual_seed(len(sizes))
+    values = [[torch.randn(n, generator=source).to(dtype) for n in sizes] for _ in range(3)]
+
+    def train(chosen: Sequence[int]) -> list[Any]:
+        buffers: list[torch.Tensor] = []
+        weights = [with_margins(values[0][i], buffers).requires_grad_() for i in chosen]
+        optimizer = ampopt.AdamW(weights, master_weights=True)
+        for step in range(2):
+            grads = [with_margins(values[1 + step][i], buffers) for i in chosen]
+            give(
+                optimizer,
+                [
+                    None if step == 1 and i == absent else g
+                    for i, g in zip(chosen, grads, strict=True)
+                ],
+            )
+            optimizer.unscale_and_step(grads_scaled_by=loss_scale)
+            assert all(
+                bits(g) == bits(values[1 + step][i]) for i, g in zip(chosen, grads, strict=True)
+            )
+        margins = [m for buffer in buffers for m in (buffer[:MARGIN], buffer[-MARGIN:])]
+        assert all(bool((margin == 1).all()) for margin in margins)
+        masters = optimizer.master_params()
+        return [bits((p, m, optimizer.state[p])) for p, m in zip(weights, masters, strict=True)]
+
+    together = train(range(len(sizes)))
+    assert together == [train([i])[0] for i in range(len(sizes))]
+
+
+def test_master_weights_of_some_thousand_elements_are_updated_where_they_are(backend, monkeypatch):
+    """By one call, and by none once the backend is another."""
+    rows: list[int] = []
+    run = Loop.run
+
+    def counted(loop: Any, parts: Any, *arguments: Any) -> None:
+        rows.append(len(parts))
+        run(loop, parts, *arguments)
+
+    weights = [torch.ones(3 * compiled.IN_PLACE, dtype=torch.float16) for _ in range(3)]
+    optimizer = ampopt.AdamW(weights, master_weights=True)
+    monkeypatch.setattr(Loop, "run", counted)
+    for name in ("compiled", "eager"):
+        ampopt.set_backend(name)
+        give(optimizer, [w / 2 for w in weights])
+        optimizer.unscale_and_step(grads_scaled_by=4.0)
+        assert rows == [3]
 
 
 def test_gradients_of_who_has_no_rule_are_judged_by_the_compiled_loops(backend, monkeypatch):

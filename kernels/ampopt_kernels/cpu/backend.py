@@ -62,6 +62,7 @@ class CpuBackend(Backend):
         if not isinstance(work.table, Bundles):
             work.table = Bundles.of(work)
         if work.table.prepared_by is not self:
+            work.table.updated = work.table.bundles
             work.table.prepared_by = self if self._prepare_functions(work) else None
 
     def _detect(self, work: Work, request: Request) -> Partials:

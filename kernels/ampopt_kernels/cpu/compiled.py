@@ -256,16 +256,20 @@ class Compiled(CpuBackend):
         return None
 
 
-def _in_place(block: Block, bundle: Bundle) -> list[tuple[Block, Bundle]]:
-    """Divide a bundle of rows that compiled code updates faster where they are than in scratch.
+def _fits_in_place(bundle: Bundle) -> bool:
+    """Return whether compiled code updates the rows faster where they are than in scratch."""
+    large = bundle.param.numel() > IN_PLACE * len(bundle.rows)
+    return bundle.copies is not None and large and not bundle.marginals
 
-    What detect reads remains the bundle: sums of squares are added up as the eager backend does. A
-    bundle of master weights stays whole: its function does not write the low-precision copies.
+
+def _in_place(block: Block, bundle: Bundle) -> list[tuple[Block, Bundle]]:
+    """Divide a bundle whose rows compiled code updates faster where they are than in scratch.
+
+    Its compiled update is that of single rows: see :func:`_key`. What detect reads remains the
+    bundle: sums of squares are added up as the eager backend does.
     """
     update = bundle.functions["update"]
-    large = bundle.param.numel() > IN_PLACE * len(bundle.rows)
-    in_scratch = bundle.copies is not None and bundle.rounded is None
-    if not (in_scratch and large and isinstance(update, CompiledUpdate)):
+    if not (_fits_in_place(bundle) and isinstance(update, CompiledUpdate)):
         return [(block, bundle)]
     alone = [
         Bundle.of([row], [place], block.start)
@@ -288,6 +292,9 @@ def _needed(error: Exception, message: str) -> str:
 def _key(rule: Rule, bundle: Bundle, width: int, role: str) -> _Key:
     """Return the arguments of :func:`source_of` for a bundle.
 
+    The update of rows where they are also writes the low-precision copies of master weights; that
+    of scratch does not.
+
     Args:
         rule: the update rule.
         bundle: the bundle.
@@ -295,7 +302,8 @@ def _key(rule: Rule, bundle: Bundle, width: int, role: str) -> _Key:
         role: ``"update"``, ``"reduce"`` or ``"averages"``.
     """
     updates, row = role == "update", bundle.rows[0]
-    copies = [row.copy] if updates and bundle.copies is None and row.copy is not None else []
+    writes_copy = updates and (bundle.copies is None or _fits_in_place(bundle))
+    copies = [row.copy] if writes_copy and row.copy is not None else []
     dtypes = (row.grad_dtype, *(t.dtype for t in (bundle.param, *bundle.states, *copies)))
     rounds_stochastically = updates and row.rounds
     jumps = len(row.places.jumps) if updates else 0
