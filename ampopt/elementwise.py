@@ -21,15 +21,13 @@ from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.optimizer import Optimizer
-from ampopt.options import PARAM_ROUNDING, STATE_BITS, is_stochastic, state_bits
+from ampopt.options import DEFAULTS, PARAM_ROUNDING, STATE_BITS, is_stochastic, state_bits
 from ampopt.results import Unscaled
 from ampopt_kernels.decision import Request
 from ampopt_kernels.rule import MASTER, Rule
 
 __all__ = ["ElementwiseOptimizer"]
 
-_DEFAULTS = (False, "nearest", 32)
-"""The values of options that param groups need not have."""
 _OPTIONS = {
     "master_weights": ("master_weights=True", has_masters),
     PARAM_ROUNDING: ("param_rounding='stochastic'", is_stochastic),
@@ -191,7 +189,7 @@ class ElementwiseOptimizer(Optimizer):
         }
         check_options(chosen)
         super().__init__(*args, **kwargs)
-        chosen = {key: value for key, value in chosen.items() if value not in _DEFAULTS}
+        chosen = {key: value for key, value in chosen.items() if value != DEFAULTS[key]}
         if chosen:
             # In the defaults they also apply to groups that are added later.
             self.defaults = {**self.defaults, **chosen}

@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import torch
 
 __all__ = [
+    "DEFAULTS",
     "PARAM_ROUNDING",
     "STATE_BITS",
     "OptimizerOptions",
@@ -47,12 +48,13 @@ class RuleOptions(OptimizerOptions, total=False):
     """All: see :class:`ampopt.ElementwiseOptimizer`."""
 
 
-_DEFAULTS = {
+DEFAULTS = {
     "master_weights": False,
     "param_rounding": "nearest",
     "state_bits": 32,
     "process_group": None,
 }
+"""The default of each option. Param groups need not have an option of this value."""
 
 _DESCRIPTIONS = {
     "master_weights": """\
@@ -90,7 +92,7 @@ def show_options(cls: type[Any]) -> None:
         docstring = cls.__doc__ or ""
         if line in docstring:
             # In the order of the table, which is that of the signatures too.
-            names = [name for name in _DEFAULTS if name in shared.__annotations__]
+            names = [name for name in DEFAULTS if name in shared.__annotations__]
             described = "".join(_DESCRIPTIONS[name] for name in names)
             cls.__doc__ = docstring.replace(line, described)
             if "__init__" in vars(cls):
@@ -102,7 +104,7 @@ def _show_in_signature(init: Any, names: list[str]) -> None:
     *own, last = signature.parameters.values()
     if last.kind is last.VAR_KEYWORD:
         keyword = inspect.Parameter.KEYWORD_ONLY
-        shared = [inspect.Parameter(name, keyword, default=_DEFAULTS[name]) for name in names]
+        shared = [inspect.Parameter(name, keyword, default=DEFAULTS[name]) for name in names]
         init.__signature__ = signature.replace(parameters=[*own, *shared])
 
 

@@ -251,7 +251,7 @@ class GradScaler(scheduled.ScheduledScaler):
         if closure is not None and (not controlled or record.stage is OptState.UNSCALED):
             raise refused(optimizer, controlled)
         if record.stage is OptState.READY:
-            if _has_control_points(optimizer) and not own:
+            if not own and _has_control_points(optimizer):
                 # A wrapper that forwards missing attributes: its own step must be called.
                 self.unscale_(optimizer)
             else:
@@ -305,7 +305,7 @@ class GradScaler(scheduled.ScheduledScaler):
             ]
             scale = self._loss_scale
             if candidates:
-                scale = next_scale(*candidates)
+                scale = candidates[0] if len(candidates) == 1 else next_scale(*candidates)
                 scale = scheduled.on(self._loss_scale.device or scale.value.device, scale)
                 if (
                     scale._settings() != self._loss_scale._settings()

@@ -290,10 +290,7 @@ class Triton(Backend):
             cause=cause,
             squares=None if squares is None else torch.empty_like(cause).reshape(1),
         )
-
-        def pointer(tensor: Tensor | None) -> Tensor:
-            return cause if tensor is None else tensor  # one that is not read may be any
-
+        pointer = functools.partial(_tensor_or, cause)
         arguments = {
             "flags": flags,
             "squares": pointer(squares),
@@ -390,10 +387,7 @@ class Triton(Backend):
         first = rule is not None and rule.reduces and sums is None
         if rule is not None and first:
             scalars, takes = rule.before_reduce, 3
-
-        def pointer(tensor: Tensor | None) -> Tensor:
-            return coefficients if tensor is None else tensor  # one that is not read may be any
-
+        pointer = functools.partial(_tensor_or, coefficients)
         flags = None if partials is None else partials.flags_on(work.device)
         squares = None if partials is None else partials.squares
         table = None if h is None else Table.of(work)
@@ -454,6 +448,11 @@ class Triton(Backend):
             "ROWS": ROWS,
         }
         self._launch(work.device, control_kernel, programs, arguments)
+
+
+def _tensor_or(other: Tensor, tensor: Tensor | None) -> Tensor:
+    """``tensor``; ``other`` in place of ``None``, as a pointer that is not read may be any."""
+    return other if tensor is None else tensor
 
 
 def _updates(work: Work, coefficients: Tensor, h: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
