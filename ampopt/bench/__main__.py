@@ -245,6 +245,8 @@ def _print(measured: list[rows.Row], device: torch.device) -> None:
     print("each cell: median, and half of the interquartile range, of all rounds;")
     print("/best: ampopt's median over that of torch's fastest; fastest: the same of the minima;")
     print("/floor: ampopt's median over the time to move its bytes at the measured bandwidth")
+    if any(contenders.FLOAT32 in row.times for row in measured):
+        print("/float32: ampopt's fastest round over that of its step of float32 parameters")
     print(report.table(measured))
     if device.type == "cuda":
         print("\nbesides time, for one step")
@@ -387,7 +389,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="step float32 master weights of parameters and gradients in half precision, as where "
         "an optimizer runs on the host; torch's optimizers, and DeepSpeed's if it is installed, "
-        "step float32 copies between casts",
+        "step float32 copies between casts; the column float32 is ampopt with float32 parameters",
     )
     parser.add_argument(
         "--changing",

@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from ampopt.bench import lacking
 from ampopt.bench.lacking import LACKING
 from ampopt.bench.workloads import SCALE
 
-__all__ = ["AMPOPT", "TORCH", "Contender", "enter", "names", "optimizers", "others"]
+__all__ = ["AMPOPT", "FLOAT32", "TORCH", "Contender", "enter", "names", "optimizers", "others"]
 
 AMPOPT = "ampopt"
+FLOAT32 = "float32"
+"""ampopt with float32 parameters and gradients, beside rows of master weights."""
 TORCH = ("for-loop", "foreach", "fused")
 _OTHERS = ("apex", "optimi")
 _OTHERS_WITH_MASTERS = ("deepspeed",)
@@ -74,16 +76,17 @@ def others() -> list[str]:
 
 
 def names(device: torch.device, masters: bool = False) -> tuple[str, ...]:
-    """Names of the columns: torch's, ampopt, and further installed packages.
+    """Names of the columns: torch's, ampopt's, and further installed packages.
 
     Args:
         device: the device of the parameters. Some packages are for GPUs.
         masters: whether there are master weights. DeepSpeed's are on the CPU.
     """
+    ours = (AMPOPT, FLOAT32) if masters else (AMPOPT,)
     others = _OTHERS_WITH_MASTERS if masters else ()
     if device.type == "cuda":
         others = () if masters else _OTHERS
-    return (*TORCH, AMPOPT, *(name for name in others if importlib.util.find_spec(name)))
+    return (*TORCH, *ours, *(name for name in others if importlib.util.find_spec(name)))
 
 
 def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = False) -> Contender:
@@ -92,13 +95,15 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
     Args:
         name: one of :func:`names`.
         optimizer: the name of the optimizer.
-        params: the parameters.
+        params: the parameters; of ``FLOAT32``, float32.
         masters: whether to step float32 master weights of parameters in half precision. Others than
             ampopt step float32 copies: gradients are cast before the step, parameters after it.
 
     Raises:
         NotImplementedError: the contender has no such optimizer, or it refuses the parameters.
     """
+    if name == FLOAT32:
+        return replace(enter(AMPOPT, optimizer, params), name=FLOAT32)
     if masters and name != AMPOPT:
         return _on_copies(params, lambda copies: enter(name, optimizer, copies))
     settings = _SETTINGS.get(optimizer, {})

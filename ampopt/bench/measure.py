@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -101,6 +102,7 @@ def interleaved(
     clock: str = "wall",
     failed: dict[str, str] | None = None,
     goes_on: Callable[[], bool] | None = None,
+    restores: Mapping[str, Callable[[], None]] = MappingProxyType({}),
 ) -> dict[str, Times]:
     """Time ``steps`` in turn, so that what slows the machine down slows all of them.
 
@@ -118,6 +120,7 @@ def interleaved(
         failed: dict that gets the reason for each step that raises; the other steps continue.
             ``None`` lets the exception through.
         goes_on: function called after each round; it returns whether another round starts.
+        restores: for steps with gradients of their own, what to call in place of ``restore``.
 
     Returns:
         The times of each step that did not raise.
@@ -135,7 +138,7 @@ def interleaved(
                 break
             first = done % max(1, len(order))
             for name in order[first:] + order[:first]:
-                restore()
+                restores.get(name, restore)()
                 try:
                     taken, host = timed(steps[name])
                 except Exception as error:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import ampopt
+from ampopt.bench.contenders import FLOAT32
 from ampopt.bench.rows import Row
 from ampopt.bench.targets import judge
 from ampopt.environment import cpu_model, version_of
@@ -52,16 +53,20 @@ def table(rows: Sequence[Row]) -> str:
     """Table of milliseconds per step: median, and half of the interquartile range.
 
     The columns after the contenders are ratios: ampopt's time to torch's best, by medians and by
-    fastest rounds, which a busy machine disturbs less, and to the floor.
+    fastest rounds, which a busy machine disturbs less, and to the floor; and of master weights, by
+    fastest rounds, to ampopt's step of float32 parameters.
     """
     columns = list(dict.fromkeys(name for row in rows for name in (*row.times, *row.missing)))
-    lines = [["optimizer", "workload", "clip", *columns, "/best", "fastest", "/floor", "targets"]]
+    head = ["optimizer", "workload", "clip", *columns, "/best", "fastest", "/floor"]
+    has_masters = FLOAT32 in columns
+    lines = [[*head, *["/float32"] * has_masters, "targets"]]
     for row in rows:
         cells = [row.optimizer, row.workload, "yes" if row.clip else "no"]
         for name in columns:
             times = row.times.get(name)
             cells.append("-" if times is None else _milliseconds(times.median, times.spread))
-        shares = (row.ratio, row.ratio_of_least, row.to_floor)
+        shares = [row.ratio, row.ratio_of_least, row.to_floor]
+        shares += [row.ratio_to_float32] * has_masters
         cells += ["-" if x is None else f"{x:.2f}" for x in shares]
         withheld = "-" if row.doubt is None else f"not judged: {row.doubt}"
         cells.append("; ".join(map(str, judge(row))) or withheld)

@@ -84,6 +84,12 @@ class Row:
         return self.ampopt.least / min(there) if there and self.ampopt is not None else None
 
     @property
+    def ratio_to_float32(self) -> float | None:
+        """Fastest round of ampopt divided by that of ampopt's float32 step, if it ran beside."""
+        wide = self.times.get(contenders.FLOAT32)
+        return None if wide is None or self.ampopt is None else self.ampopt.least / wide.least
+
+    @property
     def floor(self) -> float | None:
         """Seconds that it takes to move the bytes at the measured bandwidth."""
         return None if self.bandwidth is None else self.bytes / self.bandwidth
@@ -110,6 +116,7 @@ class Row:
             "best": self.best,
             "ratio": self.ratio,
             "ratio_of_least": self.ratio_of_least,
+            "ratio_to_float32": self.ratio_to_float32,
             "contenders": {
                 **{
                     name: {**times.as_dict(), **vars(self.costs.get(name, _NO_COST))}
@@ -146,14 +153,19 @@ def measure(
     params = workload.parameters(dtype, device)
     absent = workloads.CHANGING if changing else 0.0
     gradients = workloads.Gradients(params, absent)
+    wide = workload.parameters(torch.float32, device) if masters else []
+    restores = {contenders.FLOAT32: workloads.Gradients(wide, absent).restore} if masters else {}
     entered: list[contenders.Contender] = []
     failed: dict[str, str] = {}
     moved = 0
     for name in contenders.names(device, masters):
+        stepped, restore = params, gradients.restore
+        if name in restores:
+            stepped, restore = wide, restores[name]
         try:
-            contender = contenders.enter(name, optimizer, params, masters)
-            warmed(contender.step, gradients.restore)
-            warmed(contender.clipped, gradients.restore)
+            contender = contenders.enter(name, optimizer, stepped, masters)
+            warmed(contender.step, restore)
+            warmed(contender.clipped, restore)
         except Exception as error:  # a third-party optimizer may raise anything
             failed[name] = reason(error)
             continue
@@ -175,6 +187,7 @@ def measure(
             seconds=seconds / 2,
             clock=clock,
             failed=missing,
+            restores=restores,
         )
         for name in streams.steps if streams is not None else ():
             if name in missing:

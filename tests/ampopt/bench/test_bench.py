@@ -314,15 +314,28 @@ def test_contenders_step_the_same_master_weights(clip, monkeypatch):
         assert (params != reached["ampopt"]).sum() <= 2  # those next to a tie of bfloat16
 
 
-def test_sizes_and_masters_are_rows_of_their_own(tiny, monkeypatch, tmp_path):
+def test_sizes_and_masters_are_rows_of_their_own(tiny, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(workloads, "powers_of_two", lambda: [workloads.of(32)])
     path = tmp_path / "figures.json"
     arguments = ("--optimizer", "AdamW", "--repeats", "1", "--json", str(path))
+    stepped = set()
+    restore = workloads.Gradients.restore
+
+    def noted(gradients):
+        restore(gradients)
+        stepped.add(gradients._params[0].dtype)
+
+    monkeypatch.setattr(workloads.Gradients, "restore", noted)
     run("--sizes", "--masters", "--dtype", "float16", *arguments)
+    assert "/float32" in capsys.readouterr().out
+    assert stepped == {torch.float16, torch.float32}
     figures = json.loads(path.read_text())
     assert figures["environment"]["masters"] == "float32"
     assert [row["workload"] for row in figures["rows"]] == ["32 elements"] * 2
-    for row in figures["rows"]:  # torch's scaler refuses to unscale float16, but not float32 copies
+    for row in figures["rows"]:
+        least = {name: row["contenders"][name]["least"] for name in ("ampopt", "float32")}
+        assert row["ratio_to_float32"] == least["ampopt"] / least["float32"]
+        # torch's scaler refuses to unscale float16, but not float32 copies
         assert not any("missing" in there for there in row["contenders"].values())
 
 
