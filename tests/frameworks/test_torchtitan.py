@@ -1,6 +1,6 @@
 """torchtitan's optimizers, schedules and clipping on two ranks, as in its ``train_step``."""
 
-# It may not be installed, and is in no extra, as it is large.
+# The extra may not be installed.
 # pyright: reportMissingImports=false
 
 from typing import Any
