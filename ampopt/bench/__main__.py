@@ -64,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--clock cpu reads the time of one thread: add --device cpu --threads 1")
     if options.first_steps and (device.type != "cpu" or cpp_compiler() is None):
         parser.error("--first-steps: rules are compiled on a CPU, with a C++ compiler")
+    if options.clock == "busiest" and (device.type != "cpu" or sys.platform != "linux"):
+        parser.error("--clock busiest reads the times of threads on Linux: add --device cpu")
     if options.ranks and (device.type != "cpu" or options.clock != "wall"):
         parser.error("--ranks runs CPU processes by the wall clock: omit --device and --clock")
     if options.ranks and (options.profile or options.launches or options.first_steps):
@@ -327,7 +329,8 @@ def _parser() -> argparse.ArgumentParser:
         "--clock",
         choices=list(CLOCKS),
         default="wall",
-        help="cpu: CPU time of the thread, for a busy machine; default: wall",
+        help="cpu: CPU time of the thread, for a busy machine; busiest: that of the busiest of "
+        "several threads, on Linux, with OMP_WAIT_POLICY=PASSIVE; default: wall",
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
     parser.add_argument(
