@@ -157,8 +157,7 @@ class CpuBackend(Backend):
                 continue
             if block is not last:
                 last, h = block, block.before_reduce(rule, work.hyper, (inverse, clip))
-            if bundle.copies is not None:
-                bundle.copies.load()
+            bundle.load()
             tensors = (grad, bundle.param, *bundle.read)
             rows = bundle.each(h)
             if bundle.marginals:
@@ -188,8 +187,7 @@ class CpuBackend(Backend):
                 last, results = block, work.table.scalar_results
                 coefficients, sums = (inverse, clip), decision.sums
                 h = block.advance(rule, work.hyper, coefficients, results, sums, work.present)
-            if bundle.copies is not None:
-                bundle.copies.load()
+            bundle.load()
             tensors = (grad, bundle.param, *bundle.rest)
             if bundle.rows[0].keys is not None or rule.draws:
                 rows = [bundle.rows[i] for i in bundle.present]
@@ -206,9 +204,7 @@ class CpuBackend(Backend):
                 large.append((bundle, parts[0], tensors))
                 continue
             bundle.functions["update"](parts, tensors)
-            bundle.copies.store()
-            if bundle.rounded is not None:
-                bundle.rounded.store()
+            bundle.store()
         if large:
             self._update_large(large)
         for _, bundle in work.table.bundles:

@@ -1,20 +1,23 @@
 """Blocks: rows whose scalar states advance together, divided into bundles; kept between steps.
 
-The scalar states of the rows of a block, such as their step counts, are adjacent in memory. Step
-counts differ only where some step had no gradient for some row. ``Rule.scalars`` runs once for rows
-with equal counts, on Python numbers, and its results are kept from step to step.
+The scalar states of the rows of a block, such as their step counts, are adjacent in memory, or are
+copied to scratch and back. Step counts differ only where some step had no gradient for some row.
+``Rule.scalars`` runs once for rows with equal counts, on Python numbers, and its results are kept
+from step to step.
 """
 
+import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from itertools import accumulate, compress
+from operator import not_
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ampopt_kernels.cpu.bundles import Bundle, adjoins, spanning
+from ampopt_kernels.cpu.bundles import Bundle, Copies, as_one
 from ampopt_kernels.cpu.numbers import common
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.sums import Sums
@@ -54,9 +57,11 @@ class Block:
 
     Attributes:
         group: the index of the param group.
-        rows: the rows, in the order in which their scalar states lie in memory.
+        rows: the rows.
         start: the index of the first row in ``work.rows``.
-        scalars: for each scalar state, a view of shape (rows,); ``None`` where the flags omit it.
+        scalars: for each scalar state, a view or scratch of shape (rows,); ``None`` where the flags
+            omit it.
+        scattered: copies scalar states that are not adjacent in memory to scratch and back.
         bundles: the bundles that the rows are divided into.
     """
 
@@ -64,22 +69,25 @@ class Block:
     rows: list[Row]
     start: int
     scalars: list[Tensor | None] = field(default_factory=list)
+    scattered: list[Copies] = field(default_factory=list)
     bundles: list[Bundle] = field(default_factory=list)
 
     @staticmethod
     def of(rows: list[Row], start: int) -> "Block":
-        """Make a block of rows whose scalar states are adjacent.
+        """Make a block of rows that have the same scalar states.
 
         Args:
             rows: consecutive rows of a work.
             start: the index of the first row in ``work.rows``.
         """
         columns = zip(*(row.scalars for row in rows), strict=True)
+        scalars = [(None, None) if column[0] is None else as_one(column) for column in columns]
         return Block(
             rows[0].group,
             rows,
             start,
-            [None if column[0] is None else spanning(column) for column in columns],
+            [values for values, _ in scalars],
+            [copies for _, copies in scalars if copies is not None],
             Bundle.all_of(rows, start),
         )
 
@@ -87,6 +95,8 @@ class Block:
         self, rule: Rule, hyper: Sequence[Sequence[Any]], coefficients: tuple[float, ...]
     ) -> Numbers:
         """Return ``coefficients`` and the ``h`` of ``Rule.reduce``, as :meth:`advance` does."""
+        for scalars in self.scattered:
+            scalars.load()
         _, h = rule.host_before_reduce(*self._given(hyper))
         return self._of_rows(coefficients, h)
 
@@ -113,31 +123,39 @@ class Block:
         Returns:
             ``coefficients`` and the ``h`` of ``Rule.update``.
         """
+        for scalars in self.scattered:
+            scalars.load()
         if present is not None:
             present = present[self.start : self.start + len(self.rows)]
+        numbers: Numbers
         if sums is not None:
             s, h, flags = self._given(hyper)
             s, h = rule.host_before_reduce(s, h, flags)
             each = sums.each[self.start : self.start + len(self.rows)].unbind(1)
             new_s, h = rule.host_scalars(s, h, flags, each, sums.totals.unbind())
             self._store(new_s, present)
-            return self._of_rows(coefficients, h)
-        numbers, flags = tuple(map(float, hyper[self.group])), self.rows[0].flags
-        known = results.setdefault(self.group, {})
-        if len(known) > MOST_RESULTS:
-            known.clear()
-        counts: list[Any] = [0.0 if s is None else common(s) for s in self.scalars]
-        if None in counts:
-            return self._advance_each(rule, numbers, coefficients, known, present)
-        key = array("d", (*counts, *numbers)).tobytes()
-        if key not in known:
-            known[key] = _result(rule, tuple(counts), numbers, flags)
-        result = known[key]
-        mask = None if present is None else torch.tensor(present, device="cpu")
-        for stored, value in zip(self.scalars, result.scalars, strict=True):
-            if stored is not None:
-                stored.fill_(value) if mask is None else stored.masked_fill_(mask, value)
-        return array("d", (*coefficients, *result.h))
+            numbers = self._of_rows(coefficients, h)
+        else:
+            of_group = tuple(map(float, hyper[self.group]))
+            known = results.setdefault(self.group, {})
+            if len(known) > MOST_RESULTS:
+                known.clear()
+            counts: list[Any] = [0.0 if s is None else common(s) for s in self.scalars]
+            if None in counts:
+                numbers = self._advance_each(rule, of_group, coefficients, known, present)
+            else:
+                key = array("d", (*counts, *of_group)).tobytes()
+                if key not in known:
+                    known[key] = _result(rule, tuple(counts), of_group, self.rows[0].flags)
+                result = known[key]
+                mask = None if present is None else _mask(present)
+                for stored, value in zip(self.scalars, result.scalars, strict=True):
+                    if stored is not None:
+                        stored.fill_(value) if mask is None else stored.masked_fill_(mask, value)
+                numbers = array("d", (*coefficients, *result.h))
+        for scalars in self.scattered:
+            scalars.store()
+        return numbers
 
     def _advance_each(
         self,
@@ -147,29 +165,38 @@ class Block:
         known: KnownResults,
         present: Sequence[bool] | None,
     ) -> list[array]:
-        """Do what :meth:`advance` does, for rows of different step counts."""
-        n, flags = len(self.rows), self.rows[0].flags
-        columns = [[0.0] * n if s is None else s.tolist() for s in self.scalars]
-        rows = list(zip(*columns, strict=True))
-        bits, bits_of_hyper = (array("d", x).tobytes() for x in (chain.from_iterable(rows), hyper))
-        width = 8 * len(columns)
-        keys = [bits[i : i + width] + bits_of_hyper for i in range(0, n * width, width)]
-        unknown = {key: s for key, s in zip(keys, rows, strict=True) if key not in known}
+        """Do what :meth:`advance` does, for rows of different step counts.
+
+        What runs for each of hundreds of rows runs in C; Python runs for each distinct count.
+        """
+        flags = self.rows[0].flags
+        columns = [None if s is None else _wide_elements(s) for s in self.scalars]
+        bits = [column.cast("B").cast("q").tolist() for column in columns if column is not None]
+        rows = bits[0] if len(bits) == 1 else list(zip(*bits, strict=True))
+        scalars = {
+            row: tuple([0.0 if column is None else column[i] for column in columns])
+            for row, i in dict(zip(rows, range(len(rows)), strict=True)).items()
+        }
+        keys = {row: array("d", (*s, *hyper)).tobytes() for row, s in scalars.items()}
+        unknown = {key: scalars[row] for row, key in keys.items() if key not in known}
         if len(unknown) <= FEW_RESULTS:
             known |= {key: _result(rule, s, hyper, flags) for key, s in unknown.items()}
         else:
             wide = _wide(zip(*unknown.values(), strict=True))
-            results = (_rows(x, len(unknown)) for x in rule.host_scalars(wide, _wide(hyper), flags))
-            known |= zip(unknown, map(_Result, *results), strict=True)
-        for i, (stored, old) in enumerate(zip(self.scalars, columns, strict=True)):
-            if stored is not None:
-                column = [known[key].scalars[i] for key in keys]
-                if present is not None:
-                    column = [x if p else y for x, y, p in zip(column, old, present, strict=True)]
-                stored.copy_(torch.frombuffer(array("d", column), dtype=torch.float64))
+            found = (_rows(x, len(unknown)) for x in rule.host_scalars(wide, _wide(hyper), flags))
+            known |= zip(unknown, map(_Result, *found), strict=True)
+        results = {row: known[key] for row, key in keys.items()}
+        absent = () if present is None else list(compress(range(len(rows)), map(not_, present)))
+        for i, (stored, column) in enumerate(zip(self.scalars, columns, strict=True)):
+            if stored is not None and column is not None:
+                values = {row: result.scalars[i] for row, result in results.items()}
+                new = array("d", map(values.__getitem__, rows))
+                for place in absent:
+                    new[place] = column[place]
+                stored.copy_(torch.frombuffer(new, dtype=torch.float64))
         # Rows of equal results share an array; see ``Bundle.alike``.
-        h = {key: array("d", (*coefficients, *known[key].h)) for key in dict.fromkeys(keys)}
-        return [h[key] for key in keys]
+        h = {row: array("d", (*coefficients, *result.h)) for row, result in results.items()}
+        return list(map(h.__getitem__, rows))
 
     def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
         """Return scalar states and hyperparameters as float64 tensors, and the flags."""
@@ -181,7 +208,7 @@ class Block:
 
     def _store(self, new_s: Sequence[Any], present: Sequence[bool] | None) -> None:
         """Write new scalar states, of the rows that are present."""
-        mask = None if present is None else torch.tensor(present, device="cpu")
+        mask = None if present is None else _mask(present)
         for stored, value in zip(self.scalars, new_s, strict=True):
             if stored is not None:
                 stored.copy_(value if mask is None else torch.where(mask, value, stored))
@@ -191,6 +218,18 @@ class Block:
         if not any(isinstance(x, Tensor) and x.ndim for x in h):
             return array("d", (*coefficients, *map(float, h)))
         return [array("d", (*coefficients, *own)) for own in _rows(h, len(self.rows))]
+
+
+def _mask(present: Sequence[bool]) -> Tensor:
+    """Return ``present`` as a tensor of shape (rows,)."""
+    return torch.frombuffer(bytearray(present), dtype=torch.bool)
+
+
+def _wide_elements(tensor: Tensor) -> "memoryview[float]":
+    """Return the elements of a tensor of shape (rows,) in float64; ``tolist`` takes far longer."""
+    wide = tensor.to(torch.float64)
+    in_bytes = memoryview(ctypes.string_at(wide.data_ptr(), 8 * len(wide)))
+    return cast("memoryview[float]", in_bytes.cast("d"))
 
 
 def _wide(numbers: Iterable[Any]) -> tuple[Tensor, ...]:
@@ -256,5 +295,5 @@ class Bundles:
 
 def _advance_together(last: Row, row: Row) -> bool:
     return last.group == row.group and all(
-        adjoins(a, b) for a, b in zip(last.scalars, row.scalars, strict=True)
+        (a is None) is (b is None) for a, b in zip(last.scalars, row.scalars, strict=True)
     )

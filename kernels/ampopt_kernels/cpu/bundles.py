@@ -1,18 +1,18 @@
 """Bundles: small parameters that the CPU backends update together, as one tensor.
 
-For the small tensors of a network, calls take longer than arithmetic. So small parameters whose
-states are adjacent in memory (``ampopt._step.rule_state`` allocates them so) form a bundle: their
-gradients and values are gathered into flat scratch that fits the cache, the rule runs once over the
-scratch and the states, and the values are scattered back. A large parameter is a bundle by itself,
-which needs no scratch.
+For the small tensors of a network, calls take longer than arithmetic. So small parameters form a
+bundle: their gradients and values are gathered into flat scratch that fits the cache, the rule runs
+once over the scratch and the states, and the values are scattered back. States that are adjacent in
+memory are not copied: ``ampopt._step.rule_state`` allocates those of parameters that first have a
+gradient in the same step so. A large parameter is a bundle by itself, which needs no scratch.
 """
 
 import functools
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress
+from itertools import accumulate, compress, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,7 @@ __all__ = [
     "BundleSlice",
     "Copies",
     "TorchCopies",
-    "adjoins",
-    "spanning",
+    "as_one",
 ]
 
 _foreach_copy: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -150,12 +149,13 @@ class Bundle:
         dtype: the arithmetic dtype.
         param: the flat tensor that the rule updates: of a single row its parameter, else scratch
             for all parameters.
-        rest: the other flat tensors that the rule writes: the states, each a view over all rows;
-            and of a single row the low-precision copy of the parameter, if it has one, and the
-            scales of states with codecs.
+        rest: the other flat tensors that the rule writes: the states, each a view over all rows,
+            or scratch; and of a single row the low-precision copy of the parameter, if it has one,
+            and the scales of states with codecs.
         grad: flat scratch for all gradients; ``None`` for a single row.
         copies: copies parameters and gradients to scratch and back; ``None`` for a single row.
         rounded: copies the scratch to the low-precision copies of the parameters, if there are any.
+        scattered: copies states that are not adjacent in memory to scratch and back.
         marginals: the row and column statistics of each row, whose factors are adjacent in memory;
             empty if the rule has none.
         gathered_at: the ``grads_version`` of the work when its gradients were copied to ``grad``.
@@ -174,6 +174,7 @@ class Bundle:
     grad: Tensor | None = None
     copies: Copies | None = None
     rounded: Copies | None = None
+    scattered: Sequence[Copies] = ()
     marginals: list[Marginals] = field(default_factory=list)
     gathered_at: int | None = None
     present: Sequence[int] = ()
@@ -194,14 +195,15 @@ class Bundle:
         """Make a bundle.
 
         Args:
-            rows: rows of a block whose states are adjacent.
+            rows: rows of a block that can be updated together.
             places: the indices of ``rows`` in the block.
             start: the index of the block's first row in ``work.rows``.
         """
         among = [start + place for place in places]
         whole = range(among[0], among[-1] + 1)
         where = (places, whole if len(whole) == len(among) else among, rows[0].compute_dtype)
-        rest = [spanning(column) for column in zip(*(row.state for row in rows), strict=True)]
+        states = [as_one(column) for column in zip(*(row.state for row in rows), strict=True)]
+        rest = [state for state, _ in states]
         rounded = [row.copy for row in rows if row.copy is not None]
         params, marginals = _params(rows), _end_to_end([r.marginals for r in rows if r.marginals])
         if len(rows) == 1:
@@ -219,6 +221,7 @@ class Bundle:
             grad,
             TorchCopies(params, param),
             TorchCopies(rounded, param) if rounded else None,
+            [copies for _, copies in states if copies is not None],
             marginals,
         )
 
@@ -276,6 +279,22 @@ class Bundle:
             self.gathered_at = work.grads_version
         return self.grad if self.present else None
 
+    def load(self) -> None:
+        """Copy parameters and states to scratch, where the rule runs on scratch."""
+        if self.copies is not None:
+            self.copies.load()
+        for states in self.scattered:
+            states.load()
+
+    def store(self) -> None:
+        """Copy parameters and states from scratch back, after an update."""
+        if self.copies is not None:
+            self.copies.store()
+        if self.rounded is not None:
+            self.rounded.store()
+        for states in self.scattered:
+            states.store()
+
     def alike(self, h: array | list[array]) -> list[BundleSlice]:
         """Return slices of consecutive rows that have a gradient and share ``h``, one object.
 
@@ -289,24 +308,30 @@ class Bundle:
         """
         if self.marginals:
             return self.each(h)
-        bounds, places = self.bounds, self.places
-        slices: list[BundleSlice] = []
-        start, end, numbers = 0, -1, array("d")
-        for i in self.present:
-            own = h[places[i]] if isinstance(h, list) else h
-            if bounds[i] != end or own is not numbers:
-                if end > 0:
-                    slices.append(BundleSlice(start, end, numbers))
-                start, numbers = bounds[i], own
+        bounds, present = self.bounds, self.present
+        starts: list[int] = []
+        ends: list[int] = []
+        numbers: list[array] = []
+        end, last = -1, None
+        for i, own in zip(present, self._numbers(h), strict=True):
+            if bounds[i] != end or own is not last:
+                ends.append(end)
+                starts.append(bounds[i])
+                numbers.append(own)
+                last = own
             end = bounds[i + 1]
-        return [*slices, BundleSlice(start, end, numbers)]
+        return list(map(BundleSlice, starts, [*ends[1:], end], numbers))
+
+    def _numbers(self, h: array | list[array]) -> Iterable[array]:
+        """Return the numbers of each row that has a gradient."""
+        if isinstance(h, list):
+            return [h[self.places[i]] for i in self.present]
+        return repeat(h, len(self.present))
 
     def each(self, h: array | list[array]) -> list[BundleSlice]:
         """Return each row that has a gradient as a slice; ``h`` is as for :meth:`alike`."""
-        bounds, places = self.bounds, self.places
-        if isinstance(h, list):
-            return [BundleSlice(bounds[i], bounds[i + 1], h[places[i]]) for i in self.present]
-        return [BundleSlice(bounds[i], bounds[i + 1], h) for i in self.present]
+        own = zip(self.present, self._numbers(h), strict=True)
+        return [BundleSlice(self.bounds[i], self.bounds[i + 1], numbers) for i, numbers in own]
 
 
 def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -346,7 +371,6 @@ def _joins(last: Row, row: Row) -> bool:
         and _stackable(last.marginals, row.marginals)
         and last.in_norm == row.in_norm
         and all(t.is_contiguous() for r in (last, row) for t in r.written)
-        and all(adjoins(a, b) for a, b in zip(last.state, row.state, strict=True))
     )
 
 
@@ -366,17 +390,35 @@ def _end_to_end(several: list[Marginals]) -> list[Marginals]:
     return [replace(own, factors=room) for own, room in zip(several, rooms, strict=True)]
 
 
-def adjoins(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether ``b`` begins in memory where ``a`` ends; also if both are ``None``."""
-    if a is None or b is None:
-        return a is b
+def as_one(tensors: Sequence[Tensor]) -> tuple[Tensor, Copies | None]:
+    """Return one flat tensor for contiguous ``tensors`` of one dtype.
+
+    Returns:
+        A view, and ``None``, if all of them are adjacent in memory. Else scratch, and the copies
+        between it and the tensors.
+    """
+    runs: list[list[Tensor]] = []
+    for tensor in tensors:
+        if runs and _adjoins(runs[-1][-1], tensor):
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    views = [_spanning(run) for run in runs]
+    if len(views) == 1:
+        return views[0], None
+    scratch = views[0].new_empty(sum(map(Tensor.numel, views)))
+    return scratch, TorchCopies(views, scratch)
+
+
+def _adjoins(a: Tensor, b: Tensor) -> bool:
+    """Return whether ``b`` begins in memory where ``a`` ends."""
     return (
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
         and a.storage_offset() + a.numel() == b.storage_offset()
     )
 
 
-def spanning(tensors: Sequence[Tensor]) -> Tensor:
+def _spanning(tensors: Sequence[Tensor]) -> Tensor:
     """Return one flat view over all of ``tensors``, which are adjacent in memory."""
     if len(tensors) == 1:
         return flat(tensors[0])

@@ -66,21 +66,28 @@ class Loop:
             total: how many elements there are.
             gives: the further arguments.
         """
-        h = array("d")
-        for part in parts:
-            h.extend(part.h)
-            if part.places is not None:
-                h.append(part.places.first - part.start)  # the place of the bundle's first element
-                if part.key is not None:
-                    h.append(part.key)
-                for period, phase, size in part.places.jumps:
-                    h.extend((period, phase - part.start, size))
+        # A function takes places in every part, or in none.
+        own = map(_h_of if parts[0].places is None else _with_places, parts)
+        h = array("d", b"".join(own))
         starts = h.buffer_info()[0], where.buffer_info()[0], sizes.buffer_info()[0]
         # For less than that, starting threads takes longer than the work.
         threads = torch.get_num_threads() if total > BUNDLE else 1
         self._function(*starts, len(parts), threads, *gives)
 
 
+def _with_places(part: BundleSlice) -> array:
+    """Return the numbers of ``part``, and behind them its places and its random key."""
+    assert part.places is not None
+    h = part.h[:]
+    h.append(part.places.first - part.start)  # the place of the bundle's first element
+    if part.key is not None:
+        h.append(part.key)
+    for period, phase, size in part.places.jumps:
+        h.extend((period, phase - part.start, size))
+    return h
+
+
+_h_of: Any = operator.attrgetter("h")
 _bounds_of, _end_of = operator.attrgetter("start", "end"), operator.attrgetter("end")
 
 

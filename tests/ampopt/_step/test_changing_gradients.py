@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.counted_operations import counted
 from support.gpus import ON_A_GPU
 from support.langevin import Langevin
 from support.strategies import fewer
@@ -158,6 +159,18 @@ def test_sets_that_alternate_or_are_random_need_no_new_plan(backend):
     stepped(optimizer, params[:2])
     stepped(optimizer, params)
     assert reasons(optimizer) == []
+
+
+@pytest.mark.parametrize("backend", ["eager"], indirect=True)
+def test_parameters_that_appeared_in_different_steps_are_stepped_as_few_operations(backend):
+    def operations(sizes: Iterable[int]) -> int:
+        params, optimizer = of_parameters(12)
+        for n in sizes:
+            stepped(optimizer, params[:n])
+        return counted(lambda: stepped(optimizer, params)).total()
+
+    at_once = operations([12, *range(1, 12)])  # with the same step counts
+    assert operations(range(1, 13)) <= at_once + 6  # copies of two averages and a count, and back
 
 
 def replace_state(params: list[Parameter], optimizer: Any) -> None:
