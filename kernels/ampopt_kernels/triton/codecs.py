@@ -6,7 +6,9 @@ and ``high`` are the limits of integer codes, ``None`` for others; ``DECODES`` a
 the functions. The entries of a stream without a codec are ``()`` and ``None``.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ampopt_kernels.codecs import Codec, limits, scale_of
@@ -23,7 +25,8 @@ __all__ = [
 ]
 
 
-def arguments_of(codecs: Sequence[Codec | None], streams: int) -> dict[str, Any]:
+@functools.lru_cache(maxsize=256)  # called for each launch
+def arguments_of(codecs: tuple[Codec | None, ...], streams: int) -> Mapping[str, Any]:
     """The compile-time arguments of a kernel for the codecs of a row's states.
 
     Args:
@@ -31,19 +34,18 @@ def arguments_of(codecs: Sequence[Codec | None], streams: int) -> dict[str, Any]
         streams: the number of streams, of which the states are the third and following.
     """
     of = (None, None, *codecs, *(None,) * (streams - 2 - len(codecs)))
-    return {
+    arguments = {
         "CODECS": tuple(() if c is None else (c.block, *(limits(c) or (None, None))) for c in of),
         "DECODES": tuple(None if c is None else c.decode for c in of),
         "ENCODES": tuple(None if c is None else c.encode for c in of),
         "SOURCES": _sources(codecs),
     }
+    return MappingProxyType(arguments)  # callers share it
 
 
-def decoding_arguments(codecs: Sequence[Codec | None], streams: int) -> dict[str, Any]:
+def decoding_arguments(codecs: tuple[Codec | None, ...], streams: int) -> dict[str, Any]:
     """:func:`arguments_of` for a kernel that stores no state."""
-    arguments = arguments_of(codecs, streams)
-    del arguments["ENCODES"]
-    return arguments
+    return {k: value for k, value in arguments_of(codecs, streams).items() if k != "ENCODES"}
 
 
 def _sources(codecs: Sequence[Codec | None]) -> str:

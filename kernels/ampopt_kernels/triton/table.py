@@ -84,6 +84,11 @@ class Launch:
         return self.like.dtypes
 
     @functools.cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """The arithmetic dtype."""
+        return self.like.compute_dtype
+
+    @functools.cached_property
     def aligns(self) -> tuple[int, ...]:
         """For each of ``dtypes``, the alignment in bytes that is passed to Triton.
 
