@@ -7,6 +7,7 @@ parameters, a fourth pass, *reduce*, computes them before update. :func:`run` ca
 order; a :class:`Backend` carries them out.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,6 +33,8 @@ from ampopt_kernels.work import Work
 __all__ = ["Backend", "as_tensor", "reciprocal", "run", "widened"]
 
 _next_scale = torch_language.bind(next_scale)
+_next_scale_on_numbers = torch_language.bind(next_scale, torch_language.on_numbers)
+_filled = functools.partial(torch.full, ())  # of one number: half the time of torch.tensor
 
 
 class Backend(ABC):
@@ -106,7 +109,8 @@ class Backend(ABC):
         """
         device, on_host = work.device, self.host_sees
         read = Tensor.item if on_host else widened
-        make: Any = torch.tensor if on_host else as_tensor
+        where: Any = torch_language.on_numbers.where if on_host else torch_language.where
+        make: Any = _filled if on_host else as_tensor
 
         found: Any = 0.0
         if request.check and partials is not None:
@@ -117,14 +121,14 @@ class Backend(ABC):
                 found = read(flags.max())
         if request.found_inf is not None:
             flag = read(request.found_inf)
-            found = torch_language.where(flag > 0, flag, found)
+            found = where(flag > 0, flag, found)
         inverse: Any = 1.0
         if request.scale is not None:
             value = read(request.scale)
             inverse = reciprocal(value)
             if request.check:
                 usable = (value > 0) & (value < float("inf"))
-                found = torch_language.where(usable, found, 1.0)
+                found = where(usable, found, 1.0)
         if request.write:  # detect has stored the gradients unscaled
             inverse = 1.0
         skip = found if request.drop else 0.0
@@ -135,7 +139,7 @@ class Backend(ABC):
             norm = partials.squares.sum().sqrt()
             if request.max_norm < float("inf"):  # an infinite limit only measures the norm
                 coefficient = request.max_norm / (read(norm) + 1e-6)
-                coefficient = torch_language.where(coefficient > 1.0, 1.0, coefficient)  # keeps NaN
+                coefficient = where(coefficient > 1.0, 1.0, coefficient)  # keeps NaN
             norm = norm.to(torch.float64 if work.float64 else torch.float32)
 
         scale = counters = None
@@ -143,11 +147,13 @@ class Backend(ABC):
             assert request.scale is not None and request.counters is not None
             read_all = Tensor.tolist if on_host else _unbound  # one copy for both counters
             last = read(request.scale), *read_all(request.counters)
-            new = _next_scale(*last, found, request.policy)
+            advance = _next_scale_on_numbers if on_host else _next_scale
+            new = advance(*last, found, request.policy)
             scale = make(new[0], dtype=request.scale.dtype, device=device)
             if request.scale.ndim:
                 scale = scale.reshape(request.scale.shape)
-            counters = make(new[1:], dtype=torch.int32, device=device)
+            make_all = torch.tensor if on_host else as_tensor
+            counters = make_all(new[1:], dtype=torch.int32, device=device)
 
         coefficients: Any = Coefficients(skip, inverse, coefficient)
         if not on_host:

@@ -251,6 +251,7 @@ class _OnNumbers:
     def __init__(self) -> None:
         """Take the ``on_number`` of each function."""
         vars(self).update({n: getattr(f, "on_number", f) for n, f in globals().items()})
+        self.where = lambda condition, a, b: a if condition else b
         self.HELPERS = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
 
     def __getattr__(self, name: str) -> Any:
