@@ -12,9 +12,9 @@ from ampopt._step.overflow import Check
 from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.skipping.histories import Running, RunningStatistics, WindowStatistics
-from ampopt_kernels.ledger import CAUSES
 from ampopt_kernels.skip_checks import CheckSettings
 from ampopt_kernels.tensors import widest
+from ampopt_kernels.watch_statistics import CAUSES
 
 __all__ = ["skip_when"]
 

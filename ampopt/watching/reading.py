@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ampopt_kernels.devices import Copying, copied_to_host
-from ampopt_kernels.ledger import CAUSES, COUNTS, RING, Ledger
+from ampopt_kernels.watch_statistics import CAUSES, COUNTS, RING, WatchStatistics
 
 __all__ = ["Reading", "Snapshot", "as_dict", "copy_of"]
 
@@ -17,7 +17,8 @@ class Snapshot:
 
     Attributes:
         steps: the number of steps so far.
-        parameters: by name, the statistics of a parameter; see :mod:`ampopt_kernels.ledger`.
+        parameters: by name, the statistics of a parameter; see
+            :mod:`ampopt_kernels.watch_statistics`.
         totals: skips in a row, then skips by cause.
         recent: the last steps, shape (steps, RING), oldest first.
         by_rank: in how many steps each rank found an overflow; empty without other ranks.
@@ -37,7 +38,7 @@ class Reading:
         self,
         steps: int,
         forgotten: int,
-        copies: "Sequence[tuple[list[str], Ledger]]",
+        copies: "Sequence[tuple[list[str], WatchStatistics]]",
         by_rank: "Mapping[tuple[int, ...], Copying]",
         events: Sequence[Any],
         *,
@@ -48,7 +49,7 @@ class Reading:
         Args:
             steps: the number of steps when the copy was started.
             forgotten: how many of the first steps are not in the ring, as a loaded state had them.
-            copies: by device, the names of the parameters and the copy of the ledger; that with
+            copies: by device, the names of the parameters and the copy of the statistics; that with
                 the totals and the ring first.
             by_rank: by ranks, in how many steps each of them found an overflow.
             events: the events that follow the copies on their devices.
@@ -78,8 +79,8 @@ class Reading:
             self._steps,
             {
                 name: row
-                for names, ledger in self._copies
-                for name, row in zip(names, ledger.parameters.tolist(), strict=True)
+                for names, statistics in self._copies
+                for name, row in zip(names, statistics.parameters.tolist(), strict=True)
             },
             steps.totals.tolist(),
             ring[order].tolist(),
@@ -103,8 +104,8 @@ class Reading:
     def worst_underflow(self) -> tuple[float, str]:
         """The largest ``underflow``, and the name of its parameter."""
         shares = []
-        for names, ledger in self._copies:
-            table = ledger.parameters
+        for names, statistics in self._copies:
+            table = statistics.parameters
             share = table[:, 3] / table[:, 2].clamp(min=1)
             if len(names):
                 place = int(share.argmax())
@@ -112,14 +113,14 @@ class Reading:
         return max(shares, default=(0.0, ""))
 
 
-def copy_of(ledger: Ledger) -> tuple[Ledger, Any]:
-    """Copy ``ledger`` to the host, without synchronizing.
+def copy_of(statistics: WatchStatistics) -> tuple[WatchStatistics, Any]:
+    """Copy ``statistics`` to the host, without synchronizing.
 
     Returns:
         The copy, and the event after which it is complete; ``None`` if it is complete.
     """
-    copy, event = copied_to_host(ledger.numbers)
-    return Ledger(copy, ledger.places), event
+    copy, event = copied_to_host(statistics.numbers)
+    return WatchStatistics(copy, statistics.places), event
 
 
 def as_dict(snapshot: Snapshot, *, alone: bool) -> dict[str, Any]:

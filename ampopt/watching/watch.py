@@ -22,8 +22,16 @@ from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
 from ampopt_kernels.gradient_reports import GradientReport, RankFlags
-from ampopt_kernels.ledger import CAUSES, COLUMNS, RING, ChunkRange, Ledger, RecordedStep, zeros
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.watch_statistics import (
+    CAUSES,
+    COLUMNS,
+    RING,
+    ChunkRange,
+    RecordedStep,
+    WatchStatistics,
+    zeros,
+)
 
 __all__ = ["Watch"]
 
@@ -111,7 +119,9 @@ class Watch:
         self._forgotten = 0  # steps before those in the ring of a loaded state
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         self._home = torch.device("cpu") if first is None else first.device
-        self._ledgers: dict[torch.device, Ledger] = {self._home: zeros(0, last, self._home)}
+        self._statistics: dict[torch.device, WatchStatistics] = {
+            self._home: zeros(0, last, self._home)
+        }
         self._names: dict[torch.device, list[str]] = {self._home: []}
         self._places: dict[int, tuple[torch.device, int]] = {}
         self._uploads: dict[torch.device, Uploads] = {}
@@ -182,11 +192,11 @@ class Watch:
             :meth:`read` would have returned at the time of this call.
         """
         self._grow()
-        decision_device, *others = dict.fromkeys((self._home, *self._ledgers))
+        decision_device, *others = dict.fromkeys((self._home, *self._statistics))
         copies, events = [], []
         for device in (decision_device, *others):
-            ledger, event = copy_of(self._ledgers[device])
-            copies.append((list(self._names[device]), ledger))
+            statistics, event = copy_of(self._statistics[device])
+            copies.append((list(self._names[device]), statistics))
             events += [] if event is None else [event]
         by_rank = {ranks: copied_to_host(counts) for ranks, counts in self._by_rank.items()}
         return Reading(
@@ -338,19 +348,19 @@ class Watch:
         recent = _numbers("recent", state_dict["recent"], -1, RING)[-self._last :]
         self._steps, self._forgotten = steps, max(steps - len(recent), 0)
         for device, names in self._names.items():
-            ledger = zeros(len(names), self._last, torch.device("cpu"))
+            statistics = zeros(len(names), self._last, torch.device("cpu"))
             for place, name in enumerate(names):
-                ledger.parameters[place] = table[name]
+                statistics.parameters[place] = table[name]
             if device == self._home:
-                ledger.totals.copy_(totals)
+                statistics.totals.copy_(totals)
                 for number, entry in enumerate(recent, start=self._forgotten):
-                    ledger.ring[number % self._last] = entry
-            self._ledgers[device].numbers.copy_(ledger.numbers)
+                    statistics.ring[number % self._last] = entry
+            self._statistics[device].numbers.copy_(statistics.numbers)
 
     # --- recording --------------------------------------------------------------------------------
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Add the last step to the ledgers: a step post-hook."""
+        """Add the last step to the statistics: a step post-hook."""
         if optimizer._ampopt.is_stepping:
             return
         if devices.captures(self._home):
@@ -389,7 +399,7 @@ class Watch:
             parts = self._parts_of(device, reports[device]) if device in reports else []
             uploads = self._uploads.setdefault(device, Uploads())
             backend_for(device).note(
-                self._ledgers[device],
+                self._statistics[device],
                 its_own,
                 reports.get(device),
                 parts,
@@ -432,7 +442,7 @@ class Watch:
         return parts
 
     def _grow(self) -> None:
-        """Extend the ledgers by parameters that were added to the optimizer."""
+        """Extend the statistics by parameters that were added to the optimizer."""
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 if id(param) not in self._places:
@@ -440,9 +450,9 @@ class Watch:
                     self._places[id(param)] = (param.device, len(names))
                     names.append(gradients.name_of(self.optimizer.param_groups, param))
         for device, names in self._names.items():
-            old = self._ledgers.get(device)
+            old = self._statistics.get(device)
             if old is None or old.places < len(names):
-                new = self._ledgers[device] = zeros(len(names), self._last, device)
+                new = self._statistics[device] = zeros(len(names), self._last, device)
                 if old is not None:
                     new.parameters[: old.places] = old.parameters
                     new.totals.copy_(old.totals)

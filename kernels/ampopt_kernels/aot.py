@@ -34,7 +34,6 @@ from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
-from ampopt_kernels.ledger import ChunkRange, RecordedStep, zeros
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
@@ -42,6 +41,7 @@ from ampopt_kernels.rule import Rule
 from ampopt_kernels.skip_checks import SkipChecks
 from ampopt_kernels.step import run
 from ampopt_kernels.tensors import arithmetic
+from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, zeros
 from ampopt_kernels.work import Row, Work
 
 __all__ = ["Case", "Launch", "Report", "cases", "count_hyper", "launches", "main"]

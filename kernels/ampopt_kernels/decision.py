@@ -142,8 +142,8 @@ class Decision:
         lines: the sums over rows and columns, all-reduced, of sharded parameters.
         scaled_by: the loss scale that the gradients carried; ``None`` if they carried none.
         earlier_decision: as :attr:`Request.earlier_decision`.
-        cause: index in ``ledger.CAUSES``, counted from 1, of the skip condition that held; 0, or
-            ``None``, if none did.
+        cause: index in ``watch_statistics.CAUSES``, counted from 1, of the skip condition that
+            held; 0, or ``None``, if no condition held.
     """
 
     found_inf: Tensor

@@ -28,7 +28,8 @@ class CheckSettings(NamedTuple):
     """One check: numbers that fit one row of a table on the device.
 
     Attributes:
-        cause: of a step that the check skips, counted as in :data:`ampopt_kernels.ledger.CAUSES`.
+        cause: of a step that the check skips, counted as in
+            :data:`ampopt_kernels.watch_statistics.CAUSES`.
         limit: above which the value is too large; negative for no limit.
         deviations: the number of standard deviations above the mean from which it is too large.
         warmup: the number of steps to be taken before deviations are checked; infinity for never.

@@ -20,7 +20,6 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.decision import Coefficients, Decision, Partials, Request
 from ampopt_kernels.devices import to_device
 from ampopt_kernels.gradient_reports import GradientReport
-from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep, note
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.policy import next_scale
 from ampopt_kernels.skip_checks import FoundCause, SkipChecks, find_cause
@@ -28,6 +27,7 @@ from ampopt_kernels.stochastic import take_keys
 from ampopt_kernels.sums import over_all
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, WatchStatistics, note
 from ampopt_kernels.work import Work
 
 __all__ = ["Backend", "as_tensor", "reciprocal", "run", "widened"]
@@ -203,7 +203,7 @@ class Backend(ABC):
 
     def note(
         self,
-        ledger: Ledger,
+        statistics: WatchStatistics,
         attempt: RecordedStep,
         report: GradientReport | None,
         parts: Sequence[ChunkRange],
@@ -211,8 +211,8 @@ class Backend(ABC):
         *,
         notes_step: bool,
     ) -> None:
-        """Record a step in a ledger; see :func:`ampopt_kernels.ledger.note`."""
-        note(ledger, attempt, report, parts, uploads, notes_step=notes_step)
+        """Record a step; see :func:`ampopt_kernels.watch_statistics.note`."""
+        note(statistics, attempt, report, parts, uploads, notes_step=notes_step)
 
 
 def run(

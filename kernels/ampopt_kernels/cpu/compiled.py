@@ -32,12 +32,12 @@ from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.cpu.torch_functions import torch_functions
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
-from ampopt_kernels.ledger import ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.native import objects
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.cache import CacheError
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, WatchStatistics
 from ampopt_kernels.work import Work
 
 __all__ = ["PATIENCE", "Compiled"]
@@ -107,7 +107,7 @@ class Compiled(CpuBackend):
 
     def note(
         self,
-        ledger: Ledger,
+        statistics: WatchStatistics,
         attempt: RecordedStep,
         report: GradientReport | None,
         parts: Sequence[ChunkRange],
@@ -117,9 +117,9 @@ class Compiled(CpuBackend):
     ) -> None:
         """See :meth:`Backend.note`. One loop of C++, once it has been loaded."""
         if numbers.loaded is None:
-            super().note(ledger, attempt, report, parts, uploads, notes_step=notes_step)
+            super().note(statistics, attempt, report, parts, uploads, notes_step=notes_step)
         else:
-            watch.note(numbers.loaded, ledger, attempt, report, parts, notes_step=notes_step)
+            watch.note(numbers.loaded, statistics, attempt, report, parts, notes_step=notes_step)
 
     def _timed(self, function: Callable[..., Any], key: _Key) -> Callable[..., Any]:
         """Return ``function``, made to add the time that it takes to ``self._spent[key]``."""

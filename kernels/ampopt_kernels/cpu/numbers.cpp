@@ -225,18 +225,19 @@ extern "C" void measure(
     }
 }
 
-// Does what ledger.note does. ``parts`` has three numbers for each parameter: its first chunk, the
-// number of its chunks, and its row in the ledger. Without ``flags``, no chunk has overflowed.
+// Does what watch_statistics.note does. ``parts`` has three numbers for each parameter: its first
+// chunk, the number of its chunks, and its row in the statistics. Without ``flags``, no chunk has
+// overflowed.
 extern "C" void note(
     const double (*measures)[4], const float* flags, const int64_t (*parts)[3], int64_t n,
-    const double (&attempt)[4], double* ledger, int64_t size, int64_t places, bool notes_step
+    const double (&attempt)[4], double* statistics, int64_t size, int64_t places, bool notes_step
 ) {
     const auto [number, cause, scale, norm] = attempt;
     double squares = n > 0 ? 0.0 : NOT_GIVEN;
     bool finite = true;
     for (int64_t i = 0; i < n; ++i) {
         const auto [first, count, place] = parts[i];
-        double* row = ledger + COLUMNS * place;
+        double* row = statistics + COLUMNS * place;
         bool overflowed = false;
         for (int64_t part = first; part < first + count; ++part) {
             const auto [largest, used, flushed, square] = measures[part];
@@ -253,9 +254,9 @@ extern "C" void note(
         }
     }
     if (!notes_step) return;
-    double* totals = ledger + COLUMNS * places;
+    double* totals = statistics + COLUMNS * places;
     double* ring = totals + 1 + CAUSES;
-    const int64_t last = (ledger + size - ring) / 4;
+    const int64_t last = (statistics + size - ring) / 4;
     totals[0] = cause > 0 ? totals[0] + 1 : 0.0;
     if (cause > 0) totals[int64_t(cause)] += 1;
     const double entry[] = {cause, scale, norm, finite ? squares : INFINITY};

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ampopt_kernels.cpu.bundles import Copies
 from ampopt_kernels.cpu.dtypes import DTYPES
-from ampopt_kernels.ledger import CAUSES, COLUMNS, COUNTS, NOT_GIVEN
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import addresses
+from ampopt_kernels.watch_statistics import CAUSES, COLUMNS, COUNTS, NOT_GIVEN
 
 __all__ = [
     "PART",

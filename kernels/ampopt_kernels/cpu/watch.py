@@ -1,4 +1,4 @@
-"""Statistics for ``Watch`` on the CPU: gradients measured, and steps added to a ledger, by C++."""
+"""Statistics for ``Watch`` on the CPU: C++ measures gradients, and records steps."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.cpu.sums import sum_of_squares
 from ampopt_kernels.gradient_reports import FLUSHED, GradientReport, measured
-from ampopt_kernels.ledger import NOT_GIVEN, ChunkRange, Ledger, RecordedStep
+from ampopt_kernels.watch_statistics import NOT_GIVEN, ChunkRange, RecordedStep, WatchStatistics
 from ampopt_kernels.work import Work
 
 __all__ = ["found_in", "note"]
@@ -21,21 +21,21 @@ __all__ = ["found_in", "note"]
 
 def note(
     loops: ctypes.CDLL,
-    ledger: Ledger,
+    statistics: WatchStatistics,
     attempt: RecordedStep,
     report: GradientReport | None,
     parts: Sequence[ChunkRange],
     *,
     notes_step: bool,
 ) -> None:
-    """Add a step to a ledger, as :func:`ampopt_kernels.ledger.note` does, for CPU tensors.
+    """Record a step as :func:`ampopt_kernels.watch_statistics.note` does, for CPU tensors.
 
     Args:
         loops: the loops of ``numbers``.
-        ledger: the ledger, changed in place.
+        statistics: the statistics, changed in place.
         attempt: the step, applied or skipped.
         report: the flags and measures of its gradients; ``None`` if they were not tested.
-        parts: which entries of ``report`` belong to which parameter of the ledger.
+        parts: which entries of ``report`` belong to which parameter of the statistics.
         notes_step: whether to record the step itself too, not only its gradients.
     """
     measures = flags = None
@@ -56,9 +56,9 @@ def note(
         where.buffer_info()[0],
         len(parts),
         told.buffer_info()[0],
-        ledger.numbers.data_ptr(),
-        ledger.numbers.numel(),
-        ledger.places,
+        statistics.numbers.data_ptr(),
+        statistics.numbers.numel(),
+        statistics.places,
         notes_step,
     )
 

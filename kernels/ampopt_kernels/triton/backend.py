@@ -11,7 +11,6 @@ from torch import Tensor
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import MEASURES, GradientReport
 from ampopt_kernels.language import INTERPRETED
-from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, Ledger, RecordedStep
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.native import objects
 from ampopt_kernels.rule import keep, keep_all
@@ -30,6 +29,13 @@ from ampopt_kernels.triton.table import Table, hyper_table, state_columns
 from ampopt_kernels.triton.update import update_kernel
 from ampopt_kernels.triton.watch import watch_kernel
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.watch_statistics import (
+    COLUMNS,
+    COUNTS,
+    ChunkRange,
+    RecordedStep,
+    WatchStatistics,
+)
 from ampopt_kernels.work import Work
 
 __all__ = ["BLOCK", "Triton"]
@@ -314,7 +320,7 @@ class Triton(Backend):
 
     def note(
         self,
-        ledger: Ledger,
+        statistics: WatchStatistics,
         attempt: RecordedStep,
         report: GradientReport | None,
         parts: Sequence[ChunkRange],
@@ -323,7 +329,7 @@ class Triton(Backend):
         notes_step: bool,
     ) -> None:
         """See :meth:`Backend.note`. One launch."""
-        device, numbers = ledger.numbers.device, ledger.numbers
+        device, numbers = statistics.numbers.device, statistics.numbers
         if report is None or report.measures is None:
             parts = ()
         where = uploads.get("parts", [x for p in parts for x in p], torch.int64, device)
@@ -336,9 +342,9 @@ class Triton(Backend):
             "parts": where,
             "n_parts": len(parts),
             "numbers": numbers,
-            "places": ledger.places,
+            "places": statistics.places,
             "number": attempt.number,
-            "at": (attempt.number - 1) % len(ledger.ring),
+            "at": (attempt.number - 1) % len(statistics.ring),
             "skip": skip,
             "cause": cause,
             "scale": scale,

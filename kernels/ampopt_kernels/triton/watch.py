@@ -1,4 +1,4 @@
-"""Watch: one launch that adds a step to the ledger of an ``ampopt.Watch``."""
+"""Watch: one launch that adds a step to the statistics of an ``ampopt.Watch``."""
 
 from ampopt_kernels.language import kernel, tl
 
@@ -28,7 +28,7 @@ def watch_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the measures of one parameter to the ledger or, in the last program, the step itself.
+    """Add the measures of one parameter to the statistics or, in the last program, the step itself.
 
     One launch of ``n_parts + 1`` programs: program ``i < n_parts`` reduces the flags and measures
     of one parameter over its blocks, and adds them to the row of that parameter. Writes ``numbers``
@@ -38,12 +38,12 @@ def watch_kernel(
         flags: float32, shape (blocks,): the overflow flags that ``detect_kernel`` wrote.
         measures: float64, shape (blocks, 4): see ``GradientReport.measures``.
         parts: int64, shape (n_parts, 3): for each parameter its first block, its number of blocks,
-            and its row in the ledger.
+            and its row in the statistics.
         n_parts: the number of parameters.
-        numbers: float64, the ledger, updated in place; see ``ampopt_kernels.ledger``.
-        places: the number of parameters that the ledger has rows for.
+        numbers: float64, the statistics, updated in place; see ``ampopt_kernels.watch_statistics``.
+        places: the number of parameters that the statistics have rows for.
         number: the number of the step, counted from 1.
-        at: the row of the step in the ledger's ring.
+        at: the row of the step in the ring of steps.
         skip: one element, more than 0 if the step was skipped; read if ``HAS_SKIP``.
         cause: one element, the reason of a skip other than overflow; read if ``HAS_CAUSE``.
         scale: one element, the loss scale; read if ``HAS_SCALE``.
@@ -52,7 +52,7 @@ def watch_kernel(
         HAS_CAUSE: whether a step may be skipped for reasons other than overflow.
         HAS_SCALE: whether the gradients were multiplied by a loss scale.
         HAS_NORM: whether the norm was computed.
-        STEP: whether this ledger records the step itself, besides parameters.
+        STEP: whether these statistics record the step itself, besides parameters.
         COUNTS: numbers of a parameter before the ring of its latest overflows.
         WIDTH: all numbers of a parameter.
         BLOCK: blocks that a program reads at a time.

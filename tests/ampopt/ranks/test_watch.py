@@ -13,8 +13,8 @@ from torch.nn import Parameter
 import ampopt
 from ampopt.watching.reading import Snapshot, merged
 from ampopt_kernels.gradient_reports import GradientReport, Owner
-from ampopt_kernels.ledger import COLUMNS, COUNTS, ChunkRange, RecordedStep, note, zeros
 from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.watch_statistics import COLUMNS, COUNTS, ChunkRange, RecordedStep, note, zeros
 
 INF = float("inf")
 
@@ -143,18 +143,18 @@ def test_a_norm_that_no_other_rank_was_asked_for_is_none(two_ranks):
 def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
     told, uploads, measures = [], Uploads(), torch.zeros(1, 4, dtype=torch.float64)
     for overflows in parts:
-        ledger = zeros(1, 1, torch.device("cpu"))
+        statistics = zeros(1, 1, torch.device("cpu"))
         for number in sorted(overflows):
             found = GradientReport([True], [0], [Owner("weight", 0)], measures)
             note(
-                ledger,
+                statistics,
                 RecordedStep(number),
                 found,
                 [ChunkRange(0, 1, 0)],
                 uploads,
                 notes_step=False,
             )
-        told.append(Snapshot(40, {"weight": ledger.parameters[0].tolist()}, [0.0] * 4, []))
+        told.append(Snapshot(40, {"weight": statistics.parameters[0].tolist()}, [0.0] * 4, []))
     row, steps = merged(told).parameters["weight"], set().union(*parts)
     assert max(row[COUNTS:]) == max(steps, default=0)
     most = max(map(len, parts))

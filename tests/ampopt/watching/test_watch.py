@@ -16,7 +16,7 @@ import ampopt
 from ampopt.testing import as_on_a_device, assert_no_sync
 from ampopt.testing.bits import bits, everything
 from ampopt.train_step import cuda_graphs
-from ampopt_kernels.ledger import COLUMNS, COUNTS
+from ampopt_kernels.watch_statistics import COLUMNS, COUNTS
 
 pytestmark = [
     pytest.mark.parametrize(

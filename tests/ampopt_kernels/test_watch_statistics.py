@@ -1,4 +1,4 @@
-"""A ledger: what a note of each backend adds to it, against a definition number by number."""
+"""What each backend records in the statistics of a watch, against a definition number by number."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,9 @@ from support.strategies import fewer
 from ampopt_kernels.cpu import numbers
 from ampopt_kernels.cpu.compiled import Compiled
 from ampopt_kernels.gradient_reports import GradientReport, Owner
-from ampopt_kernels.ledger import (
+from ampopt_kernels.native.build import cpp_compiler
+from ampopt_kernels.uploads import Uploads
+from ampopt_kernels.watch_statistics import (
     CAUSES,
     COLUMNS,
     COUNTS,
@@ -22,8 +24,6 @@ from ampopt_kernels.ledger import (
     RecordedStep,
     zeros,
 )
-from ampopt_kernels.native.build import cpp_compiler
-from ampopt_kernels.uploads import Uploads
 
 PLACES, LAST = 3, 4
 
@@ -123,15 +123,15 @@ def defined(history):
 @fewer(0.5)
 @given(history=st.lists(steps, max_size=6))
 def test_each_backend_notes_what_is_defined(engine, history):
-    backend, ledger, uploads = ALL[engine](), zeros(PLACES, LAST, CPU), Uploads()
+    backend, statistics, uploads = ALL[engine](), zeros(PLACES, LAST, CPU), Uploads()
     for number, step in enumerate(history, start=1):
         found, parts = step.found()
         attempt, notes_step = step.attempt(number), step.notes_step
-        backend.note(ledger, attempt, found, parts, uploads, notes_step=notes_step)
+        backend.note(statistics, attempt, found, parts, uploads, notes_step=notes_step)
     table, totals, ring = defined(history)
-    assert ledger.parameters.tolist() == table
-    assert ledger.totals.tolist() == totals
-    noted = ledger.ring.tolist()
+    assert statistics.parameters.tolist() == table
+    assert statistics.totals.tolist() == totals
+    noted = statistics.ring.tolist()
     assert [entry[:3] for entry in noted] == [entry[:3] for entry in ring]
     squares, wanted = ([entry[3] for entry in of] for of in (noted, ring))
     if engine == "triton":  # which adds some at a time
@@ -142,12 +142,17 @@ def test_each_backend_notes_what_is_defined(engine, history):
 
 @pytest.mark.parametrize("engine", ["triton", "compiled"])
 def test_a_parameter_in_several_parts_is_one(engine):
-    backend, ledger = ALL[engine](), zeros(1, 1, CPU)
+    backend, statistics = ALL[engine](), zeros(1, 1, CPU)
     parts = torch.tensor([[1.0, 4, 1, 2.0], [5.0, 3, 0, 25.0]], dtype=torch.float64)
     for number, flags in enumerate(([0.0, 0.0], [1.0, 1.0]), start=1):
         found = GradientReport(torch.tensor(flags), [0, 0], [Owner("weight", 0)], parts)
         backend.note(
-            ledger, RecordedStep(number), found, [ChunkRange(0, 2, 0)], Uploads(), notes_step=True
+            statistics,
+            RecordedStep(number),
+            found,
+            [ChunkRange(0, 2, 0)],
+            Uploads(),
+            notes_step=True,
         )
-    assert ledger.parameters[0, :5].tolist() == [5.0, 1.0, 14.0, 2.0, 2.0]
-    assert ledger.ring[0, 3] == math.inf
+    assert statistics.parameters[0, :5].tolist() == [5.0, 1.0, 14.0, 2.0, 2.0]
+    assert statistics.ring[0, 3] == math.inf

@@ -28,7 +28,7 @@ __all__ = [
     "NOT_GIVEN",
     "RING",
     "RecordedStep",
-    "Ledger",
+    "WatchStatistics",
     "ChunkRange",
     "note",
     "zeros",
@@ -47,12 +47,12 @@ NOT_GIVEN = -1.0
 
 
 class ChunkRange(NamedTuple):
-    """The chunks of one parameter in :class:`GradientReport`, and its row in the ledger.
+    """The chunks of one parameter in :class:`GradientReport`, and its row in the statistics.
 
     Attributes:
         first: index of the first chunk.
         parts: number of chunks.
-        place: index of the parameter in :attr:`Ledger.parameters`.
+        place: index of the parameter in :attr:`WatchStatistics.parameters`.
     """
 
     first: int
@@ -61,7 +61,7 @@ class ChunkRange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ledger:
+class WatchStatistics:
     """The statistics of one device: one vector, and views of it.
 
     Attributes:
@@ -89,10 +89,10 @@ class Ledger:
         return self.numbers[COLUMNS * self.places + 1 + len(CAUSES) :].view(-1, RING)
 
 
-def zeros(places: int, last: int, device: torch.device) -> Ledger:
-    """An empty ledger of ``places`` parameters and the ``last`` steps, on ``device``."""
+def zeros(places: int, last: int, device: torch.device) -> WatchStatistics:
+    """Empty statistics of ``places`` parameters and the ``last`` steps, on ``device``."""
     size = COLUMNS * places + 1 + len(CAUSES) + RING * last
-    return Ledger(torch.zeros(size, dtype=widest(device), device=device), places)
+    return WatchStatistics(torch.zeros(size, dtype=widest(device), device=device), places)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class RecordedStep:
 
 
 def note(
-    ledger: Ledger,
+    statistics: WatchStatistics,
     attempt: RecordedStep,
     report: GradientReport | None,
     parts: Sequence[ChunkRange],
@@ -124,18 +124,18 @@ def note(
     *,
     notes_step: bool,
 ) -> None:
-    """Record one step in a ledger, in torch operations. Does not synchronize.
+    """Record one step, in torch operations. Does not synchronize.
 
     Args:
-        ledger: the ledger to update in place.
-        attempt: the step; its tensors are on the ledger's device.
+        statistics: the statistics to update in place.
+        attempt: the step; its tensors are on the device of the statistics.
         report: flags and measures of the gradients, one chunk for each row; ``None`` if the
             gradients were not measured.
-        parts: the chunk of each parameter of this ledger.
+        parts: the chunk of each parameter of these statistics.
         uploads: tables that are on the device already.
-        notes_step: whether to update totals and ring too; one of several ledgers of a step does.
+        notes_step: whether to update totals and ring too, which one device of a step does.
     """
-    device, wide = ledger.numbers.device, ledger.numbers.dtype
+    device, wide = statistics.numbers.device, statistics.numbers.dtype
     zero = torch.zeros((), dtype=wide, device=device)
     skipped = zero if attempt.skip is None else (attempt.skip.reshape(()) > 0).to(wide)
     squares = torch.full_like(zero, NOT_GIVEN)
@@ -143,7 +143,7 @@ def note(
         firsts = uploads.get("parts", [p.first for p in parts], torch.int64, device)
         places = uploads.get("places", [p.place for p in parts], torch.int64, device)
         measures = report.measures.to(device, wide)[firsts]
-        table = ledger.parameters[places]
+        table = statistics.parameters[places]
         table[:, 0] = torch.maximum(table[:, 0], measures[:, 0])
         table[:, 2:COUNTS] += measures[:, 1:3] * (1 - skipped)
         squares = _in_order(measures[:, 3])
@@ -154,17 +154,17 @@ def note(
             table[:, COUNTS:].masked_fill_(oldest & (flags > 0)[:, None], attempt.number)
             table[:, 1] += flags
             squares = squares.masked_fill((flags > 0).any(), float("inf"))
-        ledger.parameters[places] = table
+        statistics.parameters[places] = table
     if not notes_step:
         return
     cause = skipped
     if attempt.cause is not None:
         cause = skipped * attempt.cause.reshape(()).to(wide).clamp(min=1)
-    totals = ledger.totals
+    totals = statistics.totals
     totals[0] = (totals[0] + 1) * skipped
     totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause
     entry = [cause, *(_given(x, zero) for x in (attempt.scale, attempt.norm)), squares]
-    ledger.ring[(attempt.number - 1) % len(ledger.ring)] = torch.stack(entry)
+    statistics.ring[(attempt.number - 1) % len(statistics.ring)] = torch.stack(entry)
 
 
 def _in_order(squares: Tensor) -> Tensor:
