@@ -139,6 +139,11 @@ static inline float uniform_half(uint32_t bits, bool low) {
     return number(((low ? bits << 7 : bits >> 9) & 0x007FFF00u) | 0x3F800080u) - 1.0f;
 }
 
+// 2**16 times ``uniform_half``.
+static inline uint32_t chance_half(uint32_t bits, bool low) {
+    return ((low ? bits : bits >> 16) & 0xFFFFu) | 1u;
+}
+
 static inline float uniform(float seed, float step, uint64_t position) {
     return int32_t(random_bits(position, bits(step), bits(seed)) >> 8) * 0x1p-24f;
 }

@@ -214,6 +214,12 @@ ADAM = (0.1, 0.9, 0.999, 1e-8, 0.01)
 CASES = {
     "built in": (rules.adam, ADAM, (SIGNED, NON_NEGATIVE), {}),
     "bfloat16": (rules.adam, ADAM, (BFLOAT16, BFLOAT16), {}),
+    "a place of 32 bits": (
+        rules.adam,
+        ADAM,
+        (BFLOAT16, BFLOAT16),
+        {"places": Places((1 << 32) - 200)},
+    ),
     "one of two": (rules.adam, ADAM, (None, NON_NEGATIVE), {}),
     "an author's": (rules.adam, ADAM, (EVEN, HALF), {}),
     "small blocks": (rules.lamb, (0.1, 0.9, 0.999, 1e-6, 0.01), (EVEN, None), {}),

@@ -1,13 +1,12 @@
 """C++ that decodes and encodes the states of a parameter, around the loop that runs a rule.
 
-For each block of elements, a loop decodes each state into an array, the rule reads and writes the
-arrays, and further loops find the largest magnitudes and encode. Each loop is short, on floats or
-on bytes, so that compilers use all lanes of a vector, and goes over a whole block, a constant
-number of elements.
+For each block of elements, the loop that runs the rule decodes the states, and writes their new
+values to arrays. Further loops find the largest magnitudes, draw random bits, and encode. Each loop
+over a whole block has a constant number of elements, so that compilers use all lanes of a vector.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +37,8 @@ CODES = {
 class CodedStates:
     """The states of a parameter that have codecs, in a translated rule.
 
-    Tensor ``i`` of the C++ function is ``t{i}``, and its scales are ``s{i}``. The values of a block
-    are in the array ``v{i}``.
+    Tensor ``i`` of the C++ function is ``t{i}``, and its scales are ``s{i}``. The new values of a
+    block are in the array ``v{i}``.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class CodedStates:
         for place, i in enumerate(scaled, n_tensors):
             program.before.append(f"float* __restrict s{i} = (float*)tensors[{place}];")
         program.before += [f"float v{i}[BLOCK];" for i in self._codecs]
-        program.before += ["int32_t codes[BLOCK];"] * bool(self._codecs)
 
     @property
     def n_scales(self) -> int:
@@ -76,24 +74,26 @@ class CodedStates:
         return i in self._codecs
 
     def element(self, i: int) -> str:
-        """The C++ variable that has the value of an element of tensor ``i``."""
+        """The C++ variable that takes the new value of an element of tensor ``i``."""
         return f"v{i}[i - block]"
 
-    def decoding(self) -> Iterator[str]:
-        """Statements that decode each state, for each block of the loop over elements."""
-        for i, codec in self._codecs.items():
-            program = Program(torch.float32)
-            code = program.new(torch.float32, f"v{i}[j]", True)
-            value = cast(torch_language.bind(codec.decode, LANGUAGE)(code), torch.float32)
-            if codec.block >= self._block:
-                yield f"const float scale{i} = s{i}[block / {codec.block}];" * codec.has_scales
-                value += f" * scale{i}" * codec.has_scales
-            elif codec.has_scales:
-                value += f" * s{i}[(block + j) / {codec.block}]"
-            load = f"v{i}[j] = {CODES[codec.dtype].load.format(f't{i}[block + j]')};"
-            program.each.append(f"v{i}[j] = {value};")
-            yield _loop("0", "size", [load])
-            yield _loop("0", "BLOCK", program.each)
+    def decoded(self, i: int, program: Program) -> Any:
+        """The value of an element of tensor ``i``, decoded by statements of ``program``."""
+        codec = self._codecs[i]
+        code = program.new(torch.float32, CODES[codec.dtype].load.format(f"t{i}[i]"), True)
+        value = cast(torch_language.bind(codec.decode, LANGUAGE)(code), torch.float32)
+        if codec.has_scales:
+            scale = f"scale{i}" if codec.block >= self._block else f"s{i}[i / {codec.block}]"
+            value += f" * {scale}"
+        return program.new(program.compute, value, True)
+
+    def scales(self) -> list[str]:
+        """Statements that load the scale of each state, for each block of the loop."""
+        return [
+            f"const float scale{i} = s{i}[block / {codec.block}];"
+            for i, codec in self._codecs.items()
+            if codec.has_scales and codec.block >= self._block
+        ]
 
     def encoding(self, place: str) -> Iterator[str]:
         """Statements that encode and store the states, for each block of the loop over elements.
@@ -105,6 +105,8 @@ class CodedStates:
             return
         for i in self._codecs:
             yield _loop("size", "BLOCK", [f"v{i}[j] = 0;"])
+        for size in sorted({codec.block for codec in self._codecs.values() if codec.has_scales}):
+            yield from self._scaled(size)
         for pair in sorted({(i - 2) // 2 for i in self._codecs}):
             yield from self._random(pair, place)
             for i, codec in self._codecs.items():
@@ -116,17 +118,18 @@ class CodedStates:
         self._before.append(f"const uint32_t key{pair} = key_of_pair(key, {pair});")
         yield f"uint32_t random{pair}[BLOCK];"
         if place == "position + i":
-            # Only the 32 low bits of the place differ, but for at most one carry.
+            # Only the 32 low bits of the place differ, but for at most one carry, which is rare.
             yield (
                 f"const uint32_t near{pair} = uint32_t(position + block);\n"
-                f"const uint32_t here{pair} = key_at(position + block, key{pair});\n"
-                f"const uint32_t next{pair} = key_at(position + block + (1ull << 32), key{pair});"
+                f"const uint32_t here{pair} = key_at(position + block, key{pair});"
             )
-            each = [
-                f"const uint32_t x = near{pair} + uint32_t(j);",
-                f"random{pair}[j] = mixed(x ^ (x < near{pair} ? next{pair} : here{pair}));",
-            ]
+            each = [f"random{pair}[j] = mixed((near{pair} + uint32_t(j)) ^ here{pair});"]
             yield _loop("0", "BLOCK", each)
+            yield f"const uint32_t carry{pair} = 0u - near{pair};  // elements before the carry"
+            yield f"if (near{pair} && carry{pair} < BLOCK) {{"
+            yield f"const uint32_t next = key_at(position + block + (1ull << 32), key{pair});"
+            each = [f"random{pair}[j] = mixed((near{pair} + uint32_t(j)) ^ next);"]
+            yield _loop(f"int32_t(carry{pair})", "BLOCK", each) + "\n}"
         else:
             each = [
                 "const int64_t i = block + j;",
@@ -135,6 +138,32 @@ class CodedStates:
             ]
             yield _loop("0", "size", each)
 
+    def _scaled(self, size: int) -> Iterator[str]:
+        """Statements that store the scales of all states with blocks of ``size`` elements.
+
+        The reciprocals of the scales are kept in the arrays ``r{i}``. One loop finds the largest
+        magnitudes of all states, so that it is not their number that processors wait for.
+        """
+        states = [i for i, codec in self._codecs.items() if codec.block == size]
+        each = []
+        for i in states:
+            yield f"float r{i}[BLOCK / {size}];"
+            # As integers, magnitudes are in the same order, with NaN above all.
+            each.append(f"const int32_t x{i} = bits(v{i}[j]) & 0x7FFFFFFF;")
+            each.append(f"top{i} = x{i} > top{i} ? x{i} : top{i};")
+        yield f"for (int32_t first = 0; first < size; first += {size}) {{"
+        yield f"int32_t {', '.join(f'top{i} = 0' for i in states)};"
+        clause = f" reduction(max:{', '.join(f'top{i}' for i in states)})"
+        yield _loop("first", f"first + {size}", each, clause)
+        for i in states:
+            program = Program(torch.float32)
+            largest = program.new(torch.float32, f"number(uint32_t(top{i}))", True)
+            scale, reciprocal = torch_language.bind(scale_of, LANGUAGE)(largest)
+            program.each.append(f"s{i}[(block + first) / {size}] = {scale.name};")
+            program.each.append(f"r{i}[first / {size}] = {reciprocal.name};")
+            yield "\n".join(("{", *program.each, "}"))
+        yield "}"
+
     def _encoded(self, i: int, codec: Codec) -> Iterator[str]:
         """Statements that encode and store one state."""
         size = codec.block if codec.has_scales else self._block
@@ -142,38 +171,24 @@ class CodedStates:
         x = program.new(torch.float32, f"v{i}[j]", True)
         if codec.has_scales:
             x = program.new(torch.float32, f"{x.name} * reciprocal", True)
-        half = f"uniform_half(random{(i - 2) // 2}[j], {i % 2})"
-        u = program.new(torch.float32, half, True)
-        code = cast(torch_language.bind(codec.encode, LANGUAGE)(x, u), torch.float32)
-        program.each.append(f"int32_t code = {CODES[codec.dtype].store.format(code)};")
+        half = f"_half(random{(i - 2) // 2}[j], {i % 2})"
+        u = program.new(torch.float32, f"uniform{half}", True)
+        u.chance = f"chance{half}"
+        code = torch_language.bind(codec.encode, LANGUAGE)(x, u)
+        store = CODES[codec.dtype].store
+        if codec.dtype == torch.bfloat16 and getattr(code, "is_bfloat16", False):
+            store = "as_bfloat16({})"
+        program.each.append(f"int32_t code = {store.format(cast(code, torch.float32))};")
         if (range_ := limits(codec)) is not None:
             low, high = map(int, range_)
             program.each.append(f"code = code > {low} ? code : {low};")
             program.each.append(f"code = code < {high} ? code : {high};")
-        program.each.append("codes[j] = code;")
-        whole = size == self._block  # a constant number of elements makes simpler loops
-        yield "{ const int32_t first = 0;" * whole
-        yield f"for (int32_t first = 0; first < size; first += {size}) {{" * (not whole)
-        end = f"first + {size}"
-        if codec.has_scales:
-            # As integers, magnitudes are in the same order, with NaN above all.
-            top = [f"const int32_t x = bits(v{i}[j]) & 0x7FFFFFFF;", "top = x > top ? x : top;"]
-            yield "int32_t top = 0;"
-            yield _loop("first", end, top, " reduction(max:top)")
-            yield from _scale(f"s{i}[(block + first) / {size}]")
-        yield _loop("first", end, program.each)
+        program.each.append(f"t{i}[block + j] = ({CODES[codec.dtype].c_type})code;")
+        yield f"for (int32_t first = 0; first < size; first += {size}) {{"
+        yield f"const float reciprocal = r{i}[first / {size}];" * codec.has_scales
+        end = f"first + {size}"  # compilers make faster loops of it than of the lesser of two
+        yield _loop("first", f"(size % {size} ? lesser({end}, size) : {end})", program.each)
         yield "}"
-        store = f"t{i}[block + j] = ({CODES[codec.dtype].c_type})codes[j];"
-        yield f"if (size == BLOCK) {{\n{_loop('0', 'BLOCK', [store])}\n}} else {{"
-        yield f"{_loop('0', 'size', [store])}\n}}"
-
-
-def _scale(to: str) -> list[str]:
-    """Statements that store the scale of a block, and define its ``reciprocal``."""
-    program = Program(torch.float32)
-    largest = program.new(torch.float32, "number(uint32_t(top))", True)
-    scale, reciprocal = torch_language.bind(scale_of, LANGUAGE)(largest)
-    return [*program.each, f"{to} = {scale.name};", f"const float reciprocal = {reciprocal.name};"]
 
 
 def _loop(first: str, last: str, each: Sequence[str], clause: str = "") -> str:

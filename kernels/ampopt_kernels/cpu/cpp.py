@@ -97,7 +97,7 @@ def source_of(
             program.before.append(f"float w{i}[BLOCK];")
     inverse, clip, *rest = (program.new(torch.float64, f"h[{i}]", False) for i in range(width))
     grad, *stored = (
-        program.new(compute, coded.element(i), True)
+        coded.decoded(i, program)
         if i in coded
         else program.new(compute, DTYPES[dtype].load.format(_element(i, dtype)), True)
         for i, dtype in enumerate(dtypes)
@@ -105,7 +105,7 @@ def source_of(
     n_state = len(rule.state_for(flags))
     function = torch_language.bind(getattr(rule, role), LANGUAGE)
     marginals, state = rule.marginals_for(flags), stored[1 : 1 + n_state]
-    filled = list(coded.decoding())
+    filled = coded.scales()
     for i, part in enumerate(marginals if role != "averages" else (), len(dtypes)):
         m, n = (f"(int64_t)tensors[{len(dtypes) + len(marginals) + k}]" for k in range(2))
         c, rows = C_TYPES[compute], str(part.shape == "rows").lower()
