@@ -187,7 +187,7 @@ def common(tensor: Tensor) -> float | None:
     Runs torch operations until the loops are loaded.
     """
     if loaded is None or tensor.dtype != torch.float32:
-        low, high = (x.item() for x in tensor.aminmax())
+        low, high = map(Tensor.item, tensor.aminmax())
         return low if low == high else None
     value = loaded.common(tensor.data_ptr(), tensor.numel())
     return None if math.isnan(value) else value
