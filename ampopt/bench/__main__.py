@@ -85,14 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.backend is None:
         options.backend = "compiled" if device.type == "cpu" and cpp_compiler() else "auto"
+    without_rule = set(options.optimizer or ()) - set(fidelity.optimizers())
+    if options.fidelity and without_rule:
+        parser.error(f"--fidelity: {min(without_rule)} has no rule, so its states have 32 bits")
     if options.fidelity and device.type != "cpu":
         parser.error("--fidelity compares numbers, on the CPU: add --device cpu")
     before = ampopt.get_backend()
     try:
         ampopt.set_backend(options.backend)
         if options.fidelity:
-            for line in fidelity.table(options.optimizer or ["AdamW"], options.fidelity):
-                print(line, flush=True)
+            _print_fidelity(options, device)
         else:
             _run(options, device)
     except KeyboardInterrupt:
@@ -118,6 +120,16 @@ def _first_hour(
     print(f"written to {options.first_hour}; begin with summary.md there")
     if not all(outcome.passed for outcome in outcomes):
         sys.exit(1)
+
+
+def _print_fidelity(options: argparse.Namespace, device: torch.device) -> None:
+    chosen = options.optimizer or fidelity.optimizers()
+    print(", ".join(f"{key} {value}" for key, value in report.environment(device).items()))
+    print("\nlength: of the last step, in units of that with float32 states;")
+    print("error: of the sum of all updates, relative;")
+    print("largest: update of an element, in units of the learning rate\n")
+    for line in fidelity.table(chosen, options.fidelity):
+        print(line, flush=True)
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> None:
@@ -249,7 +261,12 @@ def _print(measured: list[rows.Row], device: torch.device) -> None:
     print("/floor: ampopt's median over the time to move its bytes at the measured bandwidth")
     if any(contenders.FLOAT32 in row.times for row in measured):
         print("/float32: ampopt's fastest round over that of its step of float32 parameters")
+    print("ampopt:16 and ampopt:8 are ampopt with state_bits=16 and 8")
     print(report.table(measured))
+    if any(row.allocated for row in measured):
+        print("\nbytes allocated for each element of a parameter: of parameters, gradients, states")
+        print("and master weights; time: of small states, in units of ampopt's with 32 bits")
+        print(report.memory(measured))
     if device.type == "cuda":
         print("\nbesides time, for one step")
         print(report.costs(measured))
@@ -286,9 +303,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--optimizer",
         action="append",
-        choices=[*known, *others],
+        choices=list(dict.fromkeys([*known, *others, *fidelity.optimizers()])),
         metavar="NAME",
-        help=f"repeatable; default: all of {', '.join(known)}; or {', '.join(others)}",
+        help=f"repeatable; default: all of {', '.join(known)}; or {', '.join(others)}; with "
+        "--fidelity by default all that are made from a rule",
     )
     parser.add_argument(
         "--workload",

@@ -15,11 +15,23 @@ from ampopt.bench import lacking
 from ampopt.bench.lacking import LACKING
 from ampopt.bench.workloads import SCALE
 
-__all__ = ["AMPOPT", "FLOAT32", "TORCH", "Contender", "enter", "names", "optimizers", "others"]
+__all__ = [
+    "AMPOPT",
+    "FLOAT32",
+    "SMALL",
+    "TORCH",
+    "Contender",
+    "enter",
+    "names",
+    "optimizers",
+    "others",
+]
 
 AMPOPT = "ampopt"
 FLOAT32 = "float32"
 """ampopt with float32 parameters and gradients, beside rows of master weights."""
+SMALL: dict[str, dict[str, int]] = {"ampopt:16": {"state_bits": 16}, "ampopt:8": {"state_bits": 8}}
+"""ampopt with states in fewer bits, by the name of the column: the options."""
 TORCH = ("for-loop", "foreach", "fused")
 _OTHERS = ("apex", "optimi")
 _OTHERS_WITH_MASTERS = ("deepspeed",)
@@ -82,7 +94,7 @@ def names(device: torch.device, masters: bool = False) -> tuple[str, ...]:
         device: the device of the parameters. Some packages are for GPUs.
         masters: whether there are master weights. DeepSpeed's are on the CPU.
     """
-    ours = (AMPOPT, FLOAT32) if masters else (AMPOPT,)
+    ours = (AMPOPT, *SMALL, *((FLOAT32,) if masters else ()))
     others = _OTHERS_WITH_MASTERS if masters else ()
     if device.type == "cuda":
         others = () if masters else _OTHERS
@@ -104,16 +116,21 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
     """
     if name == FLOAT32:
         return replace(enter(AMPOPT, optimizer, params), name=FLOAT32)
-    if masters and name != AMPOPT:
+    ours = name == AMPOPT or name in SMALL
+    if masters and not ours:
         return _on_copies(params, lambda copies: enter(name, optimizer, copies))
     settings = _SETTINGS.get(optimizer, {})
     if optimizer in LACKING:
         settings = LACKING[optimizer].ours
         if name in TORCH:
             return _under_scaler(name, lacking.enter(name, optimizer, params), params)
-    if name == AMPOPT:
-        settings = {**settings, "master_weights": True} if masters else settings
-        return _ampopt(getattr(ampopt, optimizer)(params, **settings))
+    if ours:
+        kind = getattr(ampopt, optimizer)
+        if name in SMALL and not hasattr(kind, "rule"):
+            raise NotImplementedError(f"{optimizer} has no rule, and so no small states")
+        settings = {**settings, **SMALL.get(name, {})}
+        settings |= {"master_weights": True} if masters else {}
+        return _ampopt(name, kind(params, **settings))
     makers = {"apex": _apex, "optimi": _optimi, "deepspeed": _deepspeed}
     if name in makers:
         return _under_scaler(name, makers[name](optimizer, params, settings), params)
@@ -131,7 +148,7 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
     return _under_scaler(name, made, params)
 
 
-def _ampopt(optimizer: Any) -> Contender:
+def _ampopt(name: str, optimizer: Any) -> Contender:
     scale = ampopt.DynamicLossScale(init_scale=SCALE, growth_interval=_NEVER)
 
     def step(max_norm: float | None = None) -> None:
@@ -139,7 +156,7 @@ def _ampopt(optimizer: Any) -> Contender:
         result = optimizer.unscale_and_step(grads_scaled_by=scale, max_norm=max_norm)
         scale = result.scale
 
-    return Contender(AMPOPT, optimizer, step, lambda: step(_MAX_NORM))
+    return Contender(name, optimizer, step, lambda: step(_MAX_NORM))
 
 
 def _under_scaler(

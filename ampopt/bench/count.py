@@ -1,4 +1,7 @@
-"""The bytes that a step of an update rule has to move, which set the floor of its time."""
+"""The bytes that a step of an update rule has to move, and those that are allocated for it.
+
+The first set the floor of its time.
+"""
 
 import functools
 from collections.abc import Iterable
@@ -10,7 +13,21 @@ import ampopt
 from ampopt._step.hyperparameters import kind_of
 from ampopt_kernels.rule import Rule
 
-__all__ = ["bytes_by_kernel", "bytes_moved"]
+__all__ = ["bytes_allocated", "bytes_by_kernel", "bytes_moved"]
+
+
+def bytes_allocated(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the storages of parameters, gradients, states and master weights.
+
+    Args:
+        params: parameters of the model.
+        optimizer: their optimizer after its first step, or that of copies of them, which count too.
+    """
+    stepped = [param for group in optimizer.param_groups for param in group["params"]]
+    tensors = [tensor for param in (*params, *stepped) for tensor in (param, param.grad)]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def bytes_moved(optimizer: ampopt.ElementwiseOptimizer) -> int:

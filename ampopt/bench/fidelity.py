@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import ampopt
+from ampopt.bench.peers_in_8_bits import peers
 
-__all__ = ["KINDS", "Fidelity", "compare", "gradients", "maker", "table"]
+__all__ = ["KINDS", "Fidelity", "compare", "gradients", "maker", "optimizers", "table"]
 
 ELEMENTS = 8192
 LR = 1e-3
@@ -23,6 +24,7 @@ Make = Callable[[list[Tensor]], Any]
 KINDS = {
     "noise 1e-2": ("noise", 1e-2),
     "noise 1e-5": ("noise", 1e-5),
+    "noise 1e-6": ("noise", 1e-6),
     "noise 1e-7": ("noise", 1e-7),
     "mean 1e-3": ("mean", 1e-3),
     "uneven 1e-3": ("uneven", 1e-3),
@@ -64,41 +66,82 @@ def gradients(kind: str, size: float, steps: int, n: int = ELEMENTS) -> Iterator
         yield size * spread * (1 + 0.3 * x if kind == "mean" else x)
 
 
-def compare(small: Make, exact: Make, kind: str, size: float, steps: int) -> Fidelity:
-    """Run both optimizers on the same gradients, with parameters that are 0 before each step."""
-    both = [torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in range(2)]
-    optimizers = [make([param]) for make, param in zip((small, exact), both, strict=True)]
-    totals = [torch.zeros(ELEMENTS, dtype=torch.float64) for _ in both]
-    largest, lengths = [0.0, 0.0], [math.nan, math.nan]
-    for grad in gradients(kind, size, steps):
-        for i, (param, optimizer) in enumerate(zip(both, optimizers, strict=True)):
+def compare(
+    exact: Make, others: Sequence[Make], kind: str, size: float, steps: int
+) -> list[Fidelity]:
+    """Run optimizers on the same gradients, with parameters that are 0 before each step.
+
+    With such parameters the trust ratio of LAMB and LARS is 1, and Adafactor's updates are the
+    shortest it makes.
+    Sophia's estimate of the Hessian is updated in every tenth step.
+
+    Args:
+        exact: makes the optimizer with float32 states.
+        others: make those that are compared with it.
+        kind: of gradients, and their ``size``; see :func:`gradients`.
+        size: see :func:`gradients`.
+        steps: the number of steps.
+
+    Returns:
+        One for each of ``others``.
+    """
+    params = [torch.nn.Parameter(torch.zeros(ELEMENTS)) for _ in (exact, *others)]
+    makes = zip((exact, *others), params, strict=True)
+    optimizers = [make([param]) for make, param in makes]
+    sums = [torch.zeros(ELEMENTS, dtype=torch.float64) for _ in params]
+    largest, lengths = [0.0] * len(params), [math.nan] * len(params)
+    for step, grad in enumerate(gradients(kind, size, steps)):
+        for i, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
             param.grad = grad.clone()
+            if step % 10 == 0 and hasattr(optimizer, "update_hessian"):
+                optimizer.update_hessian()
             optimizer.step()
             with torch.no_grad():
                 update = param.double() / -LR
                 param.zero_()
-            totals[i] += update
+            sums[i] += update
             lengths[i] = update.norm().item()
             largest[i] = max(largest[i], update.abs().max().item())
-    error = (totals[0] - totals[1]).norm() / totals[1].norm()
-    return Fidelity(lengths[0] / lengths[1], error.item(), *largest)
+    return [
+        Fidelity(
+            lengths[i] / lengths[0],
+            ((sums[i] - sums[0]).norm() / sums[0].norm()).item(),
+            largest[i],
+            largest[0],
+        )
+        for i in range(1, len(params))
+    ]
+
+
+def optimizers() -> list[str]:
+    """Names of the optimizers of ``ampopt`` that are made from a rule."""
+    return [name for name in ampopt.__all__ if hasattr(getattr(ampopt, name), "rule")]
 
 
 def table(names: Sequence[str], steps: int) -> Iterator[str]:
-    """Lines of a Markdown table: a row for each optimizer, number of bits and kind of gradients.
+    """Lines of a Markdown table: a row for each optimizer, way to keep states and gradients.
+
+    AdamW of other packages is compared with the same float32 states; see :func:`peers`.
 
     Args:
         names: names of optimizers of ``ampopt``.
         steps: the number of steps.
     """
-    yield f"| {steps} steps | state bits | gradients | length | error | largest | float32's |"
+    yield f"| {steps} steps | states | gradients | length | error | largest | float32's |"
     yield "|---|---|---|---|---|---|---|"
-    for name, bits, (label, kind) in itertools.product(names, (16, 8), KINDS.items()):
-        found = compare(maker(name, bits), maker(name, 32), *kind, steps)
-        yield (
-            f"| {name} | {bits} | {label} | {found.length:.3f} | {found.error:.3f} | "
-            f"{found.largest:.2f} | {found.largest_exact:.2f} |"
-        )
+    for name in names:
+        ways = {"16 bits": maker(name, 16), "8 bits": maker(name, 8)}
+        ways |= peers(LR) if name == "AdamW" else {}
+        found = {
+            label: compare(maker(name, 32), list(ways.values()), *kind, steps)
+            for label, kind in KINDS.items()
+        }
+        for (i, way), label in itertools.product(enumerate(ways), KINDS):
+            of = found[label][i]
+            yield (
+                f"| {name} | {way} | {label} | {of.length:.3f} | {of.error:.3f} | "
+                f"{of.largest:.3g} | {of.largest_exact:.3g} |"
+            )
 
 
 def maker(name: str, state_bits: int) -> Make:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 import ampopt
-from ampopt.bench.contenders import FLOAT32
+from ampopt.bench.contenders import FLOAT32, SMALL
 from ampopt.bench.rows import Row
 from ampopt.bench.targets import judge
 from ampopt.environment import cpu_model, version_of
 
-__all__ = ["as_json", "costs", "environment", "table"]
+__all__ = ["as_json", "costs", "environment", "memory", "table"]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -97,6 +97,29 @@ def costs(rows: Sequence[Row]) -> str:
                 ]
             )
     return _aligned(lines, left=(0, 1, 2, 3))
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """Table of the bytes allocated for each element of a parameter, with each contender.
+
+    With small states also their time in units of that with 32 bits, in the same rounds.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row.allocated))
+    ratios = [f"{name} time" for name in SMALL]
+    lines = [["optimizer", "workload", "clip", *columns, *ratios]]
+    for row in rows:
+        each = [row.allocated.get(name) for name in columns]
+        cells = ["-" if n is None else f"{n / row.elements:.2f}" for n in each]
+        shares = [_share(row, name) for name in SMALL]
+        cells += ["-" if x is None else f"{x:.2f}" for x in shares]
+        lines.append([row.optimizer, row.workload, "yes" if row.clip else "no", *cells])
+    return _aligned(lines, left=(0, 1, 2))
+
+
+def _share(row: Row, name: str) -> float | None:
+    """The median time of a contender in units of ampopt's."""
+    inverse = row.ratio_to(name)
+    return None if inverse is None else 1 / inverse
 
 
 def _milliseconds(median: float, spread: float) -> str:

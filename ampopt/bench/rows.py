@@ -8,7 +8,7 @@ import torch
 
 import ampopt
 from ampopt.bench import contenders, workloads
-from ampopt.bench.count import bytes_moved
+from ampopt.bench.count import bytes_allocated, bytes_moved
 from ampopt.bench.measure import DeviceCost, Times, device_cost, interleaved, reason, warmed
 from ampopt.bench.memory import Streams
 
@@ -39,6 +39,8 @@ class Row:
         costs: on a GPU, the costs of each contender that ran.
         unknown: other quantities that could not be measured, and the reason.
         doubt: why the times must not be compared with targets; ``None`` if they may be.
+        allocated: bytes of parameters, gradients and states with each contender; see
+            :func:`ampopt.bench.count.bytes_allocated`.
     """
 
     optimizer: str
@@ -54,6 +56,7 @@ class Row:
     costs: dict[str, DeviceCost] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     doubt: str | None = None
+    allocated: dict[str, int] = field(default_factory=dict)
 
     @property
     def ampopt(self) -> Times | None:
@@ -124,6 +127,7 @@ class Row:
                 },
                 **{name: {"missing": why} for name, why in self.missing.items()},
             },
+            "allocated": self.allocated,
             "unknown": self.unknown,
             "doubt": self.doubt,
         }
@@ -157,6 +161,7 @@ def measure(
     restores = {contenders.FLOAT32: workloads.Gradients(wide, absent).restore} if masters else {}
     entered: list[contenders.Contender] = []
     failed: dict[str, str] = {}
+    allocated: dict[str, int] = {}
     moved = 0
     for name in contenders.names(device, masters):
         stepped, restore = params, gradients.restore
@@ -170,6 +175,7 @@ def measure(
             failed[name] = reason(error)
             continue
         entered.append(contender)
+        allocated[name] = bytes_allocated(stepped, contender.optimizer)
         if name == contenders.AMPOPT:
             moved = round(_moved(contender.optimizer) * (1 - absent))
     gradients.restore()
@@ -210,6 +216,7 @@ def measure(
                 bandwidth=None if streams is None else streams.bandwidth(times),
                 times={name: times[name] for name in steps if name in times},
                 missing=missing,
+                allocated=allocated,
                 costs=costs,
                 unknown=unknown,
             )

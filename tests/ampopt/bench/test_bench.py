@@ -20,6 +20,7 @@ import ampopt
 from ampopt.bench import __main__ as bench
 from ampopt.bench import (
     contenders,
+    fidelity,
     first_steps,
     host,
     launches,
@@ -30,10 +31,12 @@ from ampopt.bench import (
     workloads,
 )
 from ampopt.bench.count import bytes_by_kernel, bytes_moved
+from ampopt.bench.peers_in_8_bits import peers
 from ampopt.bench.targets import judge
 from ampopt_kernels.language import HAS_TRITON
 
 CPU = torch.device("cpu")
+OURS = ("ampopt", "ampopt:16", "ampopt:8")
 TINY = {
     "large": lambda on_cpu, room: ((3, 5), (7,)),
     "small": lambda on_cpu, room: ((2,),) * 4,
@@ -100,9 +103,9 @@ def test_tables_and_json_have_every_row_and_column(tiny, tmp_path, capsys):
     assert [(r["optimizer"], r["workload"], r["clip"]) for r in figures["rows"]] == expected
     for row in figures["rows"]:
         assert list(row["contenders"]) == (
-            ["for-loop", "foreach", "fused", "ampopt"]
+            ["for-loop", "foreach", "fused", *OURS]
             if row["optimizer"] == "AdamW"
-            else ["for-loop", "foreach", "ampopt", "fused"]
+            else ["for-loop", "foreach", *OURS, "fused"]
         )
         for name, there in row["contenders"].items():
             if (row["optimizer"], name) == ("RMSprop", "fused"):
@@ -124,11 +127,9 @@ def test_tables_and_json_have_every_row_and_column(tiny, tmp_path, capsys):
 
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
-    assert [line for line in lines if line[:1] == ["optimizer"]][0][3:7] == [
-        "for-loop",
-        "foreach",
-        "fused",
-        "ampopt",
+    assert [line for line in lines if line[:1] == ["optimizer"]][0][3:9] == [
+        *contenders.TORCH,
+        *OURS,
     ]
     for optimizer, workload, clip in expected:
         assert any(line[:3] == [optimizer, workload, "yes" if clip else "no"] for line in lines)
@@ -171,7 +172,7 @@ def test_whoever_fails_is_left_out_of_a_full_table(
     for row in found:
         assert row["contenders"].pop(name) == {"missing": "AssertionError: no room"}
         assert all(there["rounds"] == 3 for there in row["contenders"].values())
-        assert len(row["contenders"]) == 3
+        assert len(row["contenders"]) == 5
         assert (row["ratio"] is None) == (name == "ampopt")
     assert f"AdamW, {name}: AssertionError: no room" in capsys.readouterr().out
 
@@ -190,9 +191,7 @@ def test_what_does_not_fit_is_a_row_that_says_so(tiny, monkeypatch, tmp_path, ca
     assert [row["workload"] for row in found] == [name for name in TINY for _ in range(2)]
     for row in found:
         missing = [c for c, there in row["contenders"].items() if "missing" in there]
-        assert missing == (
-            ["for-loop", "foreach", "fused", "ampopt"] * (row["workload"] == "large")
-        )
+        assert missing == (["for-loop", "foreach", "fused", *OURS] * (row["workload"] == "large"))
     assert "SGD, ampopt: OutOfMemoryError: no room" in capsys.readouterr().out
 
 
@@ -267,6 +266,7 @@ def test_the_busiest_of_several_threads_is_timed():
         (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
         (["--masters", "--dtype", "float16", "--profile"], "--masters only times steps"),
         (["--changing", "--ranks", "2"], "--changing only times steps"),
+        (["--fidelity", "2", "--optimizer", "Muon"], "--fidelity: Muon has no rule"),
         (["--ranks", "2", "--profile"], "--ranks only times steps"),
         (["--ranks", "2", "--threads", "1", "--clock", "cpu"], "--ranks runs CPU processes"),
     ],
@@ -300,7 +300,7 @@ def test_contenders_do_the_same_work(optimizer, clip):
         try:
             contender = contenders.enter(name, optimizer, params)
         except NotImplementedError:
-            assert name == "fused" or (name, optimizer) == ("foreach", "Muon")
+            assert name == "fused" or (optimizer == "Muon" and name != "ampopt")
             continue
         for _ in range(3):
             gradients.restore()
@@ -360,6 +360,47 @@ def test_sizes_and_masters_are_rows_of_their_own(tiny, monkeypatch, tmp_path, ca
         assert row["ratio_to_float32"] == least["ampopt"] / least["float32"]
         # torch's scaler refuses to unscale float16, but not float32 copies
         assert not any("missing" in there for there in row["contenders"].values())
+
+
+def test_small_states_are_timed_and_counted_beside_those_of_32_bits(
+    tiny, monkeypatch, tmp_path, capsys
+):
+    workload = workloads.Workload("two", ((8192,),) * 2)
+    monkeypatch.setattr(workloads, "powers_of_two", lambda: [workload])
+    path = tmp_path / "figures.json"
+    asked = ("--sizes", "--masters", "--dtype", "bfloat16", "--repeats", "1")
+    run("--optimizer", "AdamW", *asked, "--json", str(path))
+    row, _ = json.loads(path.read_text())["rows"]
+    each = {name: n / workload.elements for name, n in row["allocated"].items()}
+    # Parameter, gradient, master weight and both states; of each parameter also a few scalars.
+    expected = {"ampopt": 2 + 2 + 4 + 8, "ampopt:16": 2 + 2 + 4 + 4, "ampopt:8": 2 + 2 + 4 + 2.0625}
+    assert {name: each[name] for name in expected} == pytest.approx(expected, abs=0.01)
+    # torch's step float32 copies, whose gradients are float32 too.
+    assert each["fused"] == pytest.approx(2 + 2 + 4 + 4 + 8, abs=0.01)
+    ours, small = (row["contenders"][name]["median"] for name in ("ampopt", "ampopt:8"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    printed = [line for line in lines if line[:1] == ["AdamW"]][2]
+    assert f"{each['ampopt:8']:.2f}" in printed
+    assert float(printed[-1]) == pytest.approx(small / ours, abs=0.006)
+
+
+def test_fidelity_has_a_row_for_each_way_to_keep_states_and_kind_of_gradients(capsys):
+    run("--optimizer", "AdamW", "--optimizer", "Sophia", "--fidelity", "2")
+    lines = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    rows = [[cell.strip() for cell in line] for line in lines[2:]]
+    ways = {"AdamW": ["16 bits", "8 bits", *peers(fidelity.LR)], "Sophia": ["16 bits", "8 bits"]}
+    expected = [[name, way, kind] for name in ways for way in ways[name] for kind in fidelity.KINDS]
+    assert [row[:3] for row in rows] == expected
+    assert all(float(cell) >= 0 for row in rows for cell in row[3:])
+
+
+def test_the_states_of_flashoptim_mislead_the_steps_of_small_gradients():
+    """By as much as its own kernels do in Triton's interpreter."""
+    exact, others = fidelity.maker("AdamW", 32), [*peers(fidelity.LR).values()][:1]
+    (fine,) = fidelity.compare(exact, others, "noise", 1e-2, steps=40)
+    assert fine.length == pytest.approx(1, abs=0.05)
+    (misled,) = fidelity.compare(exact, others, "noise", 1e-6, steps=40)
+    assert misled.length > 1.5
 
 
 def test_in_each_step_of_changing_another_quarter_has_no_gradient(tiny, tmp_path):
