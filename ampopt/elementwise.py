@@ -21,9 +21,18 @@ from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import next_scale_of, request_for
 from ampopt.optimizer import Optimizer
-from ampopt.options import DEFAULTS, PARAM_ROUNDING, STATE_BITS, is_stochastic, state_bits
+from ampopt.options import (
+    DEFAULTS,
+    MASTER_BITS,
+    PARAM_ROUNDING,
+    STATE_BITS,
+    is_stochastic,
+    master_bits,
+    state_bits,
+)
 from ampopt.results import Unscaled
 from ampopt_kernels.decision import Request
+from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import MASTER, Rule
 
 __all__ = ["ElementwiseOptimizer"]
@@ -32,6 +41,7 @@ _OPTIONS = {
     "master_weights": ("master_weights=True", has_masters),
     PARAM_ROUNDING: ("param_rounding='stochastic'", is_stochastic),
     STATE_BITS: ("state_bits below 32", lambda group: state_bits(group) != 32),
+    MASTER_BITS: ("master_bits=24", lambda group: master_bits(group) != 32),
 }
 """Options of param groups that torch lacks: how users set each, and whether a group has it."""
 
@@ -126,6 +136,17 @@ class ElementwiseOptimizer(Optimizer):
     placement whose shards would cut a block is a ``ValueError``. :func:`ampopt.full_state_dict`
     returns float32 states, which torch's optimizers load.
 
+    **24-bit masters.** ``master_bits=24``, with ``master_weights=True``, keeps 8 bits, int8, in
+    ``state[p]["master_param"]`` in place of a float32 copy, for parameters of 8192 elements or
+    more: the parameter is the master rounded to nearest, and the 8 bits are the difference. A step
+    rounds the master stochastically to these 24 bits, with the key of small states: within 2**-15
+    of its magnitude, and of the float32 number on average. Of float16 parameters below 2**-17 it is
+    within 2**-32, and beyond 65504 it is infinite, as they are. What else changes the parameter,
+    such as ``model.load_state_dict()``, changes the master: the 8 bits stay, less than one last
+    place of the parameter. :meth:`master_params` yields float32 copies: gradients on them are those
+    of the step, and values written to them within a loop over :meth:`params_and_masters` are
+    stored. ``unscale`` makes these copies until the step, ``unscale_and_step`` does not.
+
     **Layouts.** Parameters, gradients and states may have different memory layouts; where they
     differ, a step makes copies. Parameters may share storage. If two of them overlap, it is
     undefined which update the shared elements get.
@@ -161,6 +182,7 @@ class ElementwiseOptimizer(Optimizer):
         master_weights: bool = False,
         param_rounding: str = "nearest",
         state_bits: int = 32,
+        master_bits: int = 32,
         **kwargs: Any,
     ) -> None:
         """Create the optimizer. For its other arguments, see the class.
@@ -174,18 +196,22 @@ class ElementwiseOptimizer(Optimizer):
                 masters. Also an option of a param group.
             state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits. Also an
                 option of a param group.
+            master_bits: 32, or 24 to keep 8 bits beside each large parameter that has a master, in
+                place of a float32 copy. Also an option of a param group.
             **kwargs: the keyword arguments of the optimizer, such as ``process_group``.
 
         Raises:
             TypeError: ``master_weights`` is not a bool; or an author's class has no ``rule``.
-            ValueError: ``param_rounding`` or ``state_bits`` is unknown, or set together with
-                ``differentiable``.
+            ValueError: ``param_rounding``, ``state_bits`` or ``master_bits`` is unknown, or set
+                together with ``differentiable``; or ``master_bits`` is 24 without
+                ``master_weights``.
         """
         check_rule(getattr(self, "rule", None), type(self).__name__)
         chosen: dict[str, Any] = {
             "master_weights": master_weights,
             PARAM_ROUNDING: param_rounding,
             STATE_BITS: state_bits,
+            MASTER_BITS: master_bits,
         }
         check_options(chosen)
         super().__init__(*args, **kwargs)
@@ -201,6 +227,11 @@ class ElementwiseOptimizer(Optimizer):
                     f"{said} does not go with differentiable=True, which takes torch's own step: "
                     "leave one of them out"
                 )
+        if MASTER_BITS in chosen and not any(map(has_masters, self.param_groups)):
+            raise ValueError(
+                f"master_bits={master_bits} is how many bits a master weight has: pass "
+                "master_weights=True too"
+            )
 
     @uncompiled
     @torch.no_grad()
@@ -282,13 +313,13 @@ class ElementwiseOptimizer(Optimizer):
         """Add a param group, as torch does, maybe with options of its own.
 
         Args:
-            param_group: a dict as torch takes it, in which ``master_weights``, ``param_rounding``
-                and ``state_bits`` may be set for this group alone.
+            param_group: a dict as torch takes it, in which ``master_weights``, ``param_rounding``,
+                ``state_bits`` and ``master_bits`` may be set for this group alone.
 
         Raises:
             TypeError: ``master_weights`` is not a bool.
-            ValueError: ``param_rounding`` is neither ``"nearest"`` nor ``"stochastic"``, or
-                ``state_bits`` not 8, 16 or 32.
+            ValueError: ``param_rounding`` is neither ``"nearest"`` nor ``"stochastic"``,
+                ``state_bits`` not 8, 16 or 32, or ``master_bits`` not 24 or 32.
         """
         check_options(param_group)
         super().add_param_group(param_group)
@@ -301,9 +332,10 @@ class ElementwiseOptimizer(Optimizer):
         now, so that a skipped step changes no dtype. A state that no step can use, such as one of a
         shape that does not fit its parameter, is refused at the next step.
 
-        Whether there are master weights, how parameters are rounded, and how many bits a state has,
-        is decided by this optimizer, not by the checkpoint: states of more bits are rounded to
-        nearest.
+        Whether there are master weights, how parameters are rounded, and how many bits a state or a
+        master has, is decided by this optimizer, not by the checkpoint: states of more bits are
+        rounded to nearest. Masters are converted at the next step, when the parameters are loaded
+        too.
 
         Raises:
             TypeError: a state is neither a tensor nor a number. Nothing has changed then.
@@ -377,6 +409,8 @@ def _is_as_made(master: Tensor, param: Tensor) -> bool:
     """
     if is_dtensor(param):
         return False
+    if master.dtype == LOW_BITS:
+        return master.is_meta or not master.any()
     return master.is_meta or torch.equal(master, param.detach().to(master.dtype))
 
 

@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 
+from ampopt._step.masters import full_master
 from ampopt._step.small_states import KEYS, full_precision, has_codes, scale_key
-from ampopt.options import STATE_BITS
+from ampopt.options import MASTER_BITS, STATE_BITS
+from ampopt_kernels.rule import MASTER
 
 __all__ = ["full_state_dict"]
 
@@ -22,15 +24,15 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         optimizer: any optimizer; one without small states returns its ``state_dict()``.
 
     Returns:
-        The state dict. States that were kept in fewer bits are new float32 tensors (``DTensor``s
-        where they were); others are those of the optimizer, as in ``state_dict()``. Does not
-        synchronize.
+        The state dict. States and masters that were kept in fewer bits are new float32 tensors
+        (``DTensor``s where they were); others are those of the optimizer, as in ``state_dict()``.
+        Does not synchronize.
     """
     state_dict = optimizer.state_dict()
     rule = getattr(optimizer, "rule", None)
     if rule is None:
         return state_dict
-    states = {}
+    states, params = {}, _params_by_key(optimizer, state_dict)
     for key, state in state_dict["state"].items():
         full = dict(state) if isinstance(state, dict) else state
         for part in rule.state if isinstance(state, dict) else ():
@@ -42,8 +44,23 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 full[part.name] = value.float()
         if isinstance(full, dict):
             full.pop(KEYS, None)
+            if (master := full.get(MASTER)) is not None:
+                full[MASTER] = full_master(params[key], master)
         states[key] = full
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         group.pop(STATE_BITS, None)
+        group.pop(MASTER_BITS, None)
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def _params_by_key(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[Any, torch.Tensor]:
+    """The parameters of ``optimizer`` by their keys in ``state_dict["state"]``."""
+    groups = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
+    return {
+        key: param
+        for group, packed in groups
+        for param, key in zip(group["params"], packed["params"], strict=True)
+    }

@@ -14,13 +14,16 @@ import torch
 
 __all__ = [
     "DEFAULTS",
+    "MASTER_BITS",
     "PARAM_ROUNDING",
     "STATE_BITS",
     "OptimizerOptions",
     "RuleOptions",
+    "check_master_bits",
     "check_rounding",
     "check_state_bits",
     "is_stochastic",
+    "master_bits",
     "show_options",
     "show_torch_signature",
     "state_bits",
@@ -29,6 +32,8 @@ __all__ = [
 PARAM_ROUNDING = "param_rounding"
 """The key of this option in a param group."""
 STATE_BITS = "state_bits"
+"""The key of this option in a param group."""
+MASTER_BITS = "master_bits"
 """The key of this option in a param group."""
 
 
@@ -45,6 +50,7 @@ class RuleOptions(OptimizerOptions, total=False):
     master_weights: bool
     param_rounding: str
     state_bits: int
+    master_bits: int
     """All: see :class:`ampopt.ElementwiseOptimizer`."""
 
 
@@ -52,6 +58,7 @@ DEFAULTS = {
     "master_weights": False,
     "param_rounding": "nearest",
     "state_bits": 32,
+    "master_bits": 32,
     "process_group": None,
 }
 """The default of each option. Param groups need not have an option of this value."""
@@ -69,6 +76,11 @@ _DESCRIPTIONS = {
     "state_bits": """\
         state_bits: 32, or 16 or 8 to keep the states of large parameters in fewer bits; see
             :class:`ampopt.ElementwiseOptimizer`. Also an option of a param group.
+""",
+    "master_bits": """\
+        master_bits: 32, or 24 to keep, beside each large parameter that has a master weight, 8 bits
+            that it lacks, in place of a float32 copy; see :class:`ampopt.ElementwiseOptimizer`.
+            Also an option of a param group.
 """,
     "process_group": """\
         process_group: the ranks over which overflow and gradient norm are all-reduced; see
@@ -156,6 +168,21 @@ def check_state_bits(bits: Any) -> None:
     """
     if isinstance(bits, bool) or not isinstance(bits, int) or bits not in (8, 16, 32):
         raise ValueError(f"state_bits must be 8, 16 or 32, got {bits!r}")
+
+
+def check_master_bits(bits: Any) -> None:
+    """Raise unless ``bits`` is a value of ``master_bits``.
+
+    Raises:
+        ValueError: ``bits`` is not 24 or 32.
+    """
+    if isinstance(bits, bool) or not isinstance(bits, int) or bits not in (24, 32):
+        raise ValueError(f"master_bits must be 24 or 32, got {bits!r}")
+
+
+def master_bits(group: Mapping[str, Any]) -> int:
+    """The option ``master_bits`` of ``group``."""
+    return group.get(MASTER_BITS, 32)
 
 
 def state_bits(group: Mapping[str, Any]) -> int:

@@ -17,6 +17,7 @@ PRINTED = {
     "An optimizer of your own": ["[0.9999, 1.0001, 1.0000]"],
     "Lion, one formula": ["[0.7500, 1.2500, 1.0000]"],
     "Less memory": ["32 bits: 8.00 bytes", "16 bits: 4.00 bytes", "8 bits: 2.06 bytes"],
+    "Master weights in 24 bits": ["32 bits: 10.06 bytes", "24 bits: 7.06 bytes"],
     "Checkpoints": ["torch.float32", "torch.int8"],
     "Your own rule": ["torch.uint8"],
     "Adam, numbers of a step and flags": ["tensor(2.)", "[0.5000, 1.5000]"],

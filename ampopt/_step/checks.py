@@ -20,8 +20,10 @@ from ampopt._step.state_checks import Stepped, check_states
 from ampopt._step.torch_private import check_for_fused
 from ampopt.loss_scale.arguments import check_bool
 from ampopt.options import (
+    MASTER_BITS,
     PARAM_ROUNDING,
     STATE_BITS,
+    check_master_bits,
     check_rounding,
     check_state_bits,
     is_stochastic,
@@ -98,7 +100,8 @@ class Checks(RefersToOptimizer):
             TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is not a number, an
                 option is not a bool, or ``rule`` is not a ``Rule``; see ``check_states``.
             ValueError: a tuple of hyperparameters has another length than the default;
-                ``param_rounding`` or ``state_bits`` is unknown; see ``check_states``.
+                ``param_rounding``, ``state_bits`` or ``master_bits`` is unknown; see
+                ``check_states``.
         """
         optimizer = self.optimizer
         groups, name = optimizer.param_groups, type(optimizer).__name__
@@ -263,11 +266,13 @@ def check_options(group: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: ``master_weights`` is not a bool.
-        ValueError: ``param_rounding`` is unknown, or ``state_bits`` not 8, 16 or 32.
+        ValueError: ``param_rounding`` is unknown, ``state_bits`` not 8, 16 or 32, or
+            ``master_bits`` not 24 or 32.
     """
     check_bool("master_weights", group.get("master_weights", False))
     check_rounding(group.get(PARAM_ROUNDING, "nearest"))
     check_state_bits(group.get(STATE_BITS, 32))
+    check_master_bits(group.get(MASTER_BITS, 32))
 
 
 def _check_written_once(param: Tensor, name: str) -> None:

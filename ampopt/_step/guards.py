@@ -15,14 +15,14 @@ from ampopt._step.masters import Masters
 from ampopt._step.ranks import REPLICATED
 from ampopt._step.rows import RuleRows
 from ampopt._step.sharding import dtensor
-from ampopt.options import PARAM_ROUNDING, STATE_BITS
+from ampopt.options import MASTER_BITS, PARAM_ROUNDING, STATE_BITS
 from ampopt_kernels.native.objects import IdentityGuard, LayoutGuard, addresses
 from ampopt_kernels.rule import Rule
 
 __all__ = ["GroupGuard", "TensorGuard"]
 
 
-_OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, REPLICATED)
+_OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, MASTER_BITS, REPLICATED)
 """Entries of param groups, besides those of the rule, on which a plan depends."""
 
 
@@ -167,9 +167,9 @@ class TensorGuard:
             grads = list(map(_grad_of, self._stepped))
             self._placements = dtensor.placements(grads)
         if self._masters.unscaled:
-            for place, master in self._indexed_masters:
+            for place, _ in self._indexed_masters:
                 if grads[place] is not None:
-                    grads[place] = master.grad
+                    grads[place] = self._masters.unscaled_gradient(self._stepped[place])
         if self._dtensors:
             grads = dtensor.local_of_each(grads)
         missing = self._grads_laid_out.missing(grads)

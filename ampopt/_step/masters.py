@@ -1,4 +1,9 @@
-"""Float32 master weights of half-precision parameters, and the gradients on them."""
+"""Master weights of half-precision parameters, and the gradients on them.
+
+A master is a float32 tensor; or int8, the low bits of a 24-bit master of which the parameter is the
+other part (``ampopt_kernels.low_bits``). To hold unscaled gradients, a 24-bit master gets a float32
+copy, which is kept until the step.
+"""
 
 import warnings
 import weakref
@@ -14,15 +19,18 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_held, device_of
 from ampopt._step.sharding import dtensor
+from ampopt._step.small_states import LEAST
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
+from ampopt.options import master_bits
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import refuse_while_captured
+from ampopt_kernels.low_bits import LOW_BITS, low_bits_of, master_of, split_master
 from ampopt_kernels.rule import MASTER
 from ampopt_kernels.tensors import overlaps_itself
 from ampopt_kernels.uploads import Uploads
 
-__all__ = ["Masters", "has_masters", "needs_master"]
+__all__ = ["Masters", "full_master", "has_low_bits", "has_masters", "needs_master"]
 
 
 class _Unscaled(NamedTuple):
@@ -55,7 +63,7 @@ class _Reading(NamedTuple):
 
 
 class Masters(RefersToOptimizer):
-    """The float32 master weights of one optimizer, kept in ``state[p]["master_param"]``.
+    """The master weights of one optimizer, kept in ``state[p]["master_param"]``.
 
     See :class:`ampopt.ElementwiseOptimizer` for what users know of them.
 
@@ -76,31 +84,62 @@ class Masters(RefersToOptimizer):
         super().__init__(optimizer)
         self._kept = kept
         self.unscaled: tuple[_Unscaled, ...] = ()
+        self._copies: dict[int, Tensor] = {}  # of 24-bit masters, with gradients, by id(param)
         self.read_early: _Reading | None = None
         self._warned_of_reading = False
 
     # --- which parameter has one ------------------------------------------------------------------
 
     def of(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
-        """The master of ``param``, made if it is missing; ``None`` if ``param`` needs none."""
+        """The master of ``param``, in as many bits as ``group`` says; ``None`` if it needs none.
+
+        A master that is missing is made, and one of another number of bits is converted.
+        """
         if not (self._kept and needs_master(group, param)):
             return None
-        state = self.optimizer.state[param]
-        if state.get(MASTER) is None:
+        state, is_low = self.optimizer.state[param], has_low_bits(group, param)
+        master = state.get(MASTER)
+        if master is None:
             refuse_while_captured(
                 param.device, "master weights being made: each replay would make them anew"
             )
-            state[MASTER] = param.detach().to(torch.float32)
+            state[MASTER] = _new_low_bits(param) if is_low else param.detach().to(torch.float32)
+        elif is_low != (master.dtype == LOW_BITS) and master.shape == param.shape:
+            state[MASTER] = _low_bits(param, master) if is_low else full_master(param, master)
         return state[MASTER]
 
+    def _full(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
+        """The master of ``param``, or a float32 copy of one of 24 bits."""
+        master = self.of(group, param)
+        if master is None or master.dtype != LOW_BITS:
+            return master
+        known = self._copies.get(id(param))
+        return full_master(param, master) if known is None else known
+
+    def _with_gradient(self, param: Tensor) -> Tensor:
+        """The tensor that has the unscaled gradient of ``param``: its master, or a copy."""
+        copied = self._copies.get(id(param))
+        return self.optimizer.state[param][MASTER] if copied is None else copied
+
     def pairs(self, groups: list[dict[str, Any]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter with its master; with itself if it has none, or is frozen."""
+        """Each parameter with its master; with itself if it has none, or is frozen.
+
+        With a 24-bit master comes a float32 copy. If the caller writes to it, parameter and low
+        bits are set to the nearest number when the caller takes the next pair.
+        """
         for group in groups:
             for param in group["params"]:
                 state = self.optimizer.state.get(param, {})
                 frozen = not param.requires_grad and MASTER not in state
-                master = None if frozen else self.of(group, param)
-                yield param, param if master is None else master
+                master = None if frozen else self._full(group, param)
+                if master is None:
+                    yield param, param
+                    continue
+                seen = version(master)
+                yield param, master
+                kept = self.optimizer.state[param][MASTER]
+                if kept.dtype == LOW_BITS and version(master) != seen:
+                    _store(param, kept, master)
 
     # --- the gradients that steps read ------------------------------------------------------------
 
@@ -108,7 +147,7 @@ class Masters(RefersToOptimizer):
         """The tensor whose ``grad`` the step reads: the master, after :meth:`copy_gradients`."""
         if not self.unscaled:
             return param
-        return param if (master := self.of(group, param)) is None else master
+        return param if self.of(group, param) is None else self._with_gradient(param)
 
     def copy_gradients(self, held: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
         """Copy the gradients of parameters that have masters to the masters, to be unscaled there.
@@ -126,8 +165,10 @@ class Masters(RefersToOptimizer):
             if master is not None and master.shape != param.shape:
                 check_master(owner.name, param, master)
         for place, (index, param, owner) in enumerate(held):
-            master = self.of(groups[index], param)
+            master = self._full(groups[index], param)
             if master is not None:
+                if master is not self.optimizer.state[param][MASTER]:
+                    self._copies[id(param)] = master
                 dtensor.redistribute_gradient(param)
                 grad = param.grad
                 assert grad is not None
@@ -184,16 +225,22 @@ class Masters(RefersToOptimizer):
 
     def drop_gradients(self) -> None:
         """Remove the gradients that :meth:`copy_gradients` has put on the masters."""
+        self._copies.clear()
         if self.unscaled:
             self.unscaled = ()
             for param in self._with_masters():
                 self.optimizer.state[param][MASTER].grad = None
 
+    def unscaled_gradient(self, param: Tensor) -> Tensor | None:
+        """The unscaled gradient on the master of ``param``."""
+        return self._with_gradient(param).grad
+
     def unscaled_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The gradients of parameters, and the unscaled gradients on their masters."""
-        masters = [(grad, self.optimizer.state[p][MASTER].grad) for p, grad, _ in self.unscaled]
+        """The gradients of parameters, and the unscaled ones on their masters: local shards."""
+        masters = [(grad, self.unscaled_gradient(param)) for param, grad, _ in self.unscaled]
         both = [(grad, unscaled) for grad, unscaled in masters if unscaled is not None]
-        return [grad for grad, _ in both], [unscaled for _, unscaled in both]
+        local = dtensor.local
+        return [local(grad) for grad, _ in both], [local(unscaled) for _, unscaled in both]
 
     @contextmanager
     def restored_on_failure(self) -> Iterator[None]:
@@ -310,8 +357,44 @@ def has_masters(group: dict[str, Any]) -> bool:
 
 
 def needs_master(group: dict[str, Any], param: Tensor) -> bool:
-    """Whether ``param`` of ``group`` has a float32 master."""
+    """Whether ``param`` of ``group`` has a master."""
     return has_masters(group) and param.dtype in (torch.float16, torch.bfloat16)
+
+
+def has_low_bits(group: dict[str, Any], param: Tensor) -> bool:
+    """Whether the master of ``param`` has 24 bits, so that low bits are kept in its place.
+
+    Those of parameters of fewer than :data:`LEAST` elements, over all ranks, are float32.
+    """
+    return needs_master(group, param) and master_bits(group) == 24 and param.numel() >= LEAST
+
+
+def full_master(param: Tensor, master: Tensor) -> Tensor:
+    """``master``, or a float32 copy of it if it is the low bits of ``param``."""
+    if master.dtype != LOW_BITS:
+        return master
+    own = master_of(dtensor.local(param.detach()), dtensor.local(master))
+    return dtensor.from_local_like(own, param)
+
+
+def _new_low_bits(param: Tensor) -> Tensor:
+    own = torch.zeros_like(dtensor.local(param.detach()), dtype=LOW_BITS)
+    return dtensor.from_local_like(own, param)
+
+
+def _low_bits(param: Tensor, master: Tensor) -> Tensor:
+    """The low bits of ``param`` for the float32 ``master`` of which it is the rounded value."""
+    own = low_bits_of(dtensor.local(param.detach()), dtensor.local(master))
+    return dtensor.from_local_like(own, param)
+
+
+@torch.no_grad()
+def _store(param: Tensor, low: Tensor, master: Tensor) -> None:
+    """Set ``param`` and ``low`` to the numbers nearest to ``master``."""
+    own = dtensor.local(param.detach())
+    top, steps = split_master(dtensor.local(master), own.dtype, 0.5)
+    own.copy_(top)
+    dtensor.local(low).copy_(steps)
 
 
 def _writable(unscaled: _Unscaled) -> _Unscaled:

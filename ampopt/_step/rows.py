@@ -16,13 +16,14 @@ from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.gradients import ParamWithGrad
 from ampopt._step.hyperparameters import Variants, kind_of
-from ampopt._step.masters import Masters, needs_master
+from ampopt._step.masters import Masters, has_low_bits, needs_master
 from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMarginals, places_of
 from ampopt._step.small_states import KEYS, codecs_of, scale_key
 from ampopt.options import is_stochastic
 from ampopt_kernels.codecs import Codec
+from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
@@ -90,7 +91,7 @@ def _dependencies(
     names = [part.name for part in rule.all_state_for(flags)]
     codecs = codecs_of(rule, flags, group, param)
     names += [MASTER] * needs_master(group, param)
-    names += [KEYS] * (is_stochastic(group) or any(codecs))
+    names += [KEYS] * (is_stochastic(group) or any(codecs) or has_low_bits(group, param))
     names += [
         scale_key(part.name)
         for part, codec in zip(rule.state_for(flags), codecs, strict=True)
@@ -103,7 +104,16 @@ def _dependencies(
         else None
         for x in map(dtensor.local, stored)
     ]
-    key = place, flags, codecs, names, layouts, dtensor.placements([param]), group.get("fused")
+    key = (
+        place,
+        flags,
+        codecs,
+        names,
+        layouts,
+        dtensor.placements([param]),
+        group.get("fused"),
+        has_low_bits(group, param),
+    )
     return [rule, *stored], key
 
 
@@ -124,7 +134,8 @@ class RuleRows:
         variants: the variants of the param groups.
         flags: the flags of the rule, for each variant.
         stepped: the parameter of each row.
-        masters: ``(index, master)`` for each row whose parameter has a master.
+        masters: ``(index, master)`` for each row whose parameter has a master; of a 24-bit one,
+            the low bits.
         rows: the rows.
         grads: the gradient of each row, as kernels read it; ``None`` without a gradient.
         layouts: for each row, its gradient, or a tensor with the same layout.
@@ -256,12 +267,15 @@ class RuleRows:
         rule, local, dense = self._rule, dtensor.local, self._dense
         group = self._optimizer.param_groups[index]
         master = self._master_weights.of(group, param)
+        low = master if master is not None and master.dtype == LOW_BITS else None
         rounds, coded = _is_rounded_stochastically(group, param), any(codecs)
-        keys = keys_of(self._optimizer, param, place) if rounds or coded else None
-        p = like = gradients.real(local(param.detach() if master is None else master))
+        draws = rounds or coded or low is not None
+        keys = keys_of(self._optimizer, param, place) if draws else None
+        full = master if low is None else None
+        p = like = gradients.real(local(param.detach() if full is None else full))
         marginals = rule.marginals_for(flags)
-        # An index must give row and column, and the block of an element.
-        in_order = bool(marginals) or coded
+        # An index must give row and column, and the block and random number of an element.
+        in_order = bool(marginals) or coded or low is not None
         if in_order and not p.is_contiguous():
             like = torch.empty_like(p, memory_format=torch.contiguous_format)
         values, places = dense(p, like), Places()
@@ -272,7 +286,8 @@ class RuleRows:
         row = Row(
             grad_dtype,
             param=values,
-            copy=None if master is None else dense(local(param.detach()), like),
+            copy=None if full is None else dense(local(param.detach()), like),
+            low=None if low is None else dense(local(low), like),
             state=tuple(
                 dense(gradients.real(local(state[part.name])), like)
                 for part in rule.state_for(flags)

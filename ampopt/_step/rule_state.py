@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import small_states
+from ampopt._step.masters import full_master
 from ampopt._step.sharding import dtensor
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu.bundles import SMALL
@@ -72,7 +73,7 @@ def complete(
         complete_state: see :data:`StateCompleter`.
     """
     master = state.get(MASTER)
-    like = param if master is None else master
+    own = param.dtype if master is None else torch.float32
     scalars = rule.scalar_state_for(flags)
     if scalars and complete_state is not None:
         complete_state(state)
@@ -84,7 +85,8 @@ def complete(
             if (codec := of_states.get(part)) is not None:
                 small_states.add(state, part, param, codec, initial)
                 continue
-            state[part.name] = _new_state(part, like, _dtype_of(part, like.dtype), initial)
+            like = param if master is None or initial is not None else full_master(param, master)
+            state[part.name] = _new_state(part, like, _dtype_of(part, own), initial)
     kept = [state[part.name] for part in scalars if state.get(part.name) is not None]
     wide = torch.float64 in ([value.dtype for value in kept] or [torch.get_default_dtype()])
     for part in scalars:

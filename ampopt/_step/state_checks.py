@@ -17,6 +17,7 @@ from ampopt._step import small_states
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS
 from ampopt_kernels.codecs import Codec
+from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.rule import MASTER, Rule, State
 from ampopt_kernels.tensors import is_dense, memory_of, share_memory
 
@@ -37,7 +38,7 @@ class Stepped(NamedTuple):
         param: the parameter.
         state: its state; an empty dict before the first step.
         flags: the flags of the rule for the parameter.
-        has_master: whether the parameter has a float32 master.
+        has_master: whether the parameter has a master.
         codecs: the codec of each elementwise state, or ``None``.
         checked: whether the state is as it was at an earlier check. Then only memory that it shares
             with the states of other parameters raises.
@@ -113,18 +114,20 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:
-    """Raise if ``master``, the float32 master in the state of ``param``, is invalid.
+    """Raise if ``master``, the master in the state of ``param``, is invalid.
 
     Raises:
-        TypeError: ``master`` is not a float32 tensor; else see :func:`check_states`.
+        TypeError: ``master`` is neither a float32 tensor nor the int8 part of a 24-bit master;
+            else see :func:`check_states`.
         ValueError: see :func:`check_states`.
         RuntimeError: see :func:`check_states`.
     """
     _check_tensor(name, param, MASTER, master, State(MASTER))
-    if master.dtype != torch.float32:
+    if master.dtype not in (torch.float32, LOW_BITS):
         raise TypeError(
-            f"{_named(MASTER, name)} is {master.dtype}, and must be torch.float32: convert it, or "
-            "delete it to have it made from the parameter"
+            f"{_named(MASTER, name)} is {master.dtype}, and must be torch.float32, or the "
+            "torch.int8 of master_bits=24: convert it, or delete it to have it made from the "
+            "parameter"
         )
 
 
@@ -144,7 +147,7 @@ def _check_tensor(name: str, param: Tensor, key: str, value: Any, part: State) -
         raise TypeError(
             f"{what} is {value.layout}, and must be dense: replace it by its to_dense()"
         )
-    has_codes = value.dtype in small_states.CODES and key != MASTER
+    has_codes = value.dtype in ((LOW_BITS,) if key == MASTER else small_states.CODES)
     if not has_codes and value.dtype not in (_COMPLEX if param.is_complex() else _REAL):
         raise TypeError(
             f"{what} is {value.dtype}, which a parameter of {param.dtype} cannot have as state: "

@@ -3,7 +3,7 @@
 # pyright: reportMissingImports=false
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -102,24 +102,34 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
+def _masters_of(accelerator: Any) -> dict[Tensor, Tensor]:
+    """The master of each parameter that has one."""
+    return {
+        param: master
+        for optimizer in map(unwrapped, accelerator._optimizers)
+        if isinstance(optimizer, Optimizer)
+        for param, master in optimizer.params_and_masters()
+        if master is not param
+    }
+
+
+def _replaced_by_masters(accelerator: Any, parameters: Any) -> Iterator[Tensor]:
+    """``parameters``, a tensor or several, with masters in place of those that have one."""
+    masters = _masters_of(accelerator)
+    for param in [parameters] if isinstance(parameters, Tensor) else parameters:
+        yield masters.get(param, param)
+
+
 def _of_masters(accelerator: Any, clip: Callable[..., Any]) -> Callable[..., Any]:
     """``clip``, a method of ``accelerator``, with master weights in place of their parameters."""
 
     @functools.wraps(clip)
     def clip_masters(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        masters = {
-            param: master
-            for optimizer in map(unwrapped, accelerator._optimizers)
-            if isinstance(optimizer, Optimizer)
-            for param, master in optimizer.params_and_masters()
-            if master is not param
-        }
-        if not masters:
+        if not _masters_of(accelerator):
             return clip(parameters, *args, **kwargs)
-        # A generator, which Accelerate runs once it has unscaled: if `parameters` is
-        # master_params(), that must not be read before.
-        listed = [parameters] if isinstance(parameters, Tensor) else parameters
-        tensors = (masters.get(p, p) for p in listed)
+        # A generator, which Accelerate runs once it has unscaled: only then do 24-bit masters have
+        # tensors with gradients, and `parameters`, if it is master_params(), may be read.
+        tensors = _replaced_by_masters(accelerator, parameters)
         if accelerator.distributed_type != DistributedType.FSDP or clip.__name__ != _BY_NORM:
             return clip(tensors, *args, **kwargs)  # under FSDP it refuses to clip by value
         if not accelerator.is_fsdp2:

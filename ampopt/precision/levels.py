@@ -11,7 +11,7 @@ from ampopt.loss_scale.arguments import check_bool
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.dynamic import DynamicLossScale
 from ampopt.loss_scale.static import StaticLossScale
-from ampopt.options import STATE_BITS, check_state_bits
+from ampopt.options import MASTER_BITS, STATE_BITS, check_master_bits, check_state_bits
 from ampopt.precision.autocast import autocast
 from ampopt.precision.cast import NORMS, Model, as_tuple, cast, check_dtypes
 from ampopt.precision.presets import LEVELS
@@ -46,6 +46,7 @@ class Precision:
         master_weights: whether the optimizer keeps float32 master weights. Default ``False``.
         state_bits: how many bits the optimizer keeps its states in: 32, the default, 16 or 8; see
             :class:`ampopt.ElementwiseOptimizer`.
+        master_bits: how many bits a master weight has: 32, the default, or 24; see there.
         scaling: how the loss is scaled: ``None``, the default, for no scaling; a number for a
             static scale; a name of :meth:`ampopt.DynamicLossScale.like`; or a function that returns
             a new scale.
@@ -63,6 +64,7 @@ class Precision:
     deny: tuple[str, ...] = ()
     master_weights: bool = False
     state_bits: int = 32
+    master_bits: int = 32
     scaling: float | str | Callable[[], LossScale] | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +84,9 @@ class Precision:
         if masters and self.param_dtype.itemsize > 2:
             raise ValueError(f"{self.param_dtype} parameters need no master_weights: omit it")
         check_state_bits(self.state_bits)
+        check_master_bits(self.master_bits)
+        if self.master_bits != 32 and not masters:
+            raise ValueError(f"master_bits={self.master_bits} needs master_weights=True")
         autocast("cpu", torch.bfloat16, self.allow, self.deny, enabled=False)  # checks the names
         if not callable(self.scaling):
             self.loss_scale()
@@ -125,6 +130,8 @@ class Precision:
         options: dict[str, Any] = {"master_weights": True} if self.master_weights else {}
         if self.state_bits != 32:
             options[STATE_BITS] = self.state_bits
+        if self.master_bits != 32:
+            options[MASTER_BITS] = self.master_bits
         return options
 
     def loss_scale(self) -> LossScale | None:

@@ -12,7 +12,7 @@ from ampopt.loss_scale.arguments import check_bool, check_count, instead_of
 from ampopt.loss_scale.base import LossScale
 from ampopt.loss_scale.static import StaticLossScale
 from ampopt.optimizer import Optimizer
-from ampopt.options import state_bits
+from ampopt.options import MASTER_BITS, STATE_BITS
 from ampopt.precision.levels import Precision
 
 __all__ = [
@@ -71,7 +71,7 @@ def check_overflow(then: Any, max_replays: Any, preserve_rng: bool, cuda_graph: 
 
 
 def check_masters(precision: Any, optimizer: Optimizer) -> None:
-    """Refuse an optimizer without the master weights or state bits that ``precision`` requires."""
+    """Refuse an optimizer without the master weights or bits that ``precision`` requires."""
     if not isinstance(precision, Precision):
         raise TypeError(f"precision must be an ampopt.Precision, got {type(precision).__name__}")
     name = type(optimizer).__name__
@@ -82,12 +82,12 @@ def check_masters(precision: Any, optimizer: Optimizer) -> None:
         raise ValueError(
             f"precision requires master weights, and {name} was made without: {made_with}"
         )
-    wanted, defaults = precision.state_bits, state_bits(optimizer.defaults)
-    if wanted != 32 and wanted != defaults:
-        raise ValueError(
-            f"precision requires state_bits={wanted}, and {name} was made with {defaults}: "
-            f"{made_with}"
-        )
+    for option in (STATE_BITS, MASTER_BITS):
+        wanted, own = getattr(precision, option), optimizer.defaults.get(option, 32)
+        if wanted != 32 and wanted != own:
+            raise ValueError(
+                f"precision requires {option}={wanted}, and {name} was made with {own}: {made_with}"
+            )
 
 
 def as_scale(scale: Any) -> LossScale | None:

@@ -34,6 +34,7 @@ from ampopt_kernels.check_rule.by_triton import gpu_target
 from ampopt_kernels.decision import Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport
 from ampopt_kernels.language import HAS_TRITON, INTERPRETED
+from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Jump, Places
 from ampopt_kernels.policy import PolicyConstants
@@ -56,6 +57,8 @@ REQUESTS = (
 """Kinds of steps; see :func:`launches`. The first is compiled for all rules, the others for one."""
 SMALL_STATES = ("8 bits", "16 bits", "8 bits in columns")
 """Further kinds of steps, whose states have codecs."""
+LOW_MASTERS = ("24-bit masters", "24-bit masters and 8 bits")
+"""Further kinds of steps, of half-precision parameters with low bits."""
 QUICK = "compile fewer variants: flags all off or all on, and each kernel for one target in turn"
 
 
@@ -121,6 +124,8 @@ class Launch:
             on.append("stochastic")
         if any(constants.get("CODECS", ())):
             on.append(f"{constants['DTYPES'][2].primitive_bitwidth}_bits")
+        if constants.get("LOW"):
+            on.append("24_bit_masters")
         if constants.get("JUMPS"):
             on.append("columns")
         if constants.get("ALIGN") == 1 or constants.get("ALIGNS", (2,))[0] == 1:
@@ -194,9 +199,10 @@ def launches(case: Case) -> list[Launch]:
 
     rule: Rule = getattr(rules, case.rule)
     low = getattr(torch, case.dtype)
-    stored = torch.float32 if case.masters else low
+    has_low_bits = case.request in LOW_MASTERS
+    stored = torch.float32 if case.masters or has_low_bits else low
 
-    bits = {"8 bits": 8, "8 bits in columns": 8, "16 bits": 16}.get(case.request, 32)
+    bits = 8 if "8 bits" in case.request else 16 if case.request == "16 bits" else 32
     codecs = rule.codecs_for(case.flags, bits)
 
     def tensor(dtype: torch.dtype) -> torch.Tensor:
@@ -204,20 +210,22 @@ def launches(case: Case) -> list[Launch]:
         return elements[1:] if case.request == "unaligned" else elements[:64]
 
     by_chance = case.request.startswith("by chance")
+    draws = by_chance or any(codecs) or has_low_bits
     row = Row(
         low,
-        param=tensor(stored),
+        param=tensor(low if has_low_bits else stored),
         state=tuple(
             tensor(part.dtype or stored if codec is None else codec.dtype)
             for part, codec in zip(rule.state_for(case.flags), codecs, strict=True)
         ),
         copy=tensor(low) if case.masters else None,
+        low=tensor(LOW_BITS) if has_low_bits else None,
         scalars=tuple(
             torch.zeros((), dtype=part.dtype) if part in rule.scalar_state_for(case.flags) else None
             for part in rule.scalar_state
         ),
         flags=case.flags,
-        keys=torch.zeros((), dtype=torch.int64) if by_chance or any(codecs) else None,
+        keys=torch.zeros((), dtype=torch.int64) if draws else None,
         rounds=by_chance,
         places=Places(0, (Jump(128, 0, 128),) * case.request.endswith("in columns")),
         codecs=codecs,
@@ -254,6 +262,8 @@ def launches(case: Case) -> list[Launch]:
         "8 bits": Request(check=False),
         "8 bits in columns": Request(check=False),
         "16 bits": Request(check=False),
+        "24-bit masters": Request(check=False),
+        "24-bit masters and 8 bits": Request(check=False),
         "accumulate": Request(scale=scale, accumulate=True, apply=False),
         "accumulate anew": Request(scale=scale, accumulate=True, apply=False),
         "accumulate or reject": Request(
@@ -306,6 +316,9 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         if name == of_small_states and dtype in ("float32", "bfloat16"):  # or master weights
             for request in SMALL_STATES:
                 yield Case(name, every[0], dtype, request, masters=dtype == "bfloat16")
+        if name == of_small_states and dtype in ("float16", "bfloat16"):
+            for request in LOW_MASTERS:
+                yield Case(name, every[0], dtype, request)
 
 
 def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False) -> list[Task]:

@@ -258,7 +258,8 @@ def uniform(position: Tensor, key: int | Tensor, state: int) -> Tensor:
     Args:
         position: place of each element, int64; see ``places``.
         key: key of the parameter at this step, a number or 0-d int64.
-        state: the index of the state. Two states share the bits of a random number.
+        state: the index of the state; -1 for a 24-bit master. Two states share the bits of a
+            random number.
     """
     keys = torch.as_tensor(key, device=position.device)
     return _uniform_half(_bits(position, _key_of_pair(keys, state // 2)), state % 2)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ampopt_kernels import codecs
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.gradient_reports import GradientReport, measured
+from ampopt_kernels.low_bits import master_of, split_master
 from ampopt_kernels.marginals import LineSums, advance, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.step import Backend, as_tensor, reciprocal, widened
@@ -119,7 +120,7 @@ class Eager(Backend):
         assert rule is not None
         for index, row, grad, given in _before_reduce(work, rule, decision):
             if row.marginals is not None and row.marginals.shard is not None:
-                read = (grad, *row.written[: 1 + len(row.state)])
+                read = (grad, *row.read)
                 found[index] = sums_of(rule, row.marginals, row.flags, read, given)
         return found
 
@@ -133,7 +134,7 @@ class Eager(Backend):
         sums = list(sums)
         for index, row, whole, given in _before_reduce(work, rule, decision):
             dtype, (*factor, h) = row.compute_dtype, (*given[:2], given[2:])
-            read = (whole, *row.written[: 1 + len(row.state)])
+            read = (whole, *row.read)
             if row.marginals is not None:
                 of_lines = decision.lines.get(index)
                 if of_lines is None:
@@ -174,7 +175,8 @@ class Eager(Backend):
                     position = row.places.after(start).of(grad.numel(), work.device)
                 g = grad.to(dtype) * _cast(inverse, dtype) * _cast(clip, dtype)
                 loaded = codecs.decoded_each(stored[1:n], row.codecs, row.scales_at(start, end))
-                param, *state = (t.to(dtype) for t in (stored[0], *loaded))
+                full = stored[0] if row.low is None else master_of(stored[0], stored[n])
+                param, *state = (t.to(dtype) for t in (full, *loaded))
                 update = rule.torch_update_in(dtype)
                 at = rule.at(param, position)
                 read = (*state, *row.row_column_factors(start, end))
@@ -182,6 +184,9 @@ class Eager(Backend):
                 copy = () if row.copy is None else (param,)
                 if row.rounds and row.keys is not None and position is not None:
                     param = stochastically(param, position, row.keys)
+                if row.low is not None and row.keys is not None and position is not None:
+                    u = codecs.uniform(position, row.keys, -1)
+                    param, *copy = split_master(param, stored[0].dtype, u)
                 stored += [x for x in row.scales_at(start, end) if x is not None]
                 states, scales = codecs.encoded_each(state, row.codecs, position, row.keys)
                 start = end

@@ -12,6 +12,7 @@ from torch import Tensor
 from ampopt_kernels import codecs
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.gradient_reports import NOBODY, Owner
+from ampopt_kernels.low_bits import master_of
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.rule import Rule
@@ -38,6 +39,8 @@ class Row:
             the dtype that the rule declares, or that of the codec.
         copy: the low-precision parameter that gets ``param`` rounded, if ``param`` is a master
             weight: n elements, float16 or bfloat16.
+        low: the bits that ``param``, float16 or bfloat16, lacks of its 24-bit master weight: n
+            elements, int8; see ``low_bits``. ``None`` without such a master.
         scalars: scalar states, 0-d, float32 or float64, in the order of ``rule.scalar_state``;
             ``None`` for each that does not exist under ``flags``.
         flags: values of ``rule.flags``. In a step that accumulates, one flag: whether the sum,
@@ -62,6 +65,7 @@ class Row:
     param: Tensor | None = None
     state: tuple[Tensor, ...] = ()
     copy: Tensor | None = None
+    low: Tensor | None = None
     scalars: tuple[Tensor | None, ...] = ()
     flags: tuple[bool, ...] = ()
     group: int = 0
@@ -81,8 +85,16 @@ class Row:
 
     @property
     def written(self) -> tuple[Tensor, ...]:
-        """The tensors that ``update`` writes, in its order: parameter, states, copy."""
-        return tuple(t for t in (self.param, *self.state, self.copy) if t is not None)
+        """The tensors that ``update`` writes: parameter, states, and copy or low bits."""
+        every = (self.param, *self.state, self.copy, self.low)
+        return tuple(t for t in every if t is not None)
+
+    @property
+    def read(self) -> tuple[Tensor, ...]:
+        """Parameter and states, as a rule reads them but for codecs: of a 24-bit master, itself."""
+        assert self.param is not None
+        full = self.param if self.low is None else master_of(self.param, self.low)
+        return (full, *self.state)
 
     @property
     def is_coded(self) -> bool:

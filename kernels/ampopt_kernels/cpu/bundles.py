@@ -150,8 +150,8 @@ class Bundle:
         param: the flat tensor that the rule updates: of a single row its parameter, else scratch
             for all parameters.
         rest: the other flat tensors that the rule writes: the states, each a view over all rows,
-            or scratch; and of a single row the low-precision copy of the parameter, if it has one,
-            and the scales of states with codecs.
+            or scratch; and of a single row the low-precision copy of the parameter, or the low bits
+            of its master, if it has one, and the scales of states with codecs.
         grad: flat scratch for all gradients; ``None`` for a single row.
         copies: copies parameters and gradients to scratch and back; ``None`` for a single row.
         rounded: copies the scratch to the low-precision copies of the parameters, if there are any.
@@ -207,7 +207,8 @@ class Bundle:
         rounded = [row.copy for row in rows if row.copy is not None]
         params, marginals = _params(rows), _end_to_end([r.marginals for r in rows if r.marginals])
         if len(rows) == 1:
-            rest += [flat(c) for c in rounded] + [s for s in rows[0].scales if s is not None]
+            rest += [flat(c) for c in (*rounded, rows[0].low) if c is not None]
+            rest += [s for s in rows[0].scales if s is not None]
             alone = flat(params[0]), rest
             return Bundle(rows, *where, *alone, marginals=marginals)
         size = sum(p.numel() for p in params)
@@ -237,7 +238,7 @@ class Bundle:
 
     @property
     def read(self) -> list[Tensor]:
-        """The flat states, and the scales of those that have some."""
+        """The flat states, the low bits of a master, and the scales of states that have some."""
         n = len(self.rows[0].state) + (self.rows[0].copy is not None and self.copies is None)
         return self.states + self.rest[n:]
 
@@ -354,7 +355,7 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
     total = 0
     for place, (row, param) in enumerate(zip(rows, _params(rows), strict=True)):
         size = param.numel()
-        if not 0 < size <= SMALL or row.is_coded:
+        if not 0 < size <= SMALL or row.is_coded or row.low is not None:
             runs.append([place])
         elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
             bundle.append(place)

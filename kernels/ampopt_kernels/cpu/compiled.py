@@ -304,6 +304,7 @@ def _key(rule: Rule, bundle: Bundle, width: int, role: str) -> _Key:
     updates, row = role == "update", bundle.rows[0]
     writes_copy = updates and (bundle.copies is None or _fits_in_place(bundle))
     copies = [row.copy] if writes_copy and row.copy is not None else []
+    copies += [] if row.low is None else [row.low]
     dtypes = (row.grad_dtype, *(t.dtype for t in (bundle.param, *bundle.states, *copies)))
     rounds_stochastically = updates and row.rounds
     jumps = len(row.places.jumps) if updates else 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ampopt_kernels import places, random_numbers, stochastic, torch_language
+from ampopt_kernels import low_bits, places, random_numbers, stochastic, torch_language
 from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu.codecs import CODES, CodedStates
 from ampopt_kernels.cpu.dtypes import DTYPES
@@ -29,6 +29,7 @@ from ampopt_kernels.cpu.loops import (
     UPDATE,
     WHOLE_BLOCKS,
 )
+from ampopt_kernels.cpu.low_bits import LowBits
 from ampopt_kernels.cpu.sums import BLOCK, PART
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
@@ -70,8 +71,8 @@ def source_of(
     Args:
         rule: the update rule.
         flags: its flags.
-        dtypes: the dtypes of gradient, parameter, elementwise states and low-precision copy, if
-            there is one.
+        dtypes: the dtypes of gradient, parameter, elementwise states, and the low-precision copy
+            or the low bits of a 24-bit master, if there are any.
         width: the length of ``h``: the reciprocal of the scale, the clip coefficient, and the
             numbers that the function takes as ``h``.
         role: which function: ``"update"``, ``"reduce"`` or ``"averages"``. Only ``"update"`` may
@@ -90,6 +91,9 @@ def source_of(
     if role == "update":
         block = max(BLOCK, *(codec.block for codec in codecs if codec is not None), 1)
     coded = CodedStates(program, codecs, len(dtypes), block)
+    n_state = len(rule.state_for(flags))
+    low, n_tensors = LowBits(program, dtypes, 2 + n_state), len(dtypes)
+    dtypes = dtypes[: n_tensors - bool(low)]
     for i, dtype in enumerate(dtypes):
         pointer = f"{(CODES.get(dtype) or DTYPES[dtype]).c_type}*"
         program.before.append(f"{pointer} __restrict t{i} = static_cast<{pointer}>(tensors[{i}]);")
@@ -99,15 +103,16 @@ def source_of(
     grad, *stored = (
         coded.decoded(i, program)
         if i in coded
-        else program.new(compute, DTYPES[dtype].load.format(_element(i, dtype)), True)
+        else program.new(
+            compute, low.joined(i, DTYPES[dtype].load.format(_element(i, dtype))), True
+        )
         for i, dtype in enumerate(dtypes)
     )
-    n_state = len(rule.state_for(flags))
     function = torch_language.bind(getattr(rule, role), LANGUAGE)
     marginals, state = rule.marginals_for(flags), stored[1 : 1 + n_state]
     filled = coded.scales()
-    for i, part in enumerate(marginals if role != "averages" else (), len(dtypes)):
-        m, n = (f"(int64_t)tensors[{len(dtypes) + len(marginals) + k}]" for k in range(2))
+    for i, part in enumerate(marginals if role != "averages" else (), n_tensors):
+        m, n = (f"(int64_t)tensors[{n_tensors + len(marginals) + k}]" for k in range(2))
         c, rows = C_TYPES[compute], str(part.shape == "rows").lower()
         program.before.append(f"{c} t{i}[BLOCK];")
         program.before.append(f"Spread<{c}> spread{i}(tensors[{i}], {rows}, {m}, {n}, start);")
@@ -115,6 +120,7 @@ def source_of(
         state.append(program.new(compute, f"t{i}[i - block]", True))
     given = (stored[0], grad * inverse * clip, tuple(state), tuple(rest), flags)
     preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(marginals)}"
+    preamble += low_bits.CPP * bool(low)
     if role != "update":
         loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
         terms = function(*given)
@@ -123,10 +129,10 @@ def source_of(
         read = [i for i, x in enumerate((grad, *stored)) if x.used]
         filled += _widened(dtypes, (grad, *stored), coded)
         of_rows = ", ".join(str(int(part.shape == "rows")) for part in marginals)
-        sizes = {"part": PART, "n_terms": len(terms), "n_tensors": len(dtypes), "width": width}
+        sizes = {"part": PART, "n_terms": len(terms), "n_tensors": n_tensors, "width": width}
         text = loop.format(**sizes, of_rows=of_rows, **program.body(read, filled))
         return Source(preamble + text, program.exact and role == "reduce")
-    keyed = rounds_stochastically or bool(coded)
+    keyed = rounds_stochastically or bool(coded) or bool(low)
     if rule.draws or keyed:
         preamble += random_numbers.CPP
         program.place = "position + i"
@@ -150,7 +156,10 @@ def source_of(
         value = cast(param, torch.float32)
         program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, {program.place}, key);")
     written = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
-    for i, dtype, value in written[rounds_stochastically:]:
+    if low:
+        program.each.append(low.stored(cast(param, torch.float32)))
+        program.after += low.split(program.place, DTYPES[dtypes[1]])
+    for i, dtype, value in written[rounds_stochastically or bool(low) :]:
         if i in coded:
             program.each.append(f"{coded.element(i)} = {cast(value, torch.float32)};")
             continue
@@ -163,7 +172,7 @@ def source_of(
     width += (rule.draws or keyed) + keyed + places.NUMBERS * jumps
     body = program.body(range(1 + len(stored)), filled)
     blocks = (WHOLE_BLOCKS if coded else BLOCKS).format(**body)
-    n_tensors = 1 + len(stored) + coded.n_scales
+    n_tensors += coded.n_scales
     text = UPDATE.format(width=width, n_tensors=n_tensors, before=body["before"], blocks=blocks)
     return Source(preamble + text, program.exact)
 

@@ -12,6 +12,7 @@ from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu.bundles import Bundle, BundleSlice
 from ampopt_kernels.cpu.sums import sum_terms
 from ampopt_kernels.eager import CHUNK
+from ampopt_kernels.low_bits import has_low_bits, master_of, split_master, with_master
 from ampopt_kernels.marginals import Marginals, sums_of
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import stochastically
@@ -60,7 +61,7 @@ class _Functions:
     def reduce(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> Tensor:
         """Return the terms of the rule summed over each slice: float64, shape (slices, terms)."""
         sums = [
-            sum_terms(self.rule, self.flags, views, part.h, marginals, self.codecs)
+            sum_terms(self.rule, self.flags, self._read(views), part.h, marginals, self.codecs)
             for part, views, marginals in self._each(slices, tensors)
         ]
         return torch.stack(sums)
@@ -68,11 +69,15 @@ class _Functions:
     def averages(self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over matrix rows or columns of each slice; see :func:`sums_of`."""
         sums = (
-            sums_of(self.rule, marginals, self.flags, views, part.h)
+            sums_of(self.rule, marginals, self.flags, self._read(views), part.h)
             for part, views, marginals in self._each(slices, tensors)
             if marginals is not None
         )
         return list(map(torch.cat, zip(*sums, strict=True)))
+
+    def _read(self, views: list[Tensor]) -> list[Tensor]:
+        """Return the tensors of a slice with a 24-bit master in place of its two parts."""
+        return with_master(views, len(self.rule.state_for(self.flags)))
 
     def _each(
         self, slices: Sequence[BundleSlice], tensors: Sequence[Tensor]
@@ -101,8 +106,8 @@ def apply_rule(
         rule: the update rule.
         flags: its flags.
         tensors: the gradient, which is only read, the parameter, the states, and optionally a
-            low-precision copy of the parameter, which is only written. All flat and of one size.
-            Then the scales of the states that have some.
+            low-precision copy of the parameter, which is only written, or the low bits of its
+            24-bit master. All flat and of one size. Then the scales of the states that have some.
         part: the numbers that the rule takes for these elements.
         marginals: the row and column statistics of the parameter, if the rule has any; then
             ``tensors`` are those of a whole parameter.
@@ -114,6 +119,7 @@ def apply_rule(
     n, scales = tensors[0].numel(), ()
     if of_states:
         *tensors, scales = codecs.with_scales(tensors, of_states)
+    splits = has_low_bits(tensors, n_states)
     for start in range(0, n, CHUNK):
         grad, *stored = tensors if n <= CHUNK else [t[start : start + CHUNK] for t in tensors]
         g = times(grad.to(dtype), inverse, clip)
@@ -126,12 +132,17 @@ def apply_rule(
             own_scales = codecs.scales_at(scales, of_states, start, start + grad.numel())
             values[1:] = codecs.decoded_each(values[1:], of_states, own_scales)
             written += [x for x in own_scales if x is not None]
+        if splits:
+            values[0] = master_of(stored[0], stored[-1])
         param, *state = [t.to(dtype) for t in values]
         at = rule.at(param, position)
         new_param, new_state = update(param, g, (*state, *factors), tuple(rest), flags, *at)
         if part.rounds and part.key is not None and position is not None:
             new_param = stochastically(new_param, position, part.key)
         copies, new_scales = [new_param] * (len(stored) - 1 - n_states), []
+        if splits and part.key is not None and position is not None:
+            u = codecs.uniform(position, part.key, -1)
+            new_param, *copies = split_master(new_param, stored[0].dtype, u)
         if of_states:
             new_state, new_scales = codecs.encoded_each(new_state, of_states, position, part.key)
         for old, new in zip(written, (new_param, *new_state, *copies, *new_scales), strict=True):

@@ -480,6 +480,7 @@ def _updates(work: Work, coefficients: Tensor, h: Tensor) -> Iterator[tuple[int,
                 "FLAGS": row.flags,
                 "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
                 "COPIED": row.copy is not None,
+                "LOW": row.low is not None,
                 "STOCHASTIC": row.rounds,
                 "KEYED": row.keys is not None,
                 "DRAWS": rule.draws,
@@ -506,7 +507,7 @@ def _reductions(
     assert rule is not None
     for group in table.launches:
         row = group.like
-        n = 2 + len(row.state)
+        n = 2 + len(row.state) + (row.low is not None)
         yield (
             group.programs,
             {
@@ -527,6 +528,7 @@ def _reductions(
                 "EVEN": group.even,
                 "FACTORS": len(row.dtypes),
                 **codecs.decoding_arguments(row.codecs, n),
+                "LOW": row.low is not None,
                 "SCALES": 2 + state_columns(rule),
                 "COLUMNS": table.columns,
                 "CHUNK": table.chunk,

@@ -17,6 +17,7 @@ from torch import Tensor
 from ampopt_kernels.language import kernel, tl
 from ampopt_kernels.marginals import EVEN, LineSums, Marginals, advance_stack
 from ampopt_kernels.triton.launch import TRITON_DTYPES
+from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.table import Table
 from ampopt_kernels.work import Row, Work
 
@@ -194,7 +195,7 @@ def line_launches(
     for group in lines.launches:
         row = group.like
         assert row.marginals is not None
-        n = 2 + len(row.state)
+        n = 2 + len(row.state) + (row.low is not None)
         yield (
             group.stop - group.start,
             {
@@ -209,6 +210,7 @@ def line_launches(
                 "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in row.dtypes[:n]),
                 "COMPUTE": TRITON_DTYPES[row.compute_dtype],
                 "ALIGNS": (16 if group.aligned else 1,) * n,
+                "LOW": row.low is not None,
                 "N_H": h.shape[1],
                 "TERM": group.term,
                 "OF_ROWS": row.marginals.of_rows[group.term],
@@ -265,6 +267,7 @@ def line_kernel(
     DTYPES: tl.constexpr,
     COMPUTE: tl.constexpr,
     ALIGNS: tl.constexpr,
+    LOW: tl.constexpr,
     N_H: tl.constexpr,
     TERM: tl.constexpr,
     OF_ROWS: tl.constexpr,
@@ -292,9 +295,11 @@ def line_kernel(
         sums: float64, shape (sums of all tiles,), written.
         RULE: the rule's ``averages``.
         FLAGS: tuple of bool, the rule's flags.
-        DTYPES: dtypes of the gradient, the parameter and each elementwise state.
+        DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the low bits if
+            there are any.
         COMPUTE: the arithmetic dtype, float32 or float64.
         ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
+        LOW: whether the last of ``DTYPES`` are the low bits of a 24-bit master.
         N_H: the number of scalars that ``RULE`` takes as ``h``.
         TERM: the index of the term among those that ``RULE`` returns.
         OF_ROWS: whether lines are rows; otherwise they are columns.
@@ -348,7 +353,8 @@ def line_kernel(
             # A stream that no term uses costs nothing: the compiler removes the unused load.
             values = values + (tl.load(streams[i] + at, mask=live, other=0).to(COMPUTE),)
         grad = values[0] * inverse * clip  # pyright: ignore
-        term = RULE(values[1], grad, values[2:], h, FLAGS)[TERM]  # pyright: ignore
+        param, state = with_master(values, LOW, DTYPES)
+        term = RULE(param, grad, state, h, FLAGS)[TERM]  # pyright: ignore
         total += tl.where(live, term.to(tl.float64), 0.0)
     where = sums + tl.load(tile + 3) + tl.arange(0, LINES)
     tl.store(where, tl.sum(total, 1), mask=there)

@@ -7,6 +7,7 @@ kept in float64, such as NovoGrad's ``exp_avg_sq``, and in float64 parameters; s
 
 from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.triton.codecs import decoded, scales_at
+from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.marginals import factors_of, load_factors
 
 __all__ = ["reduce_kernel", "sum_kernel"]
@@ -32,6 +33,7 @@ def reduce_kernel(
     FACTORS: tl.constexpr,
     CODECS: tl.constexpr,
     DECODES: tl.constexpr,
+    LOW: tl.constexpr,
     SOURCES: tl.constexpr,
     SCALES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -55,7 +57,8 @@ def reduce_kernel(
         sums: float64, shape (programs of all launches, N_TERMS), written.
         RULE: the rule's ``reduce``.
         FLAGS: tuple of bool, the rule's flags.
-        DTYPES: dtypes of the gradient, the parameter and each elementwise state.
+        DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the low bits if
+            there are any.
         COMPUTE: the arithmetic dtype, float32 or float64.
         ALIGNS: for each of ``DTYPES``, a power of two in bytes that divides the addresses.
         N_H: the number of scalars that ``RULE`` takes as ``h``.
@@ -66,6 +69,7 @@ def reduce_kernel(
         FACTORS: the column of ``table`` with the address of the first factor.
         CODECS: for each of ``DTYPES`` what is known of its codec when compiling; see ``codecs.py``.
         DECODES: for each of ``DTYPES`` the function ``decode`` of its codec, or ``None``.
+        LOW: whether the last of ``DTYPES`` are the low bits of a 24-bit master.
         SOURCES: a text that changes with the source of a codec.
         SCALES: the column of ``table`` with the address of the first state's scales.
         COLUMNS: the width of ``table``.
@@ -101,14 +105,14 @@ def reduce_kernel(
     for offset in range(0, whole, BLOCK):
         totals = _with_block(
             totals, streams, offset, end, inverse, clip, h, factors_at, place,
-            scales, RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, CODECS, DECODES, False,
-            BLOCK,
+            scales, RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, CODECS, DECODES, LOW,
+            False, BLOCK,
         )  # fmt: skip
     if whole < end:
         totals = _with_block(
             totals, streams, whole, end, inverse, clip, h, factors_at, place,
-            scales, RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, CODECS, DECODES, True,
-            BLOCK,
+            scales, RULE, FLAGS, DTYPES, COMPUTE, N_TERMS, OF_ROWS, EVEN, CODECS, DECODES, LOW,
+            True, BLOCK,
         )  # fmt: skip
     for i in tl.static_range(N_TERMS):
         tl.store(sums + program.to(tl.int64) * N_TERMS + i, tl.sum(totals[i], 0))
@@ -135,6 +139,7 @@ def _with_block(
     EVEN: tl.constexpr,
     CODECS: tl.constexpr,
     DECODES: tl.constexpr,
+    LOW: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -151,8 +156,9 @@ def _with_block(
             x = decoded(x, scales, offset, end, i, CODECS, DECODES, MASKED, BLOCK)
         values = values + (x.to(COMPUTE),)
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
-    state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)
-    terms = RULE(values[1], grad, state, h, FLAGS)  # pyright: ignore
+    param, state = with_master(values, LOW, DTYPES)
+    state = state + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)
+    terms = RULE(param, grad, state, h, FLAGS)  # pyright: ignore
     new = ()
     for i in tl.static_range(N_TERMS):
         wide = terms[i].to(tl.float64)

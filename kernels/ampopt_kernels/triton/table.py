@@ -9,7 +9,7 @@ name                columns    meaning
 grad                1          address of the gradient; 0 for a row that this step leaves unchanged
 param               1          address of the parameter, or of its float32 master weight
 states              1 each     addresses of the elementwise states
-copy                0 or 1     address of the low-precision copy of a master weight
+copy                0 or 1     address of the low-precision copy, or low bits, of a master weight
 factors             1 each     addresses of the factors of rows and columns; see ``marginals``
 m, n                0 or 2     rows and columns of a matrix, if there are factors
 (padding)                      0, up to the same number of columns in every row

@@ -8,8 +8,10 @@ computes them by ``language.power``, or from sums (``reduce.py``).
 """
 
 from ampopt_kernels.language import jit, kernel, rounded, tl
+from ampopt_kernels.low_bits import split
 from ampopt_kernels.stochastic import rounded_stochastically
 from ampopt_kernels.triton.codecs import decoded, scales_at, store_codes, uniform_of
+from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.marginals import factors_of, load_factors
 
 __all__ = ["update_kernel"]
@@ -26,6 +28,7 @@ def update_kernel(
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
+    LOW: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DRAWS: tl.constexpr,
     JUMPS: tl.constexpr,
@@ -63,10 +66,12 @@ def update_kernel(
             wrote.
         RULE: the rule's ``update``.
         FLAGS: tuple of bool, the rule's flags.
-        DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the copy if
-            there is one: the first columns of ``table``, in this order.
+        DTYPES: dtypes of the gradient, the parameter, each elementwise state, and the copy or the
+            low bits if there are any: the first columns of ``table``, in this order.
         COPIED: whether the last of ``DTYPES`` is a low-precision copy of the parameter, which is
             only written.
+        LOW: whether the last of ``DTYPES`` are the low bits of a 24-bit master; see
+            ``ampopt_kernels.low_bits``.
         STOCHASTIC: whether the parameter, in bfloat16, is rounded stochastically.
         DRAWS: whether the rule draws random numbers, and so takes positions of elements.
         JUMPS: the number of gaps in the positions of a row's elements; see
@@ -140,6 +145,7 @@ def update_kernel(
             FLAGS,
             DTYPES,
             COPIED,
+            LOW,
             STOCHASTIC,
             DRAWS,
             COMPUTE,
@@ -154,8 +160,8 @@ def update_kernel(
     if whole < end:
         _update_block(
             streams, whole, end, inverse, clip, h, key, position, jumps, factors_at, place,
-            scales, RULE, FLAGS, DTYPES, COPIED, STOCHASTIC, DRAWS, COMPUTE, OF_ROWS, EVEN, CODECS,
-            DECODES, ENCODES, True, BLOCK,
+            scales, RULE, FLAGS, DTYPES, COPIED, LOW, STOCHASTIC, DRAWS, COMPUTE, OF_ROWS, EVEN,
+            CODECS, DECODES, ENCODES, True, BLOCK,
         )  # fmt: skip
 
 
@@ -177,6 +183,7 @@ def _update_block(
     FLAGS: tl.constexpr,
     DTYPES: tl.constexpr,
     COPIED: tl.constexpr,
+    LOW: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     DRAWS: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -201,15 +208,19 @@ def _update_block(
         values = values + (x.to(COMPUTE),)
     # Two products, so that clipping rounds as it does for gradients that `unscale` has divided.
     grad = values[0] * inverse * clip  # pyright: ignore[reportGeneralTypeIssues]
-    state = values[2:] + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)
+    old, state = with_master(values, LOW, DTYPES)
+    state = state + load_factors(factors, place, at, live, OF_ROWS, EVEN, MASKED)
     places = _places_of(position, jumps, at)
     if DRAWS:
-        param, state = RULE(values[1], grad, state, h, FLAGS, (places, values[1]))  # pyright: ignore
+        param, state = RULE(old, grad, state, h, FLAGS, (places, old))  # pyright: ignore
     else:
-        param, state = RULE(values[1], grad, state, h, FLAGS)  # pyright: ignore
+        param, state = RULE(old, grad, state, h, FLAGS)  # pyright: ignore
     new = (param,) + state
     if COPIED:
         new = new + (param,)
+    if LOW:
+        top, steps = split(param, uniform_of(places, key, 1), DTYPES[1] == tl.float16)  # pyright: ignore
+        new = (top,) + state + (steps,)
     for i in tl.static_range(len(new)):
         if len(CODECS[i + 1]) > 0:
             store_codes(

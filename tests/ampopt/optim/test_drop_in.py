@@ -57,7 +57,8 @@ def test_a_constructor_shows_the_arguments_that_it_takes(cls):
     assert list(shown.values())[: len(torchs)] == list(torchs.values())
     added = {name: shown[name] for name in list(shown)[len(torchs) :]}
     assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in added.values())
-    options = {"master_weights": False, "param_rounding": "nearest", "state_bits": 32}
+    options = {"master_weights": False, "param_rounding": "nearest"}
+    options |= {"state_bits": 32, "master_bits": 32}
     of_rules = options if cls in BY_RULE else {}
     assert {name: option.default for name, option in added.items()} == {
         **of_rules,

@@ -72,6 +72,36 @@ def test_ranks_keep_what_one_process_would(four_ranks, state_bits):
             assert ours == theirs, shape
 
 
+def stepped_halves(sharded: bool) -> list[dict[str, str]]:
+    """As :func:`stepped`, of bfloat16 parameters with 24-bit masters."""
+    ampopt.set_backend("eager")
+    of = places() if sharded else [(None, [])] * len(SHAPES)
+
+    def placed(seed: int, i: int) -> Any:
+        value = numbers(SHAPES[i], seed).bfloat16()
+        return spread(value, *of[i]) if sharded else value
+
+    params: Any = [Parameter(placed(i, i)) for i in range(len(SHAPES))]
+    optimizer = ampopt.AdamW(params, lr=0.25, master_weights=True, master_bits=24)
+    for step in range(2):
+        for i, p in enumerate(params):
+            p.grad = placed(10 * step + i + 10, i)
+        optimizer.unscale(2.0)
+        optimizer.step_after_unscale()
+    ampopt.set_backend("auto")
+    masters = [whole(master) for master in optimizer.master_params()]
+    kept = [{k: whole(v) for k, v in optimizer.state[p].items()} for p in params]
+    assert optimizer.state[params[0]]["master_param"].dtype == torch.int8
+    return [{"master": m, **state} for m, state in zip(masters, kept, strict=True)]
+
+
+def test_ranks_keep_the_24_bit_masters_of_one_process(four_ranks):
+    alone = stepped_halves(sharded=False)
+    for found in four_ranks.run(stepped_halves, True, timeout=60):
+        for shape, ours, theirs in zip(SHAPES, found, alone, strict=True):
+            assert ours == theirs, shape
+
+
 def refused(shape: tuple[int, ...], dim: int, option: int) -> str:
     """What a step says of shards, and that it has changed nothing."""
     from torch.distributed.tensor import Shard
@@ -97,19 +127,23 @@ def test_a_shard_that_would_cut_a_block_is_refused_on_all_ranks(four_ranks, shap
     assert four_ranks.run(refused, shape, dim, 16) == [""] * 4
 
 
-def made(state_bits: int) -> tuple[Any, Any]:
+def made(bits_: int) -> tuple[Any, Any]:
+    """A sharded model and its optimizer, with 8-bit states, and with 24-bit masters if so asked."""
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(128, 65), torch.nn.Linear(65, 3))
+    options = {"master_weights": True, "master_bits": 24} if bits_ == 24 else {}
+    model = model.bfloat16() if options else model
     n = torch.distributed.get_world_size()
     model = fully_shard(model, mesh=mesh_of(n))
-    return model, ampopt.AdamW(model.parameters(), lr=0.25, state_bits=state_bits)
+    return model, ampopt.AdamW(model.parameters(), lr=0.25, state_bits=8, **options)
 
 
 def trained(model: Any, optimizer: Any) -> None:
     optimizer.zero_grad()
-    model(torch.arange(256.0).view(2, 128) / 256).square().mean().backward()
+    inputs = torch.arange(256.0).view(2, 128) / 256
+    model(inputs.to(next(model.parameters()).dtype)).square().mean().backward()
     optimizer.step()
 
 
@@ -122,11 +156,11 @@ def everything(model: Any, optimizer: Any) -> dict[Any, str]:
     return {key: whole(value) for key, value in {**weights, **flat}.items()}
 
 
-def saved(folder: str, state_bits: int) -> dict[Any, str]:
+def saved(folder: str, bits_: int) -> dict[Any, str]:
     import torch.distributed.checkpoint.state_dict
 
     dcp: Any = torch.distributed.checkpoint
-    model, optimizer = made(state_bits)
+    model, optimizer = made(bits_)
     trained(model, optimizer)
     trained(model, optimizer)
     weights, states = dcp.state_dict.get_state_dict(model, optimizer)
@@ -134,11 +168,11 @@ def saved(folder: str, state_bits: int) -> dict[Any, str]:
     return everything(model, optimizer)
 
 
-def loaded(folder: str, state_bits: int) -> dict[Any, str]:
+def loaded(folder: str, bits_: int) -> dict[Any, str]:
     import torch.distributed.checkpoint.state_dict
 
     dcp: Any = torch.distributed.checkpoint
-    model, optimizer = made(state_bits)
+    model, optimizer = made(bits_)
     weights, states = dcp.state_dict.get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
     dcp.state_dict.set_state_dict(
@@ -149,8 +183,9 @@ def loaded(folder: str, state_bits: int) -> dict[Any, str]:
     return found
 
 
-def test_what_four_ranks_saved_two_load(four_ranks, two_ranks, tmp_path):
-    first, *others = four_ranks.run(saved, str(tmp_path), 8, timeout=60)
+@pytest.mark.parametrize("bits_", [8, 24])
+def test_what_four_ranks_saved_two_load(four_ranks, two_ranks, tmp_path, bits_):
+    first, *others = four_ranks.run(saved, str(tmp_path), bits_, timeout=60)
     assert any(name[-1] == "exp_avg_scale" for name in first if isinstance(name, tuple))
-    for found in (*others, *two_ranks.run(loaded, str(tmp_path), 8, timeout=60)):
+    for found in (*others, *two_ranks.run(loaded, str(tmp_path), bits_, timeout=60)):
         assert found == first

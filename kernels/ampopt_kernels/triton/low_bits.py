@@ -1,0 +1,23 @@
+"""Read the 24-bit master of a parameter in the kernels that run a rule."""
+
+from ampopt_kernels.language import jit, tl
+from ampopt_kernels.low_bits import joined
+
+__all__ = ["with_master"]
+
+
+@jit
+def with_master(values, LOW: tl.constexpr, DTYPES: tl.constexpr):
+    """The parameter, or its 24-bit master; and a tuple of the states.
+
+    Args:
+        values: gradient, parameter, states and, with ``LOW``, low bits, in the arithmetic dtype.
+        LOW: whether there are low bits.
+        DTYPES: the dtypes in which these are stored.
+    """
+    if LOW:
+        low = values[len(values) - 1].to(tl.int32)
+        master = joined(values[1].to(tl.float32), low, DTYPES[1] == tl.float16)
+        return master.to(values[0].dtype), values[2 : len(values) - 1]
+    else:
+        return values[1], values[2:]
