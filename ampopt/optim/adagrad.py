@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from ampopt._step.masters import needs_master
 from ampopt.elementwise import ElementwiseOptimizer
-from ampopt.options import RuleOptions
+from ampopt.options import RuleOptions, state_bits
 from ampopt_kernels import rules
 
 __all__ = ["Adagrad"]
@@ -69,3 +69,5 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
                         # torch has made it in the parameter's dtype, rounding its initial value.
                         state = self.state[param]
                         state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
+            if any(state_bits(group) != 32 for group in self.param_groups):
+                self._ampopt.runner.convert_states()
