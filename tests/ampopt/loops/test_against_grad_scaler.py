@@ -1,4 +1,4 @@
-"""The README's table on ``torch.amp.GradScaler``, row by row, and both columns of it."""
+"""The table of the guide from torch.amp on what differs from its scaler: both columns of each row."""
 
 import inspect
 
