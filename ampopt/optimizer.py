@@ -494,7 +494,8 @@ class Optimizer(torch.optim.Optimizer):
                 (that of torch's generators of the CPU and of the parameters' CUDA devices). If all
                 replays overflow, the state from before the call is restored.
             loss: without a closure, the unscaled loss, a number or a tensor of one element, which
-                :class:`ampopt.skip_when` compares with earlier ones. Ranks should pass their mean.
+                :class:`ampopt.skip_when` compares with earlier ones, and :class:`ampopt.Watch`
+                records. Ranks should pass their mean.
 
         Returns:
             ``StepResult(loss, found_inf, scale)``.
@@ -630,10 +631,10 @@ def _step_scaled_gradients(
         raise TypeError(
             f"{type(optimizer).__name__} needs a closure: unscale_and_step(closure, ...)"
         )
-    if scale is None and max_norm is None:
-        return StepResult(optimizer.step(), ours.flag(None), None)
     attempt = ours.attempt if ours.accumulation.cycle is None else ours.attempt_with_sums
     with nullcontext() if loss is None else ours.with_loss(loss):
+        if scale is None and max_norm is None:
+            return StepResult(optimizer.step(), ours.flag(None), None)
         decision, returned, _ = attempt(request_for(scale, max_norm=max_norm, write=write))
     if decision is None:
         ours.warn_without_gradients()

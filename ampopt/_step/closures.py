@@ -85,10 +85,10 @@ def step_with_closure(
         _check_loss(loss)
 
         def verdict() -> tuple[Any, Any, Decision | None]:
-            with ours.with_loss(loss):
-                decision = ours.check_closure_gradients(
-                    request_for(scale, max_norm=max_norm, write=write)
-                )
+            ours.set_loss(loss)
+            decision = ours.check_closure_gradients(
+                request_for(scale, max_norm=max_norm, write=write)
+            )
             if decision is None:
                 return 0.0, next_scale_of(scale, None), None
             flag = as_flag(decision.overflow, decision.overflow_reports)
@@ -153,6 +153,7 @@ def step_with_unscaling_closure(
             )
         decision, ours.pending = ours.pending and ours.pending.decision, None
         _check_verdict(*returned)
+        ours.set_loss(returned[0])
         return returned[0], lambda: (*returned[1:], decision)
 
     return _step_with_replays(
@@ -209,8 +210,11 @@ def _step_with_replays(
         if agreement is None
         else functools.partial(agreement.closures, ours.decision_device),
     )
-    with ours.restored_on_failure(replay.restore_rng):
-        loss = _call_step(optimizer.step, replay)
+    try:
+        with ours.restored_on_failure(replay.restore_rng):
+            loss = _call_step(optimizer.step, replay)
+    finally:
+        ours.loss = None
     ours.mark_given(given, replay.next_scale)
     ours.mark_given(replay.scale, replay.next_scale)
     found_inf = ours.no_overflow() + float(replay.overflowed)

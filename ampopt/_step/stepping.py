@@ -248,7 +248,15 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     @contextmanager
     def with_loss(self, loss: Any) -> Iterator[None]:
-        """Context manager: pass ``loss`` to the conditions in :attr:`causes`.
+        """Context manager: the running control point follows ``loss``; see :meth:`set_loss`."""
+        self.set_loss(loss)
+        try:
+            yield
+        finally:
+            self.loss = None
+
+    def set_loss(self, loss: Any) -> None:
+        """Set :attr:`loss`, for the conditions in :attr:`causes` and for :attr:`watch`.
 
         Raises:
             TypeError: ``loss`` is neither a number nor a tensor of one element.
@@ -259,10 +267,6 @@ class StepStrategy(RefersToOptimizer, ABC):
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"loss must be a number or a tensor of one element, got {got}")
         self.loss = loss
-        try:
-            yield
-        finally:
-            self.loss = None
 
     def invalidate_plan(self) -> None:
         """Have the next step make a new plan, and a CUDA graph of the step be captured again."""

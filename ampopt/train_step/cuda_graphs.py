@@ -220,7 +220,8 @@ class Captured:
             coefficients=decision.coefficients_on_device.clone(),
             scaled_by=None if scale is None else scale._value,
         )
-        run_step_hooks(optimizer)
+        with ours.with_loss(loss):
+            run_step_hooks(optimizer)
         reports = () if decision is None else [report.kept() for report in decision.reports]
         return StepResult(loss.clone(), as_flag(found_inf.clone(), reports), self._latest)
 

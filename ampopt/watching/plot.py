@@ -11,7 +11,7 @@ SHOWN = 30
 
 
 def draw(read: dict[str, Any], path: Any) -> None:
-    """Plot scale, norm and skips over the steps, and below them a heat map of the parameters.
+    """Plot scale, norm, loss and skips over the steps, and below them a heat map of the parameters.
 
     Args:
         read: the result of :meth:`ampopt.Watch.read`.
@@ -38,7 +38,7 @@ def draw(read: dict[str, Any], path: Any) -> None:
 
 
 def _draw_steps(axes: Any, recent: list[dict[str, Any]]) -> None:
-    for name, color in (("scale", "tab:blue"), ("norm", "tab:gray")):
+    for name, color in (("scale", "tab:blue"), ("norm", "tab:gray"), ("loss", "tab:green")):
         known = [(step["step"], step[name]) for step in recent if step[name] is not None]
         if known:
             axes.step(*zip(*known, strict=True), where="mid", label=name, color=color)

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ampopt_kernels.devices import Copying, copied_to_host
-from ampopt_kernels.watch_statistics import CAUSES, COUNTS, RING, WatchStatistics
+from ampopt_kernels.watch_statistics import CAUSES, COUNTS, NOT_GIVEN, WatchStatistics
 
 __all__ = ["Reading", "Snapshot", "as_dict", "copy_of"]
+
+_SQUARES = 3
+"""Index of the sum of squares among the numbers of a step."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def _parameter(row: Sequence[float]) -> dict[str, Any]:
 
 
 def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]:
-    cause, scale, norm, squares = entry
+    cause, scale, norm, squares, loss = entry
     if norm < 0:
         norm = None if squares < 0 or not alone else math.sqrt(squares)
     elif not alone and math.isnan(norm):  # other ranks have no watch: they did not compute theirs
@@ -159,6 +162,7 @@ def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]
         "skipped": cause > 0,
         "scale": None if scale < 0 else scale,
         "norm": norm,
+        "loss": None if loss == NOT_GIVEN else loss,
     }
 
 
@@ -166,7 +170,7 @@ def merged(ranks: Sequence[Snapshot]) -> Snapshot:
     """The statistics of all ranks as one.
 
     A step in which several shards, or copies, of a parameter overflowed is counted once. Squared
-    norms of ranks are added up.
+    norms of ranks are added up. Losses are those of the first rank.
     """
     rows: dict[str, list[list[float]]] = {}
     for snapshot in ranks:
@@ -176,8 +180,8 @@ def merged(ranks: Sequence[Snapshot]) -> Snapshot:
     recent = [list(entry) for entry in first.recent]
     for snapshot in ranks[1:]:
         for entry, other in zip(recent, snapshot.recent, strict=True):
-            squares = [x for x in (entry[RING - 1], other[RING - 1]) if x >= 0]
-            entry[RING - 1] = sum(squares) if squares else -1.0
+            squares = [x for x in (entry[_SQUARES], other[_SQUARES]) if x >= 0]
+            entry[_SQUARES] = sum(squares) if squares else NOT_GIVEN
     parameters = {name: _joined(shards) for name, shards in rows.items()}
     return Snapshot(first.steps, parameters, first.totals, recent, first.by_rank)
 

@@ -2,6 +2,8 @@
 
 import math
 import statistics
+from collections import deque
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -12,9 +14,12 @@ WORST = 10
 UNDERFLOW = 0.05
 """The ``underflow`` above which a report advises to keep the scale up."""
 SPIKE = 10.0
-"""A gradient norm of more than this many times the median of the norms before it is a spike."""
+"""A gradient norm of more than this many times the median of the norms before it is a spike. So is
+a loss above the median by more than this many times the median of the deviations from it."""
+RISE = 0.1
+"""The least rise of a loss that is a spike, as a fraction of that median."""
 BEFORE_A_SPIKE = 10, 100
-"""The least and the largest number of norms that this median is of."""
+"""The least and the largest number of steps that these medians are of."""
 COLLAPSE = 10
 """Overflows in a row from which on nothing is trained any more: a scale that starts too high causes
 fewer."""
@@ -64,7 +69,8 @@ def in_words(read: dict[str, Any], *, float16: bool) -> str:
         _totals(read),
         *_of_overflows(read, scaled),
         *_of_runs(read),
-        *_of_spikes(read),
+        *_of_spikes(read, "norm", "gradient norm", _norm_limit),
+        *_of_spikes(read, "loss", "loss", _loss_limit),
         *(_of_underflow(read) if scaled else []),
         *_of_other_causes(read),
     ]
@@ -142,26 +148,45 @@ def _of_runs(read: dict[str, Any]) -> list[str]:
     ]
 
 
-def _of_spikes(read: dict[str, Any]) -> list[str]:
-    """The steps that were applied with an unusual gradient norm, the largest of them by name."""
+def _of_spikes(
+    read: dict[str, Any], key: str, what: str, limit: Callable[[list[float], float], float]
+) -> list[str]:
+    """The steps that were applied with an unusual value, the largest of them by name.
+
+    Args:
+        read: what :meth:`ampopt.Watch.read` returned.
+        key: the value in the entries of its ``recent``.
+        what: the value in words.
+        limit: the largest usual value, from the values before it and their median.
+    """
     least, most = BEFORE_A_SPIKE
-    norms, spikes = [], []
+    before, spikes = deque[float](maxlen=most), []
     for entry in read["recent"]:
-        norm = entry["norm"]
-        if entry["skipped"] or norm is None or not math.isfinite(norm):
+        value = entry[key]
+        if entry["skipped"] or value is None or not math.isfinite(value):
             continue
-        usual = statistics.median(norms[-most:]) if len(norms) >= least else math.inf
-        if norm > SPIKE * usual:
-            spikes.append((norm, usual, entry["step"]))
-        norms.append(norm)
+        if len(before) >= least:
+            usual = statistics.median(before)
+            if value > limit(list(before), usual):
+                spikes.append((value, usual, entry["step"]))
+        before.append(value)
     if not spikes:
         return []
-    norm, usual, step = max(spikes)
+    value, usual, step = max(spikes)
     others = f", the largest of {len(spikes)} such spikes" if len(spikes) > 1 else ""
     return [
-        f"At step {step} the gradient norm rose from about {usual:.3g} to {norm:.3g}{others}; the "
-        "step was applied. ampopt.skip_when(optimizer, norm_deviations=6.0) skips such steps."
+        f"At step {step} the {what} rose from about {usual:.3g} to {value:.3g}{others}; the step "
+        f"was applied. ampopt.skip_when(optimizer, {key}_deviations=6.0) skips such steps."
     ]
+
+
+def _norm_limit(norms: list[float], usual: float) -> float:
+    return SPIKE * usual
+
+
+def _loss_limit(losses: list[float], usual: float) -> float:
+    deviation = statistics.median([abs(loss - usual) for loss in losses])
+    return usual + max(SPIKE * deviation, RISE * abs(usual))
 
 
 def _of_ranks(read: dict[str, Any]) -> list[str]:

@@ -52,7 +52,9 @@ class Watch:
     For each parameter: how often its gradient overflowed and when last, its largest finite unscaled
     gradient, and ``underflow``: the fraction of its nonzero unscaled gradients that float16 would
     round to 0 without a loss scale, which are those of magnitude 2**-25 or less. For the optimizer:
-    skipped steps by cause, and scale and norm of the last steps. What is recorded depends on the
+    skipped steps by cause, and scale, norm and loss of the last steps. The loss is known if the
+    control point is: as that of its closure, of ``TrainStep``, or as
+    ``unscale_and_step(..., loss=loss)``. What else is recorded depends on the
     kind of step:
 
     ================================================  =======  ==========  =======  ======
@@ -93,7 +95,7 @@ class Watch:
         Args:
             optimizer: any :class:`ampopt.Optimizer`. Make it from ``model.named_parameters()``, so
                 that parameters have names.
-            last: the number of steps of which scale and norm are kept.
+            last: the number of steps of which scale, norm and loss are kept.
 
         Raises:
             RuntimeError: ``optimizer`` has a watch already.
@@ -169,18 +171,25 @@ class Watch:
                         },
                     },
                     "recent": [  # the last steps, oldest first
-                        {"step": 120, "skipped": False, "scale": 32768.0, "norm": 0.8},
+                        {
+                            "step": 120,
+                            "skipped": False,
+                            "scale": 32768.0,
+                            "norm": 0.8,
+                            "loss": 2.5,
+                        },
                     ],
                     "overflows_by_rank": {},
                 }
 
             ``scale`` is ``None`` without a scale. ``norm`` is that of the unscaled gradients before
-            clipping; ``None`` if it was not computed.
+            clipping; ``None`` if it was not computed. ``loss`` is ``None`` if the optimizer does
+            not know it.
 
             With many ranks, ``parameters`` has the statistics of this rank's shards. ``norm`` is
             over all ranks; it is ``None`` in a plain ``step()``, and where other ranks have no
-            watch and do not clip. ``overflows_by_rank`` has, for each rank that found any, the
-            number of steps in which it did, since this watch was made.
+            watch and do not clip. ``loss`` is this rank's. ``overflows_by_rank`` has, for each rank
+            that found any, the number of steps in which it did, since this watch was made.
         """
         return self.read_later().result()
 
@@ -230,7 +239,7 @@ class Watch:
         return f"Watch({type(self.optimizer).__name__}, steps={self._steps}, last={self._last})"
 
     def plot(self, path: Any) -> None:
-        """Draw scale, norm and skips of the last steps, and the parameters. Synchronizes.
+        """Draw scale, norm, loss and skips of the last steps, and the parameters. Synchronizes.
 
         Args:
             path: the file to write; its suffix is the format, such as ``".png"``.
@@ -250,7 +259,7 @@ class Watch:
         Args:
             writer: a ``SummaryWriter`` of TensorBoard, or any function that takes a dict of numbers
                 (``wandb.log``, ``print``): ``step``, ``skipped``, ``skips``, ``skips_in_a_row``,
-                and ``scale`` and ``norm`` if they are known.
+                and ``scale``, ``norm`` and ``loss`` if they are known.
             every: log every so many steps.
 
         Returns:
@@ -383,7 +392,8 @@ class Watch:
         if decision is not None:
             judged = decision.earlier_decision or decision
             norm = decision.norm if judged.norm is None else judged.norm
-            told = (decision.skip, judged.cause, judged.scaled_by, norm)
+            loss = self.optimizer._ampopt.loss
+            told = (decision.skip, judged.cause, judged.scaled_by, norm, loss)
             here = (x if x is None else to_device(x, self._home) for x in told)
             attempt = RecordedStep(number, *here)
             measured = judged if judged.measured else decision

@@ -275,7 +275,7 @@ def launches(case: Case) -> list[Launch]:
     decision = run(lambda _: backend, [work], request)
     if request.measure:
         norm = torch.zeros(())
-        attempt = RecordedStep(1, decision.skip, norm, scale, norm)
+        attempt = RecordedStep(1, decision.skip, norm, scale, norm, norm)
         (report,) = (part for part in decision.reports if isinstance(part, GradientReport))
         where = (zeros(1, 1, work.device), attempt, report, [ChunkRange(0, 1, 0)])
         backend.note(*where, work.uploads, notes_step=True)

@@ -7,9 +7,10 @@ One vector holds them all, so that one copy brings them to the host::
                  numbers of the last 16 steps in which the parameter overflowed
     totals       skips in a row; skips by each cause
     steps        RING numbers for each of the last steps, a ring buffer: cause of the skip, loss
-                 scale, global norm, sum of squares of the watched gradients
+                 scale, global norm, sum of squares of the watched gradients, loss
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,9 +42,9 @@ COLUMNS = COUNTS + 16
 shards in one step once."""
 CAUSES = ("overflow", "norm", "loss")
 """Reasons to skip a step, counted from 1; 0 is a step that was applied."""
-RING = 4
+RING = 5
 """Numbers of a step; a number that the step does not have is ``NOT_GIVEN``."""
-NOT_GIVEN = -1.0
+NOT_GIVEN = -math.inf
 
 
 class ChunkRange(NamedTuple):
@@ -106,6 +107,7 @@ class RecordedStep:
             0 or ``None`` otherwise.
         scale: the loss scale of the gradients; ``None`` if they had none.
         norm: global norm of the unscaled gradients; ``None`` if it was not computed.
+        loss: the loss of the step; ``None`` if the optimizer does not know it.
     """
 
     number: int
@@ -113,6 +115,7 @@ class RecordedStep:
     cause: Tensor | None = None
     scale: Tensor | None = None
     norm: Tensor | None = None
+    loss: Tensor | None = None
 
 
 def note(
@@ -163,8 +166,9 @@ def note(
     totals = statistics.totals
     totals[0] = (totals[0] + 1) * skipped
     totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause
-    entry = [cause, *(_given(x, zero) for x in (attempt.scale, attempt.norm)), squares]
-    statistics.ring[(attempt.number - 1) % len(statistics.ring)] = torch.stack(entry)
+    scale, norm, loss = (_given(x, zero) for x in (attempt.scale, attempt.norm, attempt.loss))
+    entry = torch.stack([cause, scale, norm, squares, loss])
+    statistics.ring[(attempt.number - 1) % len(statistics.ring)] = entry
 
 
 def _in_order(squares: Tensor) -> Tensor:

@@ -230,9 +230,9 @@ extern "C" void measure(
 // overflowed.
 extern "C" void note(
     const double (*measures)[4], const float* flags, const int64_t (*parts)[3], int64_t n,
-    const double (&attempt)[4], double* statistics, int64_t size, int64_t places, bool notes_step
+    const double (&attempt)[5], double* statistics, int64_t size, int64_t places, bool notes_step
 ) {
-    const auto [number, cause, scale, norm] = attempt;
+    const auto [number, cause, scale, norm, loss] = attempt;
     double squares = n > 0 ? 0.0 : NOT_GIVEN;
     bool finite = true;
     for (int64_t i = 0; i < n; ++i) {
@@ -256,11 +256,11 @@ extern "C" void note(
     if (!notes_step) return;
     double* totals = statistics + COLUMNS * places;
     double* ring = totals + 1 + CAUSES;
-    const int64_t last = (statistics + size - ring) / 4;
+    const int64_t last = (statistics + size - ring) / RING;
     totals[0] = cause > 0 ? totals[0] + 1 : 0.0;
     if (cause > 0) totals[int64_t(cause)] += 1;
-    const double entry[] = {cause, scale, norm, finite ? squares : INFINITY};
-    std::copy_n(entry, 4, ring + 4 * ((int64_t(number) - 1) % last));
+    const double entry[RING] = {cause, scale, norm, finite ? squares : INFINITY, loss};
+    std::copy_n(entry, RING, ring + RING * ((int64_t(number) - 1) % last));
 }
 
 // The value of all elements; NaN if they differ.

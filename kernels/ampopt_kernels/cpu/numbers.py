@@ -21,7 +21,7 @@ from ampopt_kernels.cpu.bundles import Copies
 from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.native.build import Library
 from ampopt_kernels.native.objects import addresses
-from ampopt_kernels.watch_statistics import CAUSES, COLUMNS, COUNTS, NOT_GIVEN
+from ampopt_kernels.watch_statistics import CAUSES, COLUMNS, COUNTS, RING
 
 __all__ = [
     "PART",
@@ -42,7 +42,8 @@ _CONSTANTS = {
     "COLUMNS": COLUMNS,
     "COUNTS": COUNTS,
     "CAUSES": len(CAUSES),
-    "NOT_GIVEN": NOT_GIVEN,
+    "RING": RING,
+    "NOT_GIVEN": "-INFINITY",
 }
 
 

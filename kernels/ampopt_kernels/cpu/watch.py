@@ -47,9 +47,9 @@ def note(
     cause = 0.0
     if attempt.skip is not None and attempt.skip.item() > 0:
         cause = max(_number(attempt.cause, 0.0), 1.0)
-    scale, norm = (_number(x, NOT_GIVEN) for x in (attempt.scale, attempt.norm))
+    known = (_number(x, NOT_GIVEN) for x in (attempt.scale, attempt.norm, attempt.loss))
     where = array("q", chain.from_iterable(parts))
-    told = array("d", (attempt.number, cause, scale, norm))
+    told = array("d", (attempt.number, cause, *known))
     loops.note(
         None if measures is None else measures.data_ptr(),
         None if flags is None else flags.data_ptr(),

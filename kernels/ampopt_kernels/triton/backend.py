@@ -32,6 +32,7 @@ from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.watch_statistics import (
     COLUMNS,
     COUNTS,
+    RING,
     ChunkRange,
     RecordedStep,
     WatchStatistics,
@@ -333,8 +334,8 @@ class Triton(Backend):
         if report is None or report.measures is None:
             parts = ()
         where = uploads.get("parts", [x for p in parts for x in p], torch.int64, device)
-        optional = (attempt.skip, attempt.cause, attempt.scale, attempt.norm)
-        skip, cause, scale, norm = (numbers if x is None else x for x in optional)
+        optional = (attempt.skip, attempt.cause, attempt.scale, attempt.norm, attempt.loss)
+        skip, cause, scale, norm, loss = (numbers if x is None else x for x in optional)
         arguments = {
             # A pointer that is not read may be any of its dtype.
             "flags": numbers.view(torch.float32) if report is None else report.flags_on(device),
@@ -349,13 +350,16 @@ class Triton(Backend):
             "cause": cause,
             "scale": scale,
             "norm": norm,
+            "loss": loss,
             "HAS_SKIP": attempt.skip is not None,
             "HAS_CAUSE": attempt.cause is not None,
             "HAS_SCALE": attempt.scale is not None,
             "HAS_NORM": attempt.norm is not None,
+            "HAS_LOSS": attempt.loss is not None,
             "STEP": notes_step,
             "COUNTS": COUNTS,
             "WIDTH": COLUMNS,
+            "RING": RING,
             "BLOCK": ROWS,
         }
         self._launch(device, watch_kernel, 1 + len(parts), arguments)

@@ -1,8 +1,17 @@
 """Watch: one launch that adds a step to the statistics of an ``ampopt.Watch``."""
 
-from ampopt_kernels.language import kernel, tl
+from ampopt_kernels.language import jit, kernel, tl
 
 __all__ = ["watch_kernel"]
+
+
+@jit
+def _given(number, HAS: tl.constexpr):
+    """The ``number`` of a step, or ``NOT_GIVEN`` where it has none."""
+    given = tl.full((), -float("inf"), tl.float64)
+    if HAS:
+        given = tl.load(number).to(tl.float64)
+    return given
 
 
 @kernel
@@ -19,13 +28,16 @@ def watch_kernel(
     cause,
     scale,
     norm,
+    loss,
     HAS_SKIP: tl.constexpr,
     HAS_CAUSE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_LOSS: tl.constexpr,
     STEP: tl.constexpr,
     COUNTS: tl.constexpr,
     WIDTH: tl.constexpr,
+    RING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the measures of one parameter to the statistics or, in the last program, the step itself.
@@ -48,13 +60,16 @@ def watch_kernel(
         cause: one element, the reason of a skip other than overflow; read if ``HAS_CAUSE``.
         scale: one element, the loss scale; read if ``HAS_SCALE``.
         norm: one element, the gradient norm; read if ``HAS_NORM``.
+        loss: one element, the loss; read if ``HAS_LOSS``.
         HAS_SKIP: whether the step may have been skipped.
         HAS_CAUSE: whether a step may be skipped for reasons other than overflow.
         HAS_SCALE: whether the gradients were multiplied by a loss scale.
         HAS_NORM: whether the norm was computed.
+        HAS_LOSS: whether the loss is known.
         STEP: whether these statistics record the step itself, besides parameters.
         COUNTS: numbers of a parameter before the ring of its latest overflows.
         WIDTH: all numbers of a parameter.
+        RING: numbers of a step in the ring of steps.
         BLOCK: blocks that a program reads at a time.
     """
     program = tl.program_id(0)
@@ -97,7 +112,7 @@ def watch_kernel(
                 flag = tl.maximum(flag, tl.load(flags + block, mask=live, other=0.0))
                 squares += tl.load(measures + 4 * block + 3, mask=live, other=0.0)
         square = tl.where(tl.max(flag, 0) > 0, float("inf"), tl.sum(squares, 0))
-        square = tl.where(n_parts > 0, square, -1.0)
+        square = tl.where(n_parts > 0, square, -float("inf"))
         other = tl.full((), 0.0, tl.float64)
         if HAS_CAUSE:
             other = tl.load(cause).to(tl.float64)
@@ -106,14 +121,9 @@ def watch_kernel(
         tl.store(totals, (tl.load(totals) + 1.0) * skipped)
         for i in tl.static_range(1, 4):
             tl.store(totals + i, tl.load(totals + i) + tl.where(why == i, 1.0, 0.0))
-        entry = totals + 4 + 4 * at
+        entry = totals + 4 + RING * at
         tl.store(entry, why)
-        given = tl.full((), -1.0, tl.float64)
-        if HAS_SCALE:
-            given = tl.load(scale).to(tl.float64)
-        tl.store(entry + 1, given)
-        total = tl.full((), -1.0, tl.float64)
-        if HAS_NORM:
-            total = tl.load(norm).to(tl.float64)
-        tl.store(entry + 2, total)
+        tl.store(entry + 1, _given(scale, HAS_SCALE))
+        tl.store(entry + 2, _given(norm, HAS_NORM))
         tl.store(entry + 3, square)
+        tl.store(entry + 4, _given(loss, HAS_LOSS))

@@ -16,9 +16,9 @@ def reported(norms: list[float], **options: Any) -> str:
     weight = Parameter(torch.ones(1, dtype=options.pop("dtype", torch.float32)))
     optimizer = ampopt.SGD([("weight", weight)], lr=0.0)
     watch = ampopt.Watch(optimizer)
-    for norm in norms:
+    for norm, loss in zip(norms, options.get("losses", [None] * len(norms)), strict=True):
         weight.grad = torch.full_like(weight, norm)
-        optimizer.unscale_and_step(grads_scaled_by=options.get("scale", 2.0))
+        optimizer.unscale_and_step(grads_scaled_by=options.get("scale", 2.0), loss=loss)
     return watch.report()
 
 
@@ -39,6 +39,16 @@ def test_a_report_names_the_largest_spike_that_was_applied():
     assert "At step 17 the gradient norm rose from about 0.0125 to 6.5e+03" in report
     assert "the largest of 2 such spikes" in report and "skip_when(optimizer, norm_dev" in report
     assert "skip_when" not in reported([*usual, INF, *usual, 0.1])
+
+
+def test_a_report_names_the_largest_rise_of_a_loss_that_was_applied():
+    usual = [2.5, 2.25] * 8
+    falling = [10.0 - 0.25 * i for i in range(30)]
+    report = reported([1.0] * 34, losses=[*usual, 12.0, *usual, 6.0])
+    assert "At step 17 the loss rose from about 2.38 to 12" in report
+    assert "the largest of 2 such spikes" in report and "skip_when(optimizer, loss_dev" in report
+    for losses in ([*usual, 2.75], falling, [-x for x in usual], [1.0] * 20 + [INF]):
+        assert "skip_when" not in reported([1.0] * len(losses), losses=losses)
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,37 @@ def test_the_norm_is_the_one_that_clips():
     assert watch.read()["recent"][0]["norm"] == optimizer.grad_norm.item()
 
 
+def test_the_loss_is_that_of_the_control_point():
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = ampopt.SGD(model.named_parameters(), lr=0.0)
+    watch, inputs = ampopt.Watch(optimizer), torch.full((1, 1), 3.0)
+
+    def closure(scale: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(inputs).sum()
+        ampopt.scale_outputs(loss, scale).backward()
+        return loss
+
+    losses = []
+    closure(4.0)
+    for loss in (-2.5, torch.tensor([7.0], dtype=torch.float64), None):
+        optimizer.unscale_and_step(grads_scaled_by=4.0, loss=loss)
+        losses.append(None if loss is None else float(loss))
+    optimizer.unscale_and_step(grads_scaled_by=None, loss=1.5)
+    optimizer.unscale_and_step(closure, grads_scaled_by=4.0)
+    optimizer.step_after_unscale(lambda s: (closure(s), *optimizer.unscale(s)), 4.0)
+    optimizer.step()
+    losses += [1.5, 3.0, 3.0, None]
+    for hook in (None, lambda _: None):  # in one call, and in two
+        step = ampopt.TrainStep(
+            model, lambda y, _: y.sum() - 5, optimizer, ampopt.StaticLossScale(4), on_gradients=hook
+        )
+        step(inputs, inputs)
+        losses.append(-2.0)
+    assert [step["loss"] for step in watch.read()["recent"]] == losses
+
+
 @pytest.mark.parametrize("way", [in_one_call, in_two_calls, together, with_torchs_scaler])
 def test_a_hook_has_the_scale_of_its_step_too(way):
     optimizer, params = made()
