@@ -129,6 +129,7 @@ def step(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _step_with_flag(record: Record, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Step an optimizer that reads ``grad_scale`` and ``found_inf``, its attributes meanwhile."""
     # The user may have set grad_scale: multiply by it, and restore it afterwards, as torch does.
     users = vars(optimizer).get("grad_scale")
     scale = users

@@ -274,7 +274,7 @@ class GradScaler(scheduled.ScheduledScaler):
             returned = others.step(record, optimizer, *args, **kwargs)
         record.stage = OptState.STEPPED
         if self._scale is None:
-            self._adopt(self._loss_scale)  # a step with a closure has moved it to a device
+            self._adopt(self._loss_scale)  # a step with a closure has moved the scale to a device
         return returned
 
     def update(self, new_scale: float | Tensor | None = None) -> None:  # type: ignore[override]
@@ -309,12 +309,12 @@ class GradScaler(scheduled.ScheduledScaler):
                 scale = scheduled.on(self._loss_scale.device or scale.value.device, scale)
                 if (
                     scale._settings() != self._loss_scale._settings()
-                ):  # by set_growth_factor() and the like
+                ):  # set_growth_factor() or a similar call has changed the scale
                     scale = scheduled.changed(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
                 record.holder._ampopt.pending = None
-        self._stepped = self._last_steps()  # those of the last iteration if this one had none
+        self._stepped = self._last_steps()  # if this iteration had no steps, those of the last
         self._records = []
         self._replicas = {}
         self._adopt(scale)
@@ -417,6 +417,7 @@ class GradScaler(scheduled.ScheduledScaler):
     # --- the parts ---------------------------------------------------------------------------
 
     def _last_steps(self) -> list[Record]:
+        """The records of the steps of this iteration; before its first step, of the last one."""
         return [r for r in self._records if r.stage is OptState.STEPPED] or self._stepped
 
     def _record(self, optimizer: Any, call: str, scaled: bool = True) -> Record:
@@ -443,7 +444,9 @@ class GradScaler(scheduled.ScheduledScaler):
                 dropped = pending is not None and pending is not _pending(record.holder)
                 if record.stage is not OptState.UNSCALED or not dropped:
                     return record
-                self._records.remove(record)  # by zero_grad() or a plain step()
+                self._records.remove(
+                    record
+                )  # zero_grad() or a plain step() has discarded its unscale
                 break
         scale, device = self._loss_scale, device_of(optimizer.param_groups)
         if device is not None and scale.device not in (None, device):
@@ -480,11 +483,13 @@ class GradScaler(scheduled.ScheduledScaler):
         return self._found_inf_per_device(optimizer)
 
     def _found_inf_per_device(self, optimizer: Any) -> dict[Any, Any]:
+        """The flag of ``optimizer`` by its device, as torch's optimizers read it from a scaler."""
         found_inf = self._record(optimizer, "_found_inf_per_device").found_inf
         return {} if found_inf is None else {found_inf.device: found_inf}
 
 
 def _has_control_points(optimizer: Any) -> bool:
+    """Whether ``optimizer`` has the methods ``unscale``, ``unscale_and_step`` and so on."""
     return all(callable(getattr(optimizer, name, None)) for name in _CONTROL_POINTS)
 
 

@@ -90,15 +90,22 @@ class ScheduledScaler(torch.amp.GradScaler):
         self._adopt(loaded)
 
     def _adopt(self, scale: LossScale) -> None:
+        """Use ``scale`` from now on, also as the ``_scale`` that frameworks read."""
         self._loss_scale = scale
         # Frameworks read this private attribute of torch's scaler.
         self._scale = None if scale.device is None else scale.value
 
     def _change(self, **settings: Any) -> None:
+        """Change settings of the scale, such as ``growth_factor``; nothing if disabled."""
         if self._enabled:
             self._adopt(changed(self._loss_scale, **settings))
 
     def _setting(self, name: str) -> Any:
+        """The setting ``name`` of the scale.
+
+        Raises:
+            RuntimeError: the scaler is disabled, or its scale is static and has no such setting.
+        """
         if not self._enabled:
             raise RuntimeError(f"this scaler is disabled and has no {name}: pass enabled=True")
         value = self._loss_scale._settings().get(name)

@@ -45,7 +45,7 @@ _LARGEST_COUNT = 2**31 - 1
 
 
 def check_bool(name: str, value: Any) -> bool:
-    """``value``, if it is a bool: the truth of other types misleads, as that of ``"no"``.
+    """``value``, if it is a bool. Other types are refused: ``"no"``, for instance, counts as true.
 
     Args:
         name: the name of the argument, for the message.
@@ -77,6 +77,7 @@ def check_number(name: str, value: Any) -> float:
 
 
 def _as_float(name: str, value: Any) -> float:
+    """``value`` as a float (inf beyond its range); a ``TypeError`` if it is no real number."""
     # Python counts bool as an int, but a scale or factor of True is a misplaced argument.
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
@@ -253,9 +254,11 @@ class BareScale(AnyScale):
         self._counters = held.get("counters of a bare scale", [0, 0], torch.int32, value.device)
 
     def _with(self, value: Tensor, counters: Tensor) -> Tensor:
+        """The value that the device computed, a plain tensor as the caller passed one."""
         return value
 
     def _unstepped(self) -> Tensor:
+        """A copy of the scale, so that the caller never gets the tensor that it passed."""
         return self._value.clone()
 
 

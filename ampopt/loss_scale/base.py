@@ -64,10 +64,12 @@ class AnyScale(ABC):
         return self._drop
 
     @abstractmethod
-    def _with(self, value: Tensor, counters: Tensor) -> Any: ...
+    def _with(self, value: Tensor, counters: Tensor) -> Any:
+        """The next scale as the caller gets it, from the value and counters of the device."""
 
     @abstractmethod
-    def _unstepped(self) -> Any: ...
+    def _unstepped(self) -> Any:
+        """The next scale as the caller gets it, if no parameter had a gradient."""
 
 
 class LossScale(AnyScale):
@@ -96,6 +98,10 @@ class LossScale(AnyScale):
     _placed: bool = False
 
     def _set(self, value: Tensor, counters: Tensor | None, placed: bool) -> None:
+        """Store value and counters, with a new generation if the scale has counters.
+
+        ``placed`` says whether the device of ``value`` is final; if not, the first use decides.
+        """
         self._value, self._counters, self._placed = value, counters, placed
         self._generation = None if counters is None else _Generation()
 
@@ -205,6 +211,11 @@ class LossScale(AnyScale):
         return scale.__mul__(output)  # `*` would call this method again, without end
 
     def _place(self, device: Device) -> None:
+        """Move the scale to ``device`` at its first use; later, refuse every other device.
+
+        Raises:
+            ValueError: the scale is on another device already.
+        """
         device = _resolved(device)
         if not self._placed:
             self._value = to_device(self._value, device)
@@ -224,9 +235,11 @@ class LossScale(AnyScale):
             )
 
     @abstractmethod
-    def _with(self, value: Tensor, counters: Tensor) -> "LossScale": ...
+    def _with(self, value: Tensor, counters: Tensor) -> "LossScale":
+        """A scale with the same settings, and the value and counters that the device computed."""
 
     def _unstepped(self) -> "LossScale":
+        """The scale itself: a step without gradients does not use it up."""
         return self
 
     @abstractmethod

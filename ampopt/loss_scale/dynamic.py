@@ -30,7 +30,7 @@ class Collapse:
     """Warns once that a scale has fallen too low. A scale shares it with all scales after it."""
 
     def __init__(self) -> None:
-        """Nothing has been warned of yet."""
+        """Start without a warning issued."""
         self._said = False
 
     def say_once(self, value: float, start: float, floor: float) -> None:
@@ -119,15 +119,15 @@ class DynamicLossScale(LossScale):
             init_scale: the first scale; in float32's normal range.
             growth_factor: the factor by which the scale grows; more than 1.
             backoff_factor: the factor by which it falls after overflows; between 0 and 1.
-            growth_interval: finite steps without an overflow among them before it grows.
-            hysteresis: overflows it takes to lower the scale.
+            growth_interval: the number of finite steps in a row after which it grows.
+            hysteresis: how many overflows it takes to lower the scale.
             hysteresis_mode: when the count of overflows starts again. ``"consecutive"``: at any
                 finite step; once used up, each further overflow in a row lowers the scale.
                 ``"cumulative"``: only when the scale grows. ``"per_backoff"``: at any finite step
                 and after each decrease, so that every decrease takes ``hysteresis`` overflows.
             min_scale: the floor, at least ``2**-126``.
-            max_scale: the ceiling; infinite for none but float32's own.
-            growth_offsets: ``(first, period)``, for systems that count otherwise: the first growth
+            max_scale: the ceiling; infinite for no other limit than float32's largest number.
+            growth_offsets: ``(first, period)``, for systems that count differently: first growth
                 is at finite step ``growth_interval + first`` counted from the start or the last
                 overflow, later ones every ``growth_interval + period`` steps. ``first >= period``.
             device: the device of the scale; ``None`` for the device where it is first used.
@@ -277,6 +277,7 @@ class DynamicLossScale(LossScale):
         self._set(value, counters, self._placed)
 
     def _with(self, value: Tensor, counters: Tensor) -> "DynamicLossScale":
+        """A scale of the same class and schedule, whose warning is issued once for both."""
         new = type(self).__new__(type(self))
         new._schedule, new._collapse = self._schedule, self._collapse
         new._policy = self._policy
@@ -284,10 +285,12 @@ class DynamicLossScale(LossScale):
         return new
 
     def _settings(self) -> dict[str, Any]:
+        """The arguments of the constructor, without ``device``."""
         return self._schedule.settings()
 
     @staticmethod
     def _tensors(value: float, growth: float, budget: float) -> tuple[Tensor, Tensor]:
+        """Value (float32, 0-d) and counters (int32, of shape (2,)), on the CPU."""
         # Say device="cpu", because torch.set_default_device must not place the scale.
         return (
             torch.tensor(value, dtype=torch.float32, device="cpu"),

@@ -65,6 +65,7 @@ def scale_outputs(outputs: _Outputs, S: Any) -> _Outputs:  # the name that scale
 
 
 def _factor(scale: Any) -> float | Tensor:
+    """The number or 0-d tensor to multiply by: the value of ``scale``, checked."""
     if isinstance(scale, LossScale):
         return scale.value
     if isinstance(scale, Tensor):

@@ -64,7 +64,8 @@ PRESETS: dict[str, Preset] = {
     "paddle": Preset(
         source="Paddle python/paddle/amp/grad_scaler.py, GradScaler (eager)",
         left_out="no floor",
-        # It counts overflows as the static operator does; with one per decrease it does not show.
+        # It counts overflows as Paddle's static operator does. As one overflow already lowers the
+        # scale, this makes no difference.
         settings={"hysteresis_mode": "per_backoff"},
     ),
     "paddle-fleet": Preset(

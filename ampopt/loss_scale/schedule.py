@@ -25,7 +25,7 @@ _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_gro
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The arguments of a :class:`~ampopt.DynamicLossScale`, checked; see there for their meanings.
+    """The checked arguments of a :class:`~ampopt.DynamicLossScale`, which describes them.
 
     Scales and their bounds are rounded to float32, so that the bounds hold exactly.
 
@@ -128,6 +128,7 @@ class Schedule:
 
 
 def _check_offsets(offsets: Any, interval: int) -> tuple[int, int]:
+    """``offsets`` as a pair of ints, with which the growth counter stays positive and in int32."""
     if not isinstance(offsets, (tuple, list)):
         raise TypeError(
             f"growth_offsets must be a pair of ints, got {offsets!r} of type "

@@ -41,6 +41,7 @@ class StaticLossScale(LossScale):
             self._place(device)
 
     def _take(self, number: float, drop: bool, placed: bool) -> None:
+        """Store the number and the option; the tensor stays on its device if it has one."""
         device = self._value.device if placed else "cpu"
         value = torch.full((), number, dtype=torch.float32, device=device)
         self._number, self._drop = number, drop
@@ -57,6 +58,7 @@ class StaticLossScale(LossScale):
 
     @property
     def _known(self) -> float:
+        """The number, which the host always has."""
         return self._number
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,12 +72,15 @@ class StaticLossScale(LossScale):
         self._take(number, drop, self._placed)
 
     def _with(self, value: Tensor, counters: Tensor) -> "StaticLossScale":
+        """The scale itself, which never changes."""
         return self
 
     def _settings(self) -> dict[str, Any]:
+        """The arguments of the constructor, without ``device``."""
         return {"value": self._number, "drop_overflow_update": self._drop}
 
 
 def _check_static(value: Any, drop_overflow_update: Any) -> tuple[float, bool]:
+    """``value`` as a float32 number, and ``drop_overflow_update`` as a bool."""
     drop = check_bool("drop_overflow_update", drop_overflow_update)
     return check_scale_number(value, "value"), drop
