@@ -1,4 +1,4 @@
-"""A learning-rate scheduler that advances for steps that happened, and waits for none of them."""
+"""A learning-rate scheduler that does not advance for skipped steps, without synchronizing."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ from torch.optim.lr_scheduler import LRScheduler
 __all__ = ["DELAY", "LRSchedulerGate", "lr_scheduler_gate"]
 
 DELAY = 8
-"""Calls after which a gate learns, on an accelerator, whether a step happened."""
+"""How many calls later a gate reads, on an accelerator, whether a step was skipped."""
 
 _STATE = "lr_scheduler_gate"
-"""The key of a gate's own state among the scheduler's."""
+"""The key of the gate's entries in the state dict of its scheduler."""
 
 
 def lr_scheduler_gate(scheduler: LRScheduler, *, delay: int | None = None) -> "LRSchedulerGate":
-    """Make ``scheduler`` advance only for optimizer steps that happened.
+    """Make ``scheduler`` advance only for optimizer steps that were not skipped.
 
-    A skipped step is one that the schedule should not count. Use the gate where the scheduler
-    was used, after each attempt at a step, with the arguments that the scheduler takes::
+    Use the gate in the place of the scheduler, after each call that steps or skips, with the
+    arguments that the scheduler takes::
 
         gate = lr_scheduler_gate(CosineAnnealingLR(optimizer, T_max=10_000))
         for batch in batches:
@@ -30,23 +30,22 @@ def lr_scheduler_gate(scheduler: LRScheduler, *, delay: int | None = None) -> "L
             _, _, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
             gate.step()
 
-    ``gate.step()`` advances the scheduler if a step happened since the call before: one is enough
-    where it is called once an epoch, and without any attempt it does nothing. It knows of every
-    attempt by a step hook, whoever makes it: the optimizer's own control points, a GradScaler of
-    torch's or ours, or a plain ``step()``. Any optimizer will do, and one may have several gates.
+    ``gate.step()`` advances the scheduler if at least one step since the call before was not
+    skipped; it may also be called once an epoch. Without any step since then it does nothing. A
+    step hook records every step, whoever makes it: a control point, a ``GradScaler`` of torch or
+    of ampopt, or a plain ``step()``. The optimizer may be of any class, and have several gates.
 
-    **Delay.** On the CPU it is exact at once. On an accelerator the host would have to wait for
-    the device to learn whether a step was skipped. So the gate takes it that it was not, and
-    learns the truth ``delay`` calls later, from a copy that was made meanwhile; if the step was
-    skipped, that call does not advance the scheduler. Until then, that is for ``delay`` steps after
-    a skip, learning rates are those of one step further on in the schedule. When this happens
-    depends on nothing but ``delay``, so a run can be repeated. The host then runs ahead of the
-    device by no more than ``delay`` steps.
+    **Delay.** On the CPU the gate knows at once whether a step was skipped. On an accelerator the
+    host would have to wait for the device to know. So the gate assumes that the step was not
+    skipped, and reads the flag ``delay`` calls later, from a copy that was made meanwhile. If the
+    step was skipped, that call does not advance the scheduler. Until then, for ``delay`` steps
+    after a skip, the learning rate is one step ahead in the schedule. This delay is always the
+    same, so a run can be repeated. The host then runs at most ``delay`` steps ahead of the device.
 
     Args:
-        scheduler: any of torch's, or of your own.
-        delay: calls after which the gate learns what happened; 0 to wait for it, ``None`` for 0 on
-            the CPU and 8 elsewhere.
+        scheduler: a scheduler of torch, or of your own.
+        delay: how many calls later the gate reads whether a step was skipped; 0 to wait for the
+            device, ``None`` for 0 on the CPU and 8 elsewhere.
 
     Returns:
         The gate: an ``LRScheduler`` with the attributes of ``scheduler``.
@@ -59,15 +58,16 @@ def lr_scheduler_gate(scheduler: LRScheduler, *, delay: int | None = None) -> "L
 
 
 class LRSchedulerGate(LRScheduler):
-    """What :func:`lr_scheduler_gate` returns.
+    """A scheduler that calls another one, except for skipped steps; see :func:`lr_scheduler_gate`.
 
     Attributes:
-        scheduler: behind the gate.
+        scheduler: the scheduler that the gate advances.
     """
 
     def __init__(self, scheduler: LRScheduler, *, delay: int | None = None) -> None:
         """Put a gate before ``scheduler``; see :func:`lr_scheduler_gate`."""
-        # What LRScheduler.__init__ sets, the scheduler has: see __getattr__.
+        # Without super().__init__(): `scheduler` has the attributes that it would set; see
+        # __getattr__.
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(scheduler, type(self)):
             raise TypeError(
@@ -84,24 +84,25 @@ class LRSchedulerGate(LRScheduler):
         self._unknown: deque[_Outcome] = deque()
         self._ahead = 0
         while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
-            optimizer = inner  # a wrapper's, as Accelerate's: hooks are called of the one inside
+            optimizer = inner  # of a wrapper, such as Accelerate's, the hooks are not called
         self._hook = optimizer.register_step_post_hook(self._note)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the scheduler if a step happened since the last call.
+        """Advance the scheduler if a step since the last call was not skipped.
 
-        Does not wait for the steps just attempted, unless ``delay`` is 0.
+        Does not wait for the last steps on the device, unless ``delay`` is 0.
 
         Args:
-            args: what the scheduler's ``step`` takes, as ``ReduceLROnPlateau`` takes a metric.
-            kwargs: likewise.
+            args: positional arguments of the scheduler's ``step``, such as the metric of
+                ``ReduceLROnPlateau``.
+            kwargs: keyword arguments of the scheduler's ``step``.
         """
         attempts, self._attempts = self._attempts, []
         if self._advances(attempts):
             self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's own, and what the gate has yet to make up for. Synchronizes.
+        """The scheduler's state, and the skipped steps not yet subtracted. Synchronizes.
 
         A checkpoint can be loaded with or without a gate.
         """
@@ -115,7 +116,7 @@ class LRSchedulerGate(LRScheduler):
         """Load a state of the gate, or of the scheduler alone.
 
         Raises:
-            TypeError: ``state_dict`` is no dict.
+            TypeError: ``state_dict`` is not a dict.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
@@ -130,11 +131,11 @@ class LRSchedulerGate(LRScheduler):
         return self.scheduler.get_last_lr()
 
     def get_lr(self) -> list[float | Tensor]:
-        """See the scheduler's."""
+        """The learning rates that the scheduler computes; see ``LRScheduler.get_lr``."""
         return self.scheduler.get_lr()
 
     def detach(self) -> LRScheduler:
-        """Take the gate away: its hook leaves the optimizer.
+        """Remove the gate's hook from the optimizer, to use the scheduler without the gate.
 
         Returns:
             The scheduler.
@@ -143,13 +144,13 @@ class LRSchedulerGate(LRScheduler):
         return self.scheduler
 
     def __getattr__(self, name: str) -> Any:
-        """What a gate has not, its scheduler has."""
-        if name == "scheduler":  # not there yet, as while it is being unpickled
+        """An attribute of the scheduler, if the gate has none of that name."""
+        if name == "scheduler":  # not set yet, for instance during unpickling
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
     def _advances(self, attempts: list[Tensor | None]) -> bool:
-        """Whether the scheduler is to advance now, after these attempts since the last call."""
+        """Whether to advance the scheduler now; ``attempts`` are the flags since the last call."""
         if not attempts:
             return False
         self._unknown.append(_outcome(attempts))
@@ -164,19 +165,19 @@ class LRSchedulerGate(LRScheduler):
         return True
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """A step hook: remember the flag of this attempt."""
-        # An optimizer of torch's has it while a scaler steps it and it skips by itself.
+        """A step hook: append the flag of this step to the attempts."""
+        # A fused optimizer of torch has this attribute while a scaler steps it.
         flag = getattr(optimizer, "found_inf", None)
         self._attempts.append(flag if isinstance(flag, Tensor) else None)
 
 
 class _Outcome(NamedTuple):
-    """Whether any step happened between two calls of a gate.
+    """Whether all steps between two calls of a gate were skipped.
 
     Attributes:
-        skip: more than 0 if none did; in the host's memory after ``arrived``.
-        arrived: an event of the device, if there is one.
-        is_late: whether asking would have the host wait for a device.
+        skip: more than 0 if all were skipped; on the host, where it is valid after ``arrived``.
+        arrived: the event of the copy to the host; ``None`` if there was no copy.
+        is_late: whether reading ``skip`` may make the host wait for a device.
     """
 
     skip: Tensor | bool
@@ -184,14 +185,14 @@ class _Outcome(NamedTuple):
     is_late: bool
 
     def skipped(self) -> bool:
-        """Wait until the device has said so."""
+        """Whether all steps were skipped. Waits for the copy to the host."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return bool(self.skip > 0)
 
 
 def _outcome(attempts: list[Tensor | None]) -> _Outcome:
-    """Of attempts with these flags; ``None`` for one that was certainly not skipped."""
+    """The outcome of steps with these flags; a flag is ``None`` if the step was surely applied."""
     flags = [flag for flag in attempts if flag is not None]
     if len(flags) < len(attempts):
         return _Outcome(False, None, False)
