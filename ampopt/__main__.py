@@ -1,4 +1,4 @@
-"""``python -m ampopt``: what is here, and what it makes ampopt do; to begin a bug report with."""
+"""``python -m ampopt`` prints versions, devices and their backends, to begin a bug report with."""
 
 from ampopt.environment import report
 

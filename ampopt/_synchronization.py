@@ -43,6 +43,8 @@ _INDEXING = ("index", "index_put", "index_put_")
 
 
 class _Watching(TorchDispatchMode):
+    """A dispatch mode that reports each operator that reads the values of a tensor to Python."""
+
     def __init__(self, saw: Callable[[str], None]) -> None:
         super().__init__()
         self.saw = saw
@@ -55,6 +57,7 @@ class _Watching(TorchDispatchMode):
 
 
 def _is_mask(index: Any) -> bool:
+    """Whether ``index`` is a mask, so that the size of what it selects depends on values."""
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 

@@ -235,6 +235,7 @@ class _Batch:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
+    """The elements of ``tensors`` as one 1-d tensor; a view if there is only one."""
     elements = [tensor.reshape(-1) for tensor in tensors]
     return elements[0] if len(elements) == 1 else torch.cat(elements)
 
@@ -267,6 +268,7 @@ class _LastSteps:
             optimizer.register_step_post_hook(self._note)
 
     def _note(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """A step hook: keep the overflow flag of the step that ``optimizer`` has just attempted."""
         self._flags[id(optimizer)] = optimizer.found_inf
 
     def were_skipped(self, device: torch.device) -> Tensor:
@@ -290,6 +292,7 @@ class _LastSteps:
 
 
 def _checked_optimizers(given: Any) -> list[Optimizer]:
+    """``given`` as a list of one or more ampopt optimizers, else an error."""
     given = [given] if isinstance(given, torch.optim.Optimizer) else given
     optimizers = list(given) if isinstance(given, Iterable) else [given]
     if not optimizers:
@@ -305,6 +308,7 @@ def _checked_optimizers(given: Any) -> list[Optimizer]:
 
 
 def _check_decay(decay: Any) -> None:
+    """Raise unless ``decay`` is ``None`` or from 0 to 1."""
     if decay is None:
         return
     if isinstance(decay, bool) or not isinstance(decay, (int, float)):
@@ -316,6 +320,7 @@ def _check_decay(decay: Any) -> None:
 
 
 def _check_functions(decay: Any, avg_fn: Any, multi_avg_fn: Any) -> None:
+    """Raise if more than one of the three is not ``None``, or a function cannot be called."""
     given = {"decay": decay, "avg_fn": avg_fn, "multi_avg_fn": multi_avg_fn}
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) > 1:
@@ -332,10 +337,12 @@ def _fully_sharded(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def _averaged_in(model: torch.nn.Module, use_buffers: bool) -> Iterator[Tensor]:
+    """The parameters of ``model``, and its buffers if these are averaged too."""
     return chain(model.parameters(), model.buffers() if use_buffers else ())
 
 
 def _check_placed_alike(average: Any, value: Any) -> None:
+    """Raise unless ``average`` is sharded like ``value``, or neither is a ``DTensor``."""
     distributed = dtensor.is_dtensor(average), dtensor.is_dtensor(value)
     if distributed == (True, True):
         alike = (average.device_mesh, average.placements) == (value.device_mesh, value.placements)
@@ -356,6 +363,7 @@ def _alike(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _on(tensor: Tensor, flag: Tensor) -> Tensor:
+    """``flag`` on the device of ``tensor``, without synchronizing."""
     return to_device(flag, tensor.device)
 
 

@@ -135,6 +135,7 @@ def lacking(name: str) -> str | None:
 
 
 def _compiler_or_cache_lacking() -> str | None:
+    """Why compiled C++ cannot be made or stored here, in a sentence; ``None`` if it can."""
     try:
         if cpp_compiler() is None:
             return (
@@ -175,6 +176,7 @@ def host_looking_away() -> Iterator[None]:
 
 @functools.cache
 def _cpu_backend(name: str) -> Backend:
+    """The backend for CPU tensors if ``name`` is chosen; one object for each name."""
     if name == "eager" or (name == "auto" and cpp_compiler() is None):
         return Cpu()
     return Compiled(patience=PATIENCE if name == "auto" else 0.0)
@@ -182,6 +184,7 @@ def _cpu_backend(name: str) -> Backend:
 
 @functools.cache
 def _triton_backend() -> Backend:
+    """The Triton backend; one object, made at its first use, since importing it is slow."""
     from ampopt_kernels.triton.backend import Triton
 
     return Triton()
@@ -189,10 +192,12 @@ def _triton_backend() -> Backend:
 
 @functools.cache
 def _finds_accelerator() -> bool:
+    """Whether this machine has an accelerator that Triton compiles for."""
     return any(getattr(torch, kind).is_available() for kind in ACCELERATORS)
 
 
 def _checked(name: str, source: str) -> str:
+    """``name``, if that backend can run here; ``source`` is what chose it, for the error."""
     if name not in NAMES:
         raise ValueError(f"{source}: unknown backend {name!r}; choose one of {', '.join(NAMES)}")
     lacks = lacking(name)

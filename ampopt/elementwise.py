@@ -47,7 +47,7 @@ _OPTIONS = {
 
 
 def _stepping(optimizer: Any, *, own_step: bool = False, **facts: Any) -> StepStrategy:
-    """The ``_ampopt`` of an optimizer with a rule: it runs the rule, or a step around the rule.
+    """The strategy of an optimizer with a rule: run the rule, or a step around the rule.
 
     Args:
         optimizer: the optimizer to step.
@@ -87,8 +87,8 @@ class ElementwiseOptimizer(Optimizer):
                 super().__init__(params, {"lr": lr, "momentum": momentum}, **options)
 
     ``defaults`` also holds the *flags* of the rule: boolean options, such as ``nesterov``, for
-    which the kernel is compiled separately. StepStrategy, scaling, skipping, replay, clipping and
-    state are inherited. With a torch optimizer as a second base class, its constructor is used.
+    which the kernel is compiled separately. Stepping, scaling, skipping, replay, clipping and state
+    are inherited. With a torch optimizer as a second base class, its constructor is used.
 
     No control point synchronizes, except with a closure.
 
@@ -174,7 +174,7 @@ class ElementwiseOptimizer(Optimizer):
     _ampopt = StrategyAttribute(_stepping)
     _step_supports_amp_scaling = (
         torch_scaler.SupportsAmpScaling()
-    )  # the step below uses a scaler's flag
+    )  # `step` below uses the flag of a scaler
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ def cpu_model() -> str:
 
 
 def _triton() -> str:
+    """The version of Triton, and whether it can be imported or is interpreted."""
     found = version_of("triton") or "not installed"
     if not HAS_TRITON:
         return found if found == "not installed" else f"{found}, which cannot be imported"
@@ -81,6 +82,7 @@ def _triton() -> str:
 
 
 def _chosen() -> str:
+    """The chosen backend, and what has chosen it; or the error of the choice."""
     try:
         name = backends.get_backend()
     except (ValueError, RuntimeError) as error:
@@ -91,6 +93,7 @@ def _chosen() -> str:
 
 
 def _devices() -> list[torch.device]:
+    """The CPU, and every accelerator that torch finds."""
     found = [torch.device("cpu")]
     for kind in ACCELERATORS:
         module = getattr(torch, kind)
@@ -126,6 +129,7 @@ def _why(name: str, device: torch.device) -> str:
 
 
 def _described(device: torch.device) -> str:
+    """The name of a device, with its cores and threads or its memory."""
     if device.type == "cpu":
         return f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads of torch"
     if device.type not in ACCELERATORS:
@@ -135,11 +139,13 @@ def _described(device: torch.device) -> str:
 
 
 def _whether_it_runs(name: str) -> str:
+    """Whether the backend ``name`` can run here, and why not."""
     lacks = backends.lacking(name)
     return "can run here" if lacks is None else f"cannot run here: {lacks}"
 
 
 def _compiler() -> str:
+    """The C++ compiler, and whether it compiles and loads a function here."""
     try:
         command = cpp_command()
     except ValueError as error:
@@ -159,6 +165,7 @@ def _compiler() -> str:
 
 
 def _cache() -> str:
+    """The folder of compiled C++ and its size, and why it is not the usual folder."""
     try:
         folder, instead, _ = place()
     except CacheError as error:
@@ -167,12 +174,14 @@ def _cache() -> str:
 
 
 def _triton_cache() -> str:
+    """The folder of Triton's compiled kernels, and its size."""
     from triton import knobs
 
     return _contents(Path(knobs.cache.dir))
 
 
 def _contents(folder: Path) -> str:
+    """The path of ``folder``, with the number and size of the files in it."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 1e6
     return f"{folder}, {len(files)} files, {size:.1f} MB"

@@ -40,4 +40,5 @@ class NonFiniteGradientError(FloatingPointError):
 
 
 def _rebuild(message: str, reason, parameters: list[str], module) -> NonFiniteGradientError:
+    """The error with its keyword arguments, for unpickling, which passes positional ones."""
     return NonFiniteGradientError(message, reason=reason, parameters=parameters, module=module)

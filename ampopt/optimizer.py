@@ -24,7 +24,8 @@ __all__ = ["Optimizer", "step_scaled_gradients"]
 
 Pair = tuple[Tensor, Tensor]
 
-# A default that is no scale, since None is one; help() shows it by this repr.
+# The default of a scale that has to be passed: None will not do, as it means no scaling. help()
+# shows its repr.
 _REQUIRED: Any = type("required", (), {"__repr__": lambda self: "<required with a closure>"})()
 
 
@@ -336,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled
     def _optimizer_step_code(self) -> None:
-        # torch calls this after every step(), whichever class defines the step.
+        """End the step: torch calls this after every ``step()``, whichever class defines it."""
         super()._optimizer_step_code()
         self._ampopt.step_is_over()
 
@@ -647,6 +648,7 @@ step_scaled_gradients = uncompiled(_step_scaled_gradients)
 
 
 def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
+    """Step with the gradients of the pending unscale; see :meth:`Optimizer.step_after_unscale`."""
     ours = optimizer._ampopt
     pending = ours.pending
     if pending is None:

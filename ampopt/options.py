@@ -1,4 +1,4 @@
-"""The options that ampopt's optimizers share: their types, defaults and descriptions, said once.
+"""The options that all optimizers share: their types, defaults and descriptions, in one place.
 
 A constructor takes them as ``**options: Unpack[RuleOptions]``, which type checkers read, and its
 docstring has one line for all of them. When the class is made, :func:`show_options` puts each
@@ -38,20 +38,20 @@ MASTER_BITS = "master_bits"
 
 
 class OptimizerOptions(TypedDict, total=False):
-    """What every ampopt optimizer takes besides the arguments of its own."""
+    """The keyword arguments that every ampopt optimizer takes in addition to its own."""
 
     process_group: Any
     """See :class:`ampopt.Optimizer`."""
 
 
 class RuleOptions(OptimizerOptions, total=False):
-    """What every rule-based optimizer takes besides the arguments of its own."""
+    """The keyword arguments that every rule-based optimizer takes in addition to its own."""
 
     master_weights: bool
     param_rounding: str
     state_bits: int
     master_bits: int
-    """All: see :class:`ampopt.ElementwiseOptimizer`."""
+    """These four are described in :class:`ampopt.ElementwiseOptimizer`."""
 
 
 DEFAULTS = {
@@ -92,13 +92,14 @@ _LINES = {
     "        **options: see :class:`ampopt.options.RuleOptions`.\n": RuleOptions,
     "        **options: see :class:`ampopt.options.OptimizerOptions`.\n": OptimizerOptions,
 }
-"""What the docstring of a class says in place of the descriptions."""
+"""The line of a docstring that is replaced by the descriptions of these options."""
 
 
 def show_options(cls: type[Any]) -> None:
     """Put the shared options of ``cls`` into its docstring, and into its constructor's signature.
 
-    A class without that line in its docstring, such as an author's, stays as it is.
+    The descriptions replace one of :data:`_LINES` in the docstring. A class whose docstring has
+    none of these lines, such as one that a user wrote, is not changed.
     """
     for line, shared in _LINES.items():
         docstring = cls.__doc__ or ""
@@ -112,6 +113,7 @@ def show_options(cls: type[Any]) -> None:
 
 
 def _show_in_signature(init: Any, names: list[str]) -> None:
+    """Put the options ``names`` in the place of ``**options`` in the signature of ``init``."""
     signature = inspect.signature(init)
     *own, last = signature.parameters.values()
     if last.kind is last.VAR_KEYWORD:

@@ -1,4 +1,4 @@
-"""``profile``: what steps cost and how they run, in plain words."""
+"""``profile``: a report in plain words of what steps cost and how they run."""
 
 import contextlib
 import linecache
@@ -67,6 +67,7 @@ class Profile:
         return "\n".join([*self._on_steps(), *self._on_launches(), *self._on_looks()])
 
     def _on_steps(self) -> Iterator[str]:
+        """The lines on how each optimizer stepped its parameters, and why it made plans anew."""
         for name, paths in self.paths.items():
             n = self.steps[name]
             yield f"{name}: {_count(n, 'step')}" + (". In the last one:" if n else "")
@@ -80,6 +81,7 @@ class Profile:
                 yield f"  plan made anew {_count(times, 'time')}: {reason}"
 
     def _on_launches(self) -> Iterator[str]:
+        """The lines on the number of kernels that were launched."""
         total, steps = self.launches.total(), self.steps.total()
         if total:
             parts = ", ".join(f"{n} {name}" for name, n in sorted(self.launches.items()))
@@ -89,6 +91,7 @@ class Profile:
             yield f"{_count(len(self.kernels), 'kernel')} ran in all, whoever launched them."
 
     def _on_looks(self) -> Iterator[str]:
+        """The lines on where the host read tensors, or waited for the device."""
         n, on_cuda = self.looks.total(), self.kernels is not None
         if not n and on_cuda:
             yield "The host never waited for the device."
@@ -166,11 +169,14 @@ def profile(*optimizers: Optimizer) -> Iterator[Profile]:
 
 
 def _names(optimizers: tuple[Optimizer, ...]) -> list[str]:
+    """The class names of the optimizers, numbered where several have one class."""
     names = [type(optimizer).__name__ for optimizer in optimizers]
     return [f"{n} {i + 1}" if names.count(n) > 1 else n for i, n in enumerate(names)]
 
 
 def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[..., None]:
+    """``launch`` of the Triton backend, which also counts each kernel in ``launches``."""
+
     def counted(device: Any, kernel: Any, programs: int, arguments: dict[str, Any]) -> None:
         if programs:  # a launch of 0 programs only compiles
             launches[getattr(kernel, "__name__", str(kernel)).removesuffix("_kernel")] += 1
@@ -184,6 +190,7 @@ def _counting(launch: Callable[..., None], launches: Counter[str]) -> Callable[.
 
 @contextlib.contextmanager
 def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None]:
+    """Within the block, record in ``report`` how ``optimizer`` steps each parameter."""
     paths = report.paths[name] = {}
     modes: list[Mode] = []  # how the running step is skipped after an overflow
 
@@ -256,7 +263,10 @@ _REPLAY = Look("a closure's replay", "is the loss finite, did a gradient overflo
 
 
 def _note(report: Profile) -> None:
-    """Count a read of a tensor, unless ampopt made it, and only because the device is the CPU."""
+    """Count a read of a tensor at the line of the user's code that made it.
+
+    A read within a step of ampopt is not counted: it is made only because the device is the CPU.
+    """
     own: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -279,8 +289,10 @@ def _note(report: Profile) -> None:
 
 
 def _look(file: str, line: int) -> Look:
+    """The line ``line`` of ``file``, as a :class:`Look`."""
     return Look(f"{Path(file).name}:{line}", linecache.getline(file, line).strip() or "?")
 
 
 def _count(n: int, noun: str) -> str:
+    """``n`` and ``noun``, in the plural unless ``n`` is 1."""
     return f"{n} {noun}" + "s" * (n != 1)

@@ -70,6 +70,7 @@ class _Reports(tuple[GradientReport | RankFlags, ...]):
     """What a flag was computed from: the overflows found per device and rank."""
 
     def __reduce__(self) -> Any:
+        """Pickle as an empty set, the mark of a flag, without the reports."""
         # A copy or a file keeps only the mark that this is a flag, as an empty set, which
         # torch.load(weights_only=True) accepts.
         return set, ()

@@ -127,16 +127,18 @@ class _Tracker(LRScheduler):
     """Makes torch wrap the step of an optimizer again, to count it; schedules nothing."""
 
     def step(self, epoch: int | None = None) -> None:
+        """Do nothing."""
         pass
 
 
 def _twin(cls: type) -> type | None:
-    """Ampopt's own class for one of torch's."""
+    """The class of ampopt that has the name of a class of torch."""
     twin = getattr(optim, cls.__name__, None)
     return twin if isinstance(twin, type) and cls in twin.__bases__ else None
 
 
 def _extended(cls: type) -> type:
+    """The subclass of ``cls`` with control points; made once for each ``cls``."""
     for known in cls.__subclasses__():
         if vars(known).get("_extends") is cls:
             return known
@@ -187,6 +189,7 @@ def _meta(of_theirs: type) -> type:
 
 
 def _reduced(cls: Any) -> Any:
+    """How ``copyreg`` pickles an extended class: as the call of :func:`extend` that makes it."""
     # A subclass that a user derives from an extended class is pickled by its name, as usual.
     extends = vars(cls).get("_extends")
     return cls.__qualname__ if extends is None else (extend, (extends,))
@@ -199,6 +202,7 @@ def _refuse_private(cls: type, optimizer: Any) -> None:
 
 
 def _taken(cls: type) -> TypeError:
+    """The error for a class that uses the attribute ``_ampopt`` for something else."""
     return TypeError(
         f"{cls.__name__} cannot be extended: it has its own {_NAME}, which "
         "ampopt.Optimizer has another use for; rename it in a subclass, or step this "

@@ -205,6 +205,7 @@ def _step_after(request: Request, scale: Tensor | None, decision: Decision) -> R
 
 
 def _checked(optimizers: Any) -> list[Optimizer]:
+    """``optimizers`` as a list of ampopt optimizers that can step together, else an error."""
     if isinstance(optimizers, torch.optim.Optimizer):
         raise TypeError(
             "optimizers must be a list of optimizers, got one: call its own "
@@ -251,6 +252,7 @@ def _agreed(optimizers: list[Optimizer]) -> Any:
 
 
 def _refuse_shared(optimizers: list[Optimizer]) -> None:
+    """Raise if an optimizer occurs twice, or two of them have a parameter in common."""
     owners: dict[int, int] = {}
     for index, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
