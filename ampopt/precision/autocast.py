@@ -66,7 +66,7 @@ class autocast:
         enabled: bool = True,
         cache_enabled: bool | None = None,
     ) -> None:
-        """Check the lists. Nothing is entered yet.
+        """Check the lists, without turning them on.
 
         Args:
             device_type: the device type, as for ``torch.autocast``: ``"cuda"`` or ``"cpu"``, for
@@ -97,7 +97,7 @@ class autocast:
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        """Restore what was on before."""
+        """Turn the lists off, and restore the autocast state from before."""
         self._entered.pop().__exit__(*exc)
 
     @staticmethod
@@ -112,6 +112,7 @@ class autocast:
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:
+        """``torch.autocast`` with the lists on, as a new context each time."""
         with torch.autocast(*self._torchs), self._lists:
             yield
 
@@ -140,6 +141,7 @@ class _Lists(TorchFunctionMode):
             return func(*self._cast(args, dtype), **kwargs)
 
     def _cast(self, x: Any, dtype: torch.dtype) -> Any:
+        """``x``, or the tensors of the list ``x``, in ``dtype`` where autocast would cast them."""
         if isinstance(x, Tensor) and x.dtype in _CAST and x.device.type == self._device_type:
             return x.to(dtype)
         if type(x) in (list, tuple):  # of tensors, as torch.cat takes
@@ -164,16 +166,19 @@ _BODIES = {**functional_bodies(), Tensor.unflatten: torch.unflatten}
 
 
 def _spellings(names: Collection[str]) -> list[str]:
+    """``names``, and the methods of operators, such as ``__matmul__``, that they stand for."""
     return [spelling for name in names for spelling in (name, f"__{name}__", f"__r{name}__")]
 
 
-@functools.cache  # a training step may make a context each time
+@functools.cache  # for a context that is made anew in each training step
 def _known() -> set[str]:
+    """The names of all functions of torch that ``__torch_function__`` can intercept."""
     return {f.__name__ for fs in get_overridable_functions().values() for f in fs}
 
 
 @constant_to_dynamo
 def _check_names(allow: tuple[str, ...], deny: tuple[str, ...]) -> None:
+    """Raise if a name is in both lists, is not an operator, or cannot be cast."""
     for name in (*allow, *deny):
         if name in allow and name in deny:
             raise ValueError(f"{name!r} is in both allow and deny: leave it in one of them")

@@ -112,6 +112,7 @@ def run_in(module: Model, dtype: torch.dtype) -> Model:
 
 
 def _forward_in(module: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of ``module`` with tensors and inputs in ``dtype``; see :func:`run_in`."""
     apart = {inner for inner in module.modules() if inner is not module and _runs_in_own(inner)}
     tensors = {path: t for path, _, t in _tensors(module, apart) if t.is_floating_point()}
     copies = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -135,7 +136,7 @@ def _runs_in_own(module: nn.Module) -> bool:
 
 
 def _tensors(model: nn.Module, but: Any = None) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Parameters and buffers, under every name, with their modules; without those in ``but``."""
+    """Path, module and tensor of each parameter and buffer, except in the modules ``but``."""
     for prefix, module in model.named_modules(but, remove_duplicate=False):
         for named in (module.named_parameters, module.named_buffers):
             for path, tensor in named(prefix, recurse=False, remove_duplicate=False):
@@ -152,6 +153,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 
 
 def _to(tree: Any, dtype: torch.dtype) -> Any:
+    """``tree`` with all floating-point tensors cast to ``dtype``."""
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in _FLOATS else t, tree)
 
 
@@ -159,16 +161,19 @@ def _to(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A forward pre-hook that casts the inputs to ``dtype``."""
     if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].dtype == dtype:
-        return None  # what nearly every call is: a tensor that needs no cast
+        return None  # the usual case, a tensor that needs no cast, is fast
     return _to((args, kwargs), dtype)
 
 
 def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, outputs: Any) -> Any:
+    """A forward hook that casts the results to ``dtype``."""
     return _to(outputs, dtype)
 
 
 def _put_on_hooks(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -> None:
+    """Make ``module`` cast its inputs and, unless ``outputs`` is ``None``, its results."""
     handles = [module.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True)]
     if outputs is not None:
         handles.append(module.register_forward_hook(partial(_cast_outputs, outputs)))
@@ -176,6 +181,7 @@ def _put_on_hooks(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype |
 
 
 def _take_off_hooks(model: nn.Module) -> None:
+    """Remove the hooks of an earlier :func:`cast` from ``model`` and its submodules."""
     for module in model.modules():
         for handle in module.__dict__.pop("_ampopt_cast", ()):
             handle.remove()

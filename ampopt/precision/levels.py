@@ -46,7 +46,8 @@ class Precision:
         master_weights: whether the optimizer keeps float32 master weights. Default ``False``.
         state_bits: how many bits the optimizer keeps its states in: 32, the default, 16 or 8; see
             :class:`ampopt.ElementwiseOptimizer`.
-        master_bits: how many bits a master weight has: 32, the default, or 24; see there.
+        master_bits: how many bits a master weight has: 32, the default, or 24; see
+            :class:`ampopt.ElementwiseOptimizer`.
         scaling: how the loss is scaled: ``None``, the default, for no scaling; a number for a
             static scale; a name of :meth:`ampopt.DynamicLossScale.like`; or a function that returns
             a new scale.

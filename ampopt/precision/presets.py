@@ -5,12 +5,13 @@ too, because its list for CPUs is shorter. The source of each policy, and what i
 
 - ``O0``, ``O2``, ``O3``: apex ``apex/amp/frontend.py`` (removed from apex in 2025). With the scale
   of 1 that O0 and O3 have, apex applies an overflowed update; here it is skipped.
-- ``O1``: besides, the lists in ``apex/amp/lists``. It bans ``binary_cross_entropy``, as torch's
-  autocast does on a GPU, and promotes operands of different dtypes where torch's operators do.
+- ``O1``: the same file, and the lists in ``apex/amp/lists``. It bans ``binary_cross_entropy``, as
+  torch's autocast does on a GPU, and promotes operands of different dtypes where torch's operators
+  do.
 - ``torch``: pytorch ``torch/amp/autocast_mode.py`` and ``torch/amp/grad_scaler.py``.
 - ``paddle-O1``: Paddle ``python/paddle/amp/auto_cast.py`` and ``amp_lists.py``. Left out: pooling,
-  embedding and scatter, which compute nothing.
-- ``paddle-O2``: ``decorate(level="O2")`` there. Left out: interpolation runs in float32.
+  embedding and scatter, which do no arithmetic.
+- ``paddle-O2``: ``decorate(level="O2")`` in the same file. Left out: interpolation runs in float32.
 - ``fleet``: Paddle ``paddle/fluid/framework/distributed_strategy.proto``, ``AMPConfig``, with the
   lists of ``paddle-O1``. ``custom_white_list`` is ``allow=`` here, ``custom_black_list`` ``deny=``,
   and ``custom_black_varnames`` :func:`ampopt.run_in`.

@@ -1,4 +1,4 @@
-"""Skipping steps for more than overflow: a gradient norm, or a loss, out of the ordinary."""
+"""Skip steps with an unusual gradient norm or loss, as steps that overflow are skipped."""
 
 from ampopt.skipping.when import skip_when
 

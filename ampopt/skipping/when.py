@@ -1,4 +1,4 @@
-"""Further causes for which steps are skipped, checked on the device."""
+"""``skip_when``: skip steps with an unusual gradient norm or loss, decided on the device."""
 
 import functools
 import math
@@ -19,8 +19,8 @@ from ampopt_kernels.watch_statistics import CAUSES
 __all__ = ["skip_when"]
 
 _WINDOWS: dict[str, dict[str, Any]] = {
-    # OLMo-core, src/olmo_core/optim/skip_step_optimizer.py. It judges by a quotient, which is NaN,
-    # and skips, where all values were the same and the new one is too; here that is no cause.
+    # OLMo-core, src/olmo_core/optim/skip_step_optimizer.py. If all values, the new one too, are
+    # equal, it compares 0/0 with the limit, and skips; here such a step is not skipped.
     "olmo": {
         "length": 128,
         "first": 64,
@@ -29,8 +29,9 @@ _WINDOWS: dict[str, dict[str, Any]] = {
         "both_sides": True,
         "leaves_out": 0,
     },
-    # llm.c, llmc/outlier_detector.h. Of two outliers in a row neither is taken in, the third is.
-    # It puts an old value back one place too far, which is not done here.
+    # llm.c, llmc/outlier_detector.h. The first two outliers in a row are not added to the window,
+    # the third is. When llm.c removes an outlier from its window, it restores the old value one
+    # place too far; that error is not repeated here.
     "llm.c": {
         "length": 64,
         "first": 65,
@@ -66,7 +67,7 @@ class skip_when:
     ``DistributedDataParallel``, ``loss=`` and ``loss_deviations=`` need ``process_group=`` and
     ``replicated=True`` in the param groups; otherwise the step raises a ``RuntimeError``.
 
-    As long as nothing is skipped, training is bitwise the same as without.
+    As long as nothing is skipped, training is bitwise the same as without ``skip_when``.
     """
 
     def __init__(
@@ -166,26 +167,26 @@ class skip_when:
         for what, history in self._histories.items():
             history.load(state_dict[what])
 
-    # --- what the step asks -----------------------------------------------------------------------
+    # --- what a step reads ------------------------------------------------------------------------
 
     limits: tuple[float | None, float | None, float | None, float | None]
-    """Of the norm, its deviations, the loss and its deviations, as they were given."""
+    """The arguments ``norm``, ``norm_deviations``, ``loss`` and ``loss_deviations``."""
     settings: str
-    """All that was given, the same on every rank that was given the same."""
+    """All arguments as text. Ranks compare it, to detect that they were passed different ones."""
 
     @property
     def needs_norm(self) -> bool:
-        """Whether the norm is to be had."""
+        """Whether a check needs the gradient norm."""
         return "norm" in self._watched
 
     @property
     def needs_loss(self) -> bool:
-        """Whether the loss is to be had."""
+        """Whether a check needs the loss."""
         return "loss" in self._watched
 
     @property
     def needs_values(self) -> bool:
-        """Whether a check is of another number than the norm."""
+        """Whether a check tests a number other than the norm, which ``checks`` has to pass on."""
         windows = [isinstance(h, WindowStatistics) for h in self._histories.values()]
         return self.needs_loss or any(windows)
 
@@ -200,16 +201,17 @@ class skip_when:
         """The checks of one step.
 
         Args:
-            squares: sums of squares of parts of the gradients, if this needs the norm.
-            loss: of the step, ``widest``, 0-d, if this needs it.
-            device: where the step is decided on.
+            squares: sums of squares of parts of the gradients; ``None`` if no check needs the norm.
+            loss: the loss of the step, 0-d, in the widest dtype of ``device``; ``None`` if no check
+                needs it.
+            device: the device on which the step is decided.
         """
         checks = []
         for what in self._watched:
             history, limit = self._histories.get(what), self._limits[what] or -1.0
             cause, of_norm = float(1 + CAUSES.index(what)), float(what == "norm")
             value = None if of_norm else loss
-            if isinstance(history, WindowStatistics):  # which torch operations evaluate
+            if isinstance(history, WindowStatistics):  # evaluated by torch operations
                 if squares is not None and of_norm:
                     value = squares.sum().sqrt()
                 assert value is not None
@@ -233,6 +235,15 @@ class skip_when:
         history: Any,
         settings: Any,
     ) -> None:
+        """Check the arguments, and make this the check of ``optimizer``.
+
+        Args:
+            optimizer: the optimizer to skip steps of.
+            limits: by ``"norm"`` and ``"loss"``, the largest value; ``None`` for no limit.
+            deviations: by the same names, the largest deviation; ``None`` for no limit.
+            history: makes the statistics of one value from its number of deviations.
+            settings: the other arguments, for comparison between ranks.
+        """
         if not isinstance(optimizer, Optimizer):
             raise TypeError(
                 f"optimizer must be an ampopt.Optimizer, got {type(optimizer).__module__}."
@@ -265,6 +276,7 @@ class skip_when:
 
 
 def _check_limit(name: str, value: Any) -> None:
+    """Raise unless ``value`` is ``None``, or a positive and finite number."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):

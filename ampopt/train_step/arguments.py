@@ -149,4 +149,5 @@ def outputs(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def _has_rows(leaf: Any) -> bool:
+    """Whether ``leaf`` is a tensor with a first dimension, along which a batch is divided."""
     return isinstance(leaf, Tensor) and leaf.ndim > 0

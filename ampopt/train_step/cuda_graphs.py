@@ -41,7 +41,7 @@ _WARM_STEPS = 3
 
 
 class Graphs(Protocol):
-    """How graphs are made on a device. Tests have a stand-in for CUDA's."""
+    """How CUDA graphs are made on a device. Tests replace it by a fake."""
 
     def aside(self) -> AbstractContextManager[None]:
         """Run the block on the capture stream, ordered after earlier and before later work."""
@@ -163,6 +163,7 @@ class Captured:
         return self._replayed(self._capture, leaves, scale)
 
     def _uncaptured(self, batch: Any, scale: Any) -> StepResult:
+        """Run one step without a graph, and remember which parameters had gradients."""
         clear = self._optimizer.zero_grad if self._capture is None else self._clear
         with self._graphs.aside():
             result = self._body(batch, scale, clear)
@@ -175,6 +176,7 @@ class Captured:
         return result
 
     def _captured(self, leaves: list[Any], structure: Any, scale: Any) -> _Capture:
+        """Capture the step, with copies of the inputs and of the scale, which replays overwrite."""
         optimizer, plan = self._optimizer, self._optimizer._ampopt.runner.plan
         self._check(plan)
         assert plan is not None
@@ -199,6 +201,7 @@ class Captured:
         )
 
     def _replayed(self, capture: _Capture, leaves: list[Any], scale: Any) -> StepResult:
+        """Copy the inputs into the graph, replay it, and return copies of its results."""
         optimizer, ours = self._optimizer, self._optimizer._ampopt
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for buffer, leaf in zip(capture.inputs, given, strict=True):
@@ -226,10 +229,12 @@ class Captured:
         return StepResult(loss.clone(), as_flag(found_inf.clone(), reports), self._latest)
 
     def _send_hyper(self, plan: Plan) -> None:
+        """Send the hyperparameters of the param groups to the device, if they have changed."""
         for work in plan.works:
             _backend(work.device).send_hyper(work)
 
     def _clear(self) -> None:
+        """Zero the gradients in place, and remember their versions; see :meth:`_unwritten`."""
         self._optimizer.zero_grad()
         self._put_gradients_back()
         if self._gradients:
@@ -243,6 +248,7 @@ class Captured:
         return {p for (p, grad), cleared in pairs if p.grad is grad and version(grad) == cleared}
 
     def _params(self) -> list[Any]:
+        """All parameters of the optimizer."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _refuse_others(self, others: set[Tensor]) -> None:
@@ -262,6 +268,7 @@ class Captured:
             )
 
     def _put_gradients_back(self) -> None:
+        """Restore the gradient tensors, which the graph writes to, after ``zero_grad``."""
         for param, grad in self._gradients:
             param.grad = grad
 
@@ -271,7 +278,7 @@ class Captured:
         plan = steps.plan
         if [p.requires_grad for p in self._params()] != self._trainable:
             return False
-        if plan is None or not plan.reusable:  # an error when it is captured; see _check
+        if plan is None or not plan.reusable:  # capturing it is an error; see _check
             return capture is None
         if capture is not None:
             tensors = self._hyper_tensors()
@@ -284,11 +291,13 @@ class Captured:
             return plan.revalidate(steps.optimizer, steps.rule) and plan.present == present
 
     def _hyper_tensors(self) -> list[Tensor]:
+        """The hyperparameters that are tensors, which the graph reads where they are."""
         optimizer = self._optimizer
         values = [x for group in optimizer.param_groups for x in optimizer.rule.hyper_values(group)]
         return [x for x in values if isinstance(x, Tensor)]
 
     def _check(self, plan: Plan | None) -> None:
+        """Raise if the last step, with this plan, cannot be captured."""
         if plan is None or not plan.reusable:
             raise RuntimeError(
                 "cuda_graph=True: this step works on copies, or is torch's own, as with sparse "
@@ -351,6 +360,11 @@ def graphs_on(device: torch.device) -> Graphs | None:
 
 
 def _backend(device: torch.device) -> Any:
+    """The Triton backend of ``device``.
+
+    Raises:
+        RuntimeError: another backend runs there, which cannot be captured.
+    """
     backend = backend_for(device)
     if backend.name != "triton":
         raise RuntimeError(
@@ -368,6 +382,7 @@ def _copied(scale: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
+    """What must be equal for a replay: shape and dtype of a tensor, or any other object itself."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 

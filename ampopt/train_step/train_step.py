@@ -120,7 +120,7 @@ class TrainStep:
         preserve_rng: bool = False,
         cuda_graph: bool = False,
     ) -> None:
-        """Check the arguments. Nothing is run yet.
+        """Check the arguments, without running anything.
 
         Args:
             model: a module or function that is called with the inputs.
@@ -312,6 +312,7 @@ class TrainStep:
     # --- the loop ------------------------------------------------------------------------------
 
     def _step(self, batch: Any) -> StepResult:
+        """Run one step on a batch, by a CUDA graph if there is one, and keep the next scale."""
         device = self.optimizer._ampopt.decision_device
         batch = pytree.tree_map_only(Tensor, lambda t: to_device(t, device), batch)
         check_divisible(batch, self._micro_batches)
@@ -344,6 +345,7 @@ class TrainStep:
         )
 
     def _run(self, batch: Any, scale: Any, clear: Callable[[], None]) -> StepResult:
+        """Run one step without a graph: clear the gradients with ``clear``, evaluate, and step."""
         evaluate = functools.partial(self._evaluate, batch, clear)
         if self._on_overflow == "replay":
             return self.update(scale, evaluate)
@@ -367,12 +369,14 @@ class TrainStep:
 
     @torch.no_grad()
     def _unscale(self, scale: Any) -> Unscaled:
+        """Unscale the gradients, and call ``on_gradients``."""
         unscaled = self.optimizer.unscale(grads_scaled_by=scale)
         assert self._on_gradients is not None
         self._on_gradients(self.optimizer)
         return unscaled
 
     def _capturing_on(self, device: torch.device) -> cuda_graphs.Captured | None:
+        """The steps by CUDA graph on ``device``; ``None`` to run without a graph."""
         if not self._cuda_graph or is_looking():  # first_nonfinite hooks modules; replays call none
             return None
         if self._captured is None:
