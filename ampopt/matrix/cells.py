@@ -206,6 +206,11 @@ def _handed_on(first: type[Any], second: type[Any]) -> None:
 
 
 def _torchs(cls: type[Any]) -> type[Any]:
+    """The class of torch with the name of ``cls``.
+
+    Raises:
+        NotRunHere: torch has no such optimizer.
+    """
     found = getattr(torch.optim, cls.__name__, None)
     if found is None:
         raise NotRunHere("torch has no optimizer of that name")
@@ -213,14 +218,17 @@ def _torchs(cls: type[Any]) -> type[Any]:
 
 
 def _refuse_to_look(look: str) -> None:
+    """Raise, in place of a read of a tensor, which a CUDA graph cannot capture."""
     raise RuntimeError("the host reads a tensor")
 
 
 def _same(actual: Tensor, expected: Tensor) -> None:
+    """Check that two tensors are bitwise equal."""
     assert torch.equal(actual, expected), (actual, expected)
 
 
 def _close(actual: Tensor, expected: Tensor) -> None:
+    """Check that two tensors are equal within rounding."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -87,5 +87,6 @@ def page(classes: Iterable[type[Any]]) -> str:
 
 
 def _first_sentence(error: Exception) -> str:
+    """The first sentence of the message of ``error``, without its full stop."""
     line = str(error).strip().partition("\n")[0]
     return line.partition("; ")[0].partition(". ")[0].rstrip(".:")

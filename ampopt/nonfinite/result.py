@@ -1,4 +1,4 @@
-"""What a search for the first output that is inf or NaN has found, in words and numbers."""
+"""The result of ``first_nonfinite``: the first tensor with inf or NaN, in words and numbers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -139,7 +139,7 @@ class FirstNonFinite:
     """
 
     def __init__(self) -> None:
-        """Nothing has been found yet."""
+        """Start with nothing found."""
         self.first: NonFiniteOutput | None = None
         self.calls = 0
 
@@ -162,8 +162,10 @@ class FirstNonFinite:
 
 
 def _module(name: str, kind: str) -> str:
+    """Name and class of a module, in words."""
     return f"{name!r} ({kind})" if name else f"the model itself ({kind})"
 
 
 def _short(dtype: torch.dtype) -> str:
+    """The name of ``dtype`` without ``torch.``."""
     return str(dtype).removeprefix("torch.")

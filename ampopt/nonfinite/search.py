@@ -211,9 +211,11 @@ class _Search:
 
     @property
     def _looking(self) -> bool:
+        """Whether nothing was found yet, or the batch runs again."""
         return self.anew or not self.found
 
     def _first_bad(self, made: Any) -> _Bad | None:
+        """The first tensor in ``made`` that is not finite, while the search still looks for one."""
         return _first_not_finite(made) if self._looking else None
 
     def _note(
@@ -226,6 +228,10 @@ class _Search:
         operation: str | None = None,
         given_to: str | None = None,
     ) -> None:
+        """Store what was found: ``bad``, a tensor of the module call ``call``.
+
+        The other arguments are attributes of :class:`NonFiniteOutput`.
+        """
         self.anew = False
         forward = direction == "forward"
         self.found.first = NonFiniteOutput(
@@ -268,6 +274,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def _first_not_finite(structure: Any) -> _Bad | None:
+    """The first tensor in ``structure`` with inf or NaN, or ``None``. Synchronizes."""
     for tensor in _tensors(structure):
         values = _values(tensor)
         if not values.isfinite().all():
@@ -295,6 +302,7 @@ def _finite_output(call: _Call, output: Any) -> FiniteOutput | None:
 
 
 def _largest(finite: Tensor) -> float | None:
+    """The largest magnitude in ``finite``; ``None`` without elements."""
     return finite.abs().max().item() if finite.numel() else None
 
 

@@ -1,4 +1,4 @@
-"""Statistics of a run, without synchronizing: which layer overflows, since when, what to do."""
+"""``Watch``: statistics of the overflows of a run, by layer, without synchronizing."""
 
 from ampopt.watching.alarm import Alarm
 from ampopt.watching.reading import Reading

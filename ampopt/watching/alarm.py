@@ -1,4 +1,4 @@
-"""Warnings, some steps later, that a run does not train any more."""
+"""``Watch.alarm``: warn, a few steps late, that a run no longer trains."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -70,6 +70,7 @@ class Condition:
             warnings.warn(Alarm(text), stacklevel=2)
 
     def _now(self, reading: Reading) -> dict[str, str]:
+        """The warning for each limit that ``reading`` exceeds, by a name of the limit."""
         latest, texts = reading.latest(), {}
         step, row, scale = latest["step"], latest["skips_in_a_row"], latest["scale"]
         if self.skips_in_a_row is not None and row >= self.skips_in_a_row:

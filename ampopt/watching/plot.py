@@ -38,6 +38,7 @@ def draw(read: dict[str, Any], path: Any) -> None:
 
 
 def _draw_steps(axes: Any, recent: list[dict[str, Any]]) -> None:
+    """Draw scale, norm and loss of the last steps, and a red line at each skipped one."""
     for name, color in (("scale", "tab:blue"), ("norm", "tab:gray"), ("loss", "tab:green")):
         known = [(step["step"], step[name]) for step in recent if step[name] is not None]
         if known:
@@ -53,6 +54,7 @@ def _draw_steps(axes: Any, recent: list[dict[str, Any]]) -> None:
 
 
 def _draw_parameters(axes: Any, worst: list[tuple[str, dict[str, Any]]]) -> None:
+    """Draw a row for each of the worst parameters, a column for each statistic."""
     columns = ("overflows", "largest", "underflow")
     values = [[stats[column] for column in columns] for _, stats in worst]
     tops = [max([row[i] for row in values], default=0) or 1 for i in range(len(columns))]

@@ -142,6 +142,7 @@ def as_dict(snapshot: Snapshot, *, alone: bool) -> dict[str, Any]:
 
 
 def _parameter(row: Sequence[float]) -> dict[str, Any]:
+    """The statistics of one parameter, by name, from its row on the device."""
     largest, overflows, used, flushed, *lately = row
     return {
         "overflows": int(overflows),
@@ -152,10 +153,11 @@ def _parameter(row: Sequence[float]) -> dict[str, Any]:
 
 
 def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]:
+    """The entry of one of the last steps in ``read()["recent"]``, from its entry in the ring."""
     cause, scale, norm, squares, loss = entry
     if norm < 0:
         norm = None if squares < 0 or not alone else math.sqrt(squares)
-    elif not alone and math.isnan(norm):  # other ranks have no watch: they did not compute theirs
+    elif not alone and math.isnan(norm):  # other ranks have no watch, and computed no norm
         norm = None
     return {
         "step": number,

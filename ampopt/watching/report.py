@@ -19,9 +19,9 @@ a loss above the median by more than this many times the median of the deviation
 RISE = 0.1
 """The least rise of a loss that is a spike, as a fraction of that median."""
 BEFORE_A_SPIKE = 10, 100
-"""The least and the largest number of steps that these medians are of."""
+"""How many steps these medians are taken over: at least, and at most."""
 COLLAPSE = 10
-"""Overflows in a row from which on nothing is trained any more: a scale that starts too high causes
+"""Overflows in a row after which the run counts as collapsed: a scale that starts too high causes
 fewer."""
 
 
@@ -81,6 +81,7 @@ def in_words(read: dict[str, Any], *, float16: bool) -> str:
 
 
 def _totals(read: dict[str, Any]) -> str:
+    """How many steps there were, how many were skipped, and the last scale."""
     scale = read["recent"][-1]["scale"] if read["recent"] else None
     under = "" if scale is None else f", the last under a scale of {_power(scale)}"
     row = f", {read['skips_in_a_row']} in a row up to now" if read["skips_in_a_row"] else ""
@@ -88,6 +89,7 @@ def _totals(read: dict[str, Any]) -> str:
 
 
 def _of_overflows(read: dict[str, Any], scaled: bool) -> list[str]:
+    """Which parameters overflowed, how often, and what to do."""
     bad = [(name, stats) for name, stats in worst_first(read) if stats["overflows"]]
     if not bad:
         return _of_ranks(read)
@@ -203,6 +205,7 @@ def _of_ranks(read: dict[str, Any]) -> list[str]:
 
 
 def _of_underflow(read: dict[str, Any]) -> list[str]:
+    """Which parameter would lose most without a scale, if any loses much."""
     shares = [(stats["underflow"], name) for name, stats in read["parameters"].items()]
     share, name = max(shares, default=(0.0, ""))
     if share <= UNDERFLOW:
@@ -215,14 +218,17 @@ def _of_underflow(read: dict[str, Any]) -> list[str]:
 
 
 def _of_other_causes(read: dict[str, Any]) -> list[str]:
+    """How many steps ``skip_when`` has skipped, by cause."""
     causes = {cause: n for cause, n in read["skipped_by"].items() if n and cause != "overflow"}
     return [f"Skipped for the {cause}: {_steps(n)}." for cause, n in causes.items()]
 
 
 def _steps(n: int) -> str:
+    """``n`` and "step" or "steps"."""
     return f"{n} step" if n == 1 else f"{n} steps"
 
 
 def _power(scale: float) -> str:
+    """``scale`` as a power of two, if it is one."""
     exponent = math.log2(scale) if scale > 0 and math.isfinite(scale) else 0.5
     return f"2^{exponent:.0f}" if exponent == int(exponent) else f"{scale:.3g}"

@@ -1,4 +1,4 @@
-"""Statistics of an optimizer's steps: which gradients overflowed, when, and which come near."""
+"""``Watch``: which gradients overflowed in an optimizer's steps, when, and which nearly did."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ from ampopt_kernels.watch_statistics import (
 __all__ = ["Watch"]
 
 _EVERY = 8
-"""Steps from one check of the alarms to the next, where a check takes a copy from the device."""
+"""On an accelerator, alarms are checked every so many steps, as a check copies from the device."""
 
 
 class Watch:
@@ -388,6 +388,13 @@ class Watch:
 
     @torch.no_grad()
     def _add(self, decision: Decision | None, number: int, *, notes_step: bool = True) -> None:
+        """Add a decision to the statistics of each device.
+
+        Args:
+            decision: the decision of a control point; ``None`` for a step without a check.
+            number: the number of the step, from 1.
+            notes_step: whether to count the step, and not only the overflows of its parameters.
+        """
         attempt, reports = RecordedStep(number), {}
         if decision is not None:
             judged = decision.earlier_decision or decision
@@ -419,6 +426,7 @@ class Watch:
             uploads.keep_while_captured(device)
 
     def _count_ranks(self, rank_flags: RankFlags) -> None:
+        """Count, for each rank, that it found an overflow."""
         ranks, flags = tuple(rank_flags.ranks), to_device(rank_flags.flags, self._home) > 0
         counts = self._by_rank.get(ranks)
         if counts is None:
@@ -483,14 +491,17 @@ class Watch:
                     condition.check(reading)
 
     def _write_logs(self, wait: bool) -> None:
+        """Write the logs whose copies have arrived; with ``wait``, wait for all of them."""
         while self._to_log and (wait or self._to_log[0][1].done()):
             write, reading = self._to_log.popleft()
             write({k: v for k, v in reading.latest().items() if v is not None})
 
     def _snapshot(self) -> Snapshot:
+        """The statistics of this rank. Synchronizes."""
         return self.read_later().snapshot()
 
     def _refuse_closed(self, call: str) -> None:
+        """Raise if the watch is closed; ``call`` is the method that was called."""
         if self._hook is None:
             raise RuntimeError(
                 f"{call}: this watch is closed; make another, ampopt.Watch(optimizer)"
@@ -498,7 +509,7 @@ class Watch:
 
 
 def _numbers(name: str, saved: Any, *shape: int) -> Tensor:
-    """The entry ``name`` of a state dict, as a tensor of ``shape``."""
+    """``saved``, the entry ``name`` of a state dict, as a float64 tensor of ``shape``."""
     try:
         return torch.tensor(saved, dtype=torch.float64).view(shape)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -506,6 +517,7 @@ def _numbers(name: str, saved: Any, *shape: int) -> Tensor:
 
 
 def _written_by(writer: Any) -> Callable[[dict[str, Any]], Any]:
+    """A function that logs a dict of numbers to ``writer``; see :meth:`Watch.log_to`."""
     if hasattr(writer, "add_scalar"):
 
         def write(numbers: dict[str, Any]) -> None:
