@@ -155,6 +155,7 @@ class _GateOfProcesses(LRSchedulerGate):
     _last = False
 
     def _advances(self, attempts: Any) -> bool:
+        """Whether to advance; without a step since the last call, the last answer again."""
         if attempts:
             self._last = super()._advances(attempts)
         return self._last

@@ -1,4 +1,4 @@
-"""The optimizers of ``torch.optim``, and others, one a file; ``ampopt`` has them too."""
+"""The optimizers of ``torch.optim``, and others, one in each file; import them from ``ampopt``."""
 
 from ampopt.optim.adadelta import Adadelta
 from ampopt.optim.adafactor import Adafactor

@@ -12,8 +12,8 @@ def check_lr(lr: Any) -> None:
     """Raise unless ``lr`` is a number of 0 or more. Reads a tensor, as torch does.
 
     Raises:
-        TypeError: it is not a number.
-        ValueError: it is negative, or a tensor of several elements.
+        TypeError: ``lr`` is not a number.
+        ValueError: ``lr`` is negative, or a tensor of several elements.
     """
     check_numbers("lr", lr, 0.0)
     if not lr >= 0.0:
@@ -24,8 +24,8 @@ def check_betas(betas: Any, count: int = 2) -> None:
     """Raise unless ``betas`` is a tuple of ``count`` numbers, each at least 0 and below 1.
 
     Raises:
-        TypeError: one is not a number.
-        ValueError: one is out of range, or there are more or fewer.
+        TypeError: an element is not a number.
+        ValueError: an element is out of range, or there are not ``count`` of them.
     """
     check_numbers("betas", betas, (0.0,) * count)
     for index, beta in enumerate(betas):

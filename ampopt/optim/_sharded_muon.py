@@ -34,14 +34,14 @@ def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None
             :meth:`SameGradients.check`. Nothing has changed then.
     """
     params = [(group, p) for group in optimizer.param_groups for p in group["params"]]
-    held = [(group, p) for group, p in params if p.grad is not None]
-    meeting = _Meeting.of(optimizer, [p for _, p in params if dtensor.is_dtensor(p)])
-    if meeting is None or any(p.is_complex() or p.grad.is_sparse for _, p in held):
+    with_grads = [(group, p) for group, p in params if p.grad is not None]
+    sharded = _ShardedMatrices.of(optimizer, [p for _, p in params if dtensor.is_dtensor(p)])
+    if sharded is None or any(p.is_complex() or p.grad.is_sparse for _, p in with_grads):
         return False
     device = params[0][1].device
-    matrices = meeting.matrices([p for _, p in held if dtensor.is_dtensor(p)], device)
-    updates = {p: _update(optimizer, group, p, make_state) for group, p in held}
-    groups = {p: group for group, p in held}
+    matrices = sharded.matrices([p for _, p in with_grads if dtensor.is_dtensor(p)], device)
+    updates = {p: _update(optimizer, group, p, make_state) for group, p in with_grads}
+    groups = {p: group for group, p in with_grads}
     whole: dict[Any, Tensor] = {p: u for p, u in updates.items() if not dtensor.is_dtensor(p)}
     if matrices.params:
         gathered = matrices.gathered([updates[p] for p in matrices.params])
@@ -54,7 +54,7 @@ def step_whole_matrices(optimizer: Any, make_state: Callable[[Any, Tensor], None
         owned = {number: whole[matrices.params[number]] for number in matrices.owned}
         parts = matrices.scattered(owned, updates[matrices.params[0]])
         whole |= dict(zip(matrices.params, parts, strict=True))
-    for group, param in held:
+    for group, param in with_grads:
         lr, p = group["lr"], dtensor.local(param.detach())
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         p.mul_(1 - lr * group["weight_decay"])
@@ -74,7 +74,7 @@ def _update(
     return (grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
 
-class _Meeting:
+class _ShardedMatrices:
     """The process group of the sharded matrices of one optimizer, cached between steps."""
 
     def __init__(self, params: list[Any], group: Any) -> None:
@@ -89,17 +89,17 @@ class _Meeting:
         self._matrices = WholeMatrices([], group)
 
     @staticmethod
-    def of(optimizer: Any, params: list[Any]) -> "_Meeting | None":
+    def of(optimizer: Any, params: list[Any]) -> "_ShardedMatrices | None":
         """The cached object for these parameters, or a new one.
 
         ``None`` if no single process group contains all of their ranks.
         """
         last = _LAST.get(optimizer)
-        if last is None or not _are(last._params, params):
+        if last is None or not _are_same(last._params, params):
             group = group_of([param.device_mesh for param in params])
             if group is None:
                 return None
-            last = _LAST[optimizer] = _Meeting(params, group)
+            last = _LAST[optimizer] = _ShardedMatrices(params, group)
         return last
 
     def matrices(self, present: list[Any], device: torch.device) -> WholeMatrices:
@@ -118,13 +118,14 @@ class _Meeting:
             self._same.write_counts(said, keys)
             torch.distributed.all_reduce(said, group=self._group)
             self._same.check(said, keys)
-        if not _are(self._matrices.params, present):
+        if not _are_same(self._matrices.params, present):
             self._matrices = WholeMatrices(present, self._group)
         return self._matrices
 
 
-_LAST: WeakKeyDictionary[Any, _Meeting] = WeakKeyDictionary()
+_LAST: WeakKeyDictionary[Any, _ShardedMatrices] = WeakKeyDictionary()
 
 
-def _are(some: list[Any], others: list[Any]) -> bool:
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    """Whether both lists have the same objects in the same order."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -27,17 +27,17 @@ class Adafactor(ElementwiseOptimizer, torch.optim.Adafactor):
         **options: see :class:`ampopt.options.RuleOptions`.
 
     Differs from torch: the step count and every norm stay on the parameter's device, where torch
-    waits for each of them. Means are taken in fewer passes, and so rounded otherwise. Arithmetic on
-    float16 and bfloat16 parameters is float32. A parameter without elements is left alone, where
-    torch divides by zero; ``eps[0]=None`` means the epsilon of each parameter's dtype, where torch
-    takes the first one's for all of a group. On a ``DTensor`` it does what it does on a whole
-    tensor, where torch fails, or for vectors does not; all ranks have to have its gradient, or
-    none.
+    synchronizes for each of them. Means are computed in fewer passes, so they are rounded
+    differently. Arithmetic on float16 and bfloat16 parameters is float32. A parameter without
+    elements stays as it is, where torch divides by zero. ``eps[0]=None`` means the epsilon of each
+    parameter's dtype, where torch uses that of the first parameter for the whole group. On a
+    ``DTensor``, results are those of the whole tensor; torch raises an error there, or for vectors
+    computes something else. Of a ``DTensor``, all ranks must have the gradient, or none.
     """
 
     rule = rules.adafactor
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,

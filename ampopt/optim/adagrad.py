@@ -24,8 +24,8 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
         params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as in
             ``torch.optim.Adagrad``.
         foreach, fused: accepted and ignored; :func:`ampopt.set_backend` decides how a step
-            runs. Only: with ``fused=True``, parameters that torch's fused kernel does not support,
-            such as complex ones, raise at the first step.
+            runs. Exception: with ``fused=True``, parameters that torch's fused kernel does not
+            support, such as complex ones, raise at the first step.
         differentiable: run torch's own step.
         **options: see :class:`ampopt.options.RuleOptions`.
 
@@ -35,10 +35,10 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
 
     rule = rules.adagrad
     sparse_gradients = True
-    # Torch 2.11's makes no state for a group that is added later, and misses it.
+    # torch 2.11 makes no state for a group that is added later, but its step reads that state.
     _ampopt = ElementwiseOptimizer._ampopt.with_options(torch_needs_state=True)
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,
@@ -66,7 +66,7 @@ class Adagrad(ElementwiseOptimizer, torch.optim.Adagrad):
             for group in self.param_groups:
                 for param in group["params"]:
                     if needs_master(group, param):
-                        # torch has made it in the parameter's dtype, rounding its initial value.
+                        # torch's sum has the parameter's dtype: its initial value was rounded.
                         state = self.state[param]
                         state["sum"] = torch.full_like(state["sum"], initial, dtype=torch.float32)
             if any(state_bits(group) != 32 for group in self.param_groups):

@@ -25,7 +25,7 @@ class Adam(ElementwiseOptimizer, torch.optim.Adam):
         params, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in
             ``torch.optim.Adam``.
         foreach, fused, capturable: accepted and ignored; :func:`ampopt.set_backend` decides how a
-            step runs. Only: with ``fused=True``, parameters that torch's fused kernel does not
+            step runs. Exception: with ``fused=True``, parameters that torch's fused kernel does not
             support, such as complex ones, raise at the first step.
         differentiable: run torch's own step.
         **options: see :class:`ampopt.options.RuleOptions`.
@@ -37,7 +37,7 @@ class Adam(ElementwiseOptimizer, torch.optim.Adam):
 
     rule = rules.adam
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,

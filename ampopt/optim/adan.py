@@ -34,10 +34,10 @@ class Adan(ElementwiseOptimizer):
         TypeError: a hyperparameter is not a number, or a flag is not a bool.
         ValueError: a hyperparameter is out of range.
 
-    Differs from the original: each parameter counts its own steps, in its state, so one whose
-    gradients come late starts as if new; ``max_norm`` of ``unscale_and_step`` takes the place of
-    ``max_grad_norm``; ``maximize``; updates of float16 and bfloat16 parameters are computed in
-    float32 and rounded once.
+    Differs from the original: each parameter counts its own steps, in its state, so a parameter
+    whose gradients come late starts at step 1; ``max_norm`` of ``unscale_and_step`` takes the place
+    of ``max_grad_norm``; ``maximize`` is new; updates of float16 and bfloat16 parameters are
+    computed in float32 and rounded once.
     """
 
     rule = rules.adan

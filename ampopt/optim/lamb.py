@@ -18,8 +18,8 @@ class LAMB(ElementwiseOptimizer):
     You et al., Large Batch Optimization for Deep Learning (1904.00962), algorithm 2. The update of
     a parameter is ``lr * |p| / |u| * u``, where ``u`` is Adam's direction plus ``weight_decay *
     p``. Steps are those of ``fused_lamb.py`` in NVIDIA/apex with ``use_nvlamb=True``, with its
-    defaults. Both norms are taken on the device, by one more read of what ``u`` is made of, and of
-    a parameter that is spread over ranks they are those of the whole.
+    defaults. Both norms are computed on the device, which reads parameter, gradient and averages
+    once more for them; for a sharded parameter, they are those of the whole parameter.
 
     Args:
         params: parameters or param groups, as for torch's optimizers.
@@ -36,7 +36,7 @@ class LAMB(ElementwiseOptimizer):
         TypeError: a hyperparameter is not a number, or a flag is not a bool.
         ValueError: a hyperparameter is out of range.
 
-    Differs from the original: a parameter without ``weight_decay`` has its ratio of norms, too;
+    Differs from the original: the ratio of norms is used without ``weight_decay``, too;
     ``max_grad_norm`` is ``max_norm`` of ``unscale_and_step``; updates of float16 and bfloat16
     parameters are computed in float32 and rounded once, and norms are summed up in float64.
     """

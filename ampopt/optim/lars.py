@@ -37,9 +37,10 @@ class LARS(ElementwiseOptimizer):
         TypeError: a hyperparameter is not a number, or a flag is not a bool.
         ValueError: a hyperparameter is out of range.
 
-    Differs from the original: ``adapt`` says which parameters have a ratio, where all of fewer than
-    two dimensions have none there, nor a decay; updates of float16 and bfloat16 parameters are
-    computed in float32 and rounded once, and norms are summed up in float64.
+    Differs from the original: ``adapt`` decides which parameters have a ratio; in the original,
+    parameters of fewer than two dimensions have neither ratio nor weight decay. Updates of float16
+    and bfloat16 parameters are computed in float32 and rounded once, and norms are summed up in
+    float64.
     """
 
     rule = rules.lars

@@ -35,7 +35,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     Differs from torch: it can be copied and pickled.
     """
 
-    # As torch leaves it, too: where it is compiled, a line search rounds otherwise.
+    # torch does not compile its step either: a compiled line search would round differently.
     step = uncompiled(beneath_hooks(torch.optim.LBFGS.step))
 
     # One history of 2 * history_size gradients is enough: torch's step writes into none of them.
@@ -43,7 +43,7 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
         OrdinaryStep, never_written=frozenset({"d", "old_dirs", "old_stps", "ro", "al"})
     )
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,
@@ -64,6 +64,6 @@ class LBFGS(Optimizer, torch.optim.LBFGS):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""
         super().__setstate__(state)
-        # torch's constructor keeps these beside the state, where copies do not find them.
+        # torch's constructor stores these as attributes, which a copy does not get.
         self._params = self.param_groups[0]["params"]
         self._numel_cache = None

@@ -33,8 +33,8 @@ class Lion(ElementwiseOptimizer):
         TypeError: a hyperparameter is not a number, or a flag is not a bool.
         ValueError: a hyperparameter is out of range.
 
-    Differs from the original: ``maximize``; updates of float16 and bfloat16 parameters are computed
-    in float32 and rounded once.
+    Differs from the original: ``maximize`` is new; updates of float16 and bfloat16 parameters are
+    computed in float32 and rounded once.
     """
 
     rule = rules.lion

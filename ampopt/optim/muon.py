@@ -19,6 +19,7 @@ __all__ = ["Muon"]
 
 
 def _make_state(optimizer: torch.optim.Optimizer, param: Tensor) -> None:
+    """Make the momentum buffer of ``param``, zeros, if it is missing."""
     state = optimizer.state[param]
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
@@ -34,9 +35,10 @@ class Muon(Optimizer, torch.optim.Muon):
     whole matrices in bfloat16, which no elementwise rule can. Neither the step nor the inherited
     methods synchronize, unless a closure is passed.
 
-    ``DTensor``s become what one process makes of the whole matrices: each matrix is brought
-    together on one rank, which orthogonalizes it, and goes back in parts. That takes three
-    collectives for all matrices. All ranks have to have a gradient, or none.
+    For ``DTensor``s, results are those of one process that has the whole matrices: each matrix is
+    gathered on one rank, which orthogonalizes it and sends the shards of the update back. That
+    takes three collectives for all matrices together. Of each parameter, all ranks must have the
+    gradient, or none.
 
     Args:
         params, lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn:
@@ -54,7 +56,7 @@ class Muon(Optimizer, torch.optim.Muon):
             closure: evaluates the model again, and returns the loss.
 
         Raises:
-            RuntimeError: some ranks have gradients of ``DTensor``s that others have not.
+            RuntimeError: some ranks have gradients of ``DTensor``s that others lack.
         """
         if not any(is_dtensor(p) for group in self.param_groups for p in group["params"]):
             return _torchs_step(self, closure)
@@ -66,7 +68,7 @@ class Muon(Optimizer, torch.optim.Muon):
             _torchs_step(self)
         return loss
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,

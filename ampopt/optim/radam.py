@@ -36,7 +36,7 @@ class RAdam(ElementwiseOptimizer, torch.optim.RAdam):
 
     rule = rules.radam
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,

@@ -35,7 +35,7 @@ class Rprop(ElementwiseOptimizer, torch.optim.Rprop):
 
     rule = rules.rprop
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,

@@ -33,10 +33,11 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         betas: where between ``z`` (0) and the average (1) gradients are computed, above 0; and the
             decay rate of the average of squared gradients.
         eps: added to the denominator.
-        weight_decay: of the point where gradients are computed, multiplied by ``lr``.
+        weight_decay: weight decay, multiplied by ``lr``, of the point where gradients are computed.
         warmup_steps: number of steps in which the learning rate grows linearly to ``lr``.
-        r: the weight of a step in the average is the step count to this power,
-        weight_lr_power: times the largest learning rate so far to this power.
+        r: a step has the weight ``step**r * max_lr**weight_lr_power`` in the average, where
+            ``max_lr`` is the largest learning rate so far.
+        weight_lr_power: see ``r``.
         maximize: maximize the objective instead of minimizing it.
         **options: see :class:`ampopt.options.RuleOptions`.
 
@@ -44,10 +45,10 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         TypeError: a hyperparameter is not a number, or a flag is not a bool.
         ValueError: a hyperparameter is out of range.
 
-    Differs from the original: it begins in the mode to train in; each parameter counts its own
-    steps and weights, in its state, where there a group does; a step in the mode to evaluate in is
-    a ``RuntimeError``; ``maximize``; updates of float16 and bfloat16 parameters are computed in
-    float32 and rounded once.
+    Differs from the original: it starts in training mode; steps and weights are counted for each
+    parameter, in its state, not for each group; a step in evaluation mode is a ``RuntimeError``;
+    ``maximize`` is new; updates of float16 and bfloat16 parameters are computed in float32 and
+    rounded once.
     """
 
     rule = rules.schedule_free_adamw
@@ -95,15 +96,15 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         super().__init__(params, defaults, **options)
 
     def train(self) -> None:
-        """Have parameters where gradients are taken. Does not synchronize."""
+        """Move the parameters to the point where gradients are computed. Does not synchronize."""
         self._switch(True)
 
     def eval(self) -> None:
-        """Have parameters at the average. Does not synchronize."""
+        """Move the parameters to the average. Does not synchronize."""
         self._switch(False)
 
     def check_step(self) -> None:
-        """Refuse a step with the gradients of an average."""
+        """Raise in evaluation mode, in which gradients are those of the average."""
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
                 f"{type(self).__name__} is in its mode to evaluate in, where parameters are "
@@ -118,6 +119,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
 
     @torch.no_grad()
     def _switch(self, train: bool) -> None:
+        """Move the parameters of all groups that are in the other mode, and set their mode."""
         groups = [g for g in enumerate(self.param_groups) if g[1]["train_mode"] != train]
         for index, group in groups:
             positions = range(len(group["params"]))

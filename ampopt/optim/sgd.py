@@ -34,8 +34,8 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as in
             ``torch.optim.SGD``.
         foreach, fused: accepted and ignored; :func:`ampopt.set_backend` decides how a step
-            runs. Only: with ``fused=True``, parameters that torch's fused kernel does not support,
-            such as complex ones, raise at the first step.
+            runs. Exception: with ``fused=True``, parameters that torch's fused kernel does not
+            support, such as complex ones, raise at the first step.
         differentiable: run torch's own step.
         **options: see :class:`ampopt.options.RuleOptions`.
 
@@ -50,7 +50,7 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
     _ampopt = ElementwiseOptimizer._ampopt.with_options(complete_state=_complete_state)
     sparse_gradients = True
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,

@@ -1,4 +1,4 @@
-"""Adam on the elements that a sparse gradient has."""
+"""Adam for sparse gradients: only the elements that a gradient has are updated."""
 
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ def _state_of(optimizer: Any, param: Tensor) -> dict[str, Any]:
     """The state of ``param``, its missing entries made and its step count a 0-d tensor."""
     state = optimizer.state[param]
     step = state.get("step", 0)
-    if not isinstance(step, Tensor):  # new, or from a checkpoint
+    if not isinstance(step, Tensor):  # missing, or a Python number from a checkpoint
         state["step"] = torch.full((), step, dtype=torch.float32, device=param.device)
     for name in ("exp_avg", "exp_avg_sq"):
         if name not in state:
@@ -49,7 +49,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
 
     _ampopt = StrategyAttribute(OrdinaryStep, make_state=_state_of)
 
-    if TYPE_CHECKING:  # the constructor is torch's; this is what it takes
+    if TYPE_CHECKING:  # type checkers see torch's arguments, with ampopt's
 
         def __init__(
             self,
@@ -96,7 +96,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, as torch's is; the step count goes to the parameter's device."""
+        """Load a state, as torch does, and move step counts to the devices of their parameters."""
         super().load_state_dict(state_dict)
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
             if "step" in self.state.get(param, {}):

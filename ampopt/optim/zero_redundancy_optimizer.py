@@ -1,4 +1,4 @@
-"""ZeRO: each rank keeps the state of some parameters, and steps those."""
+"""ZeRO: each rank keeps the state of some parameters, and updates only these."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ class ZeroRedundancyOptimizer(Optimizer, torch.distributed.optim.ZeroRedundancyO
         flag = self.found_inf
         if flag is None:
             return super().step(closure, **kwargs)
-        # As torch's GradScaler passes the flag to an optimizer that skips by itself.
+        # In this way torch's GradScaler passes the flag to an optimizer that skips by itself.
         self.optim.grad_scale, self.optim.found_inf = None, flag  # type: ignore[attr-defined]
         try:
             return super().step(closure, **kwargs)
