@@ -106,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _first_hour(
     parser: argparse.ArgumentParser, options: argparse.Namespace, device: torch.device
 ) -> None:
+    """Run the parts of ``--first-hour``, and exit with status 1 unless all of them passed."""
     before = ampopt.get_backend()
     try:
         ampopt.set_backend("triton")
@@ -123,6 +124,7 @@ def _first_hour(
 
 
 def _print_fidelity(options: argparse.Namespace, device: torch.device) -> None:
+    """Print the table of ``--fidelity``."""
     chosen = options.optimizer or fidelity.optimizers()
     print(", ".join(f"{key} {value}" for key, value in report.environment(device).items()))
     print("\nlength: of the last step, in units of that with float32 states;")
@@ -133,6 +135,7 @@ def _print_fidelity(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> None:
+    """Measure and print what the other options select: launches, first steps, or rows."""
     begun = time.perf_counter()
     dtype = getattr(torch, options.dtype)
     chosen = options.optimizer or contenders.optimizers()
@@ -254,6 +257,7 @@ def _print_launches(
 
 
 def _print(measured: list[rows.Row], device: torch.device) -> None:
+    """Print the tables of the rows, and what was not measured."""
     whose = "" if device.type == "cpu" else " of device time; host time is in the table below"
     print(f"\nmilliseconds a step{whose}:")
     print("each cell: median, and half of the interquartile range, of all rounds;")
@@ -298,6 +302,7 @@ def _note(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m ampopt.bench", description=__doc__)
     known, others = contenders.optimizers(), contenders.others()
     parser.add_argument(
@@ -422,6 +427,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A converter for ``argparse``: a number of type ``kind`` above 0."""
+
     def number(text: str) -> Any:
         value = kind(text)
         if not value > 0:

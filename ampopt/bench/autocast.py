@@ -54,6 +54,7 @@ def table(found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _contexts(device: torch.device) -> dict[str, Callable[[], Any]]:
+    """By name, a function that makes each context to compare."""
     half = torch.bfloat16
     return {
         "none": contextlib.nullcontext,
@@ -64,6 +65,8 @@ def _contexts(device: torch.device) -> dict[str, Callable[[], Any]]:
 
 
 def _calls(call: Callable[[Tensor], object], x: Tensor, make: Callable[[], Any]) -> Any:
+    """A step to time: :data:`_CALLS` calls of an operator within one context."""
+
     def step() -> None:
         with make():
             for _ in range(_CALLS):

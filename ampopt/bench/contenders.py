@@ -29,7 +29,7 @@ __all__ = [
 
 AMPOPT = "ampopt"
 FLOAT32 = "float32"
-"""ampopt with float32 parameters and gradients, beside rows of master weights."""
+"""The column of ampopt with float32 parameters and gradients, in rows of master weights."""
 SMALL: dict[str, dict[str, int]] = {"ampopt:16": {"state_bits": 16}, "ampopt:8": {"state_bits": 8}}
 """ampopt with states in fewer bits, by the name of the column: the options."""
 TORCH = ("for-loop", "foreach", "fused")
@@ -149,6 +149,7 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
 
 
 def _ampopt(name: str, optimizer: Any) -> Contender:
+    """The contender that steps by ampopt's control point."""
     scale = ampopt.DynamicLossScale(init_scale=SCALE, growth_interval=_NEVER)
 
     def step(max_norm: float | None = None) -> None:
@@ -162,6 +163,7 @@ def _ampopt(name: str, optimizer: Any) -> Contender:
 def _under_scaler(
     name: str, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
 ) -> Contender:
+    """The contender that steps under torch's scaler."""
     scaler = torch.amp.GradScaler(  # pyright: ignore[reportPrivateImportUsage]
         params[0].device.type, init_scale=SCALE, growth_interval=_NEVER
     )
@@ -183,6 +185,7 @@ def _under_scaler(
 def _on_copies(
     params: Sequence[Tensor], enter_copies: Callable[[Sequence[Tensor]], Contender]
 ) -> Contender:
+    """The contender ``enter_copies`` on float32 copies, with casts before and after its step."""
     copies = [p.detach().float().requires_grad_() for p in params]
     grads = [torch.empty_like(copy) for copy in copies]
     copy_all: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
@@ -203,6 +206,11 @@ def _on_copies(
 
 
 def _apex(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
+    """The optimizer of that name from apex.
+
+    Raises:
+        NotImplementedError: apex has none.
+    """
     module: Any = importlib.import_module("apex.optimizers")
     made = {
         "Adam": lambda: module.FusedAdam(params, adam_w_mode=False, **settings),
@@ -216,6 +224,11 @@ def _apex(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) ->
 
 
 def _optimi(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
+    """The optimizer of that name by optimi's Triton kernel.
+
+    Raises:
+        NotImplementedError: optimi has none.
+    """
     module: Any = importlib.import_module("optimi")
     kind = getattr(module, optimizer, None)
     if kind is None:
@@ -224,6 +237,11 @@ def _optimi(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) 
 
 
 def _deepspeed(optimizer: str, params: Sequence[Tensor], settings: dict[str, Any]) -> Any:
+    """DeepSpeed's Adam for the CPU.
+
+    Raises:
+        NotImplementedError: another optimizer is asked for.
+    """
     if optimizer not in ("Adam", "AdamW"):
         raise NotImplementedError(f"DeepSpeed's {optimizer} on the CPU is not measured")
     module: Any = importlib.import_module("deepspeed.ops.adam")

@@ -1,6 +1,6 @@
-"""The bytes that a step of an update rule has to move, and those that are allocated for it.
+"""The bytes that a step has to read and write, and those that are allocated for an optimizer.
 
-The first set the floor of its time.
+The bytes to read and write set a lower limit on the time of the step.
 """
 
 import functools
@@ -100,4 +100,5 @@ def _read(rule: Rule, flags: tuple[bool, ...], n_hyper: int, role: str) -> list[
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of all elements of ``tensors``."""
     return sum(t.numel() * t.element_size() for t in tensors)

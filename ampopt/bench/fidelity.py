@@ -1,4 +1,4 @@
-"""How far steps with small states are from the steps of float32 states."""
+"""How far steps with small states differ from steps with float32 states."""
 
 import inspect
 import itertools

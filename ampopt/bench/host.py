@@ -89,12 +89,13 @@ def _no_launches(tensors: int) -> Iterator[None]:
 
 
 def _have_object_loops() -> None:
+    """Compile the C++ loops over Python objects now, and wait for them."""
     objects.loops.want()
     objects.loops.get(wait=True)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stand in for a launch."""
+    """Do nothing, in place of a launch."""
 
 
 def _microseconds(step: Callable[[], Any], restore: Callable[[], None]) -> float:

@@ -102,6 +102,7 @@ def _timed(
     moved: int,
     restore: Callable[[], None] = lambda: None,
 ) -> Launch:
+    """Time a launch, host and device, in :data:`_ROUNDS` rounds; ``restore`` is not timed."""
     hosts, devices = [], []
     for _ in range(_ROUNDS):
         restore()

@@ -28,6 +28,8 @@ __all__ = [
 
 
 def _since(clock: Callable[[], float]) -> Callable[[], Callable[[], float]]:
+    """A clock of :data:`CLOCKS`, from a function that returns a time in seconds."""
+
     def started() -> Callable[[], float]:
         start = clock()
         return lambda: clock() - start
@@ -42,10 +44,11 @@ def _of_each_thread() -> dict[str, float]:
 
 
 def _busiest() -> Callable[[], float]:
+    """Start the clock ``busiest``; see :data:`CLOCKS`."""
     others, own = _of_each_thread(), time.thread_time()
 
     def taken() -> float:
-        mine = time.thread_time() - own  # first: what follows takes time
+        mine = time.thread_time() - own  # read first, because the next line takes time
         return max([mine, *(x - others.get(t, 0.0) for t, x in _of_each_thread().items())])
 
     return taken
@@ -56,7 +59,7 @@ CLOCKS: dict[str, Callable[[], Callable[[], float]]] = {
     "cpu": _since(time.thread_time),
     "busiest": _busiest,
 }
-"""Host clocks. Each starts when it is called, and returns what tells the seconds since.
+"""Host clocks. A call of one starts it, and returns a function that returns the seconds since.
 
 On a busy machine, the CPU time of the thread is disturbed less than wall time. It says nothing
 about steps that use several threads: for these, ``busiest`` is the CPU time of the thread that took
@@ -111,6 +114,7 @@ class Times:
 
 
 def _quartiles(times: list[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile."""
     if len(times) == 1:
         return times[0], times[0], times[0]
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
@@ -195,6 +199,8 @@ def reason(error: Exception) -> str:
 def _on_cpu(
     clock: Callable[[], Callable[[], float]],
 ) -> Callable[[Callable[[], object]], tuple[float, float]]:
+    """A timer by ``clock``, whose device time is the host time."""
+
     def timed(step: Callable[[], object]) -> tuple[float, float]:
         since = clock()
         step()
@@ -255,6 +261,7 @@ def device_seconds(step: Callable[[], object], device: torch.device, host: float
 
 @contextmanager
 def _no_collection():
+    """Collect garbage now, and not within the block."""
     gc.collect()
     gc.disable()
     try:

@@ -105,6 +105,7 @@ class Processes:
         raise RuntimeError(self._why_ended())
 
     def _start(self) -> None:
+        """Start the processes, and wait until the first rank answers."""
         self._folder = tempfile.TemporaryDirectory(prefix="ampopt-bench-")
         for rank in range(self.ranks):
             with open(self._errors_of(rank), "w") as errors:
@@ -119,6 +120,7 @@ class Processes:
         self._answer()
 
     def _errors_of(self, rank: int) -> Path:
+        """The file to which the process of ``rank`` writes its errors."""
         assert self._folder is not None
         return Path(self._folder.name, f"errors-{rank}")
 
@@ -198,6 +200,7 @@ def measure(
 
 
 def _doubt(seen: Mapping[str, Any]) -> str | None:
+    """Why the times must not be compared with targets; ``None`` if they may be."""
     rounds = min((times["rounds"] for times in seen["times"].values()), default=0)
     if rounds < _ENOUGH_ROUNDS:
         return f"{rounds} of {_ENOUGH_ROUNDS} rounds"

@@ -54,6 +54,7 @@ def overhead(
 
 
 def _named(path: str, line: int, name: str) -> str:
+    """A function of the profile: two folders of its path, line and name."""
     if path == "~":
         return name
     return f"{'/'.join(path.split('/')[-2:])}:{line} {name}"

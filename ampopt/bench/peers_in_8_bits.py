@@ -1,4 +1,4 @@
-"""AdamW with 8-bit states as other packages keep them, for comparison of its steps."""
+"""AdamW with the 8-bit states of other packages, to compare its steps with ampopt's."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ __all__ = ["FlashOptimStates", "peers"]
 def peers(lr: float) -> dict[str, Callable[[Sequence[Tensor]], Any]]:
     """Functions that make AdamW of parameters, without weight decay, by the name of the package.
 
-    Of torchao and bitsandbytes, where they are installed; and with the states of FlashOptim, which
-    are transcribed, as its package steps on a GPU alone.
+    The packages are torchao and bitsandbytes, if they are installed, and FlashOptim, whose states
+    are transcribed here because its package runs on a GPU only.
 
     Args:
         lr: the learning rate.
@@ -37,12 +37,13 @@ def peers(lr: float) -> dict[str, Callable[[Sequence[Tensor]], Any]]:
 
 
 class _Uncompiled:
-    """An optimizer whose step calls torch.compile, run without it: the mathematics is the same."""
+    """An optimizer whose compiled step runs uncompiled, with the same mathematics."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
 
     def step(self) -> None:
+        """Step, with compiled functions run eagerly."""
         with torch.compiler.set_stance("force_eager"):
             self._optimizer.step()
 
@@ -51,8 +52,8 @@ class FlashOptimStates:
     """AdamW in float32 whose states are kept as flashoptim 0.1.4 keeps them.
 
     Transcribed from ``_triton_quantize_kernel`` and ``_triton_dequantize_kernel`` of that package,
-    whose bits these states are: groups of 32 elements, a float16 scale for each, rounding to
-    nearest; softsign for the first moment, the square root for the second.
+    to the same bits. Groups of 32 elements share a float16 scale, codes are rounded to nearest, and
+    the first moment is encoded by softsign, the second by its square root.
     """
 
     betas, eps = (0.9, 0.999), 1e-8
@@ -79,7 +80,7 @@ class FlashOptimStates:
 
     @staticmethod
     def first_moment(x: Tensor) -> Tensor:
-        """What is read of ``x`` once it was stored as the first moment."""
+        """``x`` after it was stored and read as the first moment."""
         groups, scales = _groups(x)
         x = groups / scales
         code = torch.floor(2 * x / (1 + x.abs()) * 127 + 0.5) / 127
@@ -87,12 +88,13 @@ class FlashOptimStates:
 
     @staticmethod
     def second_moment(x: Tensor) -> Tensor:
-        """What is read of ``x`` once it was stored as the second moment."""
+        """``x`` after it was stored and read as the second moment."""
         groups, scales = _groups(x.sqrt())
         code = torch.floor(groups / scales * 255 + 0.5) / 255
         return (code * scales.half().float()).square().view(-1)
 
 
 def _groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``x`` as groups of 32 elements, and the largest magnitude of each, at least 1e-12."""
     groups = x.view(-1, 32)
     return groups, groups.abs().amax(1, keepdim=True).clamp(min=1e-12)

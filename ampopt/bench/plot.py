@@ -1,4 +1,4 @@
-"""The table as a picture; the only module here that needs matplotlib."""
+"""The table as a picture; the only module of the benchmark that needs matplotlib."""
 
 from collections.abc import Sequence
 
@@ -58,5 +58,6 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
 
 def _unit(row: Row) -> float:
+    """The time that counts as 1 in a row: that of torch's best, else of the fastest contender."""
     best = row.times.get(row.best or "ampopt")
     return min(t.median for t in row.times.values()) if best is None else best.median

@@ -123,11 +123,13 @@ def _share(row: Row, name: str) -> float | None:
 
 
 def _milliseconds(median: float, spread: float) -> str:
+    """A time and its spread in milliseconds, as text."""
     digits = 3 if median < 0.01 else 2
     return f"{median * 1e3:.{digits}f} ±{spread * 1e3:.{digits}f}"
 
 
 def _aligned(lines: list[list[str]], left: tuple[int, ...]) -> str:
+    """``lines`` of cells as text in columns; those numbered in ``left`` are flush left."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     return "\n".join(
         "  ".join(

@@ -237,6 +237,7 @@ def unmeasured(
 
 
 def _streams(moved: int, device: torch.device, unknown: dict[str, str]) -> Streams | None:
+    """The passes that measure the bandwidth; ``None`` if caches may hold ``moved`` bytes."""
     if moved <= _CACHES:
         return None
     try:
@@ -247,6 +248,7 @@ def _streams(moved: int, device: torch.device, unknown: dict[str, str]) -> Strea
 
 
 def _let_go(device: torch.device) -> None:
+    """Free the memory of objects that are no longer used."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -46,6 +46,7 @@ def judge(row: Row) -> list[Verdict]:
 
 
 def _on_cpu(row: Row) -> list[Verdict]:
+    """The verdicts on a row measured on the CPU; see :func:`judge`."""
     ratio = row.ratio
     if ratio is None:
         return []
@@ -66,6 +67,7 @@ def _on_cpu(row: Row) -> list[Verdict]:
 
 
 def _on_gpu(row: Row) -> list[Verdict]:
+    """The verdicts on a row measured on a GPU; see :func:`judge`."""
     verdicts = []
     if row.workload == "large" and row.to_floor is not None:
         fraction = 1 / row.to_floor

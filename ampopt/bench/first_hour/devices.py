@@ -20,6 +20,7 @@ def run(record: Record, device: torch.device) -> None:
 
 
 def _two(record: Record) -> None:
+    """Check that one optimizer steps parameters on two devices alike."""
     if torch.cuda.device_count() < 2:
         record.skip("two devices", "there is only one CUDA device")
         return

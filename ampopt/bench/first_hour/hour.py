@@ -72,6 +72,7 @@ def run(parts: Sequence[Part], folder: Path, device: str, about: dict[str, Any])
 
 
 def _run(part: Part, folder: Path, device: str) -> Outcome:
+    """Run one part in a process of its own, and kill that process at its timeout."""
     record = folder / f"{part.name}.jsonl"
     record.unlink(missing_ok=True)
     start = time.monotonic()
@@ -98,6 +99,7 @@ def _run(part: Part, folder: Path, device: str) -> Outcome:
 
 
 def _status(code: int | None, seconds: float, results: list[dict[str, Any]]) -> str:
+    """The status of a part, from the exit code (``None`` after a timeout) and its results."""
     if code is None:
         return f"hung: ended after {seconds:g} s"
     if code < 0:
@@ -108,6 +110,7 @@ def _status(code: int | None, seconds: float, results: list[dict[str, Any]]) -> 
 
 
 def _sum_up(outcomes: list[Outcome], folder: Path, about: dict[str, Any]) -> None:
+    """Write ``summary.json`` and ``summary.md``."""
     whole = {"environment": about, "parts": [asdict(outcome) for outcome in outcomes]}
     (folder / "summary.json").write_text(json.dumps(whole, indent=1, default=str) + "\n")
     lines = ["# The first hour", "", ", ".join(f"{k} {v}" for k, v in about.items()), ""]

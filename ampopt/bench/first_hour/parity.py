@@ -77,6 +77,7 @@ def _trained(
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest relative difference of two tensors; inf if one of them has NaN."""
     a, b = a.double(), b.double()
     worst = ((a - b).abs() / (b.abs() + 1e-3)).max().item()
     return worst if worst == worst else float("inf")

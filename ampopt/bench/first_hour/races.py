@@ -28,6 +28,7 @@ def run(record: Record, device: torch.device) -> None:
 
 
 def _constants_of_two_optimizers(record: Record, device: torch.device) -> None:
+    """Check that a constant sent on a busy stream is not read on another before it arrives."""
     on_a, on_b = _streams(device)
     first, second, other = (_made(device, seed) for seed in range(3))
     for optimizer in (second, other):  # compile the kernels
@@ -71,6 +72,7 @@ def _tables_replaced_behind_a_busy_stream(record: Record, device: torch.device) 
 
 
 def _made(device: torch.device, seed: int) -> Any:
+    """An SGD of three parameters with gradients, drawn from ``seed``."""
     generator = torch.Generator(device).manual_seed(seed)
     params: list[Tensor] = []
     for size in (5000, 7, 64):
@@ -81,6 +83,7 @@ def _made(device: torch.device, seed: int) -> Any:
 
 
 def _streams(device: torch.device) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Two functions, each of which makes a stream of its own current; without effect on the CPU."""
     if device.type == "cpu":
         return [contextlib.nullcontext] * 2
     module = torch.get_device_module(device)
@@ -89,10 +92,12 @@ def _streams(device: torch.device) -> list[Callable[[], AbstractContextManager[A
 
 
 def _delay(device: torch.device) -> None:
+    """Keep the current stream busy for about a second."""
     if device.type == "cuda":
         spin(_LATE)
 
 
 def _wait(device: torch.device) -> None:
+    """Wait for all work on ``device``."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

@@ -40,6 +40,7 @@ class Record:
             self.check(what, False, f"{type(error).__name__}: {error}")
 
     def _write(self, line: dict[str, Any]) -> None:
+        """Print a line, and append it to the file."""
         text = json.dumps(line, default=str)
         print(text, flush=True)
         with self._path.open("a") as file:
