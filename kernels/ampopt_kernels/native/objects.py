@@ -35,12 +35,13 @@ class Loops:
     """The loops over objects: a library that is compiled in the background and then loaded.
 
     Attributes:
-        there: the loaded library; ``None`` until then.
+        loaded: the library; ``None`` until it is loaded. :meth:`get` returns it too, but costs a
+            call, so loaded loops are read here.
     """
 
     def __init__(self) -> None:
         """Load and compile nothing until :meth:`want` is called."""
-        self.there: ctypes.PyDLL | None = None
+        self.loaded: ctypes.PyDLL | None = None
         self._library: Library | None = None
         self._questions = 0
 
@@ -60,20 +61,20 @@ class Loops:
         Args:
             wait: whether to wait for the compiler.
         """
-        if self.there is not None or self._library is None:
-            return self.there
+        if self.loaded is not None or self._library is None:
+            return self.loaded
         looks = self._questions % LOOKS == 0
         self._questions += 1
         if not (looks or wait):
             return None
         try:
             if wait or self._library.ready():
-                self.there = _declared(self._library.load())
+                self.loaded = _declared(self._library.load())
             elif self._questions > QUESTIONS:
                 self._library.start()
         except Exception:  # headers of torch or Python may be missing, or need another compiler
             self._library = None
-        return self.there
+        return self.loaded
 
 
 loops = Loops()
@@ -116,7 +117,7 @@ def addresses(tensors: list[Any]) -> array:
     Args:
         tensors: strided tensors, or ``None``, whose address is 0.
     """
-    library = loops.get()
+    library = loops.loaded or loops.get()
     if library is not None:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
@@ -129,7 +130,7 @@ def addresses(tensors: list[Any]) -> array:
 
 def bump_versions(tensors: list[Tensor]) -> None:
     """Increment the version counter of each tensor, for autograd, after a write by a kernel."""
-    library = loops.get()
+    library = loops.loaded or loops.get()
     if library is None or not library.bump_versions(tensors):
         torch.autograd.graph.increment_version(tensors)
 
@@ -147,7 +148,7 @@ class IdentityGuard:
 
     def unchanged(self) -> bool:
         """Return whether the containers still have the same objects in the same order."""
-        library = loops.get()
+        library = loops.loaded or loops.get()
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
             return bool(library.hold(self._containers, sizes, self._members, self._values))
@@ -199,7 +200,7 @@ class LayoutGuard:
         if len(tensors) != self._n:
             return None
         if self._numbers is not None:
-            library = loops.get()
+            library = loops.loaded or loops.get()
             assert library is not None
             n = library.laid_out(tensors, self._numbers.buffer_info()[0])
             return None if n < 0 else n
@@ -232,7 +233,7 @@ def _properties_of(tensors: list[Tensor]) -> Iterator[Callable[[Any], Any]]:
 
 def _numbers(tensors: list[Tensor]) -> array | None:
     """Return the layouts of ``tensors`` as the loops encode them; ``None`` without loops."""
-    library = loops.get()
+    library = loops.loaded or loops.get()
     if library is None or (n := library.layouts(tensors, None, 0)) < 0:
         return None
     found = array("q", bytes(8 * n))
