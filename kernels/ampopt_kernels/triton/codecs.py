@@ -2,8 +2,8 @@
 
 Codecs are passed as compile-time tuples with an entry for each stream, as ``DTYPES`` has it:
 gradient, parameter, elementwise states, copy. ``CODECS`` has ``(block, low, high)``, where ``low``
-and ``high`` are the limits of integer codes, ``None`` for others; ``DECODES`` and ``ENCODES`` have
-the functions. The entries of a stream without a codec are ``()`` and ``None``.
+and ``high`` are the limits of integer codes, or ``(block,)`` for others; ``DECODES`` and
+``ENCODES`` have the functions. The entries of a stream without a codec are ``()`` and ``None``.
 """
 
 import functools
@@ -35,7 +35,7 @@ def arguments_of(codecs: tuple[Codec | None, ...], streams: int) -> Mapping[str,
     """
     of = (None, None, *codecs, *(None,) * (streams - 2 - len(codecs)))
     arguments = {
-        "CODECS": tuple(() if c is None else (c.block, *(limits(c) or (None, None))) for c in of),
+        "CODECS": tuple(() if c is None else (c.block, *(limits(c) or ())) for c in of),
         "DECODES": tuple(None if c is None else c.decode for c in of),
         "ENCODES": tuple(None if c is None else c.encode for c in of),
         "SOURCES": _sources(codecs),
@@ -156,7 +156,7 @@ def store_codes(
         first = offset + 4 * tl.arange(0, BLOCK // 4)
         tl.store(scales[INDEX] + first // SIZE, own, mask=(first % SIZE == 0) & (first < end))
     code = ENCODES[INDEX](x, u)  # pyright: ignore
-    if CODECS[INDEX][1] is not None:
+    if len(CODECS[INDEX]) > 1:
         code = tl.where(code > CODECS[INDEX][1], code, CODECS[INDEX][1])
         code = tl.where(code < CODECS[INDEX][2], code, CODECS[INDEX][2])
         stored = code.to(tl.int32).to(DTYPE)
