@@ -8,6 +8,7 @@ __all__ = ["adadelta"]
 
 @jit
 def _scalars(s, h):
+    """Count the step; besides hyperparameters, ``1 - rho``."""
     (step,) = s
     lr, rho, eps, weight_decay = h
     return (step + 1,), (lr, rho, 1 - rho, eps, weight_decay)
@@ -15,6 +16,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the averages of squared gradients and of squared updates, and the parameter."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
     lr, rho, new, eps, weight_decay = h

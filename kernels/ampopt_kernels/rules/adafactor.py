@@ -12,6 +12,7 @@ __all__ = ["adafactor"]
 
 
 def _entries(group: Any, ndim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The flag ``vector`` of a parameter, and its epsilons; the first may depend on its dtype."""
     eps1, eps2 = group["eps"]
     return {
         "vector": ndim < 2,
@@ -21,6 +22,7 @@ def _entries(group: Any, ndim: int, dtype: torch.dtype) -> dict[str, Any]:
 
 @jit
 def _before_reduce(s, h, flags):
+    """Count the step, and compute the weight of new statistics and the longest step size."""
     (step,) = s
     lr, beta2_decay, eps1, eps2, d, weight_decay = h
     step = step + 1
@@ -31,11 +33,13 @@ def _before_reduce(s, h, flags):
 
 @jit
 def _averages(p, g, state, h, flags):
+    """The squared gradient, to be averaged over rows and over columns."""
     square = g * g
     return square, square
 
 
 def _factors(means: Any, state: Any, h: Any, flags: Any) -> Any:
+    """The new row and column statistics, and their factors of the inverse root of the variance."""
     new, _, eps1, *_ = h
     row_var, col_var = (torch.lerp(old, mean, new) for old, mean in zip(state, means, strict=True))
     mean = row_var.mean(-2, keepdim=True).clamp(min=eps1)
@@ -45,6 +49,7 @@ def _factors(means: Any, state: Any, h: Any, flags: Any) -> Any:
 
 @jit
 def _state_and_direction(p, g, state, h, flags):
+    """The new state of a vector (a matrix has none here), and the direction before clipping."""
     VECTOR: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
     new, largest = h[0], h[1]
@@ -59,12 +64,14 @@ def _state_and_direction(p, g, state, h, flags):
 
 @jit
 def _reduce(p, g, state, h, flags):
+    """The terms of the squared norms of parameter and direction, and of the number of elements."""
     _, direction = _state_and_direction(p, g, state, h, flags)
     return p * p, direction * direction, tl.where(p == p, 1.0, 1.0)
 
 
 @jit
 def _scalars(s, h, flags, sums):
+    """The step size: the parameter's root mean square times a factor, clipped by the direction's."""
     new, largest, _, eps2, longest, d, kept = h
     size, length, count = sums
     alpha = maximum(tl.sqrt(size / count), eps2) * longest
@@ -73,6 +80,7 @@ def _scalars(s, h, flags, sums):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Move the parameter in the clipped direction, after weight decay."""
     state, direction = _state_and_direction(p, g, state, h, flags)
     return p * h[3] - h[2] * direction, state
 

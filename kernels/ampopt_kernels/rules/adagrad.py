@@ -8,6 +8,7 @@ __all__ = ["adagrad"]
 
 @jit
 def _scalars(s, h):
+    """Count the step, and decay the learning rate."""
     (step,) = s
     lr, lr_decay, eps, weight_decay = h
     return (step + 1,), (lr / (1 + step * lr_decay), eps, weight_decay)
@@ -15,6 +16,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Add the squared gradient to its sum, and update the parameter."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
     step_size, eps, weight_decay = h

@@ -13,6 +13,7 @@ __all__ = ["adam"]
 
 @jit
 def _scalars(s, h):
+    """Count the step, and compute bias corrections and weight decay."""
     (step,) = s
     lr, beta1, beta2, eps, weight_decay = h
     step = step + 1
@@ -33,6 +34,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the averages of gradients and of their squares, and the parameter."""
     AMSGRAD: tl.constexpr = flags[0]
     WEIGHT_DECAY: tl.constexpr = flags[1]
     DECOUPLED: tl.constexpr = flags[2]

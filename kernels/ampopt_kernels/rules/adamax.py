@@ -9,6 +9,7 @@ __all__ = ["adamax"]
 
 @jit
 def _scalars(s, h):
+    """Count the step, and correct the bias of the average."""
     (step,) = s
     lr, beta1, beta2, eps, weight_decay = h
     step = step + 1
@@ -17,6 +18,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the average of gradients and the maximum of their magnitudes, and the parameter."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
     step_size, new1, beta2, eps, weight_decay = h

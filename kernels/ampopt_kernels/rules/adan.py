@@ -9,6 +9,7 @@ __all__ = ["adan"]
 
 @jit
 def _scalars(s, h, flags):
+    """Count the step, and compute bias corrections and both forms of weight decay."""
     NO_PROX: tl.constexpr = flags[0]
     (step,) = s
     lr, beta1, beta2, beta3, eps, weight_decay = h
@@ -26,6 +27,7 @@ def _scalars(s, h, flags):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the averages of gradients, of their differences and of the squares of both."""
     MAXIMIZE: tl.constexpr = flags[1]
     size, diff_size, correction3, eps, before, after, later, new1, beta2, new2, beta3, new3 = h
     if MAXIMIZE:

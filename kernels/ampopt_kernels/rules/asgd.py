@@ -11,6 +11,7 @@ __all__ = ["asgd"]
 
 @jit
 def _advanced(s, h, ROUNDED: tl.constexpr):
+    """Count the step, and compute the next ``eta`` and ``mu``; ``ROUNDED`` is for float32."""
     step, eta, mu = s
     lr, lambd, alpha, t0, weight_decay = h
     # The first eta is the learning rate at the first applied step. A skipped step may have created
@@ -26,16 +27,19 @@ def _advanced(s, h, ROUNDED: tl.constexpr):
 
 @jit
 def _scalars(s, h):
+    """The step in float32, with ``eta`` rounded as torch stores it."""
     return _advanced(s, h, True)
 
 
 @jit
 def _scalars64(s, h):
+    """The step of float64 parameters, without rounding."""
     return _advanced(s, h, False)
 
 
 @jit
 def _update(p, g, state, h, flags):
+    """Take the SGD step, and update the average of the parameter."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
     eta, kept, mu, weight_decay = h

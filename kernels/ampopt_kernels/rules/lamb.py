@@ -9,6 +9,7 @@ __all__ = ["lamb"]
 
 @jit
 def _before_reduce(s, h, flags):
+    """Count the step, and compute the reciprocals of the bias corrections."""
     BIAS_CORRECTION: tl.constexpr = flags[0]
     (step,) = s
     lr, beta1, beta2, eps, weight_decay = h
@@ -24,6 +25,7 @@ def _before_reduce(s, h, flags):
 
 @jit
 def _averages_and_direction(p, g, state, h, flags):
+    """The new averages, and Adam's direction with weight decay."""
     MAXIMIZE: tl.constexpr = flags[1]
     _, over1, over2, new1, beta2, new2, eps, weight_decay = h
     if MAXIMIZE:
@@ -37,12 +39,14 @@ def _averages_and_direction(p, g, state, h, flags):
 
 @jit
 def _reduce(p, g, state, h, flags):
+    """The terms of the squared norms of parameter and direction."""
     _, _, direction = _averages_and_direction(p, g, state, h, flags)
     return p * p, direction * direction
 
 
 @jit
 def _scalars(s, h, flags, sums):
+    """Multiply the learning rate by the ratio of the norms of parameter and direction."""
     lr, over1, over2, new1, beta2, new2, eps, weight_decay = h
     size, length = sums
     both = (size > 0) & (length > 0)
@@ -52,6 +56,7 @@ def _scalars(s, h, flags, sums):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Move the parameter in the direction, and store the averages."""
     exp_avg, exp_avg_sq, direction = _averages_and_direction(p, g, state, h, flags)
     return p - h[0] * direction, (exp_avg, exp_avg_sq)
 

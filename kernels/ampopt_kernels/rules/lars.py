@@ -8,11 +8,13 @@ __all__ = ["lars"]
 
 @jit
 def _reduce(p, g, state, h, flags):
+    """The terms of the squared norms of parameter and gradient."""
     return p * p, g * g
 
 
 @jit
 def _scalars(s, h, flags, sums):
+    """Compute the ratio of norms, which multiplies the gradient."""
     ADAPT: tl.constexpr = flags[0]
     lr, momentum, dampening, weight_decay, trust_coefficient = h
     size, slope = tl.sqrt(sums[0]), tl.sqrt(sums[1])
@@ -25,6 +27,7 @@ def _scalars(s, h, flags, sums):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the momentum buffer by the gradient times the ratio, and the parameter."""
     MOMENTUM: tl.constexpr = flags[1]
     NESTEROV: tl.constexpr = flags[2]
     MAXIMIZE: tl.constexpr = flags[3]

@@ -9,12 +9,14 @@ __all__ = ["lion"]
 
 @jit
 def _scalars(s, h):
+    """The weights of the gradient in both means, and the share that weight decay keeps."""
     lr, beta1, beta2, weight_decay = h
     return s, (lr, 1 - beta1, 1 - beta2, 1 - lr * weight_decay)
 
 
 @jit
 def _update(p, g, state, h, flags):
+    """Move by the sign of a mean of momentum and gradient, and update the momentum."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
     lr, new1, new2, kept = h

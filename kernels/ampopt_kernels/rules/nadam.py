@@ -12,12 +12,14 @@ __all__ = ["nadam"]
 
 @jit
 def _momentum(beta1, momentum_decay, step):
+    """The momentum of step ``step``, which grows towards ``beta1``."""
     # 0.96 ** x, written as a power of 2 whose exponent is log2(0.96) * x
     return beta1 * (1 - 0.5 * tl.exp2(-0.05889368905356857 * (step * momentum_decay)))
 
 
 @jit
 def _advanced(s, h, ROUNDED: tl.constexpr):
+    """Count the step, and compute momentum and corrections; ``ROUNDED`` rounds as torch does."""
     step, mu_product = s
     lr, beta1, beta2, eps, weight_decay, momentum_decay = h
     step = step + 1
@@ -43,16 +45,19 @@ def _advanced(s, h, ROUNDED: tl.constexpr):
 
 @jit
 def _scalars(s, h):
+    """The step in float32, with ``mu_product`` rounded as torch rounds it."""
     return _advanced(s, h, True)
 
 
 @jit
 def _scalars64(s, h):
+    """The step of float64 states, without rounding."""
     return _advanced(s, h, False)
 
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the averages, and move by the gradient and by the average."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     DECOUPLED: tl.constexpr = flags[1]
     MAXIMIZE: tl.constexpr = flags[2]

@@ -10,11 +10,13 @@ __all__ = ["novograd"]
 
 @jit
 def _reduce(p, g, state, h, flags):
+    """The term of the squared norm of the gradient."""
     return (g * g,)
 
 
 @jit
 def _scalars(s, h, flags, sums):
+    """Update the average of the squared norm, and take its root as the denominator."""
     GRAD_AVERAGING: tl.constexpr = flags[0]
     step, exp_avg_sq = s
     lr, beta1, beta2, eps, weight_decay = h
@@ -28,6 +30,7 @@ def _scalars(s, h, flags, sums):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Add the normalized gradient and weight decay to the average, and move by it."""
     MAXIMIZE: tl.constexpr = flags[1]
     lr, beta1, new1, denominator, weight_decay = h
     if MAXIMIZE:

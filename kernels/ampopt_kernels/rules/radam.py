@@ -12,6 +12,7 @@ __all__ = ["radam"]
 
 @jit
 def _scalars(s, h):
+    """Count the step, and compute the rectification: 0 in steps without it."""
     (step,) = s
     lr, beta1, beta2, eps, weight_decay = h
     step = step + 1
@@ -42,6 +43,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the averages, and move by the first, adaptively in rectified steps."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     DECOUPLED: tl.constexpr = flags[1]
     MAXIMIZE: tl.constexpr = flags[2]

@@ -12,6 +12,7 @@ __all__ = ["rmsprop"]
 
 @jit
 def _scalars(s, h):
+    """Count the step; besides hyperparameters, ``1 - alpha``."""
     (step,) = s
     lr, alpha, eps, weight_decay, momentum = h
     return (step + 1,), (lr, alpha, 1 - alpha, eps, weight_decay, momentum)
@@ -19,6 +20,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the averages and, with momentum, the buffer, and the parameter."""
     MOMENTUM: tl.constexpr = flags[0]
     CENTERED: tl.constexpr = flags[1]
     WEIGHT_DECAY: tl.constexpr = flags[2]

@@ -8,6 +8,7 @@ __all__ = ["rprop"]
 
 @jit
 def _scalars(s, h):
+    """Count the step, and mark the first applied one."""
     (step,) = s
     lr, shrink, grow, smallest, largest = h
     # The first step size is the learning rate at the first applied step. A skipped step may have
@@ -18,6 +19,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Adapt each element's step size to the sign of its gradient, and move by it."""
     MAXIMIZE: tl.constexpr = flags[0]
     lr, shrink, grow, smallest, largest, first = h
     if MAXIMIZE:

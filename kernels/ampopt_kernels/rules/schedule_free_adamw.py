@@ -15,6 +15,7 @@ __all__ = ["schedule_free_adamw"]
 
 @jit
 def _scalars(s, h):
+    """Count the step, and compute its learning rate, and its weight in the average."""
     step, lr_max, weight_sum = s
     lr, beta1, beta2, eps, weight_decay, warmup_steps, r, weight_lr_power = h
     step = step + 1
@@ -32,6 +33,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Move ``z``, and move the parameter towards it."""
     MAXIMIZE: tl.constexpr = flags[0]
     lr, to_z, move, weight_decay, correction2, beta2, new2, eps = h
     z = state[0]

@@ -8,6 +8,7 @@ __all__ = ["sgd"]
 
 @jit
 def _scalars(s, h):
+    """Mark that a step was applied, and choose the dampening of the first or of later ones."""
     (stepped,) = s
     lr, momentum, dampening, weight_decay = h
     # The first step sets the buffer to the undampened gradient. torch recognizes that step by the
@@ -19,6 +20,7 @@ def _scalars(s, h):
 
 @jit
 def _update(p, g, state, h, flags):
+    """Update the momentum buffer, if there is one, and the parameter."""
     MOMENTUM: tl.constexpr = flags[0]
     NESTEROV: tl.constexpr = flags[1]
     WEIGHT_DECAY: tl.constexpr = flags[2]

@@ -13,12 +13,14 @@ __all__ = ["sophia", "sophia_hessian"]
 
 @jit
 def _scalars(s, h):
+    """The weights, and the factor of the Hessian estimate."""
     lr, beta1, beta2, rho, bs, weight_decay = h
     return s, (lr, 1 - beta1, rho * bs, 1 - lr * weight_decay)
 
 
 @jit
 def _update(p, g, state, h, flags):
+    """Move by the momentum over the Hessian estimate, at most by ``lr``."""
     WEIGHT_DECAY: tl.constexpr = flags[0]
     MAXIMIZE: tl.constexpr = flags[1]
     lr, new1, curvature, kept = h
@@ -43,12 +45,14 @@ sophia = Rule(
 
 @jit
 def _estimate(s, h):
+    """The weights of old and new estimates."""
     beta1, beta2 = h
     return s, (beta2, 1 - beta2)
 
 
 @jit
 def _update_hessian(p, g, state, h, flags):
+    """Average the squared gradient into the Hessian estimate."""
     beta2, new2 = h
     return p, (beta2 * state[0] + new2 * g * g,)
 
