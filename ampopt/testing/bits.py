@@ -122,6 +122,7 @@ def assert_same(actual: Any, expected: Any, what: str) -> None:
 
 
 def _differences(actual: Any, expected: Any, where: str) -> Iterator[str]:
+    """A line for each place, named from ``where``, in which the two structures differ."""
     if isinstance(actual, Mapping) and isinstance(expected, Mapping):
         for key in {**expected, **actual}:
             yield from _differences(actual.get(key), expected.get(key), f"{where}[{key!r}]")
@@ -140,6 +141,7 @@ def _differences(actual: Any, expected: Any, where: str) -> Iterator[str]:
 
 
 def _first_difference(actual: Bits, expected: Bits, where: str) -> str:
+    """The first element that differs between two tensors, and how many do."""
     got, wanted = actual.values, expected.values
     size, n = actual.dtype.itemsize, len(got)
     places = [

@@ -27,6 +27,7 @@ class _Code:
     """Base of dataclasses whose ``repr`` is the call that makes them, without default arguments."""
 
     def _given(self) -> list[tuple[str, Any]]:
+        """Name and value of each field that is not its default."""
         every = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
         return [(f.name, value) for f, value in every if value != f.default]
 
@@ -74,6 +75,7 @@ class Blueprint(_Code):
 
     @functools.cached_property
     def _contiguous(self) -> Tensor:
+        """The tensor in its dtype and shape, before its layout."""
         wide = torch.complex128 if self.dtype.is_complex else torch.float64
         few, n = torch.tensor(self.numbers, dtype=wide, device="cpu"), self.numel
         values = few if len(few) == n else few.repeat(n // max(len(few), 1) + 1)[:n]

@@ -234,6 +234,7 @@ def _marked(cls: type, name: str) -> Any:
 
 
 def _as_test(cls: Any, name: str, body: Any) -> Any:
+    """The pytest test of an invariant: skipped if not claimed, else run by Hypothesis."""
     claims, arguments = body._invariant
     if not all(getattr(cls, claim) for claim in claims):
 
@@ -313,6 +314,7 @@ def settings_of(cls: type[Claims]) -> hypothesis.settings:
 
 
 def _code(value: Any) -> str:
+    """``value`` as code, indented for the printed call."""
     return pretty(value).replace("\n", "\n        ")
 
 
@@ -325,6 +327,7 @@ def _run(
     on_device: bool = False,
     **drawn: Any,
 ) -> None:
+    """Run an invariant once on drawn arguments, on the CPU or as on a device."""
     with apart(), as_on_a_device() if on_device else _as_it_is():
         functools.partial(body, self, maker(self, options or {}))(**drawn)
 
@@ -355,6 +358,7 @@ def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = Fal
 
 @contextmanager
 def _as_it_is() -> Iterator[None]:
+    """A context without effect, in place of :func:`as_on_a_device`."""
     yield
 
 

@@ -68,10 +68,12 @@ class Problem:
 
 
 def exponents(_: Any) -> st.SearchStrategy[int]:
+    """Strategy of the exponents of scales."""
     return st.integers(-20, 20)
 
 
 def any_way(_: Any) -> st.SearchStrategy[bool]:
+    """Strategy of whether a step is split into two calls."""
     return st.booleans()
 
 

@@ -108,6 +108,7 @@ def explanations(
 
 
 def _left_out(claims: Iterable[str]) -> Iterator[str]:
+    """The lines that switch off claims without which there is no such test."""
     yield from (f"{claim} = False" for claim in claims if claim != "plain_steps")
 
 
@@ -125,12 +126,14 @@ def _of_tensors(change: Callable[[Blueprint], Blueprint]) -> Callable[[History],
 
 
 def _with_elements(tensor: Blueprint) -> Blueprint:
+    """``tensor``, with one element if it has none."""
     if tensor.numel:
         return tensor
     return replace(tensor, shape=tuple(side or 1 for side in tensor.shape), numbers=(1.0,))
 
 
 def _single(tensor: Blueprint) -> Blueprint:
+    """``tensor`` in float32, if it is float64 and its numbers fit."""
     most = torch.finfo(torch.float32).max
     finite = (abs(x) for x in tensor.numbers if math.isfinite(abs(x)))
     fits = tensor.dtype == torch.float64 and max(finite, default=0.0) <= most
@@ -138,11 +141,13 @@ def _single(tensor: Blueprint) -> Blueprint:
 
 
 def _contiguous(tensor: Blueprint) -> Blueprint:
+    """``tensor`` with a contiguous layout, if it is a dense one of another layout."""
     laid_out = tensor.layout in ("strided", "transposed", "channels_last")
     return replace(tensor, layout="contiguous") if laid_out else tensor
 
 
 def _small(tensor: Blueprint) -> Blueprint:
+    """``tensor`` with 1 in place of huge finite numbers."""
     limited = tuple(1.0 if _HUGE < abs(x) < math.inf else x for x in tensor.numbers)
     return replace(tensor, numbers=limited)
 
@@ -160,6 +165,7 @@ _LIMITS: dict[str, Callable[[History], History]] = {
 
 
 def _cut(line: str) -> str:
+    """``line``, cut to the width of the summary."""
     return line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
 
 

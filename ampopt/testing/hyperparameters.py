@@ -125,6 +125,7 @@ def hyperparameters(optimizer: str | type[Any]) -> st.SearchStrategy[dict[str, A
 
 @st.composite
 def _sgd(draw: st.DrawFn) -> dict[str, Any]:
+    """Strategy of the arguments of SGD, which refuses dampening with ``nesterov``."""
     options = draw(st.fixed_dictionaries({**_COMMON, "momentum": _BELOW_ONE}))
     nesterov = options["momentum"] > 0 and draw(_FLAG)
     dampening = 0.0 if nesterov else draw(st.sampled_from([0.0, 0.5]))

@@ -27,6 +27,7 @@ def finite(cls: type[Claims], **changed: Any) -> st.SearchStrategy[History]:
 
 
 def assert_scale_changes_nothing(make: Any, history: History, scale: Scale, way: str) -> None:
+    """Check that a training under ``scale`` equals one of plain steps."""
     assert_same_training(
         train(make, history, scale, way),
         train(make, history, way=None),

@@ -69,6 +69,7 @@ class Sequences(Claims):
 
 
 def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
+    """Run the state machine under the settings of ``contract``, and record a failure."""
     cls = type(contract)
     check_claims(cls, claims)
     settings = hypothesis.settings(

@@ -21,10 +21,12 @@ __all__ = ["Skipping"]
 
 
 def ways(_: Any) -> st.SearchStrategy[str]:
+    """Strategy of the two ways to take a step; see :data:`WAYS`."""
     return st.sampled_from(tuple(WAYS))
 
 
 def scales(_: Any) -> st.SearchStrategy[Scale]:
+    """Strategy of loss scales of every kind but ``None``."""
     return strategies.loss_scales(off=False)
 
 

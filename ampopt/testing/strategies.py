@@ -113,6 +113,7 @@ def values(dtype: torch.dtype, kind: Kind = "ordinary") -> st.SearchStrategy[Any
 def _layouts(
     shape: tuple[int, ...], layouts: bool, expanded: bool, sparse: bool
 ) -> st.SearchStrategy[Layout]:
+    """Strategy of the layouts that fit ``shape``; sparse ones alone if ``sparse``."""
     fitting: list[Layout] = ["contiguous"]
     if not layouts:
         return _sampled_from(("sparse", "duplicated") if sparse and shape else tuple(fitting))
@@ -131,6 +132,7 @@ def _layouts(
 
 @functools.cache
 def _numbers(n: int, dtype: torch.dtype, kind: Kind) -> st.SearchStrategy[list[Any]]:
+    """Strategy of the elements of a tensor of ``n``, at most :data:`_FEW` of them."""
     return st.lists(values(dtype, kind), min_size=min(n, 1), max_size=min(n, _FEW))
 
 
@@ -145,6 +147,7 @@ def _tensors(
     expanded: bool = False,
     sparse: bool = False,
 ) -> Blueprint:
+    """Strategy of tensors of ``shape``."""
     numbers = draw(_numbers(math.prod(shape), dtype, kind))
     return Blueprint(shape, tuple(numbers), dtype, draw(_layouts(shape, layouts, expanded, sparse)))
 
@@ -244,6 +247,7 @@ def _subsets(items: tuple[int, ...], *, least: int) -> tuple[tuple[int, ...], ..
 
 @st.composite
 def _spoiled(draw: st.DrawFn, grad: Blueprint) -> Blueprint:
+    """Strategy of ``grad`` with one element that is inf or NaN."""
     n = grad.numel
     j = draw(_integers(0, n - 1))
     bad: float | complex = draw(_sampled_from(NON_FINITE))

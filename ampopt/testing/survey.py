@@ -195,6 +195,7 @@ def _maker(cls: type[torch.optim.Optimizer]) -> Callable[[Any], Any]:
 
 
 def _attributes(make: Callable[[Any], Any], settings: hypothesis.settings) -> dict[str, Any]:
+    """The attributes of a contract class for the optimizers that ``make`` makes."""
     return {
         "make": lambda self, params: make(params),
         "settings": settings,
@@ -219,10 +220,12 @@ def _try(contract: Any, name: str, finding: Finding) -> None:
 
 
 def _in_a_cell(text: str) -> str:
+    """``text`` for a cell of a Markdown table."""
     return text.replace("|", "\\|")
 
 
 def _first_line(error: BaseException) -> str:
+    """The first line of the message of ``error``, or its class."""
     return (str(error) or type(error).__name__).strip().partition("\n")[0]
 
 

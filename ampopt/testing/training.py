@@ -18,10 +18,12 @@ UNSCALED = Scale("none")
 
 
 def _joined(optimizer: Any, scale: Any) -> Any:
+    """Take a step by ``unscale_and_step``."""
     return optimizer.unscale_and_step(grads_scaled_by=scale)
 
 
 def _split(optimizer: Any, scale: Any) -> Any:
+    """Take a step by ``unscale`` and ``step_after_unscale``."""
     optimizer.unscale(grads_scaled_by=scale)
     return optimizer.step_after_unscale()
 

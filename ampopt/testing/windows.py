@@ -85,5 +85,6 @@ class Windows(Machine):
 
 
 def _added(a: Blueprint, b: Blueprint) -> Blueprint:
+    """The sum of two gradients, as a blueprint."""
     numbers = (a.tensor() + b.tensor()).flatten().tolist()
     return Blueprint(a.shape, tuple(numbers), a.dtype)
