@@ -78,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--masters only times steps: omit --ranks, --profile and --first-steps")
     if options.changing and (options.ranks or options.profile or options.first_steps):
         parser.error("--changing only times steps: omit --ranks, --profile and --first-steps")
+    if options.contender and (options.ranks or options.profile or options.first_steps):
+        parser.error("--contender only times steps: omit --ranks, --profile and --first-steps")
+    known = contenders.names(device, options.masters)
+    if unknown := set(options.contender or ()) - set(known):
+        parser.error(f"--contender: {min(unknown)} is not measured; choose from {', '.join(known)}")
     if options.part and not options.first_hour:
         parser.error("--part: names parts of --first-hour DIR, which is missing")
     if options.first_hour:
@@ -177,6 +182,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
             clock=options.clock,
             masters=options.masters,
             changing=options.changing,
+            only=options.contender or (),
         )
         left = options.seconds
         if options.ranks:
@@ -312,6 +318,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"repeatable; default: all of {', '.join(known)}; or {', '.join(others)}; with "
         "--fidelity by default all that are made from a rule",
+    )
+    parser.add_argument(
+        "--contender",
+        action="append",
+        metavar="NAME",
+        help="repeatable; a column of the table, such as fused or ampopt; default: all",
     )
     parser.add_argument(
         "--workload",

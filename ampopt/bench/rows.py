@@ -1,6 +1,7 @@
 """One row of the table: an optimizer on a workload, with all contenders."""
 
 import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,10 +148,11 @@ def measure(
     clock: str = "wall",
     masters: bool = False,
     changing: bool = False,
+    only: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of ``optimizer`` on ``workload``: without clipping, and with.
 
-    All contenders share parameters and gradients, so that all of them fit in memory, and none has
+    ``only`` are the contenders to measure; if it is empty, all that there are. All contenders share parameters and gradients, so that all of them fit in memory, and none has
     warmer caches. A contender that raises is dropped, and the row has the reason.
     """
     _let_go(device)  # optimizers of the row before may be kept alive by reference cycles
@@ -163,7 +165,7 @@ def measure(
     failed: dict[str, str] = {}
     allocated: dict[str, int] = {}
     moved = 0
-    for name in contenders.names(device, masters):
+    for name in only or contenders.names(device, masters):
         stepped, restore = params, gradients.restore
         if name in restores:
             stepped, restore = wide, restores[name]

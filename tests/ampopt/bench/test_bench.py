@@ -266,6 +266,8 @@ def test_the_busiest_of_several_threads_is_timed():
         (["--masters"], "--masters: master weights are of half precision; add --dtype bfloat16"),
         (["--masters", "--dtype", "float16", "--profile"], "--masters only times steps"),
         (["--changing", "--ranks", "2"], "--changing only times steps"),
+        (["--contender", "fussed"], "--contender: fussed is not measured; choose from for-loop,"),
+        (["--contender", "fused", "--profile"], "--contender only times steps"),
         (["--fidelity", "2", "--optimizer", "Muon"], "--fidelity: Muon has no rule"),
         (["--ranks", "2", "--profile"], "--ranks only times steps"),
         (["--ranks", "2", "--threads", "1", "--clock", "cpu"], "--ranks runs CPU processes"),
@@ -505,6 +507,14 @@ def test_host_and_device_are_timed_apart(monkeypatch, host, device):
     for _ in range(2):
         assert timed(step) == pytest.approx((device, host))
     assert len(restored) == 2  # each time before the second step, outside of its time
+
+
+def test_only_the_contenders_that_are_named_are_measured(tiny, tmp_path):
+    path = tmp_path / "figures.json"
+    arguments = ("--optimizer", "AdamW", "--repeats", "1", "--json", str(path))
+    run("--workload", "small", "--contender", "fused", "--contender", "ampopt", *arguments)
+    figures = json.loads(path.read_text())["rows"]
+    assert [set(row["contenders"]) for row in figures] == [{"fused", "ampopt"}] * 2
 
 
 def test_float16_leaves_out_who_cannot_unscale_it():
