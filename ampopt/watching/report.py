@@ -67,7 +67,7 @@ def in_words(read: dict[str, Any], *, float16: bool) -> str:
     scaled = float16 or any(entry["scale"] not in (None, 1.0) for entry in read["recent"])
     sentences = [
         _totals(read),
-        *_of_overflows(read, scaled),
+        *_of_overflows(read, lowers=scaled and not _has_collapsed(read)),
         *_of_runs(read),
         *_of_spikes(read, "norm", "gradient norm", _norm_limit),
         *_of_spikes(read, "loss", "loss", _loss_limit),
@@ -88,8 +88,8 @@ def _totals(read: dict[str, Any]) -> str:
     return f"{_steps(read['steps'])}, {read['skips']} skipped{row}{under}."
 
 
-def _of_overflows(read: dict[str, Any], scaled: bool) -> list[str]:
-    """Which parameters overflowed, how often, and what to do."""
+def _of_overflows(read: dict[str, Any], *, lowers: bool) -> list[str]:
+    """Which parameters overflowed, how often, and advice; ``lowers``: a lower scale may help."""
     bad = [(name, stats) for name, stats in worst_first(read) if stats["overflows"]]
     if not bad:
         return _of_ranks(read)
@@ -117,7 +117,7 @@ def _of_overflows(read: dict[str, Any], scaled: bool) -> list[str]:
         "A few overflows are normal: the scale grows until one occurs. If there are too many, "
         f"limit the scale (max_scale=), or keep the module of `{first}` in float32, with "
         "ampopt.run_in(module, torch.float32)."
-        if scaled
+        if lowers
         else "Run such a step within ampopt.first_nonfinite(model), which names the module and "
         "the cause."
     )
@@ -126,28 +126,40 @@ def _of_overflows(read: dict[str, Any], scaled: bool) -> list[str]:
 
 def _of_runs(read: dict[str, Any]) -> list[str]:
     """The overflows in a row up to now, or else the longest run of them among the last steps."""
-
-    def overflowed(entry: dict[str, Any]) -> bool:
-        return entry["skipped"] and (entry["norm"] is None or not math.isfinite(entry["norm"]))
-
-    runs = [list(run) for is_run, run in groupby(read["recent"], overflowed) if is_run]
-    if not runs:
+    runs, now = _runs(read), _run_now(read)
+    run = now or max(runs, key=len, default=[])
+    if len(run) <= 1:
         return []
-    now = [run for run in runs if run[-1]["step"] == read["steps"]]
-    run = now[0] if now else max(runs, key=len)
     first, last = run[0]["step"], run[-1]["step"]
-    if len(run) == 1:
-        return []
     if not now:
         return [f"The longest run of overflows is of {len(run)} steps, from {first} to {last}."]
     earlier = " or earlier" if first == read["recent"][0]["step"] > 1 else ""
     sentence = f"All steps from step {first}{earlier} on have overflowed, {len(run)} in a row."
-    if len(run) < COLLAPSE:
+    if not _has_collapsed(read):
         return [sentence]
     return [
         f"{sentence} Nothing is being trained any more: resume from a checkpoint of before step "
         f"{first}, scale included."
     ]
+
+
+def _runs(read: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The overflows among the last steps, those of successive steps together."""
+
+    def overflowed(entry: dict[str, Any]) -> bool:
+        return entry["skipped"] and (entry["norm"] is None or not math.isfinite(entry["norm"]))
+
+    return [list(run) for is_run, run in groupby(read["recent"], overflowed) if is_run]
+
+
+def _run_now(read: dict[str, Any]) -> list[dict[str, Any]]:
+    """The overflows in a row up to now."""
+    runs = _runs(read)
+    return runs[-1] if runs and runs[-1][-1]["step"] == read["steps"] else []
+
+
+def _has_collapsed(read: dict[str, Any]) -> bool:
+    return len(_run_now(read)) >= COLLAPSE
 
 
 def _of_spikes(

@@ -26,6 +26,7 @@ def test_a_report_says_since_when_steps_overflow_in_a_row():
     now = reported([1.0] * 4 + [INF, 1.0] + [INF] * 12)
     assert "All steps from step 7 on have overflowed, 12 in a row." in now
     assert "resume from a checkpoint of before step 7" in now
+    assert "A few overflows are normal" not in now and "first_nonfinite" in now
     over = reported([1.0] * 2 + [INF] * 3 + [1.0, INF])
     assert "The longest run of overflows is of 3 steps, from 3 to 5." not in over  # one is now
     over = reported([1.0] * 2 + [INF] * 3 + [1.0, INF, 1.0])
