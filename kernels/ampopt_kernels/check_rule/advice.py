@@ -33,6 +33,7 @@ _FORMULAS = {
     "addcdiv": "x + value * a / b",
     "addcmul": "x + value * a * b",
     "clamp": "minimum(maximum(x, low), high), with minimum and maximum of ampopt_kernels",
+    "copysign": "tl.where(y < 0, -tl.abs(x), tl.abs(x))",
     "enumerate": "for i in tl.static_range(len(state)), with state[i]",
     "expm1": "tl.exp(x) - 1",
     "float": "x itself: blocks and the numbers of h are floating-point",
@@ -66,6 +67,10 @@ _BY_PATTERN = {
         "tl.where(x > 0, a, b), not by `if x > 0`, nor by `and`, `or`, `not`, nor by `max` or "
         "`min`, but by maximum and minimum of ampopt_kernels"
     ),
+    r"tuple indices must": (
+        "Read h, state and flags by position, as h[0], in the order of Rule(hyper=, state=, flags=)"
+    ),
+    r"two bool tensors": "Write tl.where(x > 0, 1.0, 0.0) for a number in place of x > 0",
     r"Cannot access global variable": (
         "Write the number in the function, as NAME: tl.constexpr = NUMBER; one that may change "
         "is a hyperparameter"
@@ -96,13 +101,12 @@ def advice(said: str, code: str) -> str | None:
         for pattern, sentence in _BY_PATTERN.items():
             if re.search(pattern, searched):
                 return sentence
-    undefined = re.findall(r"(\w+) is not defined", said)
+    missing = re.findall(r"(\w+)'? is not defined", said)
+    missing += re.findall(r"uses tl\.(\w+), which not every", said)
     called = re.findall(r"((?:\w+|[)\]])\.)?\b(\w+)\(", code)
-    for owner, name in [("", name) for name in undefined] + called:
-        if owner != "tl." and (owner or name not in _OF_PACKAGE):
-            sentence = _instead_of(name)
-            if sentence is not None:
-                return sentence
+    missing += [f for of, f in called if of != "tl." and (of or f not in _OF_PACKAGE)]
+    for sentence in filter(None, map(_instead_of, missing)):
+        return sentence
     if re.search("Unsupported function referenced|real number|is not defined", said) or called:
         return "Call functions of tl and of ampopt_kernels, and your own marked with jit"
     return None

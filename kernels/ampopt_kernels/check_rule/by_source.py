@@ -12,12 +12,14 @@ from ampopt_kernels.rule import Rule
 __all__ = ["check"]
 
 _LANGUAGES = ("triton.language", "ampopt_kernels.torch_language")
-_ASSERT = "a rule cannot assert. Check settings in __init__ of the optimizer, or in check_step"
+_RAISES = (
+    "a rule cannot assert or raise. Check settings in __init__ of the optimizer, or in check_step"
+)
 _PRINT = "a rule cannot print. Read the optimizer's state after a step, or see ampopt.Watch"
 
 
 def check(rule: Rule, owner: str) -> None:
-    """Refuse ``assert``, ``print``, and calls such as ``g.abs()`` and ``torch.abs(g)``.
+    """Refuse ``assert``, ``raise``, ``print``, and calls such as ``g.abs()`` and ``torch.abs(g)``.
 
     Does nothing for a function whose source Python does not have.
 
@@ -46,8 +48,8 @@ def check(rule: Rule, owner: str) -> None:
 def _refused(source: Source) -> Iterator[tuple[ast.AST, str]]:
     """The nodes that a rule may not have, and why."""
     for node in source.nodes():
-        if isinstance(node, ast.Assert):
-            yield node, _ASSERT
+        if isinstance(node, (ast.Assert, ast.Raise)):
+            yield node, _RAISES
     for call, root in source.calls():
         written = ast.unparse(call)
         if isinstance(root, types.ModuleType) and root.__name__ not in _LANGUAGES:

@@ -60,13 +60,17 @@ class Function:
         except Broken as error:
             raise ValueError(f"{self.title} {error}") from None
         except AttributeError as error:
-            raise AttributeError(f"{self._place_of(error)}{error}") from error
+            said, instead = str(error), advice(str(error), "")
+            if instead is not None:  # in place of a list of all functions
+                said = f"{said.partition('. ')[0]}. {instead}"
+            raise AttributeError(f"{self._place_of(error)}{said}") from error
         except (IndexError, NameError, TypeError, ValueError) as error:
             raise ValueError(f"{self._place_of(error)}{self._explained(error)}") from error
         except RuntimeError as error:
+            said = str(error).rstrip(".")
+            instead = advice(said, "") or advice("truth value", "")
             raise ValueError(
-                f"{self._place_of(error)}the rule is not elementwise: {error}. "
-                f"{advice('branches on a value', '')}"
+                f"{self._place_of(error)}the rule is not elementwise: {said}. {instead}"
             ) from error
         if not all(map(torch.equal, tensors, before)):
             raise ValueError(
@@ -120,7 +124,7 @@ class Function:
             if beyond and isinstance(error, IndexError):
                 return f"the rule {declared}, but reads {name}[{beyond[0]}]"
         said = f"{type(error).__name__}: {error}"
-        if isinstance(error, (NameError, TypeError)):
+        if not isinstance(error, IndexError) and "unpack" not in said:
             return ". ".join(filter(None, (said, advice(str(error), code))))
         every = [declared for _, _, declared in arguments]
         read = [declared for name, _, declared in arguments if re.search(rf"\b{name}\b", code)]

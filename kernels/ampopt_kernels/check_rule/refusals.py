@@ -41,4 +41,5 @@ def _plain(said: str) -> str:
     """The first sentence of Triton's message, which may be the ``repr`` of an exception."""
     inner = re.fullmatch(r"\w+\((['\"])(.*)\1\)", said, re.DOTALL)
     text = (inner[2] if inner else said).replace("\\n", " ").replace("\\'", "'")
+    text = re.sub(r"<function (\w+) at 0x\w+>", r"\1", text)
     return " ".join(text.split()).split(". ")[0].rstrip(".")

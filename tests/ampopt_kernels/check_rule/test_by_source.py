@@ -51,6 +51,11 @@ def asserts(p, g, state, h, flags):
 
 
 @jit
+def raises(p, g, state, h, flags):
+    raise ValueError(h[0])  # here
+
+
+@jit
 def prints(p, g, state, h, flags):
     print(h[0])  # here
     return p - h[0] * g, state
@@ -96,6 +101,7 @@ def plain(p, g, state, h, flags):
             "Write maximum(x, y), with maximum of ampopt_kernels",
         ),
         ({"update": asserts}, asserts, "`assert h[0] > 0`", "in __init__"),
+        ({"update": raises}, raises, "`raise ValueError(h[0])`", "in __init__"),
         ({"update": prints}, prints, "`print(h[0])`", "ampopt.Watch"),
         (
             {"update": plain, "scalars": root_of_a_number, "scalar_state": (State("step"),)},

@@ -257,6 +257,45 @@ def test_a_function_that_is_not_the_same_everywhere_is_refused():
     assert_refused(rule, AttributeError, "tl.maximum", "from ampopt_kernels import maximum")
 
 
+@jit
+def signs(p, g, state, h, flags):
+    return p - h[0] * tl.sign(g), state
+
+
+@jit
+def sums_up(p, g, state, h, flags):
+    return p - h[0] * g / tl.sum(g), state
+
+
+@jit
+def reads_by_name(p, g, state, h, flags):
+    return p - h["lr"] * g, state
+
+
+@jit
+def makes_a_float(p, g, state, h, flags):
+    return p - h[0] * float(g), state
+
+
+@jit
+def subtracts_truth_values(p, g, state, h, flags):
+    return p - h[0] * ((g > 0) - (g < 0)), state
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "instead"),
+    [
+        (signs, AttributeError, "tl.sign, which not every backend has. Write sign(x)"),
+        (sums_up, AttributeError, "Rule(reduce=)"),
+        (reads_by_name, ValueError, "by position, as h[0]"),
+        (makes_a_float, ValueError, "Write x itself"),
+        (subtracts_truth_values, ValueError, "Write tl.where(x > 0, 1.0, 0.0)"),
+    ],
+)
+def test_a_refusal_says_what_to_write(function, error, instead):
+    assert_refused(Rule(update=function, hyper=HYPER), error, f"in {function.fn.__name__}", instead)
+
+
 def test_a_misspelt_name_is_refused():
     assert_refused(Rule(update=misspelt, hyper=HYPER), ValueError, "NameError", "momentun")
 
