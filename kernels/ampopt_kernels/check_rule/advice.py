@@ -1,4 +1,4 @@
-"""What to write in a rule in place of what not every backend can run."""
+"""Advice for authors: what to write in a rule in place of code that some backend cannot run."""
 
 import re
 
@@ -52,7 +52,7 @@ _FORMULAS = {
     "zeros_like": "x * 0",
     "zip": "for i in tl.static_range(len(state)), with state[i]",
 }
-"""What stands for a function that rules do not have, by its name."""
+"""By the name of a function that rules lack, an expression with the same result."""
 
 _SUMS = ("all", "any", "argmax", "dot", "mean", "norm", "numel", "size", "std", "sum", "var")
 
@@ -88,10 +88,10 @@ _BY_PATTERN = {
 
 
 def advice(said: str, code: str) -> str | None:
-    """What to write instead of code that a rule may not have.
+    """What to write instead of code that a rule must not have.
 
     Args:
-        said: the message of the error that the code led to.
+        said: the message of the error that the code caused.
         code: the code at fault: an expression or a line.
 
     Returns:
@@ -113,6 +113,7 @@ def advice(said: str, code: str) -> str | None:
 
 
 def _instead_of(name: str) -> str | None:
+    """What to write for a call of ``name``; ``None`` if that is unknown."""
     name = _OTHER_NAMES.get(name, name)
     if name in _OF_PACKAGE:
         return f"Write {_OF_PACKAGE[name]}, with {name} of ampopt_kernels"

@@ -46,7 +46,7 @@ def check(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None
             role = name
             block = Program(torch.float32).new(torch.float32, "x", varies=True)
             torch_language.bind(function, LANGUAGE)(*(block,) * n)
-    except Exception as error:  # of any type, as functions of the author run here
+    except Exception as error:  # of any type, because the author's functions run here
         where, code = raised_at(error)
         said = str(error).replace("'_Expression'", "'block'")
         parts = [

@@ -46,7 +46,7 @@ def check(rule: Rule, owner: str) -> None:
 
 
 def _refused(source: Source) -> Iterator[tuple[ast.AST, str]]:
-    """The nodes that a rule may not have, and why."""
+    """Each node of ``source`` that a rule must not have, and why."""
     for node in source.nodes():
         if isinstance(node, (ast.Assert, ast.Raise)):
             yield node, _RAISES

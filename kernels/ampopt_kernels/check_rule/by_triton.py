@@ -40,6 +40,7 @@ def _update_kernel(
     N_H: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
+    """A kernel that calls an ``update``."""
     at = tl.arange(0, 128)
     h, state = _loaded(numbers, N_H, 1), _loaded(blocks + 2 * 128 + at, N_STATES, 128)
     p, g = _loaded(blocks + at, 2, 128)
@@ -62,6 +63,7 @@ def _reduce_kernel(
     N_H: tl.constexpr,
     N_TERMS: tl.constexpr,
 ):
+    """A kernel that calls a ``reduce`` or ``averages``."""
     at = tl.arange(0, 128)
     h, state = _loaded(numbers, N_H, 1), _loaded(blocks + 2 * 128 + at, N_STATES, 128)
     p, g = _loaded(blocks + at, 2, 128)
@@ -72,6 +74,7 @@ def _reduce_kernel(
 
 @jit
 def _codec_kernel(blocks, FUNCTION: tl.constexpr, N: tl.constexpr):
+    """A kernel that calls a function of a codec, with ``N`` arguments."""
     at = tl.arange(0, 128)
     if N == 1:
         x = FUNCTION(tl.load(blocks + at))
@@ -91,6 +94,7 @@ def _scalars_kernel(
     N_HYPER: tl.constexpr,
     N_TERMS: tl.constexpr,
 ):
+    """A kernel that calls a ``scalars``, with the sums of ``BEFORE`` if it takes them."""
     at = tl.arange(0, 128)
     s = _loaded(blocks + at, N_SCALARS, 128)
     h = _loaded(blocks + N_SCALARS * 128 + at, N_HYPER, 128)
@@ -178,6 +182,7 @@ def _compile(
     owner: str,
     finish: Callable[[Any], None],
 ) -> None:
+    """Call ``finish`` on a kernel for each function of the rule, and explain its errors."""
     from triton.compiler.errors import CompilationError
 
     with warnings.catch_warnings(), compiler():

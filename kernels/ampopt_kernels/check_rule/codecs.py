@@ -18,7 +18,7 @@ _DRAWS = (2**-16, 0.5, 1 - 2**-16)
 
 
 def functions_of(rule: Rule) -> Iterator[tuple[str, Any, int]]:
-    """For each function of an author's codecs: what to call it, the function, its arguments."""
+    """For each function of an author's codecs: its name in messages, itself, and its arguments."""
     for name, _, codec in _authored(rule):
         yield f"encode of state {name!r}", codec.encode, 2
         yield f"decode of state {name!r}", codec.decode, 1
@@ -53,6 +53,7 @@ def check(rule: Rule, owner: str) -> None:
 
 
 def _numbers(positive: bool) -> Tensor:
+    """Numbers to encode: a block with its largest magnitude 1, some of them small."""
     sizes = torch.tensor([0.0, 1.0, 0.5, 0.3, 2.0**-12], device="cpu")
     return sizes if positive else torch.cat((sizes, -sizes[1:]))
 
@@ -114,7 +115,7 @@ def _check_encode(encode: Function, codec: Codec, u: float, *, positive: bool) -
 
 
 def _check_undone(decode: Function, codec: Codec, *, positive: bool) -> None:
-    """Refuse a ``decode`` that does not make about ``x`` of the code of ``x``."""
+    """Refuse a ``decode`` that does not return about ``x`` for the code of ``x``."""
     x = _numbers(positive)
     x = x[x.abs() >= 0.5]
     for each in x.split(1):  # the largest of its block
@@ -134,5 +135,6 @@ def _check_undone(decode: Function, codec: Codec, *, positive: bool) -> None:
 
 
 def _with_codec(x: Tensor, codec: Codec) -> tuple[Tensor, Codec, Tensor | None]:
+    """``x`` encoded, with the codec and the scales of its blocks."""
     codes, scales = encoded(x, codec, 0.5)
     return codes, codec, scales

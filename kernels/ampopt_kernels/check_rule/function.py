@@ -1,4 +1,4 @@
-"""A function of a rule that is called for a check, and errors that have its line."""
+"""A function of a rule, called for a check, with the line of the rule in every error."""
 
 import re
 from collections.abc import Callable
@@ -111,6 +111,7 @@ class Function:
         return together
 
     def _place_of(self, error: Exception) -> str:
+        """The function's name, and the line that raised ``error``."""
         return f"{self.name} of {self.owner}'s rule: {raised_at(error)[0]}"
 
     def _explained(self, error: Exception) -> str:

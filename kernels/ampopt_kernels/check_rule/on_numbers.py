@@ -48,6 +48,7 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
 
 
 def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
+    """Run every function of the rule under one set of flags; see :func:`try_out`."""
     given = f"flags {dict(zip(rule.flags, flags, strict=True))}"
     scalars = [part.name for part in rule.scalar_state]
     states = [part.name for part in rule.state_for(flags)]
@@ -176,6 +177,7 @@ def _try_stack(
 
 
 def _check_scalars(function: Function, s: Any, h: Any, scalars: list[str]) -> None:
+    """Refuse scalar states ``s``, or numbers ``h``, that are not tuples of numbers as declared."""
     if not isinstance(s, tuple) or len(s) != len(scalars):
         raise ValueError(
             f"{function.title} returned {_count(s)} scalar states, but the rule declares "
@@ -190,6 +192,7 @@ def _check_scalars(function: Function, s: Any, h: Any, scalars: list[str]) -> No
 
 
 def _check_number(role: str, what: str, n: int, without_flags: int, given: str) -> None:
+    """Refuse a function that returns another number of numbers than without flags."""
     if n != without_flags:
         raise ValueError(
             f"{role} returned {n} numbers as {what} under {given}, and {without_flags} without "
@@ -198,6 +201,7 @@ def _check_number(role: str, what: str, n: int, without_flags: int, given: str) 
 
 
 def _terms(returned: Any) -> dict[str, Any]:
+    """The terms that ``reduce`` returned, by name."""
     if not isinstance(returned, tuple):
         got = None if returned is None else f"a {type(returned).__name__}"
         raise Broken(f"returned {got}: return a tuple of terms, as (g * g,)")
@@ -245,16 +249,19 @@ class _Blocks:
 
 
 def _count(returned: Any) -> str:
+    """How many values ``returned`` has, in words for a message."""
     if isinstance(returned, tuple):
         return str(len(returned))
     return f"{type(returned).__name__} in place of a tuple of"
 
 
 def _is_number(value: Any) -> bool:
+    """Whether ``value`` is a number or a 0-d tensor."""
     return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 def _pair(returned: Any, what: str = "two tuples, as (s, h)") -> tuple[Any, Any]:
+    """``returned``, if it is a pair; ``what`` says in the message what it should be."""
     if not isinstance(returned, (tuple, list)) or len(returned) != 2:
         n = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
         got = None if returned is None else f"a {type(returned).__name__}{n}"

@@ -71,7 +71,7 @@ class Source:
 
 
 def authored(function: Any) -> Iterator[types.FunctionType]:
-    """The Python functions of ``function`` and its callees, but those of this package.
+    """The Python functions of ``function`` and its callees, except those of this package.
 
     Args:
         function: a function of a rule, marked with ``jit``.
@@ -110,6 +110,7 @@ def raised_at(error: BaseException) -> tuple[str, str]:
 
 
 def _position(node: Any) -> tuple[int | None, ...]:
+    """Where a node begins and ends in the source."""
     names = ("lineno", "col_offset", "end_lineno", "end_col_offset")
     return tuple(getattr(node, name, None) for name in names)
 

@@ -71,7 +71,7 @@ def _reduce(p, g, state, h, flags):
 
 @jit
 def _scalars(s, h, flags, sums):
-    """The step size: the parameter's root mean square times a factor, clipped by the direction's."""
+    """The step size: the parameter's root mean square times a factor, clipped by the update's."""
     new, largest, _, eps2, longest, d, kept = h
     size, length, count = sums
     alpha = maximum(tl.sqrt(size / count), eps2) * longest

@@ -97,6 +97,7 @@ def _add_block(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Add ``BLOCK`` unscaled elements to their sums; 1 for each that makes its sum non-finite."""
     at = offset + tl.arange(0, BLOCK)
     live = at < end
     if MASKED:
@@ -122,4 +123,5 @@ def _add_block(
 
 @jit
 def _not_finite(x):
+    """1 for each element of ``x`` that is inf or NaN, else 0."""
     return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)

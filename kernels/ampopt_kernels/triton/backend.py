@@ -71,7 +71,7 @@ class Triton(Backend):
         """
         self._launch = launch if launcher is None else launcher
         self._compiles = launcher is None
-        self._prepared: set[Any] = set()  # what was compiled for decisions and checks
+        self._prepared: set[Any] = set()  # which kernels were compiled before a decision
         if launcher is None and not INTERPRETED:
             objects.loops.want()  # C++ that reads hundreds of addresses in one call
 
@@ -80,7 +80,7 @@ class Triton(Backend):
         table = Table.of(work)
         if not self._compiles or table.prepared:
             return
-        numbers = _h_table(work)  # stands in for every argument of float64 numbers
+        numbers = _h_table(work)  # passed for every argument of float64 numbers
         decision = Decision(found_inf=numbers, coefficients=numbers, h=numbers)
         launch = functools.partial(self._launch, work.device)
         if _reduces(work):
@@ -122,7 +122,9 @@ class Triton(Backend):
         partials = detect(work, request)
         if decides:
             if request.agree is not None and request.check:
-                request = replace(request, found_inf=None)  # which the agreement includes
+                request = replace(
+                    request, found_inf=None
+                )  # the ranks' common flag includes this one
             compiling.control(work, request, partials)
         self._prepared.add(kind)
 
@@ -387,6 +389,16 @@ class Triton(Backend):
         decide: bool,
         programs: int = 1,
     ) -> None:
+        """Launch ``control_kernel``; with ``programs=0`` only compile it.
+
+        Args:
+            work: the rows.
+            request: the request for the step.
+            partials: what detect wrote; ``None`` without a check.
+            decision: the decision, whose tensors are written.
+            decide: whether to decide, or only to advance the scalar states.
+            programs: 1, or 0 to compile.
+        """
         rule, h, coefficients, sums = (
             work.rule,
             decision.h,
@@ -557,6 +569,7 @@ def _lines(work: Work) -> Lines:
 
 
 def _reduces(work: Work) -> bool:
+    """Whether the rule of ``work`` sums terms before its ``scalars``."""
     return work.rule is not None and work.rule.reduces
 
 
@@ -567,10 +580,12 @@ def _n_terms(work: Work) -> int:
 
 
 def _averages(work: Work) -> bool:
+    """Whether the rule of ``work`` averages rows and columns."""
     return work.rule is not None and work.rule.averages is not None
 
 
 def _h_table(work: Work, *, to_reduce: bool = False) -> Tensor:
+    """An uninitialized table of each row's numbers for ``update``, or for ``reduce``."""
     assert work.rule is not None
     widths = work.rule.widths(len(work.hyper[0]))
     width = widths.reduce if to_reduce else widths.update

@@ -155,6 +155,7 @@ def _decide(
     DROP: tl.constexpr,
     PARTS: tl.constexpr,
 ):
+    """Write the decision, the norm and the next scale, and return whether to skip the step."""
     worst = tl.zeros((PARTS,), tl.float32)
     total = tl.zeros((PARTS,), tl.float64)
     for start in range(0, n_parts, PARTS):
@@ -233,6 +234,7 @@ def _advance(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Advance the scalar states of ``ROWS`` rows whose flags are ``FLAG_SET``; see the kernel."""
     at = start + tl.arange(0, ROWS)
     live = at < n_rows
     row = table + at.to(tl.int64) * COLUMNS

@@ -52,10 +52,12 @@ class _Exchange(ast.NodeTransformer):
         self._scope = scope
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        """Replace ``x / y``."""
         self.generic_visit(node)
         return _call(node, _divided, node.left, node.right) if _divides(node) else node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        """Replace ``x /= y`` by an assignment of the quotient."""
         self.generic_visit(node)
         if not (_divides(node) and isinstance(node.target, ast.Name)):
             return node
@@ -64,6 +66,7 @@ class _Exchange(ast.NodeTransformer):
         return ast.copy_location(ast.Assign([node.target], value), node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Replace ``tl.sqrt(x)`` and ``tl.rsqrt(x)``."""
         self.generic_visit(node)
         function = node.func
         if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
@@ -76,6 +79,7 @@ class _Exchange(ast.NodeTransformer):
 
 
 def _divides(node: ast.BinOp | ast.AugAssign) -> bool:
+    """Whether ``node`` is a true division."""
     return isinstance(node.op, ast.Div)
 
 

@@ -126,11 +126,13 @@ def detect_kernel(
 
 @jit
 def _not_finite(x):
+    """1 for each element of ``x`` that is inf or NaN, else 0."""
     return ((tl.abs(x) < float("inf")) == 0).to(tl.int32)
 
 
 @jit
 def _plus_square(total, x):
+    """``total + x * x``, in float64."""
     # One fused operation, since some accelerators have few float64 units. The square of a float32
     # is exact in float64, so fusing does not change the rounding.
     wide = x.to(tl.float64)
@@ -139,6 +141,7 @@ def _plus_square(total, x):
 
 @jit
 def _measured(largest, used, flushed, x, BLOCK: tl.constexpr):
+    """Add a block to the measures: largest magnitude, nonzero elements, and underflows."""
     # A thread reads at least four neighbours. It adds them to one total, to save registers.
     magnitude = tl.abs(tl.reshape(x, (BLOCK // 4, 4)))
     finite = tl.where(magnitude < float("inf"), magnitude, 0.0)

@@ -143,6 +143,7 @@ def _with_block(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """``totals`` with the terms of ``BLOCK`` more elements."""
     at = offset + tl.arange(0, BLOCK)
     live = at < end
     values = ()

@@ -160,7 +160,7 @@ class Table:
             address % 16 for address, aligned in zip(grads, self.aligned, strict=True) if aligned
         ):
             return False
-        numbers = self.numbers[:]  # a copy: the uploads compare with the old ones
+        numbers = self.numbers[:]  # a copy, because the upload is compared with the old numbers
         numbers[:: self.columns] = grads
         _mark_empty(numbers, self.columns, work)
         self.rows = work.uploads.get(_name("rows", work), numbers, torch.int64, work.device)
@@ -169,6 +169,7 @@ class Table:
 
     @staticmethod
     def _made(work: Work) -> "Table":
+        """The table of ``work``, made anew and sent to the device."""
         n_states = state_columns(work.rule)
         n_scales = 0
         if work.rule is not None and any(row.is_coded for row in work.rows):
@@ -282,4 +283,5 @@ def _chunk(elements: int) -> int:
 
 
 def _name(what: str, work: Work) -> str:
+    """The name of a table among the uploads of ``work``."""
     return f"{what} of {'gradients' if work.rule is None else 'parameters'}"

@@ -58,6 +58,7 @@ def _language() -> types.ModuleType:
 
 
 def _is_interpreted(value: Any) -> bool:
+    """Whether ``value`` is a function that ``triton.jit`` made for the interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
 
     return isinstance(value, InterpretedFunction)

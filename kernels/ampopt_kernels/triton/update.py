@@ -195,6 +195,7 @@ def _update_block(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Apply the rule to ``BLOCK`` elements, and store them; see the kernel."""
     at = offset + tl.arange(0, BLOCK)
     live = at < end
     values = ()
@@ -237,6 +238,7 @@ def _update_block(
 
 @jit
 def _rounded(x, position, key, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """``x`` rounded to ``DTYPE``, to nearest or stochastically."""
     if STOCHASTIC:
         return rounded_stochastically(x, position, key)
     else:

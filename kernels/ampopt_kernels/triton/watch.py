@@ -7,7 +7,7 @@ __all__ = ["watch_kernel"]
 
 @jit
 def _given(number, HAS: tl.constexpr):
-    """The ``number`` of a step, or ``NOT_GIVEN`` where it has none."""
+    """The element at ``number``, or ``NOT_GIVEN`` for a step that has no such number."""
     given = tl.full((), -float("inf"), tl.float64)
     if HAS:
         given = tl.load(number).to(tl.float64)
