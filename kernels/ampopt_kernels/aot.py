@@ -426,6 +426,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _compiled(todo: list[Task], jobs: int) -> Iterator[Report]:
+    """The reports of all tasks, compiled by up to ``jobs`` processes."""
     if jobs <= 1:
         yield from map(compile_task, todo)
         return

@@ -130,12 +130,14 @@ class Codec:
 
 @jit
 def _encode_signed(x, u):
+    """14 codes for each power of two of the magnitude, with the sign of ``x``."""
     code = tl.floor(14.0 * (log2_linear(tl.abs(x) + 0.001953125) + 9.0) + u)
     return tl.where(x < 0, -code, code)
 
 
 @jit
 def _decode_signed(code):
+    """The number of a code of :func:`_encode_signed`."""
     # The factor is one ulp below 1 / 14: a code that is decoded and encoded is then the same code,
     # for every random number.
     x = exp2_linear(tl.abs(code) * 0.0714285671710968 - 9.0) - 0.001953125
@@ -148,6 +150,7 @@ SIGNED = Codec(_encode_signed, _decode_signed, torch.int8)
 
 @jit
 def _encode_non_negative(x, u):
+    """12 codes for each power of two, up to 255 for 1."""
     # 1 is code 255. Numbers that are not 0 never become 0: a step divides by them.
     code = tl.floor(255.0 + 12.0 * log2_linear(x) + u)
     code = tl.where(code > 1, code, 1.0)
@@ -156,6 +159,7 @@ def _encode_non_negative(x, u):
 
 @jit
 def _decode_non_negative(code):
+    """The number of a code of :func:`_encode_non_negative`."""
     return tl.where(code > 0, exp2_linear((code - 255.0) * 0.0833333358168602), 0.0)
 
 
@@ -165,11 +169,13 @@ NON_NEGATIVE = Codec(_encode_non_negative, _decode_non_negative, torch.uint8)
 
 @jit
 def _encode_bfloat16(x, u):
+    """``x`` stochastically rounded to a number that bfloat16 holds."""
     return up_or_down(x, u)
 
 
 @jit
 def _as_is(code):
+    """``code`` itself."""
     return code
 
 
@@ -308,7 +314,8 @@ def encoded_each(
         states: values, 1-d.
         codecs: the codec of each.
         position: place of each element, int64; ``None`` if no state has a codec.
-        key: key of the parameter at this step, a number or 0-d int64; ``None`` likewise.
+        key: key of the parameter at this step, a number or 0-d int64; ``None`` if no state has a
+            codec.
     """
     stored: list[Tensor] = []
     scales: list[Tensor] = []
@@ -321,4 +328,5 @@ def encoded_each(
 
 
 def _spread(scales: Tensor, codec: Codec, n: int) -> Tensor:
+    """The scale of each of ``n`` elements."""
     return scales.repeat_interleave(codec.block)[:n]

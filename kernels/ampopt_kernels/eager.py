@@ -195,6 +195,7 @@ class Eager(Backend):
 
 
 def _select(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """``old`` if the step is skipped, else ``new``."""
     return torch.where(skip, old, new)
 
 
@@ -218,6 +219,7 @@ class _Group(NamedTuple):
 
 
 def _groups(work: Work) -> Iterator[_Group]:
+    """The rows with gradients of each param group, and their scalar states as one tensor each."""
     by_group: dict[int, list[int]] = {}
     for index, row, _ in work.stepped():
         by_group.setdefault(row.group, []).append(index)

@@ -37,6 +37,7 @@ __all__ = [
 
 
 def _can_import(name: str) -> bool:
+    """Whether the module ``name`` is installed and can be imported."""
     try:
         importlib.import_module(name)
     except ImportError:  # not installed, or installed and broken
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
         """Declared for type checkers, which treat kernels as untyped."""
 
     class _Anything(type):
+        """A metaclass of which type checkers assume every attribute."""
+
         def __getattr__(cls, name: str) -> Any: ...
 
     class tl(metaclass=_Anything):

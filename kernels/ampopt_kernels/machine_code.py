@@ -47,6 +47,7 @@ def _usage_of_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def _number(pattern: str, text: str) -> int:
+    """The number that the group of ``pattern`` matches in ``text``."""
     found = re.search(pattern, text)
     assert found is not None, f"{pattern} is not in the compiler's output"
     return int(found[1])

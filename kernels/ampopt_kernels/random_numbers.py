@@ -106,6 +106,7 @@ def uniform_half(bits, HALF: tl.constexpr):
 
 @jit
 def _mixed(x):
+    """A hash of 32 bits, each of which depends on all bits of ``x``."""
     # Chris Wellons' "lowbias32": every bit of the input changes half of those of the output.
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & 0xFFFFFFFF  # for torch, whose integers have 64 bits

@@ -186,6 +186,7 @@ class Rule:
                 )
 
     def _check_marginals(self) -> None:
+        """Raise if ``averages``, ``factors`` and ``reduce`` do not go with the states."""
         shaped = [part.name for part in self.state if part.shape is not None]
         needed = {"averages": self.averages, "factors": self.factors, "reduce": self.reduce}
         missing = [role for role, function in needed.items() if function is None]
@@ -317,6 +318,8 @@ class Rule:
 
     @functools.cached_property
     def _on_blocks(self) -> "Callable[[str, torch.dtype], Any]":
+        """A function of a name and a dtype: the rule's function of that name on torch tensors."""
+
         @functools.cache
         def on_blocks(role: str, dtype: torch.dtype) -> Any:
             language = torch_language.in_float64 if dtype == torch.float64 else None
@@ -335,6 +338,7 @@ class Rule:
         return self._before_reduce_in(torch_language.of_scalars_on_host)
 
     def _before_reduce_in(self, language: Any) -> Any:
+        """``before_reduce`` on torch tensors, in ``language``."""
         return torch_language.dividing(torch_language.bind(self.before_reduce, language))
 
     @functools.cached_property
@@ -348,6 +352,7 @@ class Rule:
         return self._scalars_in(torch_language.of_scalars_on_host)
 
     def _scalars_in(self, language: Any) -> Any:
+        """``scalars`` in ``language``, as a function of five arguments of which it uses some."""
         scalars, n = torch_language.bind(self.scalars, language), self.scalars_arguments
 
         def given(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:
@@ -409,7 +414,7 @@ class Widths(NamedTuple):
 
 
 class _Existing(NamedTuple):
-    """The states under given flags: one value an element, a row or column, a parameter; all."""
+    """The states that exist under some flags: elementwise, of rows and columns, scalar, and all."""
 
     elementwise: tuple[State, ...]
     marginals: tuple[State, ...]
@@ -432,6 +437,7 @@ def _existing(rule: Rule, flags: tuple[bool, ...]) -> _Existing:
 
 @functools.lru_cache(maxsize=1024)
 def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | None, ...]:
+    """The codec of each elementwise state; see :meth:`Rule.codecs_for`."""
     existing, named = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
     bits = 32 if existing.marginals else bits
     return tuple(part.codec_in(bits, named) for part in existing.elementwise)
@@ -446,6 +452,7 @@ def _lacking(group: Mapping[str, Any], error: KeyError) -> KeyError:
 
 
 def _check_tuple(role: str, given: Any, of: type, example: str) -> None:
+    """Raise unless ``given``, the field ``role`` of a rule, is a tuple of ``of``."""
     # ("lr") is a string: a sequence of strings, one for each letter.
     if not isinstance(given, tuple) or not all(isinstance(part, of) for part in given):
         raise TypeError(

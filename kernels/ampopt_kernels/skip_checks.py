@@ -1,4 +1,4 @@
-"""Checks of a step's gradient norm and loss, for which it may be skipped beside overflow.
+"""Checks of the gradient norm and the loss, which skip a step as an overflow does.
 
 The functions marked with ``jit`` are the formulas: the Triton kernel runs them on the device, and
 :func:`find_cause` runs the same bodies on torch tensors, for all checks at once.
@@ -28,11 +28,11 @@ class CheckSettings(NamedTuple):
     """One check: numbers that fit one row of a table on the device.
 
     Attributes:
-        cause: of a step that the check skips, counted as in
+        cause: the reason of a step that the check skips, counted as in
             :data:`ampopt_kernels.watch_statistics.CAUSES`.
-        limit: above which the value is too large; negative for no limit.
-        deviations: the number of standard deviations above the mean from which it is too large.
-        warmup: the number of steps to be taken before deviations are checked; infinity for never.
+        limit: a larger value skips the step; negative for no limit.
+        deviations: a value that is this many standard deviations above the mean skips the step.
+        warmup: how many steps must be applied before deviations are checked; infinity for never.
         of_norm: 1 if the value is the norm of the gradients, else 0.
     """
 
@@ -48,11 +48,10 @@ class SkipChecks(NamedTuple):
 
     Attributes:
         settings: ``widest``, shape (checks, 5): a row of :class:`CheckSettings` each.
-        values: ``widest``, shape (checks,): the values to check, any number in the place of a norm;
-            ``None`` if all checks are of the norm.
-        statistics: ``widest``, shape (checks, 3): count, mean and sum of squared differences from
-            the mean, of the values of all steps taken, updated in place; ``None`` if no check reads
-            them.
+        values: ``widest``, shape (checks,): the values to check; any number for a check of the
+            norm. ``None`` if all checks are of the norm.
+        statistics: ``widest``, shape (checks, 3): count, mean and sum of squared deviations of the
+            values of all applied steps, updated in place; ``None`` if no check reads them.
     """
 
     settings: Tensor
@@ -61,13 +60,14 @@ class SkipChecks(NamedTuple):
 
 
 class FoundCause(NamedTuple):
-    """Whether a step is to be skipped, and why; all new tensors on the device.
+    """Whether to skip a step, and why, as new tensors on the device.
 
     Attributes:
-        flag: float32, shape (1,): 1 to skip the step, for whatever reason, else 0.
+        flag: float32, shape (1,): 1 to skip the step for any reason, else 0.
         cause: ``widest``, 0-d: the cause if it is not overflow, as in :class:`CheckSettings`;
             else 0.
-        squares: ``widest``, shape (1,): the sum of squares of all gradients, if it was given.
+        squares: ``widest``, shape (1,): the sum of squares of all gradients; ``None`` if the caller
+            passed no squares.
     """
 
     flag: Tensor
@@ -83,9 +83,9 @@ def within_limit(value, limit):
 
 @jit
 def within_deviations(value, deviations, warmup, count, mean, squares):
-    """Whether ``value`` is less than so many standard deviations above the mean, which NaN is not.
+    """Whether ``value`` is less than ``deviations`` standard deviations above the mean.
 
-    Every value is during the warmup.
+    False for NaN. True for every value during the warmup.
     """
     degrees = count - 1.0
     deviation = tl.sqrt(squares / tl.where(degrees > 1.0, degrees, 1.0))
@@ -109,7 +109,7 @@ def is_finite(value):
 def find_cause(
     flags: Tensor, squares: Tensor | None, found_inf: Tensor | None, checks: SkipChecks
 ) -> FoundCause:
-    """Decide whether to skip a step, and update the statistics if it is taken.
+    """Decide whether to skip a step, and update the statistics if it is applied.
 
     By torch operations; does not synchronize.
 
@@ -118,7 +118,7 @@ def find_cause(
         squares: ``widest``, shape (parts,): sums of squares of the gradients; ``None`` if no check
             is of the norm.
         found_inf: one element, more than 0 for an overflow found elsewhere; ``None`` for none.
-        checks: what else to skip for.
+        checks: the checks, in addition to overflow.
     """
     settings, values, statistics = checks
     causes, limits, deviations, warmups, of_norm = settings.unbind(1)

@@ -47,6 +47,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements of a tensor with this shape and these strides share memory."""
     if 0 in shape:
         return False
     reach, apart = 0, True  # apart: each stride is longer than the span of all smaller ones
@@ -119,7 +120,7 @@ def dense_like(tensor: Tensor, like: Tensor) -> Tensor:
 def flat(tensor: Tensor) -> Tensor:
     """The elements of a dense ``tensor`` in memory order, as a 1-d view."""
     if tensor.ndim == 1 and tensor.is_contiguous():
-        return tensor  # takes a fifth of the time
+        return tensor  # a fifth of the time of a view
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -26,7 +26,7 @@ static_range = range
 
 
 def constexpr(value: Any) -> Any:
-    """``value``: there is no compile time here."""
+    """``value`` itself: torch operations have no compile-time constants."""
     return value
 
 
@@ -104,22 +104,26 @@ def _scalar(x: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def _div_rn(x: Any, y: Any) -> Any:
+    """The quotient, correctly rounded; see ``ampopt_kernels.div_rn``."""
     if isinstance(y, torch.Tensor) and not isinstance(x, torch.Tensor):
         x = _scalar(x, y)  # torch computes number / tensor as number * (1 / tensor): two roundings
     return x / y
 
 
 def _as_float32(x: Any) -> Any:
+    """``x`` rounded to float32, in the dtype of ``x``."""
     return x.to(float32).to(x.dtype) if isinstance(x, torch.Tensor) else ctypes.c_float(x).value
 
 
 def _float_bits(x: Any) -> Any:
+    """The bits of ``x`` as float32, as a whole number from 0."""
     if isinstance(x, torch.Tensor):
         return x.to(float32).view(int32).to(int64) & 0xFFFFFFFF
     return ctypes.c_uint32.from_buffer(ctypes.c_float(x)).value
 
 
 def _log2_linear(x: Any) -> Any:
+    """See ``ampopt_kernels.language.log2_linear``."""
     if not isinstance(x, torch.Tensor):
         return _log2_linear(torch.tensor(x, dtype=float32, device="cpu")).item()
     bits = x.to(float32).view(int32) - 0x3F800000
@@ -127,6 +131,7 @@ def _log2_linear(x: Any) -> Any:
 
 
 def _exp2_linear(y: Any) -> Any:
+    """See ``ampopt_kernels.language.exp2_linear``."""
     if not isinstance(y, torch.Tensor):
         return _exp2_linear(torch.tensor(y, dtype=float32, device="cpu")).item()
     bits = (y.to(float32) * 2.0**23).to(int32) + 0x3F800000
@@ -134,6 +139,7 @@ def _exp2_linear(y: Any) -> Any:
 
 
 def _up_or_down(x: Any, u: Any) -> Any:
+    """``x`` stochastically rounded to bfloat16; see ``ampopt_kernels.language.up_or_down``."""
     if not isinstance(x, torch.Tensor):
         return _up_or_down(torch.tensor(x, dtype=float32, device="cpu"), u).item()
     bits = _float_bits(x)
@@ -143,6 +149,7 @@ def _up_or_down(x: Any, u: Any) -> Any:
 
 
 def _maximum(a: Any, b: Any) -> Any:
+    """The larger of both, and NaN if one is."""
     if isinstance(a, torch.Tensor):
         return a.clamp_min(b) if not isinstance(b, torch.Tensor) else torch.maximum(a, b)
     if isinstance(b, torch.Tensor):
@@ -151,6 +158,7 @@ def _maximum(a: Any, b: Any) -> Any:
 
 
 def _minimum(a: Any, b: Any) -> Any:
+    """The smaller of both, and NaN if one is."""
     if isinstance(a, torch.Tensor):
         return a.clamp_max(b) if not isinstance(b, torch.Tensor) else torch.minimum(a, b)
     if isinstance(b, torch.Tensor):
@@ -174,6 +182,7 @@ others."""
 
 
 def __getattr__(name: str) -> Any:
+    """Raise for a function that this language lacks: name those that it has."""
     if name in (*HELPERS, "rand", "randn"):
         raise AttributeError(
             f"the rule uses tl.{name}, whose results differ between devices (for NaN, by dtype, or "
@@ -205,6 +214,7 @@ class _OfScalars:
 
     @staticmethod
     def where(condition: Any, a: Any, b: Any) -> Any:
+        """``a`` where ``condition`` holds, else ``b``; two numbers give the widest dtype."""
         number = widest(condition.device) if isinstance(condition, torch.Tensor) else float64
         return where(condition, a, b, number)
 
@@ -238,7 +248,7 @@ def _of_each(function: Any) -> Callable[[Any], Any]:
         except (
             ValueError,
             ArithmeticError,
-        ):  # one is undefined: the slower function returns inf or NaN for it
+        ):  # undefined for one value: the slower function returns inf or NaN
             results = array("d", map(function, values))
         return torch.frombuffer(results, dtype=float64).reshape(x.shape)
 
@@ -343,6 +353,7 @@ def dividing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_tensors(value: Any, like: torch.Tensor) -> Any:
+    """``value``, or each element of a tuple, as a 0-d tensor if it is a number."""
     if isinstance(value, tuple):
         return tuple(_as_tensors(x, like) for x in value)
     return value if isinstance(value, (torch.Tensor, bool)) else like.new_full((), value)

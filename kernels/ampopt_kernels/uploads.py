@@ -28,7 +28,7 @@ class Uploads:
     """
 
     def __init__(self) -> None:
-        """See the class."""
+        """Start without tables."""
         self._held: dict[str, tuple[Sequence[float], Tensor]] = {}
         self._captured: dict[int, Tensor] = {}
 

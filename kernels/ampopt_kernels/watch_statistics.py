@@ -174,7 +174,8 @@ def note(
 def _in_order(squares: Tensor) -> Tensor:
     """The sum of a 1-d tensor; on the CPU, in order, with the bits of the compiled backend's loop.
 
-    Not so on CUDA: its ``cumsum`` raises under ``torch.use_deterministic_algorithms``.
+    On CUDA the order is torch's, because ``cumsum`` raises there under
+    ``torch.use_deterministic_algorithms``.
     """
     return squares.cumsum(0)[-1] if squares.device.type == "cpu" else squares.sum()
 

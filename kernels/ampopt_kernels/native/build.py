@@ -44,7 +44,7 @@ _own_group: dict[str, Any] = (
 _start_in_group: Any = functools.partial(subprocess.Popen, **_own_group)
 
 _OUTPUT = "library.so"
-_BESIDE, _LOWEST = 5, 19  # niceness: the program comes first; everything comes first
+_BESIDE, _LOWEST = 5, 19  # niceness: after this program; after all programs
 
 
 def cpp_command() -> list[str] | None:
@@ -115,10 +115,12 @@ class Library:
 
     @functools.cached_property
     def _path(self) -> Path:
+        """The file of the library: its name is a digest of source, command and machine."""
         return cache.place().folder / f"{hashlib.sha256(self._key.encode()).hexdigest()[:32]}.so"
 
     @property
     def _claim(self) -> Path:
+        """The file that says that a process compiles this library."""
         return self._path.with_suffix(".claim")
 
     def start(self) -> None:
@@ -166,7 +168,7 @@ class Library:
                 return self._loaded
             process = self._process if self._started_by == os.getpid() else None
             if process is not None and self._can_wait and process.poll() is None:
-                self._give_up()  # with idle time alone it may take minutes: start another
+                self._give_up()  # it may take minutes with idle time alone: start another
                 process = None
             # Do not wait for another process that compiles the same: it may be suspended.
             if process is None and not self._is_there():
@@ -183,11 +185,13 @@ class Library:
             return self._loaded
 
     def _is_there(self) -> bool:
+        """Whether the library is on disk, whole."""
         with cache.as_cache_errors(self._path.parent):
             self._there = self._there or cache.is_whole(self._path)
         return self._there
 
     def _start(self, niceness: int = 0) -> "subprocess.Popen[bytes]":
+        """Start the compiler in a folder of its own, at ``niceness`` if the system permits."""
         with cache.as_cache_errors(self._path.parent):
             self._work = cache.work_folder(self._path)
         try:
@@ -197,12 +201,15 @@ class Library:
             raise
         self._started_by = os.getpid()
         if niceness and hasattr(os, "setpriority"):
-            with contextlib.suppress(OSError):  # not permitted: it keeps a normal share of time
+            with contextlib.suppress(
+                OSError
+            ):  # not permitted: the compiler keeps a normal share of time
                 os.setpriority(os.PRIO_PGRP, process.pid, niceness)
         atexit.register(self._give_up)
         return process
 
     def _started(self) -> "subprocess.Popen[bytes]":
+        """The process of the compiler, which reads the source from its standard input."""
         with contextlib.ExitStack() as stack:
             with cache.as_cache_errors(self._path.parent):
                 source = stack.enter_context(_unnamed_file(self._work))
@@ -218,6 +225,12 @@ class Library:
             )
 
     def _finish(self, process: "subprocess.Popen[bytes]") -> None:
+        """Wait for the compiler, and move its output into the cache.
+
+        Raises:
+            RuntimeError: the compiler failed.
+            CacheError: the output cannot be kept.
+        """
         folder = self._path.parent
         status = process.wait()
         self._started_by = 0  # after a failure, the next call tries again
@@ -249,6 +262,7 @@ class Library:
             self._clean_up()
 
     def _clean_up(self) -> None:
+        """Remove the compiler's folder and the claim."""
         shutil.rmtree(self._work, ignore_errors=True)
         self._claim.unlink(missing_ok=True)
 

@@ -97,8 +97,9 @@ _FIX = "Set XDG_CACHE_HOME to a folder that you, and nobody else, may write to"
 
 
 def _users_cache() -> Path | None:
+    """``ampopt`` in the user's cache folder; ``None`` if the system does not say where that is."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if named.is_absolute():  # the XDG specification has programs ignore a relative path
+    if named.is_absolute():  # a relative path is to be ignored, says the XDG specification
         return named / "ampopt"
     try:
         home = Path.home()
@@ -121,10 +122,10 @@ def _why_not(folder: Path) -> tuple[str | None, bool]:
 
 
 def _prepared(folder: Path) -> str | None:
-    """Make ``folder``; why it is not to be used, ``None`` if it is.
+    """Create ``folder`` if necessary. Return why it must not be used; ``None`` if it may be.
 
     Raises:
-        OSError: it cannot be made, or not be written.
+        OSError: the folder cannot be created or written.
     """
     missing = [folder, *folder.parents]
     missing = missing[: next(i for i, x in enumerate(missing) if os.path.lexists(x))]
@@ -163,6 +164,7 @@ def full_disk(folder: Path, lines: list[str]) -> CacheError | None:
 
 
 def _unusable(folder: Path, why: str) -> CacheError:
+    """The error for a folder that cannot be used: ``why``, and the fix."""
     return CacheError(
         f"{folder}, where compiled libraries are kept, cannot be used: {why}. Make room there, or "
         "set XDG_CACHE_HOME to another folder"
@@ -184,7 +186,7 @@ def keep(made: Path, path: Path) -> None:
         digest = hashlib.sha256(file.read()).digest()
         file.write(_MARK + digest)
         file.flush()
-        # Without it a crash of the machine may leave the name without the content.
+        # Without this, a crash of the machine may leave the file's name without its content.
         os.fsync(file.fileno())
     os.replace(made, path)
 
@@ -202,7 +204,7 @@ def is_whole(path: Path) -> bool:
             whole = memoryview(content)[: max(end, 0)]
             if content[max(end, 0) :] == _MARK + hashlib.sha256(whole).digest():
                 with contextlib.suppress(OSError):
-                    os.utime(path)  # `sweep` takes it for the time of the last use
+                    os.utime(path)  # for `sweep`, this is the time of the last use
                 return True
     except FileNotFoundError:
         return False

@@ -82,6 +82,7 @@ loops = Loops()
 
 @functools.cache
 def _library() -> Library:
+    """The library of ``objects.cpp``, compiled against this torch and this Python."""
     root = Path(torch.__file__).parent
     includes = (root / "include", root / "include/torch/csrc/api/include")
     options = (
@@ -101,6 +102,7 @@ def _library() -> Library:
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.PyDLL:
+    """The loaded library, which holds Python's lock in calls, with the types of its functions."""
     library = ctypes.PyDLL(loaded._name, handle=loaded._handle)
     pointer, count, objects = ctypes.c_void_p, ctypes.c_int64, ctypes.py_object
     library.hold.argtypes = (objects, pointer, objects, objects)
@@ -123,8 +125,10 @@ def addresses(tensors: list[Any]) -> array:
         if library.addresses(tensors, found.buffer_info()[0]):
             return found
     try:
-        return array("q", list(map(Tensor.data_ptr, tensors)))  # of a map it would be slower
-    except TypeError:  # one is None
+        return array(
+            "q", list(map(Tensor.data_ptr, tensors))
+        )  # from a map, array() would be slower
+    except TypeError:  # a tensor is None
         return array("q", [0 if tensor is None else tensor.data_ptr() for tensor in tensors])
 
 

@@ -50,6 +50,7 @@ def _entries(path: Path) -> Iterator[Path]:
 
 
 def _changed_by_others(entry: Path, status: os.stat_result, *, is_last: bool) -> str | None:
+    """Why a user other than this one and root can change ``entry``; ``None`` if none can."""
     if status.st_uid not in (0, os.geteuid()):
         return f"{entry} belongs to {_user(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode) or not status.st_mode & _OTHERS_WRITE:
@@ -88,6 +89,7 @@ def _is_private_group(entry: Path, status: os.stat_result) -> bool:
 
 
 def _user(uid: int) -> str:
+    """The name and number of a user."""
     import pwd
 
     try:
