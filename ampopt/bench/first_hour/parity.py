@@ -16,28 +16,35 @@ RULES = tuple(
     if isinstance(getattr(ampopt, name), type)
     and issubclass(getattr(ampopt, name), ampopt.ElementwiseOptimizer)
 )
-_STORAGE = (
-    (torch.float32, False),
-    (torch.bfloat16, False),
-    (torch.bfloat16, True),
-    (torch.float16, True),
-    (torch.float64, False),
+_STORAGE: tuple[tuple[torch.dtype, dict[str, Any]], ...] = (
+    (torch.float32, {}),
+    (torch.bfloat16, {}),
+    (torch.bfloat16, {"master_weights": True}),
+    (torch.float16, {"master_weights": True}),
+    (torch.float64, {}),
+    (torch.float32, {"state_bits": 8}),
+    (torch.bfloat16, {"master_weights": True, "state_bits": 16}),
+    (torch.bfloat16, {"master_weights": True, "master_bits": 24, "state_bits": 8}),
+    (torch.float16, {"master_weights": True, "master_bits": 24}),
 )
 _SIZES = (1, 3, 1000, 1025, 40000)
 _LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
-"""Limits of the relative difference, by dtype; 0.01 in 16 bits, where one rounding is 0.004."""
+"""Limits of the relative difference, by dtype; 0.01 in 16 bits, where one rounding is 0.004, and
+with small states, of which one rounding is 0.05."""
 
 
 def run(record: Record, device: torch.device, rules: tuple[str, ...] = RULES) -> None:
     """Take four clipped steps with each rule and storage; the third of them overflows."""
     for name in rules:
-        for dtype, masters in _STORAGE:
+        for dtype, options in _STORAGE:
+            limit = 1e-2 if "state_bits" in options else _LIMITS.get(dtype, 1e-2)
             for shift in (0, 1):  # offset in elements; 1 makes no address aligned
-                what = f"{name}, {str(dtype)[6:]}" + ", masters" * masters + ", shifted" * shift
+                stored = [str(dtype)[6:], *(f"{key}={value}" for key, value in options.items())]
+                what = ", ".join([name, *stored]) + ", shifted" * shift
                 with record.trying(what):
-                    ends = [_trained(name, b, dtype, masters, shift, device) for b in _BACKENDS]
+                    ends = [_trained(name, b, dtype, options, shift, device) for b in _BACKENDS]
                     worst = max(map(_difference, *(params for params, _ in ends)))
-                    same = worst <= _LIMITS.get(dtype, 1e-2) and ends[0][1] == ends[1][1]
+                    same = worst <= limit and ends[0][1] == ends[1][1]
                     detail = {"difference": worst, "scales": [end[1] for end in ends]}
                     record.check(what, same, detail)
 
@@ -46,10 +53,16 @@ _BACKENDS = ("triton", "eager")
 
 
 def _trained(
-    name: str, backend: str, dtype: torch.dtype, masters: bool, shift: int, device: torch.device
+    name: str,
+    backend: str,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    shift: int,
+    device: torch.device,
 ) -> tuple[list[Tensor], float]:
     """Parameters and loss scale after training; NaN if the skipped step changed a parameter."""
     ampopt.set_backend(backend)
+    torch.manual_seed(0)  # small states and 24-bit masters are rounded by chance
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(n: int) -> Tensor:
@@ -59,7 +72,7 @@ def _trained(
     for p, n in zip(params, _SIZES, strict=True):
         p.grad = drawn(n).mul_(64).to(dtype)[shift:]
     momentum = {"momentum": 0.9} if name == "SGD" else {}
-    optimizer = getattr(ampopt, name)(params, master_weights=masters, **momentum)
+    optimizer = getattr(ampopt, name)(params, **options, **momentum)
     scale: Any = ampopt.DynamicLossScale(init_scale=64.0, growth_interval=2)
     for number in range(4):
         grad: Any = params[1].grad
