@@ -152,8 +152,9 @@ def measure(
 ) -> list[Row]:
     """The rows of ``optimizer`` on ``workload``: without clipping, and with.
 
-    ``only`` are the contenders to measure; if it is empty, all that there are. All contenders share parameters and gradients, so that all of them fit in memory, and none has
-    warmer caches. A contender that raises is dropped, and the row has the reason.
+    All contenders share parameters and gradients, so that all of them fit in memory, and none has
+    warmer caches. A contender that raises is dropped, and the row has the reason. ``only`` names
+    the contenders to measure; if it is empty, all are.
     """
     _let_go(device)  # optimizers of the row before may be kept alive by reference cycles
     params = workload.parameters(dtype, device)
