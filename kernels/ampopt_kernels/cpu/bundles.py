@@ -77,7 +77,7 @@ class TorchCopies(Copies):
     """Copies by torch operations."""
 
     def __init__(self, params: Sequence[Tensor], scratch: Tensor) -> None:
-        """Make the views that the copies read and write.
+        """Store what to copy.
 
         Args:
             params: contiguous, of one dtype.
@@ -85,12 +85,20 @@ class TorchCopies(Copies):
                 :meth:`store` may be called.
         """
         self._params, self._scratch = params, scratch
-        self._flat_params = [flat(p) for p in params]
-        self._parts = _shaped(scratch, params)
         self._one_dimensional = all(p.ndim == 1 for p in params)
         self._grad_scratch: Tensor | None = None
         self._grad_parts: list[Tensor] = []
         self._present: list[bool] | None = None  # None if every gradient is there
+
+    # Compiled copies take the place of these before most of these views are used.
+
+    @functools.cached_property
+    def _flat_params(self) -> list[Tensor]:
+        return [flat(p) for p in self._params]
+
+    @functools.cached_property
+    def _parts(self) -> list[Tensor]:
+        return _shaped(self._scratch, self._params)
 
     def gather(self, grads: list[Any], scratch: Tensor) -> None:
         """See :meth:`Copies.gather`."""
@@ -352,27 +360,24 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
     """
     runs: list[list[int]] = []
     bundle: list[int] | None = None
-    total = 0
+    total, last = 0, None
     for place, (row, param) in enumerate(zip(rows, _params(rows), strict=True)):
-        size = param.numel()
-        if not 0 < size <= SMALL or row.is_coded or row.low is not None:
+        size, kind = param.numel(), (row.kind, row.in_norm)
+        fits = 0 < size <= SMALL and not row.is_coded and row.low is None
+        if not fits or not all(map(Tensor.is_contiguous, row.written)):
             runs.append([place])
-        elif bundle is not None and total + size <= BUNDLE and _joins(rows[bundle[-1]], row):
+            continue
+        if (
+            bundle is not None
+            and (kind == last and total + size <= BUNDLE)
+            and _stackable(rows[bundle[-1]].marginals, row.marginals)
+        ):
             bundle.append(place)
             total += size
         else:
-            bundle, total = [place], size
+            bundle, total, last = [place], size, kind
             runs.append(bundle)
     return runs
-
-
-def _joins(last: Row, row: Row) -> bool:
-    return (
-        last.kind == row.kind
-        and _stackable(last.marginals, row.marginals)
-        and last.in_norm == row.in_norm
-        and all(t.is_contiguous() for r in (last, row) for t in r.written)
-    )
 
 
 def _stackable(last: Marginals | None, own: Marginals | None) -> bool:
