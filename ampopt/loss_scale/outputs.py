@@ -6,8 +6,7 @@ from torch import Tensor
 
 from ampopt._step.torch_private import pytree
 from ampopt.loss_scale.arguments import check_scale_number, check_scale_tensor, no_scale
-from ampopt.loss_scale.base import LossScale
-from ampopt.loss_scale.product import product
+from ampopt.loss_scale.base import LossScale, product
 
 __all__ = ["check_scale_number", "scale_outputs"]
 
