@@ -22,7 +22,6 @@ from ampopt._step.rank_messages import (
     row_of,
 )
 from ampopt._step.sharding.dtensor import is_dtensor
-from ampopt._step.sharding.fsdp1 import whole_parameters
 from ampopt._step.sharding.meshes import groups_of, ranks_of
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Partials, Request
@@ -41,6 +40,7 @@ class Agreement:
         self,
         param_groups: Sequence[dict[str, Any]],
         replicated: Sequence[bool],
+        whole: frozenset[int],
         groups: Sequence[Any],
         mesh: Any,
         *,
@@ -52,6 +52,7 @@ class Agreement:
         Args:
             param_groups: the param groups of one optimizer, or of several.
             replicated: for each param group, whether each rank has a copy of its parameters.
+            whole: the ``id`` of each parameter that FSDP1 has flattened, and not sharded.
             groups: process groups to all-reduce over, one after another, so that every rank is
                 reached. There are several only for a mesh that has no group of all its ranks.
             mesh: a mesh that contains the meshes of all ``DTensor`` parameters; ``None`` without.
@@ -70,8 +71,7 @@ class Agreement:
         self._is_first = here == min(of_group(groups[0]) if names_ranks else ranks_of(mesh))
         self._first_of_mesh = None if mesh is None else min(ranks_of(mesh))
         self._in_norm: dict[Any, bool] = {}  # by mesh and placements
-        params = [param for group in param_groups for param in group["params"]]
-        self._whole = whole_parameters(params)
+        self._whole = whole
         self._ranks = of_group(groups[0]) if len(groups) == 1 else ranks_of(mesh)
         self._place = self._ranks.index(here)
         self._rows = RowsOnDevices(len(self._ranks), self._place)

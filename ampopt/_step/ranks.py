@@ -1,10 +1,12 @@
 """Which ranks take part in the all-reduces of an optimizer; :mod:`all_reduce` makes them."""
 
+import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.sharding.dtensor import is_dtensor, placements
@@ -85,6 +87,7 @@ def agreement(
     return Agreement(
         param_groups,
         replicated,
+        _whole_parameters(_params_of(param_groups)),
         groups_of(mesh) if process_group is None else [process_group],
         mesh,
         names_ranks=process_group is not None,
@@ -196,6 +199,37 @@ class UnpicklableGroup:
             "an optimizer with a process_group cannot be pickled, as a group is of this process: "
             "save its state_dict(), or set process_group to None first"
         )
+
+
+# --- FSDP1 --------------------------------------------------------------------------------------
+
+
+_WHOLE: Any = WeakIdKeyDictionary()
+"""Whether each parameter that FSDP1 has flattened is replicated."""
+
+
+def _whole_parameters(params: Iterable[Any]) -> frozenset[int]:
+    """The ``id`` of each of ``params`` that FSDP1 has flattened and not sharded.
+
+    A parameter does not know its module, so the first call goes through all objects of the process.
+    """
+    flattened = [param for param in params if is_flattened_by_fsdp1(param)]
+    if not all(param in _WHOLE for param in flattened):
+        _note_strategies()
+    return frozenset(id(param) for param in flattened if _WHOLE.setdefault(param, False))
+
+
+def _note_strategies() -> None:
+    """Note the sharding strategy of each FSDP1 module for its parameters."""
+    fsdp: Any = sys.modules["torch.distributed.fsdp"]
+    # By type(m): isinstance reads __class__, which raises for a dead weakref.proxy.
+    cls = fsdp.FullyShardedDataParallel
+    modules = [m for m in gc.get_objects() if issubclass(type(m), cls)]
+    # Outer modules first: an inner FSDP1 module has a strategy of its own.
+    for module in sorted(modules, key=lambda module: -len(list(module.modules()))):
+        is_whole = module.sharding_strategy == fsdp.ShardingStrategy.NO_SHARD
+        for param in module.parameters():
+            _WHOLE[param] = is_whole
 
 
 # --- what can be known without an agreement -------------------------------------------------------

@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ampopt._step.rank_sums import SameGradients
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.meshes import group_of
-from ampopt._step.sharding.same_gradients import SameGradients
 from ampopt._step.sharding.whole_matrices import WholeMatrices
 from ampopt._step.torch_private import adjusted_lr, orthogonalized
 
