@@ -1,4 +1,4 @@
-"""Flat views of tensors in whatever layout."""
+"""Flat views of tensors of any layout, memory that tensors share, and arithmetic dtypes."""
 
 import math
 
@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 
 from ampopt_kernels.tensors import (
+    arithmetic,
     dense_like,
     flat,
     is_dense,
@@ -15,6 +16,7 @@ from ampopt_kernels.tensors import (
     overlaps_itself,
     real,
     share_memory,
+    widest,
 )
 
 
@@ -128,3 +130,16 @@ def test_complex_numbers_are_pairs():
     assert real(tensor).data_ptr() == tensor.data_ptr()
     plain = torch.ones(2)
     assert real(plain) is plain
+
+
+LOW = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def test_arithmetic_is_float64_for_float64_only():
+    assert {arithmetic(dtype) for dtype in LOW} == {torch.float32}
+    assert arithmetic(torch.float64) == torch.float64
+
+
+def test_widest_is_float64_where_there_is_one():
+    assert [widest(torch.device(name)) for name in ("cpu", "cuda", "xpu")] == [torch.float64] * 3
+    assert widest(torch.device("mps")) == torch.float32

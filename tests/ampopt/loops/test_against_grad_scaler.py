@@ -1,4 +1,4 @@
-"""The table of the guide from torch.amp on what differs from its scaler: both columns of each row."""
+"""What differs from torch's scaler, by the table in its guide: both columns of each row."""
 
 import inspect
 

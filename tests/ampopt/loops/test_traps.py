@@ -3,7 +3,7 @@
 Each test's docstring says what the trap is. They are sprung with ``torch.amp.GradScaler`` and an
 untouched loop where there is one; those that are about a scaler itself, T7 and T9, and T1, T2 and
 T6 once more, are also tests of ``ampopt.GradScaler``, by these numbers. T4 takes two processes, and
-is in ranks/test_dtensor.py.
+is in ranks/test_skip.py.
 """
 
 import copy

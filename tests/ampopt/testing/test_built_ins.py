@@ -58,7 +58,7 @@ def on_kernels(cls: type[Any], suffix: str, bases: tuple[Any, ...] = (), **claim
 TRITON: dict[str, Any] = {"backend": "triton", "on_device": (False,), "settings": INTERPRETED}
 COMPILED: dict[str, Any] = {"backend": "compiled", "on_device": (False,), "settings": fewer(0.1)}
 # What is compiled is fast, and has elements. Of the dtypes of half precision, which each take a
-# compilation, test_compiled.py has the other.
+# compilation, steps/test_compiled.py has the other.
 COMPILED_RULE: dict[str, Any] = {
     **COMPILED,
     "settings": fewer(0.25),

@@ -1,4 +1,4 @@
-"""Arithmetic dtypes, and engines on devices that have no float64."""
+"""A step on a device that has no float64, such as Metal."""
 
 import pytest
 import torch
@@ -13,19 +13,6 @@ from ampopt_kernels.decision import Request
 from ampopt_kernels.eager import Eager
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.step import run
-from ampopt_kernels.tensors import arithmetic, widest
-
-LOW = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def test_arithmetic_is_float64_for_float64_only():
-    assert [arithmetic(dtype) for dtype in LOW] == [torch.float32] * 3
-    assert arithmetic(torch.float64) == torch.float64
-
-
-def test_widest_is_float64_where_there_is_one():
-    assert [widest(torch.device(name)) for name in ("cpu", "cuda", "xpu")] == [torch.float64] * 3
-    assert widest(torch.device("mps")) == torch.float32
 
 
 class NoFloat64(TorchDispatchMode):
