@@ -3,16 +3,15 @@
 import importlib
 import importlib.util
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import ampopt
-from ampopt.bench import lacking
-from ampopt.bench.lacking import LACKING
 from ampopt.bench.workloads import SCALE
 
 __all__ = [
@@ -43,6 +42,35 @@ _NEVER = 1 << 30
 """Growth interval that no run reaches: a scale that grew in one run only would change its work."""
 _SETTINGS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
 """Arguments that differ from the defaults: without momentum, SGD is little more than a copy."""
+
+
+class _Peer(NamedTuple):
+    """A class of pytorch_optimizer, and the arguments that make both do the same work.
+
+    Attributes:
+        name: name of the class.
+        ours: arguments of ampopt's class, besides the defaults.
+        theirs: arguments of pytorch_optimizer's class, besides the defaults.
+    """
+
+    name: str
+    ours: dict[str, Any]
+    theirs: dict[str, Any]
+
+
+_LR: dict[str, Any] = {"lr": 1e-3}
+_PEERS: dict[str, _Peer] = {
+    "Adan": _Peer("Adan", _LR, _LR),
+    "LAMB": _Peer(
+        "Lamb",
+        {**_LR, "bias_correction": False},
+        {**_LR, "weight_decay": 0.01, "weight_decouple": False, "adam_debias": True},
+    ),
+    "Lion": _Peer("Lion", _LR, _LR),
+    "NovoGrad": _Peer("NovoGrad", _LR, _LR),
+    "ScheduleFreeAdamW": _Peer("ScheduleFreeAdamW", _LR, _LR),
+}
+"""Counterparts, from pytorch_optimizer, of ampopt's optimizers that torch lacks."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +112,7 @@ def others() -> list[str]:
     torch has no fused version of them, or none at all; then pytorch_optimizer's take torch's
     columns.
     """
-    return [*LACKING, *(name for name in _ASKED_FOR if hasattr(torch.optim, name))]
+    return [*_PEERS, *(name for name in _ASKED_FOR if hasattr(torch.optim, name))]
 
 
 def names(device: torch.device, masters: bool = False) -> tuple[str, ...]:
@@ -120,10 +148,10 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
     if masters and not ours:
         return _on_copies(params, lambda copies: enter(name, optimizer, copies))
     settings = _SETTINGS.get(optimizer, {})
-    if optimizer in LACKING:
-        settings = LACKING[optimizer].ours
+    if optimizer in _PEERS:
+        settings = _PEERS[optimizer].ours
         if name in TORCH:
-            return _under_scaler(name, lacking.enter(name, optimizer, params), params)
+            return _under_scaler(name, _peer(name, optimizer, params), params)
     if ours:
         kind = getattr(ampopt, optimizer)
         if name in SMALL and not hasattr(kind, "rule"):
@@ -146,6 +174,28 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
     except (RuntimeError, ValueError) as error:
         raise NotImplementedError(f"torch's {name} {optimizer}: {error}") from error
     return _under_scaler(name, made, params)
+
+
+def _peer(name: str, optimizer: str, params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Make the counterpart of ``optimizer`` from pytorch_optimizer.
+
+    Args:
+        name: ``"for-loop"`` or ``"foreach"``.
+        optimizer: the name of the optimizer.
+        params: the parameters.
+
+    Raises:
+        NotImplementedError: ``name`` is ``"fused"``; pytorch_optimizer has no fused optimizers.
+        ImportError: pytorch_optimizer is not installed.
+    """
+    if name == "fused":
+        raise NotImplementedError(f"torch has no {optimizer}, and pytorch_optimizer none fused")
+    peer = _PEERS[optimizer]
+    module: Any = importlib.import_module("pytorch_optimizer")
+    made = getattr(module, peer.name)(list(params), foreach=name == "foreach", **peer.theirs)
+    if optimizer == "LAMB":
+        made.clamp = math.inf  # by default it clamps weight norms to 10, ampopt's does not
+    return made
 
 
 def _ampopt(name: str, optimizer: Any) -> Contender:

@@ -13,8 +13,8 @@ import torch
 import ampopt
 from ampopt.bench import __main__ as bench
 from ampopt.bench.first_hour import gpu_tests, hour, parity, races, start
+from ampopt.bench.first_hour.bandwidth import STORAGES, predicted
 from ampopt.bench.first_hour.parts import PARTS, Part
-from ampopt.bench.first_hour.predictions import AT_HAND, predicted
 from ampopt.bench.first_hour.record import Record, read
 from ampopt_kernels.language import HAS_TRITON
 
@@ -187,7 +187,7 @@ def test_predictions_are_those_that_are_written():
     power, found = None, {}
     for line in PREDICTIONS.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if re.fullmatch(r"(2\^\d+)?", cells[0]) and cells[1:2] and cells[1] in AT_HAND:
+        if re.fullmatch(r"(2\^\d+)?", cells[0]) and cells[1:2] and cells[1] in STORAGES:
             power = int(cells[0][2:]) if cells[0] else power
             found[power, cells[1]] = [float(cell.split()[-1]) for cell in cells[3:]]
     assert len(found) == 9

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ampopt._step.overflow import Check
 from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
-from ampopt.skipping.histories import Running, RunningStatistics, WindowStatistics
+from ampopt_kernels.devices import to_device
 from ampopt_kernels.skip_checks import CheckSettings
 from ampopt_kernels.tensors import widest
 from ampopt_kernels.watch_statistics import CAUSES
@@ -98,7 +98,7 @@ class skip_when:
         limits = {"norm": norm, "loss": loss}
         deviations = {"norm": norm_deviations, "loss": loss_deviations}
         check_count("warmup", warmup, least=0)
-        self._begin(optimizer, limits, deviations, lambda n: Running(n, warmup), warmup)
+        self._begin(optimizer, limits, deviations, lambda n: RunningStatistics(n, warmup), warmup)
 
     @classmethod
     def like(cls, name: str, optimizer: Optimizer, **overrides: float | None) -> "skip_when":
@@ -146,7 +146,7 @@ class skip_when:
 
     def state_dict(self) -> dict[str, list[float]]:
         """The running statistics, for ``torch.load(weights_only=True)``. Synchronizes."""
-        return {what: history.state_dict() for what, history in self._histories.items()}
+        return {what: statistics.state_dict() for what, statistics in self._statistics.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load saved running statistics.
@@ -157,15 +157,15 @@ class skip_when:
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {type(state_dict).__name__}")
-        if set(state_dict) != set(self._histories):
+        if set(state_dict) != set(self._statistics):
             raise ValueError(
-                f"the state of this skip_when has exactly the entries {sorted(self._histories)}, "
+                f"the state of this skip_when has exactly the entries {sorted(self._statistics)}, "
                 f"got {sorted(map(str, state_dict))}"
             )
-        for what, history in self._histories.items():
-            history.check(state_dict[what])
-        for what, history in self._histories.items():
-            history.load(state_dict[what])
+        for what, statistics in self._statistics.items():
+            statistics.check(state_dict[what])
+        for what, statistics in self._statistics.items():
+            statistics.load(state_dict[what])
 
     # --- what a step reads ------------------------------------------------------------------------
 
@@ -187,13 +187,15 @@ class skip_when:
     @property
     def needs_values(self) -> bool:
         """Whether a check tests a number other than the norm, which ``checks`` has to pass on."""
-        windows = [isinstance(h, WindowStatistics) for h in self._histories.values()]
+        windows = [isinstance(h, WindowStatistics) for h in self._statistics.values()]
         return self.needs_loss or any(windows)
 
     @property
     def needs_statistics(self) -> bool:
         """Whether a check reads running statistics."""
-        return any(isinstance(history, Running) for history in self._histories.values())
+        return any(
+            isinstance(statistics, RunningStatistics) for statistics in self._statistics.values()
+        )
 
     def checks(
         self, squares: Tensor | None, loss: Tensor | None, device: torch.device
@@ -208,20 +210,22 @@ class skip_when:
         """
         checks = []
         for what in self._watched:
-            history, limit = self._histories.get(what), self._limits[what] or -1.0
+            statistics, limit = self._statistics.get(what), self._limits[what] or -1.0
             cause, of_norm = float(1 + CAUSES.index(what)), float(what == "norm")
             value = None if of_norm else loss
-            if isinstance(history, WindowStatistics):  # evaluated by torch operations
+            if isinstance(statistics, WindowStatistics):  # evaluated by torch operations
                 if squares is not None and of_norm:
                     value = squares.sum().sqrt()
                 assert value is not None
-                outlier = history.evaluate(value)
+                outlier = statistics.evaluate(value)
                 settings = CheckSettings(cause, 0.5, 0.0, math.inf, of_norm=0.0)
-                then = functools.partial(history.update_from, value, outlier)
+                then = functools.partial(statistics.update_from, value, outlier)
                 checks.append(Check(settings, outlier.to(widest(device)), then=then))
-            elif isinstance(history, Running):
-                settings = CheckSettings(cause, limit, history.deviations, history.warmup, of_norm)
-                checks.append(Check(settings, value, history.numbers_on(device)))
+            elif isinstance(statistics, RunningStatistics):
+                settings = CheckSettings(
+                    cause, limit, statistics.deviations, statistics.warmup, of_norm
+                )
+                checks.append(Check(settings, value, statistics.numbers_on(device)))
             else:
                 settings = CheckSettings(cause, limit, 0.0, math.inf, of_norm)
                 checks.append(Check(settings, value))
@@ -232,7 +236,7 @@ class skip_when:
         optimizer: Optimizer,
         limits: Mapping[str, float | None],
         deviations: Mapping[str, float | None],
-        history: Any,
+        make_statistics: Any,
         settings: Any,
     ) -> None:
         """Check the arguments, and make this the check of ``optimizer``.
@@ -241,7 +245,7 @@ class skip_when:
             optimizer: the optimizer to skip steps of.
             limits: by ``"norm"`` and ``"loss"``, the largest value; ``None`` for no limit.
             deviations: by the same names, the largest deviation; ``None`` for no limit.
-            history: makes the statistics of one value from its number of deviations.
+            make_statistics: makes the statistics of one value from its number of deviations.
             settings: the other arguments, for comparison between ranks.
         """
         if not isinstance(optimizer, Optimizer):
@@ -261,10 +265,10 @@ class skip_when:
         self._limits = limits
         self.limits = (limits["norm"], deviations["norm"], limits["loss"], deviations["loss"])
         self.settings = repr((self.limits, settings))
-        self._histories: dict[str, RunningStatistics] = {
-            what: history(n) for what, n in deviations.items() if n is not None
+        self._statistics: dict[str, Statistics] = {
+            what: make_statistics(n) for what, n in deviations.items() if n is not None
         }
-        self._watched = [w for w in ("norm", "loss") if limits[w] or w in self._histories]
+        self._watched = [w for w in ("norm", "loss") if limits[w] or w in self._statistics]
         if not self._watched:
             raise ValueError(
                 "skip_when needs a cause: give norm, norm_deviations, loss or loss_deviations"
@@ -283,3 +287,116 @@ def _check_limit(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
     if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
+
+
+# --- statistics of the norms or losses of earlier steps -------------------------------------------
+
+
+class Statistics:
+    """Statistics of earlier steps: one vector on the device, which is written in place."""
+
+    def __init__(self, size: int) -> None:
+        """Start with ``size`` zeros, on the CPU until the first value is checked."""
+        self._numbers = torch.zeros(size, dtype=torch.float64, device="cpu")
+
+    def numbers_on(self, device: torch.device) -> Tensor:
+        """The vector, moved to ``device`` if it is elsewhere, in the widest dtype of ``device``."""
+        if self._numbers.device != device:
+            self._numbers = to_device(self._numbers, device, widest(device))
+        return self._numbers
+
+    def state_dict(self) -> list[float]:
+        """The numbers of the vector. Synchronizes."""
+        return self._numbers.tolist()
+
+    def check(self, state: Sequence[float]) -> None:
+        """Raise if :meth:`load` cannot load ``state``.
+
+        Raises:
+            ValueError: ``state`` is not a sequence of as many numbers as the vector has.
+        """
+        if not isinstance(state, Sequence) or len(state) != len(self._numbers):
+            raise ValueError(
+                f"statistics of earlier steps must have {len(self._numbers)} numbers, got {state!r}"
+            )
+
+    def load(self, state: Sequence[float]) -> None:
+        """Replace the numbers by ``state``, which :meth:`state_dict` returned."""
+        self._numbers.copy_(torch.tensor(state, dtype=torch.float64))
+
+
+class RunningStatistics(Statistics):
+    """Count, mean and sum of squared deviations over all steps that were applied.
+
+    :mod:`ampopt_kernels.skip_checks` reads and updates the three numbers.
+    """
+
+    def __init__(self, deviations: float, warmup: int) -> None:
+        """Start without any value.
+
+        Args:
+            deviations: a value is an outlier if it is more than this number of standard deviations
+                above the mean.
+            warmup: the number of applied steps before which no value is an outlier; at least 2.
+        """
+        super().__init__(3)
+        self.deviations, self.warmup = deviations, max(warmup, 2)
+
+
+class WindowStatistics(Statistics):
+    """Mean and standard deviation over a window of the last steps, also skipped ones.
+
+    Other systems compute them so. The vector has the number of values so far, the number of
+    consecutive outliers, and a ring buffer of the last values.
+    """
+
+    def __init__(self, deviations: float, settings: Mapping[str, Any]) -> None:
+        """Start with an empty window.
+
+        Args:
+            deviations: a value is an outlier if it is more than this number of standard deviations
+                from the mean.
+            settings: the rules of the other system: ``length``, the number of values in the window;
+                ``first``, the number of the first value that is tested, counted from 1; ``latest``,
+                whether the window includes the tested value; ``correction``, what is subtracted
+                from the number of values in the variance; ``both_sides``, whether values below the
+                mean may be outliers too; ``leaves_out``, how many consecutive outliers are not
+                added to the window.
+        """
+        super().__init__(2 + settings["length"])
+        self._deviations, self._settings = deviations, settings
+
+    def _with(self, value: Tensor) -> Tensor:
+        """The ring buffer, in which ``value`` replaces the oldest value."""
+        ring = self._numbers[2:]
+        at = torch.arange(len(ring), device=ring.device) == self._numbers[0] % len(ring)
+        return torch.where(at, value, ring)
+
+    def evaluate(self, value: Tensor) -> Tensor:
+        """Whether ``value``, a 0-d tensor, is an outlier: bool, 0-d. Changes nothing."""
+        settings, count = self._settings, self.numbers_on(value.device)[0]
+        ring = self._with(value) if settings["latest"] else self._numbers[2:]
+        known = (count + settings["latest"]).clamp(max=len(ring))
+        is_used = torch.arange(len(ring), device=ring.device) < known
+        mean = torch.where(is_used, ring, 0.0).sum() / known
+        squares = torch.where(is_used, (ring - mean).square(), 0.0).sum()
+        deviation = (squares / (known - settings["correction"])).sqrt()
+        away = (value - mean).abs() if settings["both_sides"] else value - mean
+        usual = away <= self._deviations * deviation  # NaN is an outlier
+        return (count + 1 >= settings["first"]) & ~usual
+
+    def update_from(self, value: Tensor, is_outlier: Tensor, finite: Tensor) -> None:
+        """Add ``value`` to the window, unless it is one of the outliers that are not added.
+
+        Changes nothing if ``value`` is not finite.
+
+        Args:
+            value: the value, 0-d.
+            is_outlier: the result of :meth:`evaluate` for ``value``.
+            finite: whether no gradient overflowed, bool, 0-d; if one did, nothing changes.
+        """
+        in_a_row = (self._numbers[1] + 1) * is_outlier
+        is_added = ~is_outlier | (in_a_row > self._settings["leaves_out"])
+        numbers = torch.stack([self._numbers[0] + is_added, in_a_row])
+        new = torch.cat([numbers, torch.where(is_added, self._with(value), self._numbers[2:])])
+        self._numbers.copy_(torch.where(finite & value.isfinite(), new, self._numbers))
