@@ -141,7 +141,10 @@ def _of_masters(accelerator: Any, clip: Callable[..., Any]) -> Callable[..., Any
         # Accelerate's method would unscale twice, as it does with any list but the parameters of a
         # model that it has prepared.
         accelerator.unscale_gradients()
-        return torch.nn.utils.clip_grad_norm_(tensors, *args, **kwargs)
+        # What it would call then; from Accelerate 1.15 on, it clips parameters on several meshes.
+        torch_clips = torch.nn.utils.clip_grad_norm_
+        by_norm = getattr(accelerator, "_clip_grad_norm_dtensor_aware", torch_clips)
+        return by_norm(list(tensors), *args, **kwargs)
 
     return clip_masters
 

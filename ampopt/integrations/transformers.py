@@ -62,6 +62,9 @@ def prepare(trainer: Any, scaler: Any = None) -> Any:
         return scheduler
 
     trainer.create_scheduler = create_gated
+    # If this is true, the Trainer clips by a method of its own, for parameters on several device
+    # meshes, which does not unscale. Accelerate's method does, and clips these, too.
+    trainer._mixed_mesh_grads = False
     # First in the list, so that the callbacks after it get the numbers that it adds to a log.
     trainer.callback_handler.callbacks.insert(0, StepMonitor())
     return scaler

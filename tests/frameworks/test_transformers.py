@@ -20,6 +20,12 @@ from ampopt.testing.bits import bits
 needs("accelerate")  # without which it has no Trainer
 needs("transformers")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor.parallel import (  # noqa: E402
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
@@ -236,6 +242,36 @@ def test_the_gradients_of_masters_are_clipped_and_logged(fp16, max_grad_norm, tm
         norms.append(trainer.state.log_history[0]["grad_norm"])
     assert norms[0] > 0.5 and norms[1] == pytest.approx(norms[0], rel=2e-2)
     assert changes == pytest.approx([0.5] * 2 if max_grad_norm else norms, rel=1e-3)
+
+
+class OfSeveralMeshes(Trainer):
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave it there: a module with some DTensors cannot be moved as a whole."""
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
+@pytest.mark.usefixtures("process_group")
+def test_gradients_on_several_meshes_are_unscaled_and_clipped(half, max_grad_norm, tmp_path):
+    """The Trainer's own method for these clips scaled gradients, and those of parameters."""
+    mesh = init_device_mesh("cpu", (1,))
+    model = llama().half() if half else llama()
+    split = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    parallelize_module(model.model.layers[0].mlp, mesh, {"gate_proj": ColwiseParallel(), **split})
+    optimizer = ampopt.SGD(model.parameters(), lr=1.0, master_weights=half)
+    before = [p.detach().clone() for p in optimizer.master_params()]
+    options = {"max_grad_norm": max_grad_norm, "fp16": False, "max_steps": 1}
+    options |= {"logging_strategy": "steps", "logging_steps": 1, "cls": OfSeveralMeshes}
+    trainer = trainer_of(model, tmp_path, None, {"optimizers": (optimizer, None)}, **options)
+    shipped.prepare(trainer, ampopt.GradScaler("cpu", init_scale=2.0**10))
+    trainer.train()
+    masters = zip(before, optimizer.master_params(), strict=True)
+    moved = [old - new.detach() for old, new in masters]
+    whole = [change.full_tensor() if hasattr(change, "full_tensor") else change for change in moved]
+    norm = float(torch.nn.utils.get_total_norm(whole))
+    logged = trainer.state.log_history[0]["grad_norm"]
+    assert 0.5 < logged < 2.0
+    assert norm == pytest.approx(max_grad_norm or logged, rel=1e-3)
 
 
 @pytest.mark.parametrize(
