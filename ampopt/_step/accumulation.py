@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
@@ -113,8 +112,9 @@ class Accumulation(RefersToOptimizer):
         self.swapped_in = False
         self._hook: Any = None  # on a plain step, while a cycle is open
         self._replaced: list[_ReplacedGradient] = []
-        self._sums = WeakIdKeyDictionary()
-        self._latest = WeakIdKeyDictionary()  # parameter → weak reference to its last gradient
+        # By parameter, without weak references to it; see Checks.
+        self._sums: dict[Any, Any] = {}
+        self._latest: dict[Any, weakref.ref[Any]] = {}  # parameter → its last gradient
         self.uploads: dict[str, dict[torch.device, Uploads]] = defaultdict(dict)
 
     # --- filling ----------------------------------------------------------------------------------

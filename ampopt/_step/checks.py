@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step import gradients
 from ampopt._step.hyperparameters import Variants, check_numbers, kind_of
@@ -52,7 +51,8 @@ class Checks(RefersToOptimizer):
             optimizer: the optimizer to check; stored as a weak reference.
         """
         super().__init__(optimizer)
-        self._dtypes = WeakIdKeyDictionary()  # not by id(), which is reused
+        # No weak references: torch refuses to move a DTensor parameter to which there is one.
+        self._dtypes: dict[Tensor, torch.dtype] = {}
         self._warned_of_float16 = False
 
     def need_torch(self) -> bool:

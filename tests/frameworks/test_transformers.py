@@ -266,7 +266,7 @@ def test_gradients_on_several_meshes_are_unscaled_and_clipped(half, max_grad_nor
     shipped.prepare(trainer, ampopt.GradScaler("cpu", init_scale=2.0**10))
     trainer.train()
     masters = zip(before, optimizer.master_params(), strict=True)
-    moved = [old - new.detach() for old, new in masters]
+    moved: list[Any] = [old - new.detach() for old, new in masters]
     whole = [change.full_tensor() if hasattr(change, "full_tensor") else change for change in moved]
     norm = float(torch.nn.utils.get_total_norm(whole))
     logged = trainer.state.log_history[0]["grad_norm"]

@@ -228,6 +228,41 @@ def test_gradients_for_each_sample_that_overflow():
     assert bits([p + 1.5 for p in params]) == bits(start)
 
 
+# --- a model that is moved ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moves_by_swapping() -> Any:
+    """As with DTensors, which FSDP2's users move to the host and back between steps."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("cls", [ampopt.AdamW, ampopt.Muon, ampopt.extend(Plain)])
+@pytest.mark.usefixtures("moves_by_swapping")
+def test_a_model_is_moved_between_steps_and_within_an_accumulation(cls, accumulates, backend):
+    """Torch refuses to swap a parameter to which there is a weak reference."""
+    results = []
+    for moved in (False, True):
+        model = torch.nn.Linear(4, 4, bias=False)
+        torch.nn.init.eye_(model.weight)
+        optimizer = cls(model.parameters(), lr=0.125)
+        for step in range(3):
+            for last in (False, True)[not accumulates :]:
+                model.weight.grad = torch.full((4, 4), 2.0 + step + last)
+                if not last:
+                    optimizer.accumulate(grads_scaled_by=2.0)
+                else:
+                    optimizer.unscale_and_step(grads_scaled_by=2.0)
+                    optimizer.zero_grad()
+                if moved:
+                    model._apply(torch.clone)
+        results.append(bits([model.weight]))
+    assert results[0] == results[1]
+
+
 # --- torch.distributed.checkpoint, in one process -------------------------------------------------
 
 
