@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.triton import interpreter
 
 __all__ = [
     "HAS_TRITON",
@@ -43,6 +42,26 @@ def _can_import(name: str) -> bool:
     except ImportError:  # not installed, or installed and broken
         return False
     return True
+
+
+def _patch_interpreter() -> None:
+    """Let ``range`` in a kernel end at an argument of the kernel, in Triton's interpreter.
+
+    Triton 3.6 passes such an argument as an array of one element, and leaves it to NumPy to convert
+    the array to an integer, which NumPy 2.4 refuses. Triton 3.9 has the same fix.
+    """
+    import triton
+    from triton.runtime import interpreter
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):
+        return
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
 
 
 HAS_TRITON = _can_import("triton.language")
@@ -75,7 +94,7 @@ elif HAS_TRITON:
     INTERPRETED = bool(knobs.runtime.interpret)
     if INTERPRETED:
         jit = triton.jit
-        interpreter.patch()
+        _patch_interpreter()
     else:
         from ampopt_kernels.triton.correctly_rounded import CorrectlyRounded as jit
 else:
