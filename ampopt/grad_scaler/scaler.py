@@ -307,9 +307,8 @@ class GradScaler(scheduled.ScheduledScaler):
             if candidates:
                 scale = candidates[0] if len(candidates) == 1 else next_scale(*candidates)
                 scale = scheduled.on(self._loss_scale.device or scale.value.device, scale)
-                if (
-                    scale._settings() != self._loss_scale._settings()
-                ):  # set_growth_factor() or a similar call has changed the scale
+                if scale._policy != self._loss_scale._policy:
+                    # set_growth_factor() or a similar call has changed the scale since the step
                     scale = scheduled.changed(scale, **self._loss_scale._settings())
         for record in self._records:
             if record.pending is not None and record.pending is _pending(record.holder):
