@@ -154,7 +154,7 @@ def test_every_rule_runs_without_triton_and_without_a_compiler(run, tmp_path):
     assert "needs a C++ compiler, and neither CXX nor g++ nor clang++ names one" in done.stdout
 
 
-def test_a_compiler_that_does_not_work_is_an_error_where_it_was_asked_for(run, tmp_path):
+def test_a_compiler_that_does_not_work_is_an_error_under_compiled(run, tmp_path):
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho cannot compile >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -180,7 +180,7 @@ def test_a_compiler_that_does_not_work_is_an_error_where_it_was_asked_for(run, t
     assert "the compiled backend needs a working C++ compiler" in done.stdout
 
 
-def test_asked_for_in_the_environment_it_is_an_error_at_the_first_step(run):
+def test_a_backend_that_cannot_run_named_in_the_environment_fails_at_the_first_step(run):
     code = MISSING + "import ampopt\nampopt.get_backend()\n"
     done = run(code, AMPOPT_BACKEND="triton")
     assert done.returncode == 1

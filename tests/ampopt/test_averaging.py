@@ -105,7 +105,7 @@ class TestBesideTorchs:
     @example(history=[False, False, True, False], decay=None, dtype="float64")
     @fewer(0.5)
     @given(history=HISTORIES, decay=DECAYS, dtype=st.sampled_from(["float32", "float64"]))
-    def test_it_is_torchs_over_the_steps_that_were_taken(self, cls, attempt, history, decay, dtype):
+    def test_averages_are_torchs_over_the_applied_steps(self, cls, attempt, history, decay, dtype):
         model = Net(getattr(torch, dtype))
         optimizer = cls(model.parameters(), lr=0.125)
         average, theirs = ampopt.averaged(model, optimizer, decay), torchs(model, decay)
@@ -142,7 +142,7 @@ def test_numbers_of_half_precision_are_averaged_as_torch_does(history, decay, dt
 
 @pytest.mark.parametrize("decay", [None, 0.9])
 @pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
-def test_nobody_looks(decay, cls):
+def test_nothing_synchronizes(decay, cls):
     with as_on_a_device():
         model = nn.Linear(3, 2)
         optimizer = cls(model.parameters(), lr=0.125)
@@ -239,7 +239,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_it_takes_what_torchs_takes(options):
+def test_arguments_are_those_of_torchs_averaged_model(options):
     given = dict(OPTIONS[options])
     model = Net()
     optimizer = ampopt.AdamW(model.parameters(), lr=0.125)
@@ -270,7 +270,7 @@ def test_it_takes_what_torchs_takes(options):
         ({"use_buffers": "yes"}, TypeError, "use_buffers must be True or False, got 'yes'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(options, error, text):
+def test_arguments_that_have_no_effect_are_refused(options, error, text):
     model = nn.Linear(3, 2)
     with pytest.raises(error, match=text):
         ampopt.averaged(model, ampopt.SGD(model.parameters(), lr=0.5), **options)
@@ -338,7 +338,7 @@ def made(decay: float | None = None) -> tuple[nn.Module, Any, Any]:
     return model, optimizer, ampopt.averaged(model, optimizer, decay)
 
 
-def test_it_counts_before_any_step_and_twice_where_it_is_told_twice():
+def test_calls_before_any_step_and_second_calls_count():
     model, optimizer, average = made()
     average.update_parameters(model)
     assert average.n_averaged.item() == 1
@@ -350,7 +350,7 @@ def test_it_counts_before_any_step_and_twice_where_it_is_told_twice():
     assert average.n_averaged.item() == 3
 
 
-def test_called_every_second_step_the_last_of_them_decides():
+def test_with_a_call_every_second_step_the_last_step_decides():
     model, optimizer, average = made()
     for grads, expected in (((1.0, INF), 0), ((INF, 1.0), 1), ((1.0, 1.0), 2)):
         for g in grads:

@@ -76,7 +76,7 @@ def test_an_unknown_name_is_refused_with_the_choices(name, monkeypatch):
     assert everything(optimizer)["parameters"] == before
 
 
-def test_a_call_wins_over_the_environment(monkeypatch):
+def test_set_backend_takes_precedence_over_the_environment(monkeypatch):
     assert ampopt.get_backend() == "auto"
     monkeypatch.setenv("AMPOPT_BACKEND", "eager")
     assert ampopt.get_backend() == "eager"
@@ -198,7 +198,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 @needs_compiler
-def test_auto_starts_the_compiler_after_a_while_and_goes_on(compiler, monkeypatch):
+def test_auto_starts_the_compiler_after_some_steps_and_continues(compiler, monkeypatch):
     monkeypatch.setattr(compiled.time, "perf_counter", Clock())
     monkeypatch.setattr(backends, "PATIENCE", 5.0)  # and each eager step takes a second
     ampopt.set_backend("auto")
@@ -226,7 +226,7 @@ class Clock:
 
 @needs_compiler
 @given(st.integers(0, 8), st.sampled_from([None, 0.5]), st.integers(1, 7))
-def test_whenever_auto_changes_a_run_has_the_same_bits(change, max_norm, save):
+def test_results_do_not_depend_on_when_auto_changes_the_backend(change, max_norm, save):
     """Eager up to there, with a save and a load on the way that changes nothing."""
 
     def train(changes_at: int, saves_at: int = 0) -> Any:
@@ -296,7 +296,7 @@ def test_sums_over_rows_and_columns_are_compiled_at_the_first_step(compiler):
 
 
 @needs_compiler
-def test_asked_for_it_compiles_at_the_first_use_of_each_kind(compiler):
+def test_compiled_compiles_at_the_first_use_of_each_kind(compiler):
     ampopt.set_backend("compiled")
     for dtype in (torch.float32, torch.float32, torch.float64):
         param = Parameter(torch.ones(3, dtype=dtype))
@@ -324,7 +324,7 @@ def test_a_compiler_that_fails_leaves_auto_eager_with_one_warning(compiler, monk
 
 
 @needs_compiler
-def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(compiler):
+def test_a_compiler_that_fails_is_an_error_under_compiled(compiler):
     compiler.fails = RuntimeError("no header")
     ampopt.set_backend("compiled")
     param, optimizer = made()
@@ -393,7 +393,7 @@ def test_without_a_place_for_what_is_compiled_auto_is_eager(shared, monkeypatch)
 
 
 @needs_compiler
-def test_a_full_disk_is_not_the_compilers_fault(compiler):
+def test_a_full_disk_is_reported_as_such(compiler):
     compiler.fails = CacheError("a folder cannot be used: No space left on device")
     ampopt.set_backend("compiled")
     _, optimizer = made()

@@ -64,7 +64,7 @@ def test_without_triton(monkeypatch):
     assert "cache of Triton" not in environment.report()
 
 
-def test_who_chose_the_backend(monkeypatch):
+def test_the_report_says_what_chose_the_backend(monkeypatch):
     assert line("backend:").startswith("auto, as neither AMPOPT_BACKEND nor ampopt.set_backend")
     monkeypatch.setenv("AMPOPT_BACKEND", "eager")
     assert line("backend:") == "eager, by AMPOPT_BACKEND"
@@ -72,7 +72,7 @@ def test_who_chose_the_backend(monkeypatch):
     assert line("backend:") == "auto, by ampopt.set_backend"
 
 
-def test_a_backend_that_cannot_be_is_said_in_its_place(monkeypatch):
+def test_a_backend_that_cannot_run_is_shown_with_the_reason(monkeypatch):
     monkeypatch.setenv("AMPOPT_BACKEND", "tritn")
     assert line("backend:").startswith("none, since AMPOPT_BACKEND: unknown backend 'tritn'")
     assert line("cpu:").startswith("none, AMPOPT_BACKEND: unknown backend 'tritn'")

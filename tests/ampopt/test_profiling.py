@@ -51,7 +51,7 @@ def test_a_rule(eager):
     )
 
 
-def test_what_made_the_plan_be_made_anew_is_said(eager):
+def test_the_reason_for_a_new_plan_is_shown(eager):
     optimizer = made(ampopt.AdamW)
     weight, bias = optimizer.param_groups[0]["params"]
     optimizer.unscale_and_step(grads_scaled_by=1.0)
@@ -134,14 +134,14 @@ def test_torchs_own_step(eager):
     assert said(optimizer) == header + ordinary(FREE, "torch's own step") + NO_LOOK
 
 
-def test_looks_of_the_loop_are_named_by_line(eager):
+def test_reads_in_the_loop_are_shown_with_their_line(eager):
     optimizer = made(ampopt.SGD)
     with profile(optimizer) as report:
         for _ in range(2):
             assert not optimizer.unscale_and_step(grads_scaled_by=1.0).skipped
         optimizer.unscale_and_step(grads_scaled_by=1.0).found_inf.item()
         optimizer.param_groups[0]["params"][0].detach().add(1)
-    line = test_looks_of_the_loop_are_named_by_line.__code__.co_firstlineno + 4
+    line = test_reads_in_the_loop_are_shown_with_their_line.__code__.co_firstlineno + 4
     assert str(report) == (
         "SGD: 3 steps. In the last one:\n"
         "  2 parameters (weight, bias): by the rule, on the eager backend\n"
@@ -153,7 +153,7 @@ def test_looks_of_the_loop_are_named_by_line(eager):
     )
 
 
-def test_looks_of_a_closure_are_named(eager):
+def test_reads_in_a_closure_are_shown(eager):
     optimizer = made(ampopt.SGD)
 
     def closure(scale: Any) -> Any:
@@ -186,7 +186,7 @@ def test_several_optimizers_and_none(eager):
             pass
 
 
-def test_it_leaves_nothing_behind(eager):
+def test_profiling_leaves_no_hooks_behind(eager):
     optimizer = made(Plain)
     before = ampopt._step.transaction.SkipPolicy.step  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ZeroDivisionError), profile(optimizer):

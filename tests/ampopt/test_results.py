@@ -66,7 +66,7 @@ WAYS = (in_one_call, while_clipping, in_two_calls, together)
     ("cls", "options"),
     [(ampopt.AdamW, {}), (Plain, {}), (ampopt.SGD, {"dtype": torch.bfloat16, "masters": True})],
 )
-def test_it_is_said_of_each_step_after_later_ones(way, cls, options, backend):
+def test_overflowed_can_be_read_after_later_steps(way, cls, options, backend):
     options = dict(options)
     if options.pop("masters", False):
         options["master_weights"] = True
@@ -140,7 +140,7 @@ def test_other_parameters_have_gradients_in_later_steps():
     assert second.overflowed == [NAMES[0]]
 
 
-def test_nothing_is_waited_for_until_it_is_asked():
+def test_nothing_synchronizes_until_overflowed_is_read():
     optimizer, params = made(ampopt.AdamW)
     give(params, [4])
     with as_on_a_device(), assert_no_sync():
@@ -148,7 +148,7 @@ def test_nothing_is_waited_for_until_it_is_asked():
     assert result.overflowed == [NAMES[4]]
 
 
-def test_a_scale_that_is_none_is_nobodys_fault():
+def test_an_infinite_scale_names_no_parameter():
     optimizer, params = made(ampopt.AdamW)
     give(params)
     result = optimizer.unscale_and_step(grads_scaled_by=torch.tensor(0.0))
@@ -160,7 +160,7 @@ def test_a_scale_that_is_none_is_nobodys_fault():
     assert result.overflowed == []
 
 
-def test_nothing_is_said_of_what_is_not_checked():
+def test_steps_without_a_check_name_no_parameter():
     optimizer, params = made(ampopt.AdamW)
     give(params, [0])
     assert optimizer.unscale_and_step(grads_scaled_by=None, max_norm=1.0).overflowed == []
@@ -169,7 +169,7 @@ def test_nothing_is_said_of_what_is_not_checked():
     assert optimizer.unscale_and_step(grads_scaled_by=1.0).overflowed == []
 
 
-def test_a_scaler_says_it_of_its_last_iteration():
+def test_a_scaler_names_the_parameters_of_its_last_iteration():
     ours, params = made(ampopt.AdamW)
     theirs, others = made(torch.optim.SGD)
     scaler = ampopt.GradScaler("cpu", init_scale=4.0)
@@ -185,7 +185,7 @@ def test_a_scaler_says_it_of_its_last_iteration():
         assert said == scaler.overflowed == [name for b in bad for name in NAMES[b : b + 2]]
 
 
-def test_a_step_that_is_to_apply_what_overflowed_says_it_too():
+def test_a_step_that_applies_an_overflow_names_the_parameters_too():
     optimizer, params = made(ampopt.SGD)
     give(params, [5])
     scale = ampopt.StaticLossScale(4.0, drop_overflow_update=False)
@@ -196,7 +196,7 @@ def test_a_step_that_is_to_apply_what_overflowed_says_it_too():
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, Plain, ampopt.LBFGS])
 @pytest.mark.parametrize("unscales", [False, True])
-def test_a_step_with_a_closure_says_it_of_its_last_evaluation(cls, unscales):
+def test_a_step_with_a_closure_names_those_of_its_last_evaluation(cls, unscales):
     scale = ampopt.StaticLossScale(4.0, drop_overflow_update=False)
     for bad in ((4,), (), (0, 2)):
         optimizer, params = made(cls)
@@ -222,7 +222,7 @@ def test_a_copy_or_a_file_has_the_flag_alone():
         assert ampopt.StepResult(None, flag, None).overflowed == []
 
 
-def test_replays_of_a_captured_step_are_told_apart(backend, monkeypatch):
+def test_each_replay_of_a_captured_step_has_its_own_names(backend, monkeypatch):
     if backend != "triton":
         pytest.skip("nothing is captured")
     skip_unless_it_runs("triton")

@@ -163,7 +163,9 @@ def test_torchs_schedulers_count_attempts_and_do_not_warn(name, how, cls):
     tensor_lr=st.booleans(),
     cls=st.sampled_from([ampopt.SGD, ampopt.Adam, Signed, Plain, HostCounted]),
 )
-def test_it_advances_only_for_steps_that_happened(name, history, delay, tensor_lr, cls):
+def test_the_scheduler_advances_only_for_steps_that_were_not_skipped(
+    name, history, delay, tensor_lr, cls
+):
     cls = ampopt.SGD if name == "OneCycleLR" else cls
     optimizer, params = made(cls, tensor_lr)
     gate = lr_scheduler_gate(MAKE[name](optimizer), delay=delay)
@@ -190,7 +192,7 @@ def test_it_advances_only_for_steps_that_happened(name, history, delay, tensor_l
 
 @pytest.mark.parametrize("how", [*HOWS, "plain"])
 @pytest.mark.parametrize("cls", [ampopt.SGD, Plain, HostCounted, torch.optim.SGD])
-def test_it_sees_every_way_to_step(how, cls):
+def test_a_gate_sees_every_way_to_step(how, cls):
     if cls is torch.optim.SGD and how not in ("torch's scaler", "our scaler", "plain"):
         return  # it has no control points
     optimizer, params = made(cls)
@@ -209,7 +211,7 @@ def test_it_sees_every_way_to_step(how, cls):
         assert lrs == [0.5, 0.25, 0.25, 0.125]
 
 
-def test_a_fused_step_of_torchs_is_judged_by_what_its_scaler_leaves():
+def test_a_fused_step_of_torch_is_recognized_by_the_flag_of_the_scaler():
     param = Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([param], lr=1.0, fused=True)
     gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5))
@@ -225,7 +227,7 @@ def test_a_fused_step_of_torchs_is_judged_by_what_its_scaler_leaves():
     assert lrs == [1.0, 0.5, 0.5]
 
 
-def test_overflowed_updates_that_are_applied_happened():
+def test_applied_overflows_count_as_steps():
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5))
     params[0].grad = torch.tensor([INF, 1.0])
@@ -248,7 +250,7 @@ def test_one_step_of_several_between_two_calls_is_enough(delay):
     assert gate.last_epoch == 3
 
 
-def test_without_a_step_it_does_nothing():
+def test_without_a_step_the_scheduler_does_not_advance():
     optimizer, _ = made()
     gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5))
     gate.step()
@@ -259,7 +261,7 @@ def test_without_a_step_it_does_nothing():
 # --- delay ---------------------------------------------------------------------------------------
 
 
-def test_a_skip_is_made_up_for_as_late_as_the_delay_says():
+def test_a_skip_is_subtracted_after_the_delay():
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5), delay=2)
     epochs = []
@@ -296,7 +298,7 @@ def test_two_gates_of_one_optimizer_do_not_disturb_each_other(history, delays):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
-def test_no_call_waits_for_a_step_of_the_last_ones(monkeypatch):
+def test_no_call_waits_for_the_last_steps(monkeypatch):
     ampopt.set_backend("triton")
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5), delay=3)
@@ -402,7 +404,7 @@ def test_checkpoints_are_exchanged_with_schedulers_without_a_gate(name):
 
 
 @pytest.mark.parametrize("reload", [False, True])
-def test_a_gate_that_knows_more_makes_up_for_all_that_was_unknown(reload):
+def test_a_gate_subtracts_every_skip_it_learns_of_at_once(reload):
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5), delay=3)
     for bad in (True, True, False):
@@ -421,7 +423,7 @@ def test_a_gate_that_knows_more_makes_up_for_all_that_was_unknown(reload):
     assert epochs == [3, 3, 4, 5]
 
 
-def test_what_was_attempted_before_loading_is_forgotten():
+def test_steps_before_loading_are_forgotten():
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5))
     attempt(optimizer, params, False)
@@ -442,7 +444,7 @@ def test_on_the_cpu_a_gates_state_is_its_schedulers():
 # --- the gate itself -----------------------------------------------------------------------------
 
 
-def test_it_is_a_scheduler_with_the_attributes_of_its_own():
+def test_a_gate_is_a_scheduler_with_the_attributes_of_its_scheduler():
     optimizer, _ = made()
     scheduler = schedulers.StepLR(optimizer, 3, gamma=0.5)
     gate = lr_scheduler_gate(scheduler)
@@ -466,13 +468,13 @@ def test_a_gate_that_was_detached_sees_no_more_steps():
 
 
 @pytest.mark.parametrize("thing", [3, None, "StepLR"])
-def test_what_is_no_scheduler_is_refused(thing):
+def test_an_object_that_is_no_scheduler_is_refused(thing):
     with pytest.raises(TypeError, match="must be a learning-rate scheduler of a torch optimizer"):
         lr_scheduler_gate(thing)
 
 
 @pytest.mark.parametrize("thing", [3, None, "state"])
-def test_what_is_no_state_is_refused(thing):
+def test_an_object_that_is_no_state_dict_is_refused(thing):
     gate = lr_scheduler_gate(schedulers.StepLR(made()[0], 1))
     with pytest.raises(TypeError, match="state_dict must be a dict, got"):
         gate.load_state_dict(thing)

@@ -40,7 +40,7 @@ def give(param: Any, norm: float, scale: float) -> None:
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, Plain])
 @pytest.mark.parametrize("split", [False, True])
-def test_a_large_norm_is_a_bitwise_skip_of_which_the_scale_hears_nothing(cls, split):
+def test_a_large_norm_is_skipped_bitwise_and_the_scale_stays(cls, split):
     optimizer, param = made(cls)
     watch = ampopt.Watch(optimizer)
     handle = ampopt.skip_when(optimizer, norm=2.0)
@@ -110,7 +110,7 @@ def test_what_was_accumulated_is_judged_as_one_backward_pass(cls, split):
     assert ends[0] == ends[1]
 
 
-def test_the_loss_of_an_accumulation_cycle_is_the_one_that_is_given_where_it_ends():
+def test_the_loss_of_an_accumulation_cycle_is_the_one_passed_to_the_step():
     optimizer, param = made()
     ampopt.skip_when(optimizer, loss=2.0)
     skipped = []
@@ -125,7 +125,7 @@ def test_the_loss_of_an_accumulation_cycle_is_the_one_that_is_given_where_it_end
     assert skipped == [False, True]
 
 
-def test_a_scale_hears_of_a_rejected_micro_batch_though_the_rest_is_skipped_for_its_norm():
+def test_a_dropped_micro_batch_lowers_the_scale_even_if_the_rest_is_skipped_for_its_norm():
     optimizer, param = made()
     ampopt.skip_when(optimizer, norm=4.0)
     scale: Any = ampopt.DynamicLossScale(init_scale=8.0)
@@ -170,7 +170,7 @@ def test_the_norm_is_that_of_all_parameters(sizes):
     assert ends[0] == ends[1]
 
 
-def test_a_loss_is_judged_where_it_is_given():
+def test_a_loss_is_tested_if_it_is_passed():
     optimizer, param = made()
     watch = ampopt.Watch(optimizer)
     ampopt.skip_when(optimizer, loss=2.0)
@@ -197,7 +197,7 @@ LIMITS = {
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("bad", [math.nan, INF])
-def test_a_loss_that_is_not_finite_is_out_of_the_ordinary_and_not_learnt_from(backend, limit, bad):
+def test_a_loss_that_is_not_finite_is_skipped_and_not_added_to_the_statistics(backend, limit, bad):
     if limit in ("olmo", "llm.c") and backend == "triton":
         return  # torch's operations too, after many steps in the interpreter
     optimizer, param = made(ampopt.SGD)
@@ -219,7 +219,7 @@ def test_a_loss_that_is_not_finite_is_out_of_the_ordinary_and_not_learnt_from(ba
     assert scale.item() == 8.0
 
 
-def test_a_closure_is_not_run_again_for_a_cause_that_no_scale_mends():
+def test_a_closure_is_not_run_again_for_a_large_norm():
     optimizer, param = made()
     ampopt.skip_when(optimizer, loss=2.0)
     runs = []
@@ -241,7 +241,7 @@ def test_a_closure_is_not_run_again_for_a_cause_that_no_scale_mends():
     assert bits([param]) != before
 
 
-def test_train_step_tells_the_loss(backend, monkeypatch):
+def test_train_step_passes_the_loss(backend, monkeypatch):
     captures = backend == "triton"
     if captures:
         from support.fake_cuda_graphs import FakeGraphs
@@ -348,7 +348,7 @@ def test_presets_skip_what_their_systems_skip(backend, name, theirs, options, la
         assert optimizer.unscale_and_step(grads_scaled_by=1.0).skipped == expected
 
 
-def test_nothing_is_waited_for():
+def test_nothing_synchronizes():
     optimizer, param = made()
     ampopt.skip_when(optimizer, norm=2.0, loss_deviations=3.0)
     with as_on_a_device(), assert_no_sync():
@@ -388,7 +388,7 @@ def test_checks_are_one_launch_and_a_handful_of_operations(backend, monkeypatch,
     assert launches["skip_checks_kernel"] == 2
 
 
-def test_several_causes_tell_the_first_and_learn_only_from_steps_that_none_skips():
+def test_of_several_causes_the_first_is_recorded_and_skipped_steps_are_not_added():
     optimizer, param = made(ampopt.SGD)
     watch = ampopt.Watch(optimizer)
     ampopt.skip_when.like("llm.c", optimizer, loss_deviations=6.0)
@@ -437,7 +437,7 @@ def test_a_state_is_loaded_with_weights_only_and_goes_on():
     assert other.unscale_and_step(grads_scaled_by=1.0).skipped
 
 
-def test_mistakes_are_told():
+def test_wrong_arguments_are_refused():
     optimizer, param = made()
     wrong: Any
     for wrong in (

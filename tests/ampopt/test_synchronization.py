@@ -22,21 +22,21 @@ X = torch.ones(2)
         (lambda: X.add(1).mul_(2), []),
     ],
 )
-def test_each_look_is_told_once(look, names):
+def test_each_read_is_reported_once(look, names):
     seen = []
     with watching(seen.append):
         look()
     assert seen == names
 
 
-def test_a_look_within_another_watch_is_told_to_both():
+def test_a_read_within_two_contexts_is_reported_to_both():
     outer, inner = [], []
     with watching(outer.append), watching(inner.append):
         X.tolist()
     assert outer == inner == ["Tensor.tolist"]
 
 
-def test_nothing_stays_watched():
+def test_nothing_stays_patched():
     before = [getattr(Tensor, name) for name in ("item", "tolist", "numpy", "cpu", "__array__")]
     own = set(vars(Tensor))
     with pytest.raises(ZeroDivisionError), watching(lambda look: None):

@@ -94,7 +94,7 @@ def works(optimizer: Any, original: Any) -> None:
 # --- the class -----------------------------------------------------------------------------------
 
 
-def test_it_is_both_classes_with_the_constructor_of_theirs():
+def test_an_extended_class_derives_from_both_with_their_constructor():
     cls = extend(Sign)
     assert issubclass(cls, Sign) and issubclass(cls, ampopt.Optimizer)
     assert inspect.signature(cls) == inspect.signature(Sign)
@@ -105,7 +105,7 @@ def test_it_is_both_classes_with_the_constructor_of_theirs():
     works(optimizer, Sign(some_params(), 0.5, decay=0.25))
 
 
-def test_it_is_made_once_and_of_ampopt_classes_it_is_themselves():
+def test_extending_twice_gives_the_same_class_and_ampopts_classes_themselves():
     assert extend(Sign) is extend(Sign) is extend(extend(Sign))
     for cls in (Plain, ampopt.AdamW, ampopt.Optimizer):
         assert extend(cls) is cls
@@ -122,11 +122,11 @@ def test_it_is_made_once_and_of_ampopt_classes_it_is_themselves():
 
 
 @pytest.mark.parametrize("cls", [*CLOSURE_FREE, ampopt.LBFGS])
-def test_a_class_of_torchs_is_ampopts(cls):
+def test_extending_a_class_of_torch_gives_ampopts_class(cls):
     assert extend(getattr(torch.optim, cls.__name__)) is cls
 
 
-def test_a_class_that_only_has_the_name_of_torchs_is_not():
+def test_a_class_that_only_has_the_name_of_torchs_is_extended():
     class AdamW(Sign):
         pass
 
@@ -137,12 +137,12 @@ def test_a_class_that_only_has_the_name_of_torchs_is_not():
     "thing, shown",
     [(3, "got int"), (torch.nn.Linear, "got Linear"), ("AdamW", "got str"), (None, "got NoneType")],
 )
-def test_what_is_no_optimizer_class_is_refused(thing, shown):
+def test_an_object_that_is_no_optimizer_class_is_refused(thing, shown):
     with pytest.raises(TypeError, match=f"a subclass of torch.optim.Optimizer, {shown}"):
         extend(thing)
 
 
-def test_an_instance_is_refused_with_the_way_to_do_it():
+def test_extending_an_instance_is_refused_and_names_patch_optimizer():
     with pytest.raises(TypeError, match=r"got an instance of Sign: use patch_optimizer\(optimizer"):
         extend(Sign(some_params()))  # type: ignore[arg-type]
 
@@ -176,7 +176,7 @@ def test_a_class_derived_from_an_extended_one_is_pickled_by_its_name():
     assert b"DerivedFromExtended" in pickle.dumps(DerivedFromExtended(some_params()))
 
 
-def test_where_their_class_cannot_be_pickled_ours_cannot():
+def test_a_class_that_cannot_be_pickled_cannot_when_extended():
     class Local(Sign):
         pass
 
@@ -201,7 +201,7 @@ def test_their_metaclass_is_kept():
     works(extend(Concrete)(some_params()), Concrete(some_params()))
 
 
-def test_what_they_do_to_subclasses_is_done():
+def test_their_init_subclass_is_called():
     class Registering(Sign):
         known: list[str] = []
 
@@ -371,7 +371,7 @@ every_author = pytest.mark.parametrize("cls", AUTHORS, ids=lambda cls: cls.__nam
 
 @every_author
 @pytest.mark.parametrize("patched", [False, True])
-def test_whatever_they_do_a_step_is_theirs_and_a_skip_nothing(cls, patched):
+def test_a_step_is_theirs_and_a_skip_changes_nothing(cls, patched):
     optimizer: Any = patch_optimizer(cls(some_params())) if patched else extend(cls)(some_params())
     assert type(optimizer) is extend(cls)
     works(optimizer, cls(some_params()))
@@ -467,7 +467,7 @@ def test_a_grad_scaler_skips_and_steps(cls, patched, scaler):
     assert everything(optimizer) == everything(original)
 
 
-def test_a_closure_that_step_requires_is_asked_for_before_anything_happens():
+def test_a_closure_that_step_requires_is_checked_before_anything_happens():
     class Required(Sign):
         def step(self, closure: Any) -> Any:  # type: ignore[override]
             return super().step(closure)
@@ -479,7 +479,7 @@ def test_a_closure_that_step_requires_is_asked_for_before_anything_happens():
     assert optimizer.param_groups[0]["params"][0].grad.tolist() == [8.0, 8.0]
 
 
-def test_control_points_of_theirs_win():
+def test_control_points_of_their_class_take_precedence():
     class Own(Sign):
         def unscale_and_step(self, *args: Any) -> str:
             return "theirs"
@@ -557,7 +557,7 @@ def test_a_norm_to_clip_to_leaves_their_grad_norm_alone():
     assert optimizer.grad_norm() == "theirs"
 
 
-def test_the_one_name_that_is_ours_is_refused():
+def test_a_class_that_uses_the_private_attribute_is_refused():
     class OnClass(Sign):
         def _ampopt(self) -> None: ...
 
@@ -583,7 +583,7 @@ PUBLIC = ("pending", "grad_norm", "found_inf", "skip_by", "master_params")
 @pytest.mark.parametrize("patched", [False, True])
 @pytest.mark.parametrize("on_class", [False, True])
 @pytest.mark.parametrize("name", PUBLIC)
-def test_what_theirs_has_under_a_public_name_of_ours_stays_theirs(name, on_class, patched):
+def test_attributes_of_their_class_keep_their_meaning(name, on_class, patched):
     class Theirs(Sign):
         def __init__(self, params: Any) -> None:
             super().__init__(params)
@@ -613,7 +613,7 @@ def test_what_theirs_has_under_a_public_name_of_ours_stays_theirs(name, on_class
     assert getattr(optimizer, name) == ["theirs", *range(2 + taken)]
 
 
-def test_what_torchs_constructor_would_have_made_is_made():
+def test_what_torchs_constructor_sets_is_added():
     class NeverConstructed(Sign):
         def __init__(self, params: Any) -> None:
             self.param_groups = [{"params": list(params), "lr": 0.25, "decay": 0.5}]
@@ -644,7 +644,7 @@ def test_patching_returns_the_optimizer_and_leaves_ampopts_alone():
 
 
 @pytest.mark.parametrize("thing", [Sign, 3, torch.nn.Linear(1, 1)])
-def test_what_is_no_optimizer_is_not_patched(thing):
+def test_an_object_that_is_no_optimizer_is_not_patched(thing):
     with pytest.raises(TypeError, match="an instance of torch.optim.Optimizer, got"):
         patch_optimizer(thing)
 
@@ -709,7 +709,7 @@ def test_schedulers_and_hooks_stay(when, scaled):
 
 @pytest.mark.parametrize("cls", [Sign, torch.optim.SGD, torch.optim.Muon], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_what_someone_put_on_the_instance_stays(cls, scheduled):
+def test_methods_set_on_the_instance_stay(cls, scheduled):
     """Also where it ends in the step of the class that it was."""
     optimizer, clean = (cls([Parameter(torch.ones(2, 2))], lr=0.5) for _ in range(2))
     taken: list[int] = []

@@ -81,7 +81,7 @@ def as_before(before: Any, after: Any) -> bool:
 
 @fewer(0.25)
 @given(case=histories(), exponent=st.integers(-8, 8))
-def test_all_step_as_each_would_or_none_does(case, exponent):
+def test_all_optimizers_step_or_none_does(case, exponent):
     classes, history = case
     optimizers, params = made(classes)
     twins, twin_params = made(classes)
@@ -113,7 +113,7 @@ def test_all_step_as_each_would_or_none_does(case, exponent):
     max_norm=st.sampled_from([None, 0.0, 0.25, 1.0, 64.0, INF]),
     exponent=st.integers(-8, 8),
 )
-def test_they_are_as_one_optimizer_of_all_their_parameters(
+def test_several_optimizers_equal_one_of_all_their_parameters(
     cls, history, overflow, max_norm, exponent
 ):
     optimizers, params = made([cls, cls])
@@ -227,7 +227,7 @@ def test_sums_of_each_are_as_those_of_one_optimizer(
 
 @pytest.mark.parametrize("first", ["window", "micro_batch"])
 @pytest.mark.parametrize("bad", [(), (0,), (1,), (1, 2)])
-def test_each_leaves_out_its_own_bad_micro_batches(first, bad):
+def test_each_optimizer_drops_its_own_bad_micro_batches(first, bad):
     """``bad`` are calls of ``accumulate``: 0 of the first, 1 and 2 of the second optimizer."""
     optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=0.5)
     before = all_of(optimizers)
@@ -265,7 +265,7 @@ def test_a_watch_sees_the_sums_before_they_are_clipped(max_norm):
     assert [x for x in largest if x] == [3.0, 4.0]
 
 
-def test_sums_that_cannot_be_taken_are_kept():
+def test_after_a_refused_call_the_sums_are_kept():
     optimizers, params = made([ampopt.SGD, ampopt.SGD], lr=0.5)
     give(params, [(4.0, 4.0), None, None, None])
     optimizers[0].accumulate(grads_scaled_by=4.0)
@@ -279,7 +279,7 @@ def test_sums_that_cannot_be_taken_are_kept():
     assert params[0].tolist() == [0.0, -2.0]
 
 
-def test_rules_wait_for_nothing(backend):
+def test_rule_based_optimizers_do_not_synchronize(backend):
     optimizers, params = made([ampopt.Adam, Signed])
     scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
     for place, number in enumerate((1.0, INF, NAN, 2.0)):
@@ -338,7 +338,7 @@ def test_each_skips_in_its_own_way(skip_by):
         assert as_before(before, all_of(optimizers)) is (number == INF)
 
 
-def test_one_without_gradients_has_no_say_and_is_told_of_a_skip():
+def test_an_optimizer_without_gradients_gets_the_common_flag():
     optimizers, params = made([ampopt.SGD, HostCounted, ampopt.Adam])
     hooks: list[Any] = []
     told: list[bool] = []
@@ -362,7 +362,7 @@ def test_one_without_gradients_has_no_say_and_is_told_of_a_skip():
     assert [{k: entry[k] for k in recent[0]} for entry in watch.read()["recent"]] == recent
 
 
-def test_none_with_gradients_is_a_step_without_effect():
+def test_a_call_without_any_gradients_changes_nothing():
     optimizers, params = made([ampopt.SGD, Plain])
     scale, before = ampopt.DynamicLossScale(growth_interval=1), all_of(optimizers)
     calls: list[int] = []
@@ -391,7 +391,7 @@ def test_hooks_and_schedulers_see_every_attempt():
     assert calls == ["pre", "post"] * 6
 
 
-def test_the_scale_is_the_next_ones():
+def test_the_returned_scale_must_be_used_next():
     optimizers, params = made([ampopt.SGD, Plain])
     scale = ampopt.DynamicLossScale(init_scale=2.0)
     give(params, [(1.0, 1.0)] * 4)

@@ -93,7 +93,7 @@ def test_finds_the_first_cause_and_updates_the_statistics(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_overflow_of_no_parts(engine):
+def test_a_step_without_parts_does_not_overflow(engine):
     settings = CheckSettings(3.0, 1.0, 0.0, INF, 0.0)
     checks = SkipChecks(
         torch.tensor([settings], dtype=torch.float64), torch.ones(1, dtype=torch.float64), None

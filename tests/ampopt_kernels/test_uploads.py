@@ -41,7 +41,7 @@ def test_an_array_is_sent_as_a_list_is(values, kind):
     assert torch.equal(table, Uploads().get("rows", values, dtype, CPU))
 
 
-def test_names_do_not_meet():
+def test_tables_of_different_names_are_independent():
     uploads = Uploads()
     first = uploads.get("a", [1.0], torch.float64, CPU)
     second = uploads.get("b", [2.0], torch.float64, CPU)

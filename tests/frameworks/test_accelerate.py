@@ -329,7 +329,7 @@ def test_a_gate_counts_as_accelerate_does_with_many_processes(
     assert counts == [2 * each, 3 * each]  # without a gate, the skipped step counts
 
 
-def test_a_record_knows_what_became_of_steps():
+def test_a_record_counts_steps_and_skips():
     scaler = ampopt.GradScaler("cpu", init_scale=2.0**20)
     accelerator = accelerator_for(scaler)
     records = []

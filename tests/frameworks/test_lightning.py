@@ -135,7 +135,7 @@ def test_the_plugin_clips_and_shows_true_gradients(scaler_class, manual):
     assert max(n for n in net.norms if n < float("inf")) > 0.5  # so that it was clipped
 
 
-def test_the_plugin_stands_a_training_step_that_returns_none():
+def test_a_training_step_that_returns_none_is_accepted():
     net = Net(lambda params: ampopt.SGD(params, lr=0.5), returns_none_at=0)
     plugin = mixed(ampopt.GradScaler, shipped.MixedPrecision, 2.0)
     with pytest.warns(UserWarning, match="`training_step` returned `None`"):
@@ -318,7 +318,7 @@ def test_the_gradients_of_masters_are_clipped():
 
 
 @pytest.mark.parametrize("scaler_class", SCALERS)
-def test_the_monitor_logs_what_became_of_steps(scaler_class):
+def test_the_monitor_logs_steps_and_skips(scaler_class):
     net = Net(lambda params: ampopt.AdamW(params, lr=0.1))
     plugin = mixed(scaler_class, shipped.MixedPrecision, 2.0**20)
     options: dict[str, Any] = {"gradient_clip_val": 0.5, "callbacks": [shipped.StepMonitor()]}

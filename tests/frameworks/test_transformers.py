@@ -135,7 +135,7 @@ def test_it_makes_the_optimizer_from_a_class(tmp_path):
     assert bits(list(model.parameters())) != before
 
 
-def test_a_callback_asks_the_scaler_about_skips(tmp_path):
+def test_a_callback_reads_skips_from_the_scaler(tmp_path):
     """What to ask in place of ``optimizer_step_was_skipped``: the scaler."""
     skipped: list[bool] = []
     scaler = ampopt.GradScaler("cpu", init_scale=OVERFLOWS)

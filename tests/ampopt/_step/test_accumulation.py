@@ -75,7 +75,7 @@ def test_losses_may_have_scales_of_their_own(backend, cls):
     assert after(cls, apart) == after(cls, at_once)
 
 
-def test_each_scale_hears_of_its_own_loss_and_the_step_of_both():
+def test_each_loss_lowers_its_own_scale_and_the_step_one_for_both():
     params = params_of()
     optimizer = ampopt.AdamW(params)
     a, b = (DynamicLossScale(init_scale=s, growth_interval=1) for s in (8.0, 32.0))
@@ -166,7 +166,7 @@ def test_a_micro_batch_may_be_rejected_by_itself(backend, grads, bad, left):
 
 
 @every_backend
-def test_rejecting_leaves_no_trace_of_what_was_rejected(backend):
+def test_a_dropped_micro_batch_changes_no_bit_of_the_step(backend):
     """To the bit: sums are as they would be, and the mean is over the others."""
 
     def accumulated(*gradients: float) -> Any:
@@ -182,7 +182,7 @@ def test_rejecting_leaves_no_trace_of_what_was_rejected(backend):
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_a_plain_step_takes_what_was_not_rejected(bad):
+def test_a_plain_step_uses_the_micro_batches_that_were_kept(bad):
     """And nothing if that is nothing, as of gradients of 0."""
     params = params_of()
     optimizer = ampopt.SGD(params, lr=0.5)
@@ -212,7 +212,7 @@ def test_a_sum_that_overflows_skips(backend):
 
 @every_backend
 @pytest.mark.parametrize("drop", ["window", "micro_batch"])
-def test_what_was_added_unchecked_is_checked_by_what_ends_the_cycle(backend, drop):
+def test_gradients_accumulated_unchecked_are_checked_at_the_step(backend, drop):
     params = params_of()
     optimizer = ampopt.SGD(params)
     before = bits(params)
@@ -248,7 +248,7 @@ def test_max_norm_clips_the_sum(backend, cls):
 
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN])
-def test_plain_step_takes_the_sum_whatever_its_flag(cls):
+def test_a_plain_step_applies_the_sum_even_after_an_overflow(cls):
     def apart(optimizer, params):
         give(params, 1.0, 2.0, scale=4.0)
         optimizer.accumulate(grads_scaled_by=4.0)
@@ -269,7 +269,7 @@ def test_plain_step_takes_the_sum_whatever_its_flag(cls):
     assert bits(params) != before
 
 
-def test_without_a_scale_nothing_is_judged():
+def test_without_a_scale_no_gradient_is_tested():
     params = params_of()
     optimizer = ampopt.SGD(params)
     give(params, INF, 1.0)
@@ -281,7 +281,7 @@ def test_without_a_scale_nothing_is_judged():
 
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN])
-def test_what_was_clipped_between_unscale_and_step_is_applied(cls):
+def test_gradients_clipped_between_unscale_and_step_are_applied(cls):
     def apart(optimizer, params):
         for n in (1.0, 2.0):
             give(params, n, n, scale=4.0)
@@ -300,7 +300,7 @@ def test_what_was_clipped_between_unscale_and_step_is_applied(cls):
 
 
 @pytest.mark.parametrize("ends", [None, "unscale"])
-def test_zero_grad_drops_it(ends):
+def test_zero_grad_discards_the_sums(ends):
     def dropped(optimizer, params):
         give(params, INF, 1.0)
         optimizer.accumulate(grads_scaled_by=2.0)
@@ -318,7 +318,7 @@ def test_zero_grad_drops_it(ends):
 
 @pytest.mark.parametrize("scaler_class", [ampopt.GradScaler])
 @pytest.mark.parametrize("unscales", [False, True])
-def test_our_scaler_steps_the_sum(scaler_class, unscales):
+def test_ampopts_grad_scaler_steps_with_the_sum(scaler_class, unscales):
     def apart(optimizer, params):
         scaler = scaler_at(4.0, scaler_class)
         give(params, 1.0, 2.0, scale=8.0)
@@ -337,7 +337,7 @@ def test_our_scaler_steps_the_sum(scaler_class, unscales):
     assert after(ampopt.AdamW, apart) == after(ampopt.AdamW, at_once)
 
 
-def test_parameters_may_take_turns():
+def test_each_micro_batch_may_have_gradients_of_other_parameters():
     """One that had no gradient in a micro-batch has the sum of the others."""
 
     def apart(optimizer, params):
@@ -355,7 +355,7 @@ def test_parameters_may_take_turns():
     assert after(ampopt.AdamW, apart) == after(ampopt.AdamW, at_once)
 
 
-def test_nothing_to_accumulate_is_nothing():
+def test_accumulating_without_gradients_changes_nothing():
     params = params_of()
     optimizer = ampopt.AdamW(params)
     scale = DynamicLossScale(init_scale=4.0, growth_interval=1)
@@ -386,7 +386,7 @@ def test_a_call_that_fails_may_be_repeated(monkeypatch):
     assert weights.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_does_not_use_the_scale_up():
+def test_accumulate_does_not_use_up_the_scale():
     params = params_of()
     optimizer = ampopt.AdamW(params)
     scale = DynamicLossScale(init_scale=4.0)
@@ -445,7 +445,7 @@ def in_a_cycle(cls: Any = ampopt.AdamW) -> tuple[Any, Any]:
         lambda optimizer: scaler_at(4.0).step(optimizer),
     ],
 )
-def test_what_does_not_know_of_the_cycle_is_refused(cls, call):
+def test_state_dicts_copies_and_closures_are_refused_within_a_cycle(cls, call):
     optimizer, params = in_a_cycle(cls)
     before = bits(params)
     with pytest.raises(RuntimeError, match=r"accumulate\(\) was called"):
@@ -464,7 +464,7 @@ def test_a_pending_unscale_comes_first():
         optimizer.accumulate(grads_scaled_by=1.0)
 
 
-def test_a_closure_cannot_accumulate():
+def test_accumulate_within_a_closure_is_refused():
     params = params_of()
     optimizer = ampopt.AdamW(params)
 

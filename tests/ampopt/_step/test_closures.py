@@ -172,14 +172,14 @@ def test_a_static_scale_that_applies_overflows_is_not_replayed(form, cls):
 
 
 @both_forms
-def test_the_hysteresis_of_a_policy_is_the_replays(form):
+def test_the_first_replay_already_has_a_smaller_scale_despite_hysteresis(form):
     training = Training(ampopt.SGD, limit=100.0)
     training.step(form, ampopt.DynamicLossScale(init_scale=32.0, hysteresis=2))
     assert [scale.item() for scale in training.scales] == [32.0, 32.0, 16.0, 8.0]
 
 
 @both_forms
-def test_a_scale_that_a_closure_was_given_is_not_to_be_used_again(form):
+def test_a_scale_passed_to_a_closure_cannot_be_used_again(form):
     training = Training(ampopt.SGD, limit=100.0)
     scale = ampopt.DynamicLossScale(init_scale=16.0)
     result = training.step(form, scale)
@@ -252,7 +252,7 @@ def test_replays_are_bounded_by_default(form):
 @both_forms
 @every_optimizer
 @pytest.mark.parametrize("loss", [INF, float("nan"), torch.tensor(-INF), torch.tensor([torch.nan])])
-def test_a_loss_that_is_not_finite_ends_it_at_once(form, cls, loss):
+def test_a_loss_that_is_not_finite_ends_replay_at_once(form, cls, loss):
     training = Training(cls, loss=loss)
     error = fails(training, form, 2.0**16)
     assert len(training.scales) == 1
@@ -275,7 +275,7 @@ def test_a_static_scale_has_no_smaller_one(form, cls):
 @both_forms
 @every_optimizer
 @pytest.mark.parametrize("named", [False, True])
-def test_the_offenders_are_named(form, cls, named):
+def test_the_error_names_the_parameters_that_overflowed(form, cls, named):
     training = Training(cls, limit=3.5, named=named)
     error = fails(training, form, 1.0, max_replays=0)
     expected = ["weight", "bias"] if named else ["group 0, parameter 0", "group 0, parameter 1"]
@@ -290,7 +290,7 @@ def test_the_offenders_are_named(form, cls, named):
 
 @both_forms
 @pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
-def test_a_parameter_that_overflows_by_unscaling_alone_is_an_offender(form, cls):
+def test_the_error_names_a_parameter_that_overflows_only_by_unscaling(form, cls):
     """The scaled gradient is finite, and only the division takes it out of range (trap T5)."""
     params = [Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = cls([("fine", params[0]), ("huge", params[1])])
@@ -483,7 +483,7 @@ def test_a_closure_may_take_the_scale_in_any_way(form, cls, takes):
         (torch.ones(0), r"a tensor of shape \(0,\)"),
     ],
 )
-def test_a_closure_has_to_return_a_loss(cls, wrong, got):
+def test_a_closure_that_returns_no_loss_is_refused(cls, wrong, got):
     training = Training(cls)
 
     def closure(scale: Any) -> Any:
@@ -519,7 +519,7 @@ FLAG = torch.zeros(())
         (lambda loss, flag, scale: (loss, flag, -2.0), ValueError, "positive"),
     ],
 )
-def test_an_unscaling_closure_has_to_return_its_verdict(cls, verdict, error, match):
+def test_a_closure_of_step_after_unscale_must_return_flag_and_scale(cls, verdict, error, match):
     training = Training(cls)
     before = bits(training.params), state_of(training.optimizer)
     with pytest.raises(error, match=match):
@@ -532,7 +532,7 @@ def test_an_unscaling_closure_has_to_return_its_verdict(cls, verdict, error, mat
 
 @on_eager
 @every_optimizer
-def test_an_unscaling_closure_has_to_unscale(cls):
+def test_a_closure_of_step_after_unscale_must_call_unscale(cls):
     training = Training(cls)
     before = bits(training.params), state_of(training.optimizer)
     with pytest.raises(RuntimeError, match=r"must call unscale\(grads_scaled_by=scale\)"):
@@ -544,7 +544,7 @@ def test_an_unscaling_closure_has_to_unscale(cls):
 
 @on_eager
 @every_optimizer
-def test_a_closure_that_is_to_leave_gradients_scaled_may_not_unscale(cls):
+def test_a_closure_of_unscale_and_step_must_not_call_unscale(cls):
     """It would be divided twice, and no one would know."""
     training = Training(cls)
     before = bits(training.params), state_of(training.optimizer)
@@ -590,7 +590,7 @@ def test_max_replays_is_a_whole_number(form, bad):
     )
 
 
-def test_evaluations_of_a_step_that_asks_for_several_are_each_replayed():
+def test_each_evaluation_of_a_step_with_several_is_replayed():
     """As sharpness-aware minimization does: two evaluations, one update."""
 
     class Twice(Plain):

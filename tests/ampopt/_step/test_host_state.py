@@ -113,7 +113,7 @@ def test_tensors_are_found_wherever_they_are():
     assert {id(t) for t in expected} <= found
 
 
-def test_a_cycle_has_an_end():
+def test_objects_that_refer_to_each_other_are_visited_once():
     optimizer, _ = made(Foreach)
     optimizer.held = [optimizer]
     optimizer.held.append(optimizer.held)

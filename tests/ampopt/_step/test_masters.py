@@ -209,7 +209,7 @@ def test_groups_choose_for_themselves():
     assert optimizer.state[params[1]]["momentum_buffer"].dtype == torch.float16
 
 
-def test_a_group_added_later_has_what_the_constructor_was_told():
+def test_a_group_added_later_has_the_options_of_the_constructor():
     optimizer = ampopt.AdamW([half(1.0)], master_weights=True)
     for which in (optimizer, copy.deepcopy(optimizer)):
         late = [half(1.0), half(1.0)]
@@ -356,7 +356,7 @@ def test_the_gradients_of_masters_are_dropped_in_the_end(leave):
     assert torch.equal(master, before - 0.5)
 
 
-def test_between_the_calls_a_master_without_gradient_is_left_out():
+def test_a_master_whose_gradient_is_removed_after_unscale_is_not_stepped():
     """Not stepped with the parameter's own gradient, which is still scaled."""
     params = [half(1.0), half(1.0)]
     optimizer = ampopt.SGD(params, lr=0.5, master_weights=True)
@@ -371,7 +371,7 @@ def test_between_the_calls_a_master_without_gradient_is_left_out():
         assert params[1 - rest].item() == 0.5
 
 
-def test_between_the_calls_a_parameter_without_gradient_is_left_out():
+def test_a_parameter_whose_gradient_is_removed_after_unscale_is_not_stepped():
     """As ``model.zero_grad()`` leaves them, and without masters."""
     param = half(1.0)
     optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
@@ -382,7 +382,7 @@ def test_between_the_calls_a_parameter_without_gradient_is_left_out():
     assert param.item() == 1.0
 
 
-def test_edits_of_a_masters_gradient_are_what_is_stepped_with():
+def test_an_edited_gradient_of_a_master_is_applied():
     param = half(1.0, 1.0)
     optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
     for _ in range(2):  # with a plan, and with one that is renewed
@@ -476,7 +476,7 @@ def accumulate(p: Parameter) -> None:
 @pytest.mark.parametrize(
     "how", ["ours", "overflow", "without a scale", "scaler", "plain step", "closure"]
 )
-def test_who_edits_the_parameters_gradient_is_told_of_the_masters(edit, how):
+def test_editing_the_gradient_of_the_parameter_raises_and_names_the_masters(edit, how):
     """Nothing would see the edit: steps take what ``unscale`` put on the masters."""
     params = [Parameter(torch.ones(2)), half(1.0, -2.0)]
     names = [("wide", params[0]), ("narrow", params[1])]
@@ -518,7 +518,7 @@ def test_who_edits_the_parameters_gradient_is_told_of_the_masters(edit, how):
     assert optimizer.pending is None and bits(params[1]) != before[1]
 
 
-def test_a_step_of_ones_own_that_edits_the_parameters_gradient_is_told_too():
+def test_an_overridden_step_that_edits_the_parameters_gradient_raises_too():
     class Centered(ampopt.SGD):
         skip_by = "host"  # the default, which is warned of where the host has to wait for it
 

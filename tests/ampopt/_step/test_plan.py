@@ -239,7 +239,7 @@ def stepped_with_a_change(kind, change):
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("name", ["exp_avg", "step", "master_param"])
-def test_what_is_stored_is_stepped_with_where_it_is_now(name, backend):
+def test_a_replaced_state_tensor_is_used_by_the_next_step(name, backend):
     written, exchanged = (stepped_with_other_values(name, how) for how in ("copy_", "set_"))
     assert written == exchanged
 

@@ -60,7 +60,7 @@ def test_a_step_that_keeps_all_in_tensors_is_undone_on_the_device(cls):
 
 
 @pytest.mark.parametrize("cls", HOST_TOO)
-def test_a_step_that_does_not_makes_the_host_look(cls):
+def test_a_step_that_changes_python_state_is_skipped_by_the_host(cls):
     assert after_steps(cls, 7).mode == "host"
 
 
@@ -76,7 +76,7 @@ def test_a_step_that_does_not_makes_the_host_look(cls):
         (Iterating, "has state that cannot be inspected: Iterating.held, a list_iterator"),
     ],
 )
-def test_what_makes_the_host_look_is_named(cls, reason):
+def test_the_reason_for_skipping_by_the_host_is_named(cls, reason):
     with unittest.TestCase().assertLogs("ampopt._step.transaction", "INFO") as logged:
         found = after_steps(cls).reason
     assert found is not None
@@ -89,7 +89,7 @@ def test_what_makes_the_host_look_is_named(cls, reason):
 
 @pytest.mark.parametrize("skip_by", ["host", "transaction"])
 @pytest.mark.parametrize("cls", [Foreach, InGroup])
-def test_an_author_decides(cls, skip_by):
+def test_skip_by_of_the_class_decides(cls, skip_by):
     decided = type(cls.__name__, (cls,), {"skip_by": skip_by})
     assert after_steps(decided).mode == skip_by
 
@@ -102,7 +102,7 @@ def test_an_unknown_way_to_skip_is_refused():
         optimizer.unscale_and_step(grads_scaled_by=1.0)
 
 
-def test_where_the_host_sees_the_flag_anyway_it_looks(monkeypatch):
+def test_on_the_cpu_the_host_reads_the_flag(monkeypatch):
     monkeypatch.setattr(transaction, "host_may_look", lambda _: True)
     skip_policy = after_steps(Foreach)
     assert (skip_policy.mode, skip_policy.reason) == ("host", None)
@@ -118,7 +118,7 @@ def test_parameters_that_get_gradients_later_put_the_step_on_probation_again():
     assert modes == ["probation", *["transaction"] * 2, "probation", *["transaction"] * 2]
 
 
-def test_state_that_never_stops_growing_makes_the_host_look():
+def test_state_that_grows_at_every_step_is_skipped_by_the_host():
     class Logging(Foreach):
         def begin(self):
             self.log = {}
@@ -178,7 +178,7 @@ def give(params: list[Parameter], x: float, sparse: bool) -> None:
 
 @pytest.mark.parametrize("cls", [ampopt.Muon, ampopt.SparseAdam])
 @pytest.mark.parametrize("first", [1.0, INF])
-def test_optimizers_with_a_step_of_torchs_never_look(cls, first, device):
+def test_optimizers_with_torchs_step_never_read_the_flag(cls, first, device):
     optimizer, params = matrices(cls)
     sparse = cls is ampopt.SparseAdam
     made_before = bits(params)
@@ -199,7 +199,7 @@ def test_optimizers_with_a_step_of_torchs_never_look(cls, first, device):
     assert bits(params) == bits(clean_params)
 
 
-def test_what_is_known_of_a_step_is_not_known_of_one_that_overrides_it():
+def test_a_subclass_that_overrides_step_is_examined_anew():
     class Counting(ampopt.Muon):
         def step(self, closure: Any = None) -> Any:
             super().step(closure)

@@ -116,7 +116,7 @@ def seen_by_who_replaced_the_step_of_the_class(attempt: Callable[[], None], opti
         seen_by_who_replaced_the_step_of_the_class,
     ],
 )
-def test_whoever_watches_steps_sees_those_of_the_control_points(cls, bad, seen):
+def test_hooks_and_profilers_of_torch_see_the_steps_of_control_points(cls, bad, seen):
     param = Parameter(torch.ones(3))
     optimizer = cls([param])
     param.grad = torch.tensor([1.0, INF if bad else 2.0, 4.0])
@@ -126,7 +126,7 @@ def test_whoever_watches_steps_sees_those_of_the_control_points(cls, bad, seen):
 
 @on_eager
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
-def test_a_hook_may_hand_the_step_other_arguments(cls):
+def test_a_pre_hook_may_replace_the_arguments_of_the_step(cls):
     param = Parameter(torch.ones(3))
     optimizer = cls([param])
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: (args, {"closure": None}))
@@ -139,7 +139,7 @@ def test_a_hook_may_hand_the_step_other_arguments(cls):
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 @both_ways
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_step_hook_that_raises_leaves_the_step_to_be_taken_again(cls, split, bad):
+def test_after_a_step_hook_raises_the_step_can_be_repeated(cls, split, bad):
     torch.manual_seed(0)
     twins = [Parameter(torch.ones(3)) for _ in range(2)]
     disturbed, calm = (cls([p]) for p in twins)
@@ -246,7 +246,7 @@ def test_a_post_hook_has_the_flag_of_its_step(cls, how):
 
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("cls", [ampopt.SGD, Plain])
-def test_a_post_hook_is_told_of_skips_not_of_overflows_that_were_applied(cls, drop):
+def test_the_flag_in_a_post_hook_is_of_skips_not_of_applied_overflows(cls, drop):
     param = Parameter(torch.ones(3))
     optimizer = cls([param])
     flags: list[Any] = []
@@ -257,7 +257,7 @@ def test_a_post_hook_is_told_of_skips_not_of_overflows_that_were_applied(cls, dr
     assert flags == [drop]
 
 
-def test_an_ordinary_step_of_torchs_sees_no_flag_that_it_would_not_know():
+def test_an_ordinary_step_of_torch_gets_no_flag():
     """Torch's steps that are not fused refuse one."""
 
     class Theirs(torch.optim.AdamW):

@@ -54,7 +54,7 @@ def test_an_optimizer_has_one_private_attribute_of_ours(cls):
 
 
 @EACH
-def test_an_optimizer_is_freed_when_nobody_has_it(cls):
+def test_an_optimizer_without_references_is_freed(cls):
     optimizer = stepped(cls)
     gone = [weakref.ref(optimizer), weakref.ref(optimizer.param_groups[0]["params"][0])]
     gc.collect()
@@ -95,7 +95,7 @@ def test_a_wrapper_that_takes_over_all_attributes_steps_itself():
     assert optimizer._ampopt.optimizer is optimizer
 
 
-def test_how_an_optimizer_steps_is_what_its_class_is():
+def test_the_step_strategy_follows_from_the_class():
     assert type(stepped(AdamW)._ampopt) is RuleStep
     for cls in (Plain, AroundRule, Muon):
         assert type(stepped(cls)._ampopt) is OrdinaryStep

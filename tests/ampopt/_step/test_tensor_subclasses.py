@@ -111,7 +111,7 @@ def test_a_skip_restores_what_is_inside():
     assert not stepped(optimizer, param).skipped and seen(optimizer, param) != before
 
 
-def test_a_first_step_that_makes_them_is_skipped_too():
+def test_a_skipped_first_step_that_makes_subclass_states_leaves_nothing():
     optimizer, param = made(skip_by="transaction")
     before = seen(optimizer, param)
     assert stepped(optimizer, param, INF).skipped

@@ -84,7 +84,7 @@ def test_no_other_file_has_a_private_name_of_torchs(path):
         "hasattr(step, '_wrapped_by_lr_sched')",
     ],
 )
-def test_one_that_has_is_seen(source):
+def test_a_file_with_a_private_name_of_torch_is_found(source):
     assert _private_in(source, _known())
 
 
@@ -143,7 +143,7 @@ def test_an_operator_says_what_it_writes():
     assert [id(tensor) for tensor in written] == [id(ones), id(out)]
 
 
-def test_functions_in_python_are_had_without_asking_for_modes():
+def test_dispatch_functions_in_python_are_found():
     seen = []
 
     class Seen(torch.overrides.TorchFunctionMode):

@@ -67,7 +67,7 @@ def test_any_flag_above_zero_skips(cls, flag, shape):
     assert bits(param) != before
 
 
-def test_grad_scaler_cannot_make_us_apply_an_overflow_by_unscaling(param):
+def test_an_overflow_by_unscaling_is_skipped_under_torchs_scaler(param):
     """It looks at scaled gradients alone (trap T5)."""
     param.grad = torch.tensor([1e37, 1.0, 1.0])
     before = bits(param)

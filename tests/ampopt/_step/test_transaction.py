@@ -134,7 +134,7 @@ def test_what_step_hooks_do_is_theirs_and_not_undone(skip_by, scheduled):
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_hook_that_raises_is_heard(bad):
+def test_an_error_of_a_step_hook_is_raised(bad):
     optimizer, params = made(Foreach)
     optimizer.skip_by = "transaction"
     set_gradients(params, (INF if bad else 1.0, 1.0))
@@ -154,7 +154,7 @@ def test_a_hook_that_raises_is_heard(bad):
     assert (seen(optimizer) == before) is bad
 
 
-def test_a_step_that_somebody_put_on_the_instance_is_taken_and_undone():
+def test_a_step_set_on_the_instance_is_run_and_rolled_back():
     optimizer, params = made(Foreach)
     original = optimizer.step
 
@@ -175,7 +175,7 @@ def test_a_step_that_somebody_put_on_the_instance_is_taken_and_undone():
 # --- the parts -----------------------------------------------------------------------------------
 
 
-def test_what_is_written_in_the_hosts_memory_needs_the_host():
+def test_a_step_that_writes_cpu_tensors_is_skipped_by_the_host():
     """Undoing it by a flag on a device is a copy that nobody waits for."""
     count = torch.zeros(())
     writes = CopyOnWriteMode([count])
@@ -227,7 +227,7 @@ def test_every_byte_of_a_storage_is_restored(numbers, start, skip):
     assert bits(storage) == before
 
 
-def test_an_operator_that_does_not_say_what_it_writes_may_write_all():
+def test_an_operator_without_a_schema_may_write_every_argument():
     tensor, other = torch.ones(2), torch.ones(2)
     writes = CopyOnWriteMode([tensor])
     assert not writes.saw(tensor)

@@ -49,7 +49,7 @@ class Dividing(ampopt.ElementwiseOptimizer):
     power=st.sampled_from([0, 0.0, 2.0]),
     absent=st.lists(st.booleans(), min_size=4, max_size=4),
 )
-def test_what_no_branch_takes_may_divide_by_zero(backend, warm_up, power, absent):
+def test_a_division_by_zero_in_an_unselected_branch_has_no_effect(backend, warm_up, power, absent):
     """Also where gradients come and go, so that counts differ."""
     params = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
     optimizer = Dividing(params, warm_up, power)
@@ -80,7 +80,7 @@ def _keeps_it(p, g, state, h, flags):
 @pytest.mark.parametrize(
     "backend", ["eager", "eager on a device", "triton", "compiled"], indirect=True
 )
-def test_what_is_taken_is_infinite_or_nan(backend):
+def test_a_division_by_zero_gives_infinity_or_nan(backend):
     class Takes(ampopt.ElementwiseOptimizer):
         rule = Rule(
             update=_keeps_it, scalars=_takes_it, hyper=("lr", "zero"), state=(State("kept"),)

@@ -86,7 +86,7 @@ splits = pytest.mark.parametrize("split", [False, True])
     history=st.lists(st.tuples(st.integers(-9, 9), st.sampled_from([0.5, -4.0, INF, NAN]))),
     exponent=st.integers(-9, 9),
 )
-def test_they_step_and_skip_as_an_ordinary_step_does(cls, split, history, exponent):
+def test_steps_that_skip_by_themselves_equal_ordinary_steps(cls, split, history, exponent):
     (optimizer, param), (plain, plain_param) = made(cls), made(Plain)
     scale = ampopt.DynamicLossScale(init_scale=2.0**exponent, growth_interval=2)
     expected = scale
@@ -112,7 +112,7 @@ def test_they_step_and_skip_as_an_ordinary_step_does(cls, split, history, expone
 
 
 @both
-def test_a_plain_step_is_told_nothing(cls):
+def test_a_plain_step_gets_no_flag(cls):
     optimizer, param = made(cls)
     param.grad = numbers(INF, 1.0)
     optimizer.step()
@@ -120,7 +120,7 @@ def test_a_plain_step_is_told_nothing(cls):
     assert not param.isfinite().all()
 
 
-def test_a_plain_step_after_unscale_is_told_nothing():
+def test_a_plain_step_after_unscale_gets_no_flag():
     optimizer, param = made(Told)
     param.grad = numbers(INF, 1.0)
     optimizer.unscale(grads_scaled_by=1.0)
@@ -153,7 +153,7 @@ def test_nothing_is_read_back():
 @both
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, ampopt.GradScaler])
 @splits
-def test_a_grad_scaler_tells_them_too(cls, scaler, split):
+def test_under_a_grad_scaler_the_step_gets_its_flag(cls, scaler, split):
     optimizer, param = made(cls)
     scaler = scaler("cpu", init_scale=8.0)
     plain, plain_param = made(Plain)

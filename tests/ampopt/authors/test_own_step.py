@@ -97,7 +97,7 @@ def test_a_closure_that_fails_within_a_subclass_restores_what_the_subclass_did()
     assert everything(optimizer) == before
 
 
-def test_a_subclass_without_a_step_of_its_own_is_still_told_to_skip():
+def test_a_subclass_without_its_own_step_skips_too():
     class Renamed(ampopt.AdamW):
         pass
 
@@ -111,7 +111,7 @@ def test_a_subclass_without_a_step_of_its_own_is_still_told_to_skip():
 
 
 @pytest.mark.parametrize("made_before", [False, True])
-def test_a_subclass_is_told_to_skip_whatever_was_made_before_it(made_before):
+def test_a_subclass_skips_whichever_class_was_made_first(made_before):
     """With the first instance of a class, torch puts a step into it that runs hooks."""
 
     class Base(ampopt.AdamW):

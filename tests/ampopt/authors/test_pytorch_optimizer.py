@@ -187,7 +187,7 @@ def test_a_skip_changes_nothing_and_a_finite_step_is_theirs(name, skip_by):
 
 
 @pytest.mark.parametrize("name", WORK)
-def test_one_that_is_in_training_can_be_patched(name):
+def test_an_optimizer_can_be_patched_in_mid_training(name):
     original = made(EVERY[name], name)
     steps(original, range(5))
     expected = seen(original)
@@ -209,7 +209,7 @@ def test_one_that_is_in_training_can_be_patched(name):
 
 @pytest.mark.parametrize("name", WORK)
 @pytest.mark.parametrize("skip_by", ["device"], indirect=True)
-def test_only_a_step_that_keeps_all_in_tensors_is_undone_on_the_device(name, skip_by):
+def test_only_steps_that_change_tensors_alone_are_rolled_back(name, skip_by):
     def on_the_host(optimizer: Any) -> Any:
         return seen(optimizer, lambda tensor: (tensor.data_ptr(), tensor.shape))
 
@@ -318,7 +318,7 @@ def test_a_closure_that_cannot_be_finite_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", CLOSURES)
-def test_a_needed_closure_is_asked_for(name):
+def test_a_missing_closure_is_an_error(name):
     optimizer = made(ampopt.extend(EVERY[name]), name)
     give(optimizer, 0)
     before = seen(optimizer)
@@ -368,6 +368,6 @@ def test_a_hessian_from_scaled_gradients_is_scaled(name):
 
 
 @pytest.mark.parametrize("name", sorted(CANNOT.keys() - {"AdaHessian", "SophiaH"}))
-def test_what_cannot_be_constructed_plainly(name):
+def test_classes_that_cannot_be_made_plainly_raise(name):
     with pytest.raises((AttributeError, ImportError, ImportWarning, RuntimeError, TypeError)):
         made(ampopt.extend(EVERY[name]), name)

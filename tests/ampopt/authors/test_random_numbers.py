@@ -25,7 +25,7 @@ def drawn(function: Any, seed: float = 0, step: float = 1, start: int = 0) -> to
     return torch_language.bind(function)(seed, step, (torch.arange(start, start + N), like))
 
 
-def test_they_are_distributed_as_they_say():
+def test_random_numbers_have_the_documented_distributions():
     """By moments and shares of intervals; allowed are four standard deviations."""
     for start, step in ((0, 1), (10**10, 12345), (7 * PLACE_STRIDE, 2.0**24)):
         u, z = drawn(rand, 3, step, start), drawn(randn, 3, step, start)
@@ -39,7 +39,7 @@ def test_they_are_distributed_as_they_say():
         assert abs((z**4).mean() - 3) < 4 * (96 / N) ** 0.5
 
 
-def test_neither_neighbours_nor_steps_nor_seeds_nor_parameters_go_together():
+def test_random_numbers_are_uncorrelated():
     first = drawn(rand)
     for other in (
         drawn(rand, step=2),
@@ -70,7 +70,7 @@ def trained(backend: str, cls: Callable[..., Any] = Shaken, skips: bool = False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_skip_consumes_none(backend):
+def test_a_skipped_step_consumes_no_random_numbers(backend):
     once, again = trained(backend), trained(backend, skips=True)
     assert all(map(torch.equal, once, again))
 
@@ -88,7 +88,7 @@ def test_backends_draw_the_same(backend, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_draw_is_told_by_seed_step_parameter_and_element(backend):
+def test_a_random_number_depends_on_seed_step_parameter_and_element(backend):
     """Whether others have gradients does not count."""
     ampopt.set_backend(backend)
 
@@ -108,7 +108,7 @@ def test_a_draw_is_told_by_seed_step_parameter_and_element(backend):
     assert not torch.isin(chances(0, True, steps=2), both).any()
 
 
-def test_it_samples():
+def test_langevin_dynamics_samples_its_distribution():
     """A standard normal, from exp(-p * p / 2), to which steps of this size add half of theirs."""
     ampopt.set_backend("eager")
     p = Parameter(torch.zeros(4000))

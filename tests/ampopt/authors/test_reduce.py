@@ -148,7 +148,7 @@ def _plain(p, g, state, h, flags):
     ("reduce", "message"),
     [(_summed_already, "is elementwise"), (_alone, "return a tuple of terms")],
 )
-def test_a_reduce_that_breaks_its_word_is_named_before_the_first_step(reduce, message):
+def test_a_reduce_that_is_not_as_declared_is_refused_before_the_first_step(reduce, message):
     class Wrong(ampopt.ElementwiseOptimizer):
         rule = Rule(update=_plain, reduce=reduce, scalars=_passed, hyper=("lr",))
 

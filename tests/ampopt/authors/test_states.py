@@ -176,7 +176,7 @@ def test_wrong_declarations_are_refused():
         Rule(update=_update, hyper=("lr",), scalars=four)
 
 
-def test_as_many_numbers_whatever_the_flags():
+def test_a_number_of_results_that_depends_on_flags_is_refused():
     @jit
     def more(s, h, flags):
         if flags[0]:

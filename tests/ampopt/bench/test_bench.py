@@ -140,7 +140,7 @@ def test_tables_and_json_have_every_row_and_column(tiny, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "steps_before"), [("foreach", 0), ("ampopt", 1), ("foreach", 7), ("ampopt", 7)]
 )
-def test_whoever_fails_is_left_out_of_a_full_table(
+def test_a_contender_that_fails_is_missing_from_the_table_with_its_reason(
     tiny, monkeypatch, tmp_path, capsys, name, steps_before
 ):
     """Also ampopt itself, and at any step: six warm up."""
@@ -517,7 +517,7 @@ def test_only_the_contenders_that_are_named_are_measured(tiny, tmp_path):
     assert [set(row["contenders"]) for row in figures] == [{"fused", "ampopt"}] * 2
 
 
-def test_float16_leaves_out_who_cannot_unscale_it():
+def test_contenders_that_cannot_unscale_float16_are_left_out():
     workload = workloads.Workload("some", ((5,),))
     row, _ = rows.measure(
         "AdamW",
@@ -788,7 +788,7 @@ def test_ranks_begin_nothing_when_no_time_is_left(two_ranks):
             assert seen["missing"]["fused"] == "torch has no fused RMSprop"
 
 
-def test_rows_without_time_are_left_out_and_start_nothing(tiny, monkeypatch, capsys):
+def test_rows_for_which_no_time_is_left_are_missing_and_start_nothing(tiny, monkeypatch, capsys):
     monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
     monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: pytest.fail("a row has begun"))
     run("--optimizer", "SGD", "--ranks", "2", "--seconds", "1e-6")

@@ -90,7 +90,7 @@ def test_a_loss_that_no_scale_mends_is_an_error_and_changes_nothing(cls):
     assert bits(params) != before
 
 
-def test_options_of_replay_are_handed_on():
+def test_options_of_replay_reach_the_optimizer():
     optimizer, params = made(ampopt.SGD)
     scaler = GradScaler("cpu", init_scale=16.0)
     with pytest.raises(NonFiniteGradientError, match="1 replays"):

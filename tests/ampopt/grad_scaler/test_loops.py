@@ -178,7 +178,7 @@ def triton() -> None:
 
 @each_optimizer
 @both_ways
-def test_no_loop_looks_at_a_value(cls, unscale_first, triton):
+def test_no_loop_reads_a_tensor(cls, unscale_first, triton):
     optimizer, params = made(cls)
     scaler = scaler_at(4.0)
     steps = [Step((number,) * 10) for number in (INF, 2.0, INF, 1.0)]
@@ -198,7 +198,7 @@ def test_no_loop_looks_at_a_value(cls, unscale_first, triton):
 @pytest.mark.parametrize("cls", BY_RULE)
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampopt.GradScaler])
 @both_ways
-def test_tensors_without_values_will_do(cls, scaler_class, unscale_first):
+def test_a_loop_runs_on_meta_tensors(cls, scaler_class, unscale_first):
     """Meta tensors stand in for a device: whoever looks at one, or mixes it with others, fails.
 
     Fake CUDA tensors cannot, where torch was built without CUDA: it has no copies for them.

@@ -134,7 +134,7 @@ def test_t6_a_parameter_of_two_optimizers_is_not_unscaled_twice():
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_an_optimizer_that_takes_a_flag_is_told_1_or_0(unscale_first):
+def test_an_optimizer_that_takes_a_flag_gets_1_or_0(unscale_first):
     """Torch's fused ones compare it with 1 (trap T2), and others may compare it with 0."""
 
     class Own(torch.optim.SGD):

@@ -60,7 +60,7 @@ def test_gradients_are_what_torchs_step_leaves(scaler_class, cls, steps, scale, 
 @each_scaler
 @pytest.mark.parametrize("cls", RULES)
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_forgetting_zero_grad_does_what_it_does_with_torchs(scaler_class, cls, unscale_first):
+def test_without_zero_grad_gradients_add_up_as_with_torch(scaler_class, cls, unscale_first):
     """Autograd adds scaled gradients to those that the last step has left."""
     runs = []
     for scaler_class_, cls_ in ((torch.amp.GradScaler, torch_twin(cls)), (scaler_class, cls)):
@@ -82,7 +82,9 @@ def test_forgetting_zero_grad_does_what_it_does_with_torchs(scaler_class, cls, u
 @pytest.mark.parametrize("masters", [False, True])
 @fewer(0.2)
 @given(st.lists(values(torch.float32), min_size=5, max_size=5), st.sampled_from([3.0, 2.0**20]))
-def test_half_precision_is_unscaled_once_it_was_used(scaler_class, dtype, masters, numbers, scale):
+def test_half_precision_gradients_are_unscaled_after_the_step(
+    scaler_class, dtype, masters, numbers, scale
+):
     """The step is that of gradients that were not rounded, and ``p.grad`` is in its own dtype."""
     twins = []
     for _ in range(2):
@@ -201,7 +203,7 @@ def test_a_gradient_made_nan_after_unscaling_is_applied(scaler_class, cls):
 
 @each_scaler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_host_waits_for_it(backend, scaler_class, dtype):
+def test_nothing_synchronizes(backend, scaler_class, dtype):
     if backend != "triton":
         pytest.skip("on the CPU the host looks")
     p = Parameter(torch.ones(3, dtype=dtype))

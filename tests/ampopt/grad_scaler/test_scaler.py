@@ -126,7 +126,7 @@ def test_whether_a_step_was_skipped_is_known_until_the_next():
 
 @each_kind
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_an_optimizer_without_gradients_is_stepped_over(cls, unscale_first):
+def test_an_optimizer_without_gradients_is_not_stepped(cls, unscale_first):
     optimizer, _ = made(cls)
     other, _ = made(ampopt.AdamW)
     scaler = scaler_at(4.0, GradScaler, growth_interval=2)
@@ -221,7 +221,7 @@ def test_zero_grad_drops_an_unscale_too(cls):
     assert not scaler.skipped
 
 
-def test_update_drops_an_unscale_that_no_step_followed_and_heeds_it():
+def test_update_drops_an_unscale_without_a_step_but_counts_its_overflow():
     optimizer, _ = made(ampopt.AdamW)
     scaler = scaler_at(4.0, GradScaler)
     give(optimizer, INF)
@@ -266,7 +266,7 @@ def test_for_cuda_without_cuda_it_is_disabled_with_a_warning():
 
 @pytest.mark.parametrize("call", ["step", "unscale_"])
 @pytest.mark.parametrize("given", [torch.nn.Linear(2, 2), None])
-def test_what_is_no_optimizer_is_refused(call, given):
+def test_an_object_that_is_not_an_optimizer_is_refused(call, given):
     scaler = scaler_at(2.0, GradScaler)
     kind = type(given).__name__
     with pytest.raises(TypeError, match=rf"{call}\(\) takes an optimizer, .* got {kind}"):

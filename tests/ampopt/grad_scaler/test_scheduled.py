@@ -220,7 +220,7 @@ def test_disabled_scalers_save_nothing_and_an_enabled_one_says_so():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_go_on_by_themselves(copied):
+def test_copies_are_independent(copied):
     optimizer, _ = made(ampopt.SGD)
     scaler = scaler_at(4.0, GradScaler)
     give(optimizer, 1.0)

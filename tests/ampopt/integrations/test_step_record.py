@@ -26,7 +26,7 @@ def stepped(optimizer: Any, param: Any, *factors: float, **options: Any) -> None
         optimizer.unscale_and_step(grads_scaled_by=1.0, **options)
 
 
-def test_it_counts_attempts_and_skips():
+def test_steps_and_skips_are_counted():
     param = parameter()
     optimizer = ampopt.AdamW([param])
     record = StepRecord(optimizer)

@@ -22,7 +22,7 @@ def scaler_at(scale, optimizer):
     return scaler
 
 
-def test_who_leaves_a_step_out():
+def test_the_skip_is_decided_on_the_device_not_on_the_host():
     of_torch = {
         name: optimizer
         for name, optimizer in vars(torch.optim).items()
@@ -42,7 +42,7 @@ def test_who_leaves_a_step_out():
     assert set(ours) - rules == {"Muon", "SparseAdam", "LBFGS"}
 
 
-def test_was_it_left_out():
+def test_the_result_says_whether_the_step_was_skipped():
     theirs = torch.optim.SGD([parameter(float("inf"))])
     assert scaler_at(2.0, theirs).step(theirs) is None
     result = ampopt.SGD([parameter(float("inf"))]).unscale_and_step(grads_scaled_by=2.0)
@@ -50,7 +50,7 @@ def test_was_it_left_out():
     assert result.skipped is True
 
 
-def test_where_did_it_overflow():
+def test_the_result_names_the_parameter_that_overflowed():
     assert not [name for name in dir(torch.amp.GradScaler) if "overflow" in name]
     params = {"good": parameter(1.0), "bad": parameter(float("inf"))}
     ours = ampopt.SGD(params.items())
@@ -69,7 +69,7 @@ def test_a_gradient_overflows_by_unscaling():
     assert (ours.param_groups[0]["params"][0] == 1).all()
 
 
-def test_overflows_without_end():
+def test_endless_overflows_end_at_a_floor_with_a_warning():
     theirs = torch.optim.SGD([parameter(float("inf"))])
     scaler = scaler_at(2.0**16, theirs)
     ours, scale = ampopt.SGD([parameter(float("inf"))]), ampopt.DynamicLossScale()

@@ -98,7 +98,7 @@ def test_a_compiled_forward_and_loss_in_a_replayed_closure(fresh_dynamo):
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 @pytest.mark.parametrize("average", [None, get_ema_multi_avg_fn(0.9)])
-def test_averaged_models(ours, theirs, average):
+def test_averaged_models_and_batch_norm_are_those_of_torchs_optimizer(ours, theirs, average):
     """Averages, their learning rates and batch norm are those of a run with torch's optimizer."""
     results = []
     for cls in (ours, theirs):

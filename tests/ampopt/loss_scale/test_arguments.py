@@ -74,7 +74,7 @@ class CopyOnWriteMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_number_given_again_is_not_sent_again(param):
+def test_a_number_passed_again_is_not_sent_again(param):
     uploads: dict = {}
 
     def sent(number: float) -> Tensor:
@@ -184,7 +184,7 @@ REBOUND: dict[str, Any] = {
 
 @pytest.mark.parametrize("way", REBOUND)
 @pytest.mark.parametrize("start, expected", [(1.0, 1.0), (2.0, 1.0), (1.5, 0.375)])
-def test_one_stays_one_in_a_loop_that_rebinds_it(param, way, start, expected):
+def test_one_stays_one_in_a_loop_that_assigns_the_returned_scale(param, way, start, expected):
     """It scales nothing, and a number never grows: a loop would end where float32 ends."""
     optimizer, scale = sgd(param), start
     for _ in range(2):
@@ -217,7 +217,7 @@ def test_a_closure_is_run_again_under_less_than_one(param, unscales, one):
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("by_hand", [False, True])
 @given(number=st.sampled_from([3.7, 0.1]) | st.floats(2.0**-20, 2.0**20))
-def test_a_closure_is_handed_the_number_that_gradients_are_divided_by(unscales, by_hand, number):
+def test_a_closure_gets_the_number_that_gradients_are_divided_by(unscales, by_hand, number):
     """Which float64 gradients tell from the one that was given, if float32 does not have that."""
     param = Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     optimizer = sgd(param)
@@ -252,7 +252,7 @@ def test_a_static_scale_is_followed_by_itself(param, split, bad):
 
 @both_ways
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_dynamic_scale_is_followed_by_its_successor(param, split, bad):
+def test_a_dynamic_scale_is_followed_by_its_next_scale(param, split, bad):
     if bad:
         overflow(param)
     scale = ampopt.DynamicLossScale(init_scale=2.0, growth_interval=3, hysteresis=2)
@@ -367,7 +367,7 @@ def test_no_gradients_are_no_error_and_do_not_count_towards_growth(kind, how):
         assert scale.state_dict()["growth"] == 0
 
 
-def test_gradients_that_all_left_after_unscale_leave_nothing_to_step(param):
+def test_gradients_removed_after_unscale_leave_nothing_to_step(param):
     optimizer = sgd(param)
     optimizer.unscale(grads_scaled_by=2.0)
     param.grad = None

@@ -73,7 +73,7 @@ class TestValueSemantics:
         gc.collect()
         assert not seen
 
-    def test_placing_keeps_the_generation(self):
+    def test_moving_to_a_device_keeps_the_generation(self):
         scale = DynamicLossScale()
         generation = scale._generation
         scale._place("cpu")
@@ -146,7 +146,7 @@ class TestDevice:
         with pytest.raises(ValueError, match=r"found_inf is on meta.*wait.*device='meta'"):
             scale.next(torch.zeros((), device="meta"))
 
-    def test_nothing_but_asking_reads_the_number(self):
+    def test_only_item_and_the_like_read_the_number(self):
         """Meta tensors have none to read, and fake ones refuse."""
         scale = DynamicLossScale.like("megatron", device="meta")
         for flag in (1.0, torch.zeros(1, device="meta"), torch.zeros(())):
@@ -157,7 +157,7 @@ class TestDevice:
             repr(next_scale(successor, scale.next(1)))
             assert successor.value.shape == () and counters(successor).shape == (2,)
 
-    def test_shown_is_the_number_that_the_host_has_and_no_other(self):
+    def test_repr_shows_the_number_only_if_it_is_on_the_host(self):
         scale = DynamicLossScale(init_scale=4.0, hysteresis=2).next(1).next(1)
         assert repr(scale).startswith("DynamicLossScale(value=2.0, growth_factor=2.0, ")
         assert "hysteresis=2" in repr(scale) and repr(scale).endswith("device=None)")
@@ -167,7 +167,7 @@ class TestDevice:
             format(scale, "?")
         assert scale.item() == float(scale) == 2.0
 
-    def test_a_number_on_a_device_is_not_waited_for_to_be_shown(self):
+    def test_repr_does_not_synchronize(self):
         scale = DynamicLossScale(init_scale=4.0, device="meta").next(1)
         static = StaticLossScale(8.0, drop_overflow_update=False, device="meta")
         refuse = mock.Mock(side_effect=AssertionError("synchronizes"))
@@ -243,7 +243,7 @@ class TestState:
             scale = scale.next(overflow)
         assert scale.item() == scaler.get_scale()
 
-    def test_what_torchs_scaler_does_not_say_stays(self):
+    def test_settings_that_torchs_scaler_lacks_stay(self):
         scale = DynamicLossScale(hysteresis=2, min_scale=1.0).next(1)
         scale.load_state_dict(torch.amp.GradScaler("cpu", init_scale=4.0).state_dict())
         assert (scale.item(), scale.state_dict()["budget"]) == (4.0, 2)
@@ -270,7 +270,7 @@ class TestState:
             (DynamicLossScale(), {"_growth_tracker": ...}, r"missing: \['_growth_tracker'\]"),
         ],
     )
-    def test_a_scalers_state_that_cannot_be_changes_nothing(self, scale, change, message):
+    def test_an_invalid_state_of_a_scaler_changes_nothing(self, scale, change, message):
         saved = {**torch.amp.GradScaler("cpu").state_dict(), **change}
         before = scale.state_dict()
         with pytest.raises(ValueError, match=message):
@@ -292,7 +292,7 @@ class TestState:
             assert one.item() == float32(0.1) and one.drop_overflow_update is False
             assert one is not scale
 
-    def test_loading_keeps_the_device_and_what_was_handed_out(self):
+    def test_loading_keeps_the_device_and_earlier_values(self):
         scale = DynamicLossScale(device="meta")
         value, successor = scale.value, scale.next(0.0)
         scale.load_state_dict(DynamicLossScale(init_scale=4.0, growth_interval=7).state_dict())

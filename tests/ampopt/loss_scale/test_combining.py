@@ -15,18 +15,18 @@ from ampopt.loss_scale.static import StaticLossScale
 
 class TestNextScale:
     @given(scale=scales(), f=flags, g=flags)
-    def test_is_the_successor_under_either_flag(self, scale, f, g):
+    def test_the_next_scale_of_two_is_that_of_an_overflow_in_either(self, scale, f, g):
         expected = state(scale.next(max(float(f), float(g))))
         assert state(next_scale(scale.next(f), scale.next(g))) == expected
         assert state(next_scale(scale.next(g), scale.next(f))) == expected
 
     @given(scale=scales(), several=st.lists(flags, min_size=1, max_size=5))
-    def test_of_any_number(self, scale, several):
+    def test_any_number_of_scales_can_be_combined(self, scale, several):
         expected = scale.next(sum(map(float, several)))
         assert state(next_scale(*(scale.next(f) for f in several))) == state(expected)
 
     @given(scale=scales())
-    def test_an_overflow_prevails_over_an_optimizer_that_saw_no_gradients(self, scale):
+    def test_an_overflow_wins_over_an_optimizer_without_gradients(self, scale):
         unchanged = scale._with(scale.value, counters(scale))
         lowered = scale.next(True)
         value, (growth, budget) = state(next_scale(lowered, unchanged))
@@ -35,7 +35,7 @@ class TestNextScale:
         if value != scale.item() or scale._settings()["hysteresis_mode"] != "per_backoff":
             assert budget == counters(lowered)[1]
 
-    def test_a_placed_scale_decides_the_device(self):
+    def test_the_result_is_on_the_device_of_the_scale_that_has_one(self):
         scale = DynamicLossScale()
         placed = DynamicLossScale(device="cpu")
         assert next_scale(scale, placed).device == torch.device("cpu")

@@ -49,7 +49,7 @@ def told(look: Any) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_45_batches_of_nan_are_said_once_and_with_what_to_do():
+def test_45_batches_of_nan_warn_once_and_say_what_to_do():
     model = nn.Linear(2, 1)
     optimizer = ampopt.AdamW(model.parameters())
     scale = ampopt.DynamicLossScale()
@@ -70,7 +70,7 @@ def test_45_batches_of_nan_are_said_once_and_with_what_to_do():
     [lambda s: s.item(), float, lambda s: s.state_dict()],
     ids=["item", "float", "state_dict"],
 )
-def test_it_is_said_where_the_host_has_the_number(look):
+def test_a_call_that_reads_the_number_warns(look):
     scale = fallen(41)
     assert len(told(lambda: look(scale))) == 1
     assert told(lambda: look(scale.next(True))) == []  # once for all that follow
@@ -78,23 +78,23 @@ def test_it_is_said_where_the_host_has_the_number(look):
 
 
 @pytest.mark.parametrize("skipped", [True, False])
-def test_whoever_asks_whether_a_step_was_skipped_is_told(skipped):
+def test_reading_skipped_warns(skipped):
     result = ampopt.StepResult(None, torch.tensor(float(skipped)), fallen(41))
     assert len(told(lambda: result.skipped)) == skipped
 
 
-def test_a_floor_of_ones_own_is_said():
+def test_the_warning_names_min_scale():
     (said,) = told(fallen(4, init_scale=8.0, min_scale=2.0).item)
     assert "from 8 to 2, its floor (min_scale=2)" in said
     assert told(fallen(1, init_scale=8.0, min_scale=2.0).item) == []
 
 
-def test_a_scale_that_begins_there_has_not_fallen():
+def test_a_scale_that_starts_low_does_not_warn():
     assert told(fallen(3, init_scale=1.0, min_scale=1.0).item) == []
     assert told(ampopt.DynamicLossScale(init_scale=2.0**-30).item) == []
 
 
-def test_nothing_is_said_by_printing_or_looks():
+def test_printing_and_stepping_on_a_device_do_not_warn():
     scale = fallen(60)
     assert told(lambda: f"{scale!r} {scale}") == []
     with as_on_a_device():
@@ -109,7 +109,7 @@ def test_nothing_is_said_by_printing_or_looks():
         assert told(step) == []
 
 
-def test_a_copy_says_it_itself():
+def test_a_copy_warns_by_itself():
     scale = fallen(41)
     assert len(told(scale.item)) == 1
     assert len(told(copy.deepcopy(scale).item)) == 1
@@ -216,7 +216,7 @@ class TestSchedule:
         assert scale.next(torch.ones((), dtype=dtype)).item() == 2**15
         assert scale.next(torch.zeros((), dtype=dtype)).item() == 2**17
 
-    def test_growth_that_float32_cannot_hold_is_not_taken(self):
+    def test_the_scale_does_not_grow_beyond_float32(self):
         scale = DynamicLossScale(init_scale=2.0**127, growth_interval=1)
         assert scale.next(0).item() == 2.0**127
         bounded = DynamicLossScale(init_scale=2.0**127, growth_interval=1, max_scale=CEILING)

@@ -200,7 +200,7 @@ def test_a_loss_scale_multiplies_floating_tensors_alone(other, product):
             product(other, scale)
 
 
-def test_other_operations_name_the_tensor_that_takes_them():
+def test_other_operations_on_a_scale_raise_and_name_value():
     scale: Any = StaticLossScale(2.0)
     with pytest.raises(TypeError, match=r"div_\(\) of a StaticLossScale.*scale\.value"):
         torch.ones(1).div_(scale)

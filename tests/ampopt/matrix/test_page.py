@@ -59,12 +59,12 @@ def deaf(base: Any) -> Any:
 
 # Compiled or not, it does the same; and what it saves is right.
 @pytest.mark.parametrize("column", sorted(CELLS.keys() - {"compile", "to torch", "accumulate"}))
-def test_an_optimizer_that_does_something_else_is_found_out(column):
+def test_a_wrong_optimizer_fails_its_cell(column):
     with pytest.raises(AssertionError):
         verdict(deaf(ampopt.AdamW if column == "from torch" else ampopt.SGD), column)
 
 
-def test_what_is_refused_is_said_in_its_words():
+def test_a_refusal_is_shown_with_its_message():
     class Refusing(ampopt.SGD):
         def unscale_and_step(self, *args: Any, **options: Any) -> Any:
             raise ValueError("not today: it is Sunday; come tomorrow. Or later")

@@ -70,7 +70,7 @@ def test_the_innermost_module_is_named_in_either_direction(data):
     assert repr(f"{at}.inner") in str(found)
 
 
-def test_an_overflow_under_autocast_is_told_by_dtype_and_largest_value():
+def test_an_overflow_under_autocast_is_shown_with_dtype_and_largest_value():
     layer = nn.Linear(2, 3, bias=False)
     layer.weight.data.copy_(torch.tensor([[1.0, 0.0], [300.0, 0.0], [0.0, 2.0]]))
     model = nn.Sequential(layer, nn.Linear(3, 1))
@@ -133,7 +133,7 @@ def test_outputs_in_containers(contain, direction):
     assert (found.first.name, found.first.direction) == ("returns", direction)
 
 
-def test_a_module_used_twice_is_told_by_what_each_use_is_given():
+def test_two_uses_of_a_module_are_told_apart_by_their_inputs():
     shared = nn.Linear(1, 1, bias=False)
     shared.weight.data.fill_(1e30)
     model = nn.Sequential(shared, nn.Tanh(), shared, shared)
@@ -144,7 +144,7 @@ def test_a_module_used_twice_is_told_by_what_each_use_is_given():
     assert found.calls == 5
 
 
-def test_what_a_parent_does_between_its_children_is_its_own():
+def test_operations_between_submodules_are_blamed_on_the_parent():
     class Parent(nn.Module):
         def __init__(self):
             super().__init__()
@@ -239,7 +239,7 @@ def test_a_mask_is_not_taken_for_the_cause():
         (Attention(), torch.ones(2, 4), "1.q.weight"),
     ],
 )
-def test_a_parameter_that_is_nan_is_told_from_an_overflow(layer, given, parameter):
+def test_a_parameter_that_is_nan_is_distinguished_from_an_overflow(layer, given, parameter):
     model = nn.Sequential(nn.Identity(), layer)
     model.state_dict()[parameter][1] = NAN
     with ampopt.first_nonfinite(model) as found:
@@ -349,13 +349,13 @@ def test_gradients_are_bitwise_what_they_are_without_it():
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
-def test_nothing_that_was_called_is_said():
+def test_a_search_in_which_no_module_ran_says_so():
     with ampopt.first_nonfinite(nn.Linear(1, 1)) as found:
         pass
     assert "no module of the model was called" in str(found)
 
 
-def test_what_is_no_model_is_refused():
+def test_an_object_that_is_not_a_module_is_refused():
     model = nn.Linear(1, 1)
     step = ampopt.TrainStep(model, nn.MSELoss(), ampopt.SGD(model.parameters()), None)
     with (
@@ -428,7 +428,7 @@ class OverflowsAbove(nn.Module):
         return x * 1.0
 
 
-def test_of_replays_it_is_the_last_that_overflowed():
+def test_after_replays_the_result_is_that_of_the_last_one_that_overflowed():
     first = nn.Linear(1, 1)
     first.weight.data.fill_(1.0)
     model = nn.Sequential(first, OverflowsAbove(64.0), OverflowsAbove(256.0))

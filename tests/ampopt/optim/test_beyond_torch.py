@@ -143,7 +143,7 @@ def initial(dtype: torch.dtype) -> list[Parameter]:
 
 @pytest.mark.parametrize("backend", ["compiled"], indirect=True)  # of eager's bits, sooner
 @each_peer
-def test_it_ends_where_another_implementation_does(peer, backend):
+def test_results_are_those_of_another_implementation(peer, backend):
     ours, theirs = initial(torch.float64), initial(torch.float64)
     optimizer, other = peer.cls(ours, **peer.options), peer.theirs(theirs)
     train(optimizer, ours, STEPS, lambda: optimizer.unscale_and_step(grads_scaled_by=4.0), 4.0)

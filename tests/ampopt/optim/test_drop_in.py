@@ -31,7 +31,7 @@ def test_an_optimizer_is_an_instance_of_its_twin_and_of_the_base():
 
 
 @pytest.mark.parametrize("cls", CLOSURE_FREE)
-def test_a_parameter_without_elements_has_the_same_state_whoever_steps(cls):
+def test_a_parameter_without_elements_has_the_same_state_on_every_backend(cls):
     def states_after(step: Callable[[Any], Any]) -> list[set[str]]:
         params = [Parameter(torch.ones(rows, 3)) for rows in (0, 2)]
         optimizer = cls(params)

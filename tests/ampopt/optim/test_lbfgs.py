@@ -92,7 +92,7 @@ def test_a_power_of_two_changes_not_one_bit_of_torchs_steps(form, line_search, n
 
 
 @both_forms
-def test_an_overflow_inside_the_line_search_is_recovered_from(form):
+def test_an_overflow_inside_the_line_search_is_replayed(form):
     options = options_of("strong_wolfe")
     free = Valley(torch.optim.LBFGS, **options)
     ours = Valley(ampopt.LBFGS, limit=2.0**18, **options)
@@ -183,7 +183,7 @@ def test_torchs_own_lbfgs_would_have_taken_the_overflow(form):
         lambda opt: (opt.unscale(2.0), opt.step_after_unscale()),
     ],
 )
-def test_a_closure_is_needed(call):
+def test_a_missing_closure_is_refused(call):
     valley = Valley(ampopt.LBFGS)
     valley.closure(2.0)
     before = everything(valley.optimizer)
@@ -192,7 +192,7 @@ def test_a_closure_is_needed(call):
     assert everything(valley.optimizer) == before
 
 
-def test_a_subclass_whose_step_can_do_without_a_closure_is_not_asked_for_one():
+def test_a_subclass_whose_step_needs_no_closure_is_not_required_to_have_one():
     class Resting(ampopt.LBFGS):
         def step(self, closure=None):  # type: ignore[override]
             return None if closure is None else super().step(closure)

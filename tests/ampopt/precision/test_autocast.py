@@ -87,7 +87,7 @@ def test_calls_that_write_are_left_alone():
 
 
 @given(data=st.data())
-def test_the_innermost_that_names_an_operator_has_its_say(data):
+def test_the_innermost_list_that_names_an_operator_wins(data):
     names = ("softmax", "matmul", "exp")
     depths = data.draw(
         st.lists(st.dictionaries(st.sampled_from(names), st.booleans()), min_size=1, max_size=3)
@@ -217,7 +217,7 @@ def test_a_checkpointed_part_that_enters_it_by_itself_needs_nothing(use_reentran
 
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_attention_is_seen_into(need_weights, training):
+def test_operators_within_attention_are_found(need_weights, training):
     attention = nn.MultiheadAttention(8, 2, batch_first=True).train(training)
     x = X.reshape(2, 2, 8)
     with torch.set_grad_enabled(training):

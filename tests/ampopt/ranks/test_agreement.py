@@ -77,7 +77,7 @@ def differing(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
-def test_each_rank_is_told_what_differs_and_its_values(two_ranks, what):
+def test_each_rank_raises_and_names_what_differs(two_ranks, what):
     for text in two_ranks.run(differing, what, timeout=10):
         assert all(part in text for part in DIFFERENT[what]), text
         assert text.endswith("nothing has been stepped")
@@ -106,7 +106,7 @@ def differing_later(what: str) -> tuple[int, str, int]:
 
 
 @pytest.mark.parametrize("what", ["scale", "max_norm"])
-def test_a_device_is_not_waited_for_and_all_are_told_within_20_steps(two_ranks, what):
+def test_on_a_device_ranks_raise_within_20_steps_without_waiting(two_ranks, what):
     for steps, text, looks in two_ranks.run(differing_later, what, timeout=10):
         assert 0 < steps <= 20
         assert f"{'the scale of the gradients' if what == 'scale' else what} differs" in text
@@ -187,7 +187,7 @@ def without_process_group(loss: bool) -> str:
     return ""
 
 
-def test_ranks_whose_loss_cannot_be_agreed_on_are_told_of_process_group(two_ranks):
+def test_a_loss_without_a_process_group_raises_and_names_the_fix(two_ranks):
     for text in two_ranks.run(without_process_group, True, timeout=10):
         assert "process_group=torch.distributed.group.WORLD" in text
         assert "replicated=True" in text
@@ -210,7 +210,7 @@ def overflowing(bad: list[int], form: str) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["own", "window", "micro_batch"])
-def test_each_rank_is_told_which_others_overflowed(four_ranks, form):
+def test_each_rank_knows_which_others_overflowed(four_ranks, form):
     assert four_ranks.run(overflowing, [1], form) == [
         ["rank 1"],
         ["weight"],

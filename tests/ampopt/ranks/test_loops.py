@@ -266,7 +266,7 @@ def overflowing_on_one_rank(theirs: str) -> tuple[float, float]:
         ("an argument", False),
     ],
 )
-def test_a_strangers_process_group_is_not_taken_for_ours(two_ranks, theirs, together):
+def test_a_process_group_attribute_of_another_class_is_not_used(two_ranks, theirs, together):
     first, second = two_ranks.run(overflowing_on_one_rank, theirs)
     assert first == (2.0 if together else 4.0, 2.0)
     assert second == (2.0, 2.0)

@@ -64,7 +64,7 @@ def refill(grads: list[Tensor], last: float) -> None:
 
 @needs_gpu(with_real="streams and NCCL")
 @pytest.mark.parametrize("form", FORMS)
-def test_ranks_decide_and_nobody_waits(form):
+def test_ranks_decide_without_synchronizing(form):
     optimizer, params, grads = made(form)
     scale: Any = ampopt.DynamicLossScale(init_scale=4.0)
     for i, last in enumerate((1.0, 1.0, INF, 1.0)):

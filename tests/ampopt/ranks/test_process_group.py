@@ -109,7 +109,7 @@ def replicated(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["SGD", "Plain", "Adafactor"])
-def test_what_the_user_says_of_ranks_counts_from_the_next_step_on(two_ranks, name):
+def test_changed_attributes_of_ranks_take_effect_at_the_next_step(two_ranks, name):
     assert two_ranks.run(replicated, name) == [[1.0, 2.0, 1.0, 1.0]] * 2
 
 
@@ -177,7 +177,7 @@ def raising_unscaled(optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", ["max_norm", "parameters", "closure"])
-def test_ranks_that_do_not_agree_are_told_so_on_each_of_them(two_ranks, what):
+def test_ranks_that_make_different_calls_raise_on_each_of_them(two_ranks, what):
     texts = two_ranks.run(refused, what, timeout=10)
     expected = {"max_norm": "max_norm differs between ranks (rank 0: None; rank 1: 1.0)"}
     expected |= {"parameters": "have different parameters", "closure": "a step with a closure)"}
@@ -211,7 +211,7 @@ def evaluated_apart() -> list[str]:
     return texts
 
 
-def test_ranks_that_evaluate_a_closure_more_often_are_told_so(two_ranks):
+def test_ranks_that_evaluate_a_closure_more_often_raise(two_ranks):
     for texts in two_ranks.run(evaluated_apart, timeout=10):
         assert len(texts) == 1
         assert "(rank 0: evaluation 1; rank 1: evaluation 2)" in texts[0]
@@ -231,7 +231,7 @@ def digested(digests: list[int]) -> str:
     return ""
 
 
-def test_a_rank_whose_parameters_are_the_mean_of_others_is_told_too(four_ranks):
+def test_a_rank_whose_count_of_parameters_is_the_mean_of_others_raises_too(four_ranks):
     texts = four_ranks.run(digested, [1, 2, 3, 2], timeout=10)
     assert all("have different parameters" in text for text in texts)
     assert four_ranks.run(digested, [2, 2, 2, 2]) == [""] * 4
@@ -252,7 +252,7 @@ def waiting() -> str:
     return ""
 
 
-def test_a_rank_that_waits_in_vain_is_told_who_has_to_come(two_ranks):
+def test_a_timeout_names_the_ranks_that_must_make_the_call(two_ranks):
     first, _ = two_ranks.run(waiting, timeout=10)
     assert "the all-reduce by which 2 ranks decide together has failed" in first
     assert "every rank has to make every call" in first
@@ -449,7 +449,7 @@ def test_fsdp1_has_the_norm_of_the_model_once(four_ranks, strategy, orig):
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
-def test_other_ranks_are_asked_for_once_there_are_any(monkeypatch):
+def test_ranks_are_considered_once_torch_distributed_is_initialized(monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(
         ranks, "agreement", lambda *args, **step_has_collectives: asked.append(args)

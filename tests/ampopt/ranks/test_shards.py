@@ -232,7 +232,7 @@ def counted(layout: str) -> list[int]:
 
 
 @pytest.mark.parametrize("layout", SHAPES)
-def test_ranks_meet_once_a_step(four_ranks, layout):
+def test_a_step_makes_one_all_reduce(four_ranks, layout):
     assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0, 1]] * 4
 
 
@@ -296,7 +296,7 @@ def steady(form: str) -> int:
     return len(made)
 
 
-def test_which_ranks_decide_is_worked_out_once(two_ranks):
+def test_the_deciding_ranks_are_found_once(two_ranks):
     assert two_ranks.run(steady, "joined") == [1] * 2
     assert two_ranks.run(steady, "split") == [1] * 2
 
@@ -315,7 +315,7 @@ def arriving() -> list[bool]:
     return right
 
 
-def test_what_a_collective_is_yet_to_bring_is_waited_for(two_ranks):
+def test_pending_collectives_of_a_gradient_are_waited_for(two_ranks):
     assert two_ranks.run(arriving) == [[True] * 3] * 2
 
 

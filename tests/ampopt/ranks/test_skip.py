@@ -32,7 +32,7 @@ def nan_is_nan(case: Any) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("bad", SPOILED)
-def test_t4_ranks_agree(of_both, name, form, order, bad):
+def test_t4_all_ranks_skip_or_none(of_both, name, form, order, bad):
     first, second = (
         {nan_is_nan(case): outcome for case, outcome in rank.items()} for rank in of_both
     )
@@ -49,7 +49,7 @@ def test_t4_ranks_agree(of_both, name, form, order, bad):
         assert scale == other_scale == alone_scale == (4.0 if bad is None else 2.0)
 
 
-def test_an_ordinary_tensor_asks_no_one():
+def test_ordinary_tensors_make_no_all_reduce():
     assert ranks.agreement([{"params": [torch.ones(2)]}]) is None
     tensor = torch.ones(2)
     assert dtensor.local(tensor) is tensor

@@ -103,7 +103,7 @@ def read_on_rank_0(clips: bool) -> Any:
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_one_rank_reads_what_it_knows_without_the_others(two_ranks, clips):
+def test_one_rank_may_read_its_watch_alone(two_ranks, clips):
     (read, table, report, later), overflows = two_ranks.run(read_on_rank_0, clips, timeout=10)
     assert overflows == 1
     assert later == read
@@ -133,7 +133,7 @@ def watched_on_rank_0() -> Any:
     return watch and [step["norm"] for step in watch.read()["recent"]]
 
 
-def test_a_norm_that_no_other_rank_was_asked_for_is_none(two_ranks):
+def test_a_norm_that_other_ranks_did_not_compute_is_none(two_ranks):
     first, _ = two_ranks.run(watched_on_rank_0, timeout=10)
     assert first == [None, pytest.approx(8**0.5), None]
 

@@ -64,7 +64,7 @@ some_optimizers = pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.AdamW, Plai
 @every_call
 @some_optimizers
 @pytest.mark.parametrize("number", [0, 0.0, -0.0, -1.0, NAN, INF, -INF, 1e-40, 1e39, -(10**400)])
-def test_a_number_that_cannot_be_a_scale(call, cls, number):
+def test_a_number_that_cannot_be_a_scale_is_refused(call, cls, number):
     param, optimizer = trained(cls)
     shown = re.escape(f"got {number!r}")
     refused(lambda: CALLS[call](optimizer, number), ValueError, shown, param, optimizer)
@@ -76,7 +76,7 @@ def test_a_number_that_cannot_be_a_scale(call, cls, number):
 @every_call
 @some_optimizers
 @pytest.mark.parametrize("thing", [True, False, "2.0", [2.0], {"scale": 2.0}, 2j, object])
-def test_a_thing_that_is_no_scale(call, cls, thing):
+def test_an_object_that_is_no_scale_is_refused(call, cls, thing):
     param, optimizer = trained(cls)
     match = (
         f"None, a positive number, a one-element tensor or a LossScale, got {type(thing).__name__}"
@@ -156,7 +156,7 @@ MISPLACED = {
 @every_call
 @some_optimizers
 @pytest.mark.parametrize("thing", MISPLACED)
-def test_what_is_given_in_place_of_a_scale(call, cls, thing):
+def test_an_object_that_contains_a_scale_is_refused_with_the_fix(call, cls, thing):
     make, error, match = MISPLACED[thing]
     param, optimizer = trained(cls)
     given = make(optimizer)
@@ -166,7 +166,7 @@ def test_what_is_given_in_place_of_a_scale(call, cls, thing):
         ampopt.scale_outputs(torch.ones(()), given)
 
 
-def test_a_train_step_says_too_what_to_give():
+def test_a_train_step_refuses_them_with_the_fix():
     optimizer = ampopt.SGD([Parameter(torch.ones(1))])
     with pytest.raises(TypeError, match="got GradScaler: either call scaler.step"):
         ampopt.TrainStep(torch.nn.Linear(1, 1), torch.nn.MSELoss(), optimizer, scaler_of_torch())
@@ -406,7 +406,7 @@ def train_step(**options: Any) -> ampopt.TrainStep:
 
 @pytest.mark.parametrize("switch", SWITCHED)
 @pytest.mark.parametrize("bad", ["yes", "False", 1, 0, None, np.True_], ids=repr)
-def test_what_is_neither_true_nor_false(switch, bad):
+def test_a_flag_that_is_neither_true_nor_false_is_refused(switch, bad):
     with pytest.raises(
         TypeError, match=rf"{switch.split()[0]}.* must be True or False, got {bad!r}"
     ):

@@ -241,7 +241,7 @@ USERS = {"count": 3, "average": torch.tensor([0.5]), "nested": {"step": 7}, "emp
 @every_backend
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "copied"])
 @pytest.mark.parametrize("options", [*RICH, DAMPENED], ids=str)
-def test_what_users_keep_in_the_state_is_kept(options, loaded):
+def test_entries_that_users_add_to_the_state_are_saved(options, loaded):
     """Also a ``step`` under another key than a parameter, and beside the state of a parameter."""
     optimizer, source = options.ours(initial(options)), gradients(options)
     optimizer.state.update(copy.deepcopy(USERS))
@@ -326,7 +326,9 @@ def test_a_compiled_rule_continues_a_checkpoint_of_torchs(backend):
 @each_journey
 @pytest.mark.parametrize("taken", [0, 2])
 @each_optimizer
-def test_what_arrives_steps_bitwise_as_the_original(options, taken, backend, transport):
+def test_copies_and_loaded_optimizers_step_bitwise_as_the_original(
+    options, taken, backend, transport
+):
     optimizer = options.ours(initial(options))
     source = gradients(options)
     give(optimizer, spoiled(source()))
@@ -338,7 +340,7 @@ def test_what_arrives_steps_bitwise_as_the_original(options, taken, backend, tra
 @each_journey
 @pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
 @each_rule
-def test_half_precision_arrives_bitwise_too(options, masters, backend, transport):
+def test_half_precision_states_are_copied_and_loaded_bitwise(options, masters, backend, transport):
     """Torch's loading casts masters, and scalars such as ASGD's ``eta``, to half precision."""
     optimizer = options.ours(initial(options, torch.bfloat16), master_weights=masters)
     source = gradients(options, torch.bfloat16)

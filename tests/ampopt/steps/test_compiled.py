@@ -90,7 +90,7 @@ def test_complex_and_absent_gradients_and_many_sizes(backend):
 
 
 @pytest.mark.parametrize("options", RICHEST, ids=str)
-def test_a_parameter_trains_to_the_same_bits_beside_others_that_rest(options, backend):
+def test_a_parameter_trains_to_the_same_bits_when_others_have_no_gradients(options, backend):
     """Step counts in a bundle differ then; elsewhere the bundle is one parameter, or one number."""
     shapes, steps = [(23,), (40,), (1,)], 4
     source = np.random.default_rng(0)
@@ -222,7 +222,7 @@ def test_master_weights_of_some_thousand_elements_are_updated_where_they_are(bac
         assert rows == [3]
 
 
-def test_gradients_of_who_has_no_rule_are_judged_by_the_compiled_loops(backend, monkeypatch):
+def test_gradients_of_optimizers_without_a_rule_are_tested_by_compiled_loops(backend, monkeypatch):
     monkeypatch.setattr(numbers, "loaded", None)
     weights = torch.nn.Parameter(torch.ones(3, 2))
     optimizer = ampopt.Adafactor([weights])

@@ -703,7 +703,7 @@ def test_loading_keeps_the_dtype_that_a_state_was_saved_with():
     assert seen == [torch.float32]
 
 
-def test_loading_goes_by_what_the_users_hook_made_of_the_checkpoint():
+def test_loading_uses_the_checkpoint_that_a_users_hook_returned():
     param = Parameter(torch.ones(2))
     optimizer = ampopt.Adam([param])
     param.grad = torch.ones(2)
@@ -746,7 +746,7 @@ def test_backends_agree(backend, case, history, scale):
 
 @pytest.mark.parametrize("cls", [ampopt.SGD, ampopt.AdamW, Plain])
 @pytest.mark.parametrize("step", [joined, split])
-def test_the_story_of_a_training(cls, step):
+def test_a_whole_training_with_skips_growth_and_a_checkpoint(cls, step):
     """A good step, two overflows, recovery and growth, with every counter looked at."""
     param = Parameter(torch.tensor([1.0, 2.0]))
     reference = Parameter(param.detach().clone())

@@ -182,7 +182,7 @@ def test_parameters_that_share_storage_without_sharing_elements(options):
 
 
 @each_rule
-def test_elements_of_one_of_two_that_overlap_are_stepped_as_ever(options):
+def test_of_two_overlapping_parameters_the_other_elements_are_stepped(options):
     """Which of two updates an element of both gets is not defined."""
     line, plain = numbers(8), [numbers(8)[:5], numbers(8)[3:]]
     params = [Parameter(line[:5]), Parameter(line[3:])]
@@ -200,7 +200,7 @@ def test_elements_of_one_of_two_that_overlap_are_stepped_as_ever(options):
 
 
 @each_rule
-def test_each_dtype_is_stepped_as_if_the_others_were_not_there(options, backend):
+def test_each_dtype_is_stepped_as_if_alone(options, backend):
     def train(masters: bool, *dtypes: torch.dtype) -> list[Any]:
         params = [Parameter(numbers(3, 2).to(dtype)) for dtype in dtypes]
         optimizer = options.ours(params, master_weights=masters)

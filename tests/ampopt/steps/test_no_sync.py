@@ -52,12 +52,12 @@ def triton() -> None:
         lambda x: 1.0 if x > 0 else 2.0,
     ],
 )
-def test_the_detector_catches_a_planted_look(look):
+def test_the_detector_catches_a_planted_synchronization(look):
     with pytest.raises(ReadBack), assert_no_sync():
         look(torch.ones(()))
 
 
-def test_the_detector_catches_a_look_within_a_step(monkeypatch):
+def test_the_detector_catches_a_synchronization_within_a_step(monkeypatch):
     optimizer, _ = made(Signed)
     run = overflow.run
 
@@ -93,7 +93,7 @@ SCALES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("split", [False, True])
-def test_no_kind_of_scale_is_looked_at(kind, split):
+def test_no_kind_of_scale_is_read_on_the_host(kind, split):
     optimizer, params = made(ampopt.AdamW)
     scale = SCALES[kind]()
     with assert_no_sync():
@@ -154,7 +154,7 @@ def test_what_is_sent_is_noticed():
 
 
 @pytest.mark.parametrize("cls", EVERY_RULE)
-def test_no_control_point_of_any_rule_looks(cls):
+def test_no_control_point_of_any_rule_synchronizes(cls):
     optimizer, params = made(cls)
     scale: Any = ampopt.DynamicLossScale(init_scale=2.0)
     with assert_no_sync():
@@ -173,7 +173,7 @@ def test_no_control_point_of_any_rule_looks(cls):
 
 @pytest.mark.parametrize("cls", EVERY_RULE)
 @pytest.mark.parametrize("unscale_first", [False, True])
-def test_a_loop_written_for_grad_scaler_looks_nowhere(cls, unscale_first):
+def test_a_loop_written_for_grad_scaler_does_not_synchronize(cls, unscale_first):
     optimizer, params = made(cls)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     before = params[0].detach().clone()
@@ -192,7 +192,7 @@ def test_a_loop_written_for_grad_scaler_looks_nowhere(cls, unscale_first):
     assert not torch.equal(params[0], before)
 
 
-def test_growing_and_changing_between_steps_is_not_looked_at():
+def test_changes_between_steps_do_not_synchronize():
     """Groups added, learning rates changed, gradients gone: tables are sent, nothing comes back."""
     optimizer, params = made(ampopt.AdamW)
     with assert_no_sync():
@@ -207,7 +207,7 @@ def test_growing_and_changing_between_steps_is_not_looked_at():
     assert not torch.equal(params[-1].detach(), torch.ones(2))
 
 
-def test_the_parts_of_an_answer_that_do_look_say_so():
+def test_results_that_synchronize_say_so():
     optimizer, _ = made(ampopt.SGD)
     result = optimizer.unscale_and_step(grads_scaled_by=2.0)
     assert "ynchronizes" in (ampopt.StepResult.skipped.__doc__ or "")

@@ -57,7 +57,7 @@ def rounded(x: torch.Tensor, key: int, start: int = 0) -> torch.Tensor:
     return stochastically(x, torch.arange(start, start + x.numel()), key)
 
 
-def test_it_is_unbiased_and_exact_numbers_stay():
+def test_rounding_is_unbiased_and_keeps_exact_numbers():
     """Over 2**16 elements or steps, of both signs, for chances of many sizes."""
     n = 1 << 16
     for share in (2.0**-10, 0.125, 0.3, 0.5, 0.999):
@@ -75,7 +75,7 @@ def test_it_is_unbiased_and_exact_numbers_stay():
     assert rounded(torch.tensor([float("nan")]), 1).isnan().all()
 
 
-def test_neither_neighbours_nor_steps_nor_parameters_go_together():
+def test_rounding_is_uncorrelated():
     x = torch.full((1 << 15,), 1.0 + 0.5 * ULP)
     first, later, other = ((rounded(x, key) > 1.0).double() for key in (5, 6, 5 + KEY_STRIDE))
     pairs = [(first, later), (first, other), (first[1:], first[:-1]), (first[:-1], later[1:])]
@@ -106,19 +106,19 @@ def trained(backend: str, skips: bool, resume: bool = False) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_skip_consumes_no_chance_and_a_resumed_run_goes_on(backend):
+def test_a_skip_consumes_no_random_bits_and_a_resumed_run_continues(backend):
     plain = trained(backend, skips=False)
     assert all(map(torch.equal, plain, trained(backend, skips=True)))
     assert all(map(torch.equal, plain, trained(backend, skips=False, resume=True)))
 
 
 @pytest.mark.skipif("compiled" not in BACKENDS, reason="there is no C++ compiler here")
-def test_compiled_chances_are_those_of_eager():
+def test_the_compiled_backend_rounds_as_the_eager_one():
     assert all(map(torch.equal, trained("eager", True), trained("compiled", True)))
 
 
 @pytest.mark.skipif("triton" not in BACKENDS, reason="Triton cannot be imported here")
-def test_kernels_take_the_same_chances():
+def test_kernels_round_as_the_eager_backend():
     ends = []
     for backend in ("eager", "triton"):
         ampopt.set_backend(backend)
@@ -130,7 +130,7 @@ def test_kernels_take_the_same_chances():
     assert all(map(torch.equal, *ends))
 
 
-def test_others_are_rounded_to_the_nearest():
+def test_other_dtypes_are_rounded_to_nearest():
     """Parameters of other dtypes, those with masters, and those of groups that say so."""
     ampopt.set_backend("eager")
     half, low = torch.ones(3, dtype=torch.float16), torch.full((3,), 1.5, dtype=BF16)
@@ -194,5 +194,5 @@ def on_shards() -> list[str]:
     return same_as_whole(sgd, values, 0.3 * ULP, lambda o: o.step(), ["eager"])
 
 
-def test_ranks_take_the_chances_that_one_process_would(four_ranks):
+def test_ranks_round_as_one_process_would(four_ranks):
     assert four_ranks.run(on_shards) == [[]] * 4

@@ -92,7 +92,7 @@ def report(with_torch, tmp_path_factory):
     return outside(with_torch, folder, "-m", "pytest", *options).stdout
 
 
-def test_a_strangers_file_is_tested_and_reported(report):
+def test_a_users_test_file_is_run_and_reported(report):
     assert "not claimed: closures" in report
     assert "not claimed: complex_parameters" in report
     assert "make must return an ampopt.Optimizer, got SGD" in report
@@ -322,7 +322,7 @@ def test_as_many_examples_are_drawn_as_the_profile_says():
     assert hypothesis.settings().deadline == asked.deadline
 
 
-def test_what_torch_warns_of_in_checkpoints_is_no_fault_of_the_optimizer(monkeypatch):
+def test_warnings_of_torch_about_checkpoints_are_no_failure(monkeypatch):
     """Of sparse tensors, as torch 2.15 does, whatever its user makes of warnings."""
     load = torch.load
 

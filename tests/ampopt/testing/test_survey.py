@@ -57,7 +57,7 @@ def findings():
     return list(survey([torch.optim.Adagrad, Restless, Inquisitive], examples=2, invariants=FEW))
 
 
-def test_what_is_kept_broken_and_not_asked(findings):
+def test_the_survey_tells_kept_broken_and_not_tested_invariants(findings):
     kept, broken, refused = findings
     assert kept.name == "torch.Adagrad"
     names = [name.removeprefix("test_") for name in FEW]
@@ -67,7 +67,7 @@ def test_what_is_kept_broken_and_not_asked(findings):
     assert refused.refused == "its constructor asks for temperature" and not refused.verdicts
 
 
-def test_all_invariants_are_asked_unless_told_otherwise():
+def test_all_invariants_are_tested_unless_some_are_named():
     (finding,) = survey([torch.optim.SGD], examples=1)
     assert len(finding.verdicts) > 40
     assert "✘" not in finding.verdicts.values(), finding.why

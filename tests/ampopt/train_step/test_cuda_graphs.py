@@ -254,7 +254,7 @@ def test_a_learning_rate_on_the_device_is_read_there(graphs):
 
 
 @pytest.mark.parametrize("graphs", [ON_A_GPU], indirect=True)
-def test_no_replay_waits(graphs):
+def test_no_replay_synchronizes(graphs):
     training = Training(True, max_norm=1.0)
     batches = [batch(first) for first in (1.0, 2.0, 3.0, 1.0, INF, 2.0)]
     for inputs, targets in batches[: CAPTURED_AT + 1]:
@@ -345,7 +345,7 @@ def test_post_hooks_run_for_each_step_once_and_know_whether_it_was_skipped(graph
 
 
 @stand_in_only
-def test_no_step_looks(graphs):
+def test_no_captured_step_reads_a_tensor(graphs):
     training = Training(True, max_norm=1.0)
     batches = [batch(first) for first in (1.0, 2.0, 3.0, 1.0, INF, 2.0)]
     with assert_no_sync():
@@ -359,7 +359,7 @@ def captured_later(training: Training) -> None:
 
 
 @stand_in_only
-def test_a_model_that_looks_is_found_out(graphs):
+def test_a_model_that_reads_a_tensor_is_refused(graphs):
     training = Training(True)
     training.model.register_forward_hook(lambda module, args, output: output * output.max().item())
     with pytest.raises(AssertionError, match="the host looked while capturing"):

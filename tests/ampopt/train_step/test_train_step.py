@@ -91,7 +91,7 @@ batches = st.builds(
     cuda_graph=st.booleans(),
 )
 @settings(max_examples=30)
-def test_it_is_the_loop(cls, scale, training, cuda_graph, **options):
+def test_a_train_step_is_the_documented_loop(cls, scale, training, cuda_graph, **options):
     if cls is ampopt.Muon:  # which takes matrices only
         make = lambda params: ampopt.Muon([p for p in params if p.ndim == 2])  # noqa: E731
     else:
@@ -118,7 +118,7 @@ def test_an_overflow_in_one_micro_batch_skips_all_of_them():
     assert not step(*batch()).skipped
 
 
-def test_results_stay_what_they_were():
+def test_earlier_results_do_not_change():
     model, optimizer = made()
     scale = DynamicLossScale(init_scale=8.0, growth_interval=1)
     step = TrainStep(model, MSE, optimizer, scale, max_norm=1.0)
@@ -389,7 +389,7 @@ def test_an_overflow_takes_the_next_batch():
     assert everything(optimizer) == everything(reference)
 
 
-def test_it_takes_so_many_at_most():
+def test_at_most_max_replays_further_batches_are_taken():
     model, optimizer = made()
     step = TrainStep(
         model, MSE, optimizer, DynamicLossScale(), on_overflow="next_batch", max_replays=2
@@ -405,7 +405,7 @@ def test_it_takes_so_many_at_most():
 
 
 @pytest.mark.parametrize("given", [batch(), ([batch()],), (iter([batch()]), 1.0)])
-def test_it_takes_an_iterator(given):
+def test_next_batch_requires_an_iterator(given):
     model, optimizer = made()
     step = TrainStep(model, MSE, optimizer, DynamicLossScale(), on_overflow="next_batch")
     with pytest.raises(TypeError, match="takes an iterator of batches, such as iter"):

@@ -146,7 +146,7 @@ STEPS = st.lists(
     exponent=st.integers(0, 12),
     last=st.integers(1, 5),
 )
-def test_it_says_what_a_count_in_python_says(way, kind, steps, exponent, last):
+def test_a_watch_counts_as_python_does(way, kind, steps, exponent, last):
     cls = Plain if kind == "ordinary" else ampopt.SGD
     options = {"dtype": torch.bfloat16, "master_weights": True} if kind == "masters" else {}
     optimizer, params = made(cls, **options)
@@ -179,7 +179,7 @@ def test_training_is_bitwise_what_it_is_without(steps, scale, clips):
 
 
 @pytest.mark.parametrize("exact", [3.0, 1000.0 / 3])
-def test_what_is_flushed_is_judged_after_unscaling(exact):
+def test_underflow_is_counted_after_unscaling(exact):
     optimizer, params = made()
     watch = ampopt.Watch(optimizer)
     scale = torch.tensor(exact)
@@ -192,7 +192,7 @@ def test_what_is_flushed_is_judged_after_unscaling(exact):
     assert told[NAMES[3]]["underflow"] in (0.0, 0.5)
 
 
-def test_only_steps_that_were_taken_count_for_the_share_that_is_flushed():
+def test_only_applied_steps_count_for_underflow():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer)
     for step in ([[TINY], None, None, [1.0]], [[1.0], None, [INF], [TINY]]):
@@ -240,7 +240,7 @@ def test_accumulated_gradients_are_seen_as_their_sum():
     }
 
 
-def test_nothing_is_waited_for():
+def test_nothing_synchronizes():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer)
     with as_on_a_device(), assert_no_sync():
@@ -362,7 +362,7 @@ def test_of_a_closure_each_overflow_and_the_last_evaluation_are_noted(cls):
     assert watch.read()["recent"][-1]["scale"] is None
 
 
-def test_it_grows_with_the_optimizer():
+def test_parameters_added_later_are_watched():
     optimizer, params = made()
     watch = ampopt.Watch(optimizer)
     give(params, [[INF], None, None, None], 1.0)
@@ -560,7 +560,7 @@ def test_table_report_and_picture_name_the_worst(tmp_path):
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_mistakes_are_told(monkeypatch):
+def test_wrong_arguments_are_refused(monkeypatch):
     optimizer, params = made()
     with pytest.raises(TypeError, match="ampopt.Optimizer"):
         ampopt.Watch(torch.optim.SGD(params))  # pyright: ignore[reportArgumentType]

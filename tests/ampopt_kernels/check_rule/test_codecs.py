@@ -171,7 +171,7 @@ def of_255(code):
         {"encode": encode, "decode": decode, "block": 1},
     ],
 )
-def test_a_codec_that_works_is_taken(changed):
+def test_a_codec_that_works_is_accepted(changed):
     param = torch.nn.Parameter(torch.ones(3))
     param.grad = torch.ones(3)
     optimizer_of(rule_of(**changed))([param]).step()

@@ -439,7 +439,7 @@ def test_scalars_that_return_no_two_tuples_are_refused(function):
     assert_refused(rule, ValueError, "scalars of")
 
 
-def test_an_update_that_takes_more_than_scalars_hand_on_is_refused():
+def test_an_update_that_reads_more_than_scalars_return_is_refused():
     rule = Rule(update=unpacks_three_hypers, hyper=HYPER, scalars=counts, scalar_state=COUNT)
     message = "gets 2 numbers, the h that scalars returns"
     assert_refused(rule, ValueError, "update of", "(expected 3, got 2)", message)
@@ -479,7 +479,7 @@ def plain(p, g, state, h, flags):
         ),
     ],
 )
-def test_a_slip_in_a_declaration_is_refused_where_it_is_made(declare, error, message):
+def test_a_wrong_declaration_is_refused_where_it_is_made(declare, error, message):
     with pytest.raises(error, match=message):
         declare()
 
@@ -549,7 +549,7 @@ every_backend = pytest.mark.parametrize("backend", ["eager", "triton", "compiled
     scale=st.sampled_from([1.0, 2.0**8, 2.0**-8]),
     skips=st.lists(st.booleans(), min_size=5, max_size=5),
 )
-def test_a_good_rule_does_what_it_says(backend, numbers, signed, scale, skips):
+def test_a_correct_rule_is_accepted_and_steps(backend, numbers, signed, scale, skips):
     param = Parameter(torch.tensor([1.0, -2.0, 0.5]))
     grads = list(torch.tensor(numbers).reshape(5, 3))
     optimizer = Warming([param], signed=signed)

@@ -153,5 +153,5 @@ def test_what_is_not_finite_stays_in_its_row_and_column(value):
     assert (~columns.isfinite()).nonzero().tolist() == [[1, 0, 65]]
 
 
-def test_they_are_said_not_to_have_the_bits_of_torchs_sums():
+def test_averages_are_not_marked_as_exact():
     assert not source_of(RULE, (True,), (F32, F32, F32), 3, "averages").exact

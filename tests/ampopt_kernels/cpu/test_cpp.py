@@ -215,7 +215,7 @@ def _inexact(p, g, state, h, flags):
     return x + tl.sin(g) * tl.cos(p) + tl.sigmoid(g) * power(1.0 + p * p, h[0]), ()
 
 
-def test_functions_that_others_round_are_told_and_are_near():
+def test_functions_that_libraries_round_are_listed_and_close():
     rule = Rule(update=_inexact, hyper=("a",))
     ours, theirs, source = both(rule, (), (F32, F32, None), 1000, 0, (1.0, 1.0, 0.5))
     assert not source.exact

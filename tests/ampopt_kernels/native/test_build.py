@@ -53,7 +53,7 @@ def test_what_another_process_is_compiling_is_left_to_it(starts):
     assert len(starts()) == 1
 
 
-def test_who_has_to_wait_does_not_wait_for_another_process(starts):
+def test_a_caller_that_must_wait_does_not_wait_for_another_process(starts):
     ours, theirs = Library(SOURCE), Library(SOURCE)
     theirs.start()
     assert ours.load().answer() == theirs.load().answer() == 42
@@ -72,7 +72,7 @@ def test_another_process_that_does_not_finish_is_given_up(starts, own_cache):
     assert [path.suffix for path in own_cache.iterdir()] == [".so"]
 
 
-def test_a_compiler_beside_the_program_comes_after_it(starts):
+def test_a_background_compiler_has_a_lower_priority(starts):
     library = Library(SOURCE)
     library.start()
     process = library._process

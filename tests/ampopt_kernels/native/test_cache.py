@@ -179,7 +179,7 @@ def test_a_program_that_ends_as_it_keeps_a_library_leaves_no_half(
         "/usr/bin/ld: x.so: Disk quota exceeded",
     ],
 )
-def test_a_compiler_without_room_does_not_get_the_blame(own_cache, starts, printed):
+def test_a_compiler_without_disk_space_is_reported_as_a_full_disk(own_cache, starts, printed):
     compiler = Path(os.environ["CXX"])
     others = f"echo '{printed}' >&2; echo 'collect2: error: ld returned 1 exit status' >&2; exit 1"
     compiler.write_text(f"#!/bin/sh\n{others}\n")

@@ -267,7 +267,7 @@ def test_loops_over_objects_that_are_there_are_taken_up_at_once(monkeypatch):
     assert loops.get() is not None
 
 
-def test_where_they_cannot_be_compiled_python_goes_on_answering(monkeypatch):
+def test_if_the_loops_cannot_be_compiled_python_does_the_checks(monkeypatch):
     compiler = Compiler(there=True, fails=True)
     loops = wanted(monkeypatch, compiler)
     for _ in range(3):

@@ -56,7 +56,7 @@ def request(scale: float | None, **kwargs: Any) -> Request:
     scale=SCALES,
     begun=st.lists(sums, min_size=3, max_size=3),
 )
-def test_adds_what_was_unscaled_and_judges_it(engine, reject, plan, scale, begun):
+def test_unscaled_gradients_are_added_and_tested(engine, reject, plan, scale, begun):
     """Each sum is rounded once; a flag is of these gradients alone, not of what was before."""
     work, placed, grads = summing(plan, begun)
     around = [p.around() for p in placed]

@@ -100,7 +100,7 @@ def test_clips_as_torch_does(engine, squares, max_norm):
 
 @each_engine
 @given(norm=st.sampled_from([math.inf, math.nan]), max_norm=st.sampled_from([0.0, 1.0, math.inf]))
-def test_a_norm_that_is_none_does_not_pass_for_one(engine, norm, max_norm):
+def test_a_norm_that_is_not_finite_clips_as_torch_does(engine, norm, max_norm):
     request = Request(check=False, max_norm=max_norm, apply=False)
     decision = decide(engine, request, parts([1.0], [norm]))
     assert decision.norm is not None
@@ -119,7 +119,7 @@ def test_a_norm_that_is_none_does_not_pass_for_one(engine, norm, max_norm):
     shape=st.sampled_from([(), (1,)]),
     drop=st.booleans(),
 )
-def test_the_scale_has_a_successor(engine, value, growth, budget, flags, shape, drop):
+def test_the_next_scale_follows_the_schedule(engine, value, growth, budget, flags, shape, drop):
     """A new scale and new counters by the policy, dropped or not; the old ones stay."""
     scale, counters = torch.full(shape, value), torch.tensor([growth, budget], dtype=torch.int32)
     before = bits((scale, counters))
@@ -140,7 +140,7 @@ def test_the_scale_has_a_successor(engine, value, growth, budget, flags, shape, 
 @each_engine
 @pytest.mark.parametrize("scale", [0.0, -0.0, -1.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_scale_that_is_none_is_an_overflow(engine, scale, dtype):
+def test_an_unusable_scale_is_an_overflow(engine, scale, dtype):
     """Gradients divided by infinity are finite zeros, so the scale is looked at too."""
     request = Request(torch.tensor(scale, dtype=dtype), apply=False)
     decision = decide(engine, request, parts([0.0]))
@@ -149,7 +149,7 @@ def test_a_scale_that_is_none_is_an_overflow(engine, scale, dtype):
 
 
 @each_engine
-def test_a_scale_that_is_none_backs_off(engine):
+def test_an_unusable_scale_backs_off(engine):
     """An unusable scale is an overflow for the schedule too."""
     scale, counters = torch.tensor(math.inf), torch.tensor([1, 1], dtype=torch.int32)
     decision = decide(engine, Request(scale, POLICY, counters, apply=False), parts([0.0]))

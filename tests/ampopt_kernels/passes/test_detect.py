@@ -77,7 +77,7 @@ def test_one_bad_element_anywhere_is_found(engine, n, dtype):
 @each_engine
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize(("n", "place"), [(5, 4), (CHUNK, 0), (CHUNK + 1, CHUNK)])
-def test_judges_after_unscaling(engine, n, place, sign):
+def test_gradients_are_tested_after_unscaling(engine, n, place, sign):
     """A finite float32 whose unscaled value is not one overflows; a float64 one does not."""
     for dtype, expected in ((torch.float32, True), (torch.float64, False)):
         plan = WorkPlan((RowPlan((n,), dtype, 0, (1.0,), ((place, sign * 1e37),)),))
@@ -87,7 +87,7 @@ def test_judges_after_unscaling(engine, n, place, sign):
 
 @each_engine
 @given(plan=gradient_works(bad=False), scale=SCALES)
-def test_write_stores_what_it_judged(engine, plan, scale):
+def test_write_stores_the_unscaled_gradients(engine, plan, scale):
     built = plan.build()
     # Triton's interpreter cuts bfloat16 off where devices round, and miswrites its subnormals.
     exact = [row.dtype != torch.bfloat16 or engine != "triton" for row in plan.rows]

@@ -108,7 +108,7 @@ def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
     assert chunk == 1 << 12 or programs > table.PROGRAMS // 2
 
 
-def test_no_detect_where_nothing_is_judged():
+def test_detect_is_not_launched_without_a_check():
     work = WorkPlan((row(),), rules.sgd, (HYPER,)).build().work
     kernels = [launch[0] for launch in launched(work, Request(check=False))]
     assert kernels == [control_kernel, update_kernel]
