@@ -19,7 +19,7 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_held, device_of
 from ampopt._step.sharding import dtensor
-from ampopt._step.small_states import LEAST
+from ampopt._step.small_states import is_large
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
 from ampopt.options import master_bits
@@ -364,9 +364,9 @@ def needs_master(group: dict[str, Any], param: Tensor) -> bool:
 def has_low_bits(group: dict[str, Any], param: Tensor) -> bool:
     """Whether the master of ``param`` has 24 bits, so that low bits are kept in its place.
 
-    Those of parameters of fewer than :data:`LEAST` elements, over all ranks, are float32.
+    Those of parameters that are not :func:`is_large` are float32.
     """
-    return needs_master(group, param) and master_bits(group) == 24 and param.numel() >= LEAST
+    return needs_master(group, param) and master_bits(group) == 24 and is_large(param)
 
 
 def full_master(param: Tensor, master: Tensor) -> Tensor:

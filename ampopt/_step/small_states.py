@@ -8,7 +8,8 @@ the order of a contiguous parameter.
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from ampopt_kernels.rule import Rule, State
 __all__ = [
     "CODES",
     "KEYS",
-    "LEAST",
     "add",
     "check_codes",
     "check_whole_blocks",
@@ -31,19 +31,36 @@ __all__ = [
     "convert",
     "full_precision",
     "has_codes",
+    "is_large",
+    "of_any_size",
     "scale_key",
 ]
 
 KEYS = "rounding_key"
 """Key of ``optimizer.state[p]`` for the random key of ``p``; see ``ampopt_kernels.stochastic``."""
 
-LEAST = 1 << 13
-"""Elements of the smallest parameter whose states are kept in fewer bits."""
+_least = 1 << 13  # elements of the smallest parameter whose states are kept in fewer bits
 
 CODES = (torch.int8, torch.uint8)
 """Dtypes of codes that have scales."""
 
 _PARAMS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_large(param: Tensor) -> bool:
+    """Whether states of ``param`` may be kept in fewer bits: from 8192 elements, over all ranks."""
+    return param.numel() >= _least
+
+
+@contextmanager
+def of_any_size() -> Iterator[None]:
+    """Context manager: parameters of any size are taken to be large. For the testing kit."""
+    global _least
+    before, _least = _least, 1
+    try:
+        yield
+    finally:
+        _least = before
 
 
 def scale_key(name: str) -> str:
@@ -56,11 +73,10 @@ def codecs_of(
 ) -> tuple[Codec | None, ...]:
     """The codec of each elementwise state of ``param``; ``None`` for full precision.
 
-    Parameters of fewer than :data:`LEAST` elements, over all ranks, and float64 and complex ones
-    have no codecs.
+    Parameters that are not :func:`is_large`, and float64 and complex ones have no codecs.
     """
     bits = state_bits(group)
-    if param.numel() < LEAST or param.dtype not in _PARAMS:
+    if not is_large(param) or param.dtype not in _PARAMS:
         bits = 32
     return rule.codecs_for(flags, bits)
 

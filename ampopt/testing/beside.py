@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampopt.options import STATE_BITS
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint, set_gradients
 
-__all__ = ["Beside", "Double", "Plain", "set_learning_rate"]
+__all__ = ["Beside", "Double", "Plain", "add_group", "set_learning_rate"]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -20,6 +21,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+
+
+def add_group(optimizer: torch.optim.Optimizer, param: Parameter, lr: float) -> None:
+    """Add ``param`` in a group of its own, with states of as many bits as those of the others."""
+    bits = {k: v for k, v in optimizer.param_groups[0].items() if k == STATE_BITS}
+    optimizer.add_param_group({"params": [param], "lr": lr, **bits})
 
 
 class Beside:
@@ -82,7 +89,7 @@ class Plain:
     def add(self, param: Parameter, lr: float) -> None:
         """Add a parameter in a group of its own, with learning rate ``lr``."""
         self.params.append(param)
-        self.optimizer.add_param_group({"params": [param], "lr": lr})
+        add_group(self.optimizer, param, lr)
 
 
 class Double:

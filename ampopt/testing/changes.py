@@ -12,7 +12,7 @@ from hypothesis.stateful import rule
 from torch import Tensor
 
 import ampopt
-from ampopt.testing.beside import set_learning_rate
+from ampopt.testing.beside import add_group, set_learning_rate
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, call, precondition
 from ampopt.testing.saving import loaded, written
@@ -196,6 +196,6 @@ class Changes(Windows):
     def add_group_of(self, param: Blueprint, lr: float) -> None:
         """Add a parameter in a group of its own, with learning rate ``lr``."""
         self.params.append(param.parameter())
-        self.optimizer.add_param_group({"params": [self.params[-1]], "lr": lr})
+        add_group(self.optimizer, self.params[-1], lr)
         self.beside.tell("add", param, lr)
         self.held = [*self.held, None]

@@ -17,11 +17,22 @@ from hypothesis.errors import HypothesisException
 from hypothesis.vendor.pretty import pretty
 
 import ampopt
+from ampopt._step.small_states import of_any_size
 from ampopt.testing import failures, strategies
 from ampopt.testing.blueprints import History
 from ampopt.testing.device import as_on_a_device
 
-__all__ = ["QUICK", "Claims", "Make", "apart", "check_claims", "invariant", "maker", "settings_of"]
+__all__ = [
+    "QUICK",
+    "Claims",
+    "Make",
+    "apart",
+    "check_claims",
+    "invariant",
+    "maker",
+    "settings_of",
+    "storing",
+]
 
 Make = Callable[[Any], Any]
 """Function from parameters or param groups to the optimizer."""
@@ -122,6 +133,11 @@ class Claims:
             stepped without synchronization.
         on_device (tuple of bool, default ``(False, True)``): examples run as on the CPU (False),
             and as on an accelerator (True); see :func:`ampopt.testing.as_on_a_device`.
+        state_bits (tuple of int, default ``(32, 16, 8)``): an optimizer of a rule keeps its states
+            in one of these numbers of bits in each example, as a param group with ``state_bits``
+            does, also those of small parameters. Invariants that need ``independent_parameters``
+            keep 32 bits, since random rounding depends on the place of a parameter in the
+            optimizer, and so do sparse gradients.
         settings (hypothesis.settings or None, default None): Hypothesis settings of this class.
             ``None`` means the active profile's; ``ampopt.testing.QUICK`` draws a tenth of the
             examples of Hypothesis's default.
@@ -154,6 +170,7 @@ class Claims:
     accumulates: ClassVar[bool] = True
     sync_free: ClassVar[bool] = False
     on_device: ClassVar[tuple[bool, ...]] = (False, True)
+    state_bits: ClassVar[tuple[int, ...]] = (32, 16, 8)
     settings: ClassVar[hypothesis.settings | None] = None
     failure: failures.Failure | None = None
 
@@ -275,6 +292,9 @@ def _as_test(cls: Any, name: str, body: Any) -> Any:
         if cls.options is not None:
             draws["options"] = cls.options
         draws["on_device"] = st.sampled_from(cls.on_device)
+        sparse = "sparse_gradients" in claims or not cls.dense_gradients
+        if not (sparse or "independent_parameters" in claims or "bits" in draws):
+            draws["state_bits"] = st.sampled_from(cls.state_bits)
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
             + [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY) for key in draws]
@@ -325,11 +345,13 @@ def _run(
     *,
     options: dict[str, Any] | None = None,
     on_device: bool = False,
+    state_bits: int = 32,
     **drawn: Any,
 ) -> None:
     """Run an invariant once on drawn arguments, on the CPU or as on a device."""
-    with apart(), as_on_a_device() if on_device else _as_it_is():
-        functools.partial(body, self, maker(self, options or {}))(**drawn)
+    make = storing(maker(self, options or {}), state_bits=state_bits)
+    with apart(), of_any_size(), as_on_a_device() if on_device else _as_it_is():
+        functools.partial(body, self, make)(**drawn)
 
 
 def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = False) -> Make:
@@ -352,6 +374,26 @@ def maker(contract: Claims, options: dict[str, Any], *, of_reference: bool = Fal
                 f"the class from {must_be.split()[1]}"
             )
         return optimizer
+
+    return made
+
+
+def storing(make: Make, **options: Any) -> Make:
+    """``make``, with ``options`` of every param group, if the optimizer is made from a rule.
+
+    Args:
+        make: function from parameters or param groups to the optimizer.
+        options: options of param groups, such as ``state_bits``. A number of 32 bits, which is the
+            default, is left out.
+    """
+    stored = {name: value for name, value in options.items() if value != 32}
+
+    def made(params: Any) -> Any:
+        optimizer = make(params)
+        if not (stored and isinstance(optimizer, ampopt.ElementwiseOptimizer)):
+            return optimizer
+        groups = params if isinstance(params[0], dict) else [{"params": params}]
+        return make([{**stored, **group} for group in groups])
 
     return made
 

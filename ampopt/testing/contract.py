@@ -9,6 +9,7 @@ from ampopt.testing.finiteness import Finiteness
 from ampopt.testing.scaling import Scaling
 from ampopt.testing.sequences import Sequences
 from ampopt.testing.skipping import Skipping
+from ampopt.testing.small_states import SmallStates
 from ampopt.testing.storage import Storage
 
 __all__ = ["OptimizerContract"]
@@ -19,7 +20,7 @@ __all__ = ["OptimizerContract"]
 # Many overflows in a row are drawn on purpose.
 @pytest.mark.filterwarnings("ignore:the loss scale has fallen:UserWarning")
 class OptimizerContract(
-    Skipping, Scaling, Finiteness, Storage, Calls, Closures, Sequences, Compilation
+    Skipping, Scaling, Finiteness, Storage, SmallStates, Calls, Closures, Sequences, Compilation
 ):
     """Every invariant that an optimizer must keep to be safe under loss scaling, as pytest tests.
 

@@ -17,6 +17,8 @@ _LINES = 24
 """Maximum length of a summary: one screen."""
 _WIDTH = 100
 _PLUGIN = "ampopt.testing summary"
+_Limit = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Changes the arguments of an invariant, so that they keep within a claim."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,14 @@ def of_example(
     """
     history = drawn.get("history")
     size, order = "an example", (0,)
-    limits: dict[str, Callable[[Any], Any]] = {}
+    limits: dict[str, _Limit] = {}
     if isinstance(history, History):
         steps, params = len(history.steps), len(history.params)
         size, order = history.size, (sum(p.numel for p in history.params), params, steps)
         # Numbers that the invariant draws itself cannot be drawn again.
         if not any(isinstance(value, st.DataObject) for value in drawn.values()):
             limits = _LIMITS
-    told = explanations(
-        claims, history, limits, lambda limited: passes({**drawn, "history": limited})
-    )
+    told = explanations(claims, drawn, limits, passes)
     return Failure(test, size, order, str(error), tuple(told))
 
 
@@ -112,8 +112,13 @@ def _left_out(claims: Iterable[str]) -> Iterator[str]:
     yield from (f"{claim} = False" for claim in claims if claim != "plain_steps")
 
 
-def _of_tensors(change: Callable[[Blueprint], Blueprint]) -> Callable[[History], History]:
-    """``change``, applied to each parameter and gradient of a history."""
+def _of_history(change: Callable[[History], History]) -> _Limit:
+    """``change``, applied to the history of an example."""
+    return lambda drawn: {**drawn, "history": change(drawn["history"])}
+
+
+def _of_tensors(change: Callable[[Blueprint], Blueprint]) -> _Limit:
+    """``change``, applied to each parameter and gradient of an example."""
 
     def changed(history: History) -> History:
         return replace(
@@ -122,7 +127,12 @@ def _of_tensors(change: Callable[[Blueprint], Blueprint]) -> Callable[[History],
             steps=tuple(tuple(g and change(g) for g in step) for step in history.steps),
         )
 
-    return changed
+    return _of_history(changed)
+
+
+def _in_full_precision(drawn: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments ``drawn``, with states of 32 bits."""
+    return {name: 32 if name in ("state_bits", "bits") else x for name, x in drawn.items()}
 
 
 def _with_elements(tensor: Blueprint) -> Blueprint:
@@ -154,12 +164,13 @@ def _small(tensor: Blueprint) -> Blueprint:
 
 _HUGE = 1e15
 """Larger finite gradients are drawn only with the claim ``huge_gradients``."""
-_LIMITS: dict[str, Callable[[History], History]] = {
+_LIMITS: dict[str, _Limit] = {
+    "state_bits = (32,)": _in_full_precision,
     "shapes = strategies.shapes(min_side=1)": _of_tensors(_with_elements),
     "dtypes = (torch.float32,)": _of_tensors(_single),
     "huge_gradients = False": _of_tensors(_small),
     "any_layout = False": _of_tensors(_contiguous),
-    "several_groups = False": lambda history: replace(history, groups=()),
+    "several_groups = False": _of_history(lambda history: replace(history, groups=())),
 }
 """Claims that limit the examples, and how an example is changed to keep within each."""
 

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from torch import Tensor
 from torch.nn import Parameter
 
+from ampopt._step.small_states import of_any_size
 from ampopt._step.torch_private import uncoalesced_values
 from ampopt.testing.beside import Beside
 from ampopt.testing.blueprints import Blueprint
@@ -132,6 +133,7 @@ class Machine(RuleBasedStateMachine):
     ) -> None:
         """Make the optimizer, and a reference training by ``beside(params)``."""
         self.entered.enter_context(apart())
+        self.entered.enter_context(of_any_size())
         if on_device:
             self.entered.enter_context(as_on_a_device())
         seed()

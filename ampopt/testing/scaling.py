@@ -12,7 +12,7 @@ from ampopt._step.torch_private import uncoalesced_values
 from ampopt.testing import strategies
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import History, Scale, set_gradients
-from ampopt.testing.claims import Claims, invariant
+from ampopt.testing.claims import Claims, invariant, storing
 from ampopt.testing.skipping import assert_goes_on, ending_well, scales, ways
 from ampopt.testing.training import WAYS, assert_same_training, start, step_by, train
 
@@ -235,12 +235,18 @@ class Scaling(Claims):
         claim="half_precision",
         history=lambda cls: ending_well(cls, dtypes=cls.half_precision),
         exponent=lambda _: st.integers(-4, 10),
+        master_bits=lambda _: st.sampled_from([0, 32, 24]),
     )
-    def test_half_precision_parameters(self, make: Any, history: History, exponent: int) -> None:
+    def test_half_precision_parameters(
+        self, make: Any, history: History, exponent: int, master_bits: int = 0
+    ) -> None:
         """bfloat16 and float16 parameters: skipped steps and powers of two change nothing.
 
         Small gradients that are unscaled in float16 underflow, which scaling is meant to prevent.
+        An optimizer of a rule has master weights of ``master_bits``, or none if that is 0.
         """
+        if master_bits:
+            make = storing(make, master_weights=True, master_bits=master_bits)
         assert_goes_on(make, history, 1.0, "unscale_and_step")
         finite_ones = history.without_overflows()
         assume(all(map(any, finite_ones.steps)))

@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, rule, run_state_machine_as_test
 from ampopt.testing.beside import Double
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.changes import Changes, kinds
-from ampopt.testing.claims import Claims, check_claims, maker, settings_of
+from ampopt.testing.claims import Claims, check_claims, maker, settings_of, storing
 from ampopt.testing.failures import explanations, of_calls
 from ampopt.testing.float64 import Float64
 from ampopt.testing.machine import MOST, Call, Machine, call, precondition, recorded
@@ -131,9 +131,16 @@ class CallSequence(NamedTuple):
         single = Call(begin.name, {**begin.drawn, "dtype": torch.float32})
         return self._replace(called=[single, *others])
 
+    def in_full_precision(self) -> "CallSequence":
+        """The sequence with states of 32 bits."""
+        begin, *others = self.called
+        drawn = {name: 32 if name == "state_bits" else x for name, x in begin.drawn.items()}
+        return self._replace(called=[Call(begin.name, drawn), *others])
+
 
 _OF_CALLS = ("deepcopies", "checkpoints", "accumulates", "several_groups", "tensor_learning_rates")
 _LIMITS: dict[str, Callable[[CallSequence], CallSequence]] = {
+    "state_bits = (32,)": CallSequence.in_full_precision,
     "half_precision = ()": functools.partial(
         CallSequence.in_single_precision, of=lambda contract: contract.half_precision
     ),
@@ -155,6 +162,9 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
     shapes = contract.shapes.filter(lambda shape: 0 < torch.Size(shape).numel() <= 12)
     dtypes = contract.dtypes if of_float64 else (*contract.dtypes, *contract.half_precision)
 
+    # Float64 states cannot be small, and those of sparse gradients are torch's.
+    bits = (32,) if of_float64 or not contract.dense_gradients else contract.state_bits
+
     norms = [None]
     if contract.dense_gradients:  # torch does not clip sparse gradients
         # The bits of a norm depend on the order of summation, so the bitwise test never clips.
@@ -168,6 +178,7 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             dtype=st.sampled_from(dtypes),
             options=options,
             on_device=st.sampled_from(contract.on_device),
+            state_bits=st.sampled_from(bits),
             kind=kinds,
         )
         @recorded
@@ -178,8 +189,9 @@ def _machine_of(contract: type[Sequences], of_float64: bool) -> type[Changes]:
             options: dict[str, Any],
             on_device: bool,
             kind: str,
+            state_bits: int = 32,
         ) -> None:
-            make = maker(contract(), options)
+            make = storing(maker(contract(), options), state_bits=state_bits)
 
             def beside(params: Sequence[Blueprint]) -> Any:
                 if of_float64:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 import ampopt
 from ampopt.testing import OptimizerContract
+from ampopt_kernels import Codec, Rule, State, jit, sqrt_rn, tl
 from support.optimizers import Plain, Signed
 
-__all__ = ["CORRECT", "Decayed", "OwnHooks", "Selecting", "contract_of"]
+__all__ = ["CORRECT", "EVEN", "Coded", "Decayed", "OwnHooks", "Selecting", "contract_of"]
 
 
 class Decayed(ampopt.Optimizer):
@@ -182,6 +183,41 @@ class Theirs(torch.optim.Optimizer):
 
 Extended = ampopt.extend(Theirs)
 RANDOM: dict[str, Any] = {"independent_parameters": False, "continuous": False}
+
+
+@jit
+def _encode(x, u):
+    return tl.floor(x * 127.0 + u)
+
+
+@jit
+def _decode(code):
+    return code * (1 / 127)
+
+
+EVEN = Codec(_encode, _decode, torch.int8)
+
+
+@jit
+def _adam(p, g, state, h, flags):
+    mean = state[0] + 0.25 * (g - state[0])
+    square = state[1] + 0.5 * (g * g - state[1])
+    return p - h[0] * mean / (sqrt_rn(square) + 2.0**-20), (mean, square)
+
+
+class Coded(ampopt.ElementwiseOptimizer):
+    """Adam by a rule, with a codec of its own for the mean."""
+
+    rule = Rule(
+        update=_adam,
+        hyper=("lr",),
+        state=(State("mean", codec=EVEN), State("square", positive=True)),
+    )
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.125})
+
+
 CORRECT: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "Plain": (Plain, {}),
     "Signed": (Signed, {"continuous": False}),
@@ -191,6 +227,7 @@ CORRECT: dict[str, tuple[type[Any], dict[str, Any]]] = {
     # If a gradient cancels to rounding noise, the step has full length in a random direction.
     "Ratio": (Ratio, {"layout_changes_no_bit": False, "continuous": False}),
     "Looking": (Looking, {}),
+    "Coded": (Coded, {}),
     "Rounded": (
         Rounded,
         {**RANDOM, "zero_lr_is_still": False, "layout_changes_no_bit": False},

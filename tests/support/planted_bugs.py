@@ -19,7 +19,7 @@ from torch import Tensor
 import ampopt
 from ampopt.testing import strategies
 from ampopt_kernels import Rule, State, jit
-from support.authored_optimizers import Decayed, OwnHooks, Selecting
+from support.authored_optimizers import EVEN, Coded, Decayed, OwnHooks, Selecting
 from support.optimizers import Plain
 
 __all__ = ["BUGS", "Bug", "planted"]
@@ -456,6 +456,50 @@ class Squares(ampopt.ElementwiseOptimizer):
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.125})
+
+
+# How states are kept in few bits.
+
+
+@planted(
+    "stores small second moments as 0 (FlashOptim, torchao)", "small_states_are_near_full_ones"
+)
+class EvenSquares(Coded):
+    rule = replace(Coded.rule, state=(State("mean"), State("square", positive=True, codec=EVEN)))
+
+
+@planted("declares a mean as positive", "small_states_are_near_full_ones")
+class PositiveMean(Coded):
+    rule = replace(Coded.rule, state=(State("mean", positive=True), State("square", positive=True)))
+
+
+@planted(
+    "leaves the scales of its codes out of checkpoints",
+    "saving_and_loading_at_any_point_changes_nothing",
+)
+class Unscaled(Coded):
+    def state_dict(self):
+        found = super().state_dict()
+        states = {
+            key: {name: value for name, value in state.items() if not name.endswith("_scale")}
+            for key, state in found["state"].items()
+        }
+        return {**found, "state": states}
+
+
+@planted(
+    "advances the random numbers of its rounding in a step that is skipped",
+    "a_skipped_step_changes_nothing",
+)
+class DrawsAnyway(Coded):
+    skip_by = "step"
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for state in self.state.values():
+            if "rounding_key" in state:
+                state["rounding_key"] += 1
+        return loss
 
 
 # What calls do.

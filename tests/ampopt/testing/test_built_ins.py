@@ -16,6 +16,7 @@ SPARSE: dict[str, Any] = {
     "dense_gradients": False,
     "sparse_gradients": True,
     "layout_changes_no_bit": False,  # torch rounds otherwise for a strided parameter
+    "tensor_learning_rates": False,  # torch's Adagrad divides one in float32
     "half_precision": (),
     "complex_parameters": False,
     "sync_free": False,

@@ -157,6 +157,16 @@ def test_a_limit_is_suggested_only_if_the_example_passes_within_it(limit):
     assert explained_by(lambda drawn: False) == found[-1:]
 
 
+@pytest.mark.parametrize("name", ["state_bits", "bits"])
+def test_full_precision_is_suggested_only_if_the_example_passes_in_it(name):
+    def explained_by(passes):
+        drawn = {"history": WHOLE, name: 8}
+        return of_example("test_it", AssertionError(), drawn, (), passes).explanations
+
+    assert explained_by(lambda drawn: drawn[name] == 32) == ("state_bits = (32,)",)
+    assert explained_by(lambda drawn: False) == ()
+
+
 class Drifts(ampopt.SGD):
     """SGD whose parameters drift after the calls that a claim is for."""
 
@@ -171,6 +181,8 @@ class Drifts(ampopt.SGD):
     def unscale_and_step(self, *args, **options):
         dtype = self.param_groups[0]["params"][0].dtype
         self.drift({torch.float64: "dtypes", torch.bfloat16: "half_precision"}.get(dtype))
+        if "state_bits" in self.param_groups[0]:
+            self.drift("state_bits")
         if isinstance(self.param_groups[0]["lr"], torch.Tensor):
             self.drift("tensor_learning_rates")
         if len(self.param_groups) > 1:
@@ -191,6 +203,7 @@ class Drifts(ampopt.SGD):
     [
         ("half_precision", torch.bfloat16, "half_precision = ()"),
         ("dtypes", torch.float64, "dtypes = (torch.float32,)"),
+        ("state_bits", torch.float32, "state_bits = (32,)"),
         ("deepcopies", torch.float32, "deepcopies = False"),
         ("checkpoints", torch.float32, "checkpoints = False"),
         ("accumulates", torch.float32, "accumulates = False"),
@@ -210,6 +223,7 @@ def test_of_a_sequence_only_claims_are_suggested_without_whose_calls_it_passes(c
             return Tested(params, lr=0.5)
 
     scalar = {"shapes": [()], "dtype": dtype, "options": {}, "on_device": False, "kind": "number"}
+    scalar["state_bits"] = 8 if claim == "state_bits" else 32
     calls = [
         Call("begin", scalar),
         Call("set_learning_rate_tensor", {"lr": 0.5}),

@@ -1,0 +1,90 @@
+"""Invariant: states in few bits are near those that they stand for."""
+
+import unittest
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+import ampopt
+from ampopt._step.hyperparameters import kind_of
+from ampopt._step.small_states import codecs_of
+from ampopt.testing.blueprints import History
+from ampopt.testing.claims import Claims, invariant, storing
+from ampopt.testing.scaling import finite
+from ampopt.testing.training import Trained, start, step_by
+from ampopt_kernels import State
+from ampopt_kernels.codecs import Codec
+
+__all__ = ["SmallStates"]
+
+_NEAR = 1 / 8
+_LEAST = 2.0**-20
+"""Parts of the largest magnitude of a block: how far a number may be moved, and down to which one a
+state that is declared positive is not 0."""
+
+
+class SmallStates(Claims):
+    """States that an update rule keeps in few bits."""
+
+    @invariant(
+        claim="plain_steps",
+        history=lambda cls: finite(cls, dtypes=(torch.float32,)),
+        bits=lambda cls: st.sampled_from(cls.state_bits),
+    )
+    def test_small_states_are_near_full_ones(self, make: Any, history: History, bits: int) -> None:
+        """A state in 8 or 16 bits is near the same state in 32 bits, and where that is 0, it is 0.
+
+        A state that is declared ``positive``, which steps divide by, is not 0 where the other is
+        not. If negative numbers are stored as 0, the momentum of half of the elements is lost; if
+        small second moments are, the next step is thousands of times too long.
+        """
+        exact, small = start(make, history), storing(make, state_bits=bits)
+        if not isinstance(exact.optimizer, ampopt.ElementwiseOptimizer):
+            raise unittest.SkipTest("not a rule")
+        for step in history.steps:
+            step_by(exact, step, None)
+            stored = Trained(exact.params, small(history.grouped(exact.params)))
+            stored.optimizer.load_state_dict(exact.optimizer.state_dict())
+            kept = ampopt.full_state_dict(stored.optimizer)["state"]
+            for i, (part, codec) in _small_states_of(stored):
+                full = exact.optimizer.state.get(exact.params[i], {}).get(part.name)
+                if full is not None:
+                    _check_near(kept[i][part.name], full, part, codec, f"parameter {i}")
+
+
+def _small_states_of(trained: Trained) -> list[tuple[int, tuple[State, Codec]]]:
+    """The index of a parameter, a state of it that is kept in few bits, and its codec: of each."""
+    found, rule = [], trained.optimizer.rule
+    for group in trained.optimizer.param_groups:
+        for param in group["params"]:
+            i = next(i for i, own in enumerate(trained.params) if own is param)
+            flags = rule.flag_values(group, kind_of(group, param))
+            codecs = codecs_of(rule, flags, group, param)
+            pairs = zip(rule.state_for(flags), codecs, strict=True)
+            found += [(i, (part, codec)) for part, codec in pairs if codec is not None]
+    return found
+
+
+def _check_near(
+    kept: torch.Tensor, full: torch.Tensor, part: State, codec: Codec, what: str
+) -> None:
+    """Compare the values ``kept`` of a state with those of ``full`` precision."""
+    kept, full = kept.detach().reshape(-1), full.detach().reshape(-1)
+    if not full.isfinite().all():
+        return
+    blocks = full.abs().split(codec.block)
+    largest = torch.cat(
+        [block.amax().expand(len(block)) for block in blocks if len(block)] or [full]
+    )
+    near = (kept - full).abs() <= _NEAR * largest + 2.0**-126
+    near &= (full != 0) | (kept == 0)
+    if part.positive:
+        near &= (kept != 0) | (full <= _LEAST * largest + 2.0**-126)
+    if not near.all():
+        at = int((~near).nonzero()[0])
+        raise AssertionError(
+            f"element {at} of state {part.name!r} of {what} is {full[at].item():.6g} with "
+            f"state_bits=32, but is kept as {kept[at].item():.6g}; the largest magnitude in its "
+            f"block is {largest[at].item():.6g}"
+        )
