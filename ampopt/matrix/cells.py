@@ -21,6 +21,9 @@ from ampopt.train_step import TrainStep
 
 __all__ = ["CELLS", "NotRunHere"]
 
+LARGE = 96
+"""Rows and columns of a weight whose states may be kept in few bits."""
+
 
 class NotRunHere(Exception):
     """The cell makes no sense or needs something that is missing; the message says which."""
@@ -44,6 +47,27 @@ def masters(cls: type[Any]) -> None:
     assert master.dtype == torch.float32
     _same(master.half(), subject.weight())
     assert not torch.equal(master, subject.weight().float())
+
+
+def states_in_8_bits(cls: type[Any]) -> None:
+    """A weight that is large enough for states in 8 bits."""
+    subject = Subject(cls, side=LARGE, state_bits=8)
+    _trains(subject)
+    reference = Subject(cls, side=LARGE)
+    _trains(reference)
+    assert _bytes_of(subject) <= _bytes_of(reference)
+
+
+def masters_in_24_bits(cls: type[Any]) -> None:
+    """A weight in bfloat16 that is large enough for a master weight in 24 bits, and such states."""
+    subject = Subject(
+        cls, dtype=torch.bfloat16, side=LARGE, master_weights=True, master_bits=24, state_bits=8
+    )
+    _trains(subject)
+    ((weight, master),) = subject.optimizer.params_and_masters()
+    assert subject.optimizer.state[weight]["master_param"].dtype == torch.int8
+    apart = (master - subject.weight().float()).abs()
+    assert apart.any() and (apart <= 2.0**-8 * master.abs()).all()
 
 
 def clipping(cls: type[Any]) -> None:
@@ -157,6 +181,8 @@ CELLS: dict[str, Callable[[type[Any]], None]] = {
     "float16 parameters": float16,
     "bfloat16 parameters": bfloat16,
     "master weights": masters,
+    "8-bit states": states_in_8_bits,
+    "24-bit masters": masters_in_24_bits,
     "clipping": clipping,
     "closure": closure,
     "accumulate": accumulate,
@@ -189,6 +215,12 @@ def _steps(subject: Subject) -> None:
     now = subject.everything()
     assert len(now) > len(before) or not all(map(torch.equal, now, before))
     assert subject.weight().isfinite().all()
+
+
+def _bytes_of(subject: Subject) -> int:
+    """The bytes of the optimizer's state."""
+    states = [x for state in subject.optimizer.state.values() for x in state.values()]
+    return sum(x.nbytes for x in states if isinstance(x, Tensor))
 
 
 def _handed_on(first: type[Any], second: type[Any]) -> None:

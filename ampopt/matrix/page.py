@@ -17,12 +17,14 @@ _ABOUT = """\
 For those who ask whether an optimizer does what they need.
 
 `python -m ampopt.matrix examples/guides/matrix.md` wrote this page with torch {torch}. Each cell
-was run: a model of one 4 by 4 weight trains on the CPU, with an overflow in between, and the result
-is checked. The tests run every cell again. ✔ means that it works; a number refers to the error
-message, or to what is missing, below the table.
+was run: a model of one 4 by 4 weight (96 by 96 for small states) trains on the CPU, with an
+overflow in between, and the result is checked. The tests run every cell again. ✔ means that it
+works; a number refers to the error message, or to what is missing, below the table.
 
 - **float16 parameters**, **bfloat16 parameters**: without master weights; **master weights**:
   float16 with `master_weights=True`. An overflowed step changes nothing, bit for bit.
+- **8-bit states**: `state_bits=8`; **24-bit masters**: bfloat16 with `master_weights=True`,
+  `master_bits=24` and `state_bits=8`.
 - **clipping**: `max_norm=`. **closure**: run again with a lower scale when it overflows.
   **accumulate**: two calls, each with its own scale.
 - **graph**: `TrainStep(cuda_graph=True)`, without a GPU: the step reads no tensor on the host, as

@@ -27,7 +27,7 @@ class Subject:
     scale, unless a cell treats them differently.
 
     Attributes:
-        optimizer: the optimizer of the weight, which has shape ``[4, 4]``.
+        optimizer: the optimizer of the weight, a square matrix.
         needs_closure: whether the optimizer cannot step without a closure.
     """
 
@@ -36,6 +36,7 @@ class Subject:
         cls: type[Any],
         *,
         dtype: torch.dtype = torch.float32,
+        side: int = 4,
         spread: Callable[[Module], Any] | None = None,
         **options: Any,
     ) -> None:
@@ -44,14 +45,17 @@ class Subject:
         Args:
             cls: the optimizer's class, torch's or ampopt's.
             dtype: dtype of the weight.
+            side: number of rows and of columns of the weight.
             spread: function that distributes the model over ranks, and returns the module to call.
             options: arguments of the optimizer, besides the learning rate.
         """
         sparse = _takes_sparse_alone(cls)
         model: Module = (
-            torch.nn.Embedding(4, 4, sparse=True) if sparse else torch.nn.Linear(4, 4, bias=False)
+            torch.nn.Embedding(side, side, sparse=True)
+            if sparse
+            else torch.nn.Linear(side, side, bias=False)
         )
-        numbers = torch.linspace(-1.0, 1.0, 16).reshape(4, 4)
+        numbers = torch.linspace(-1.0, 1.0, side * side).reshape(side, side)
         self._inputs = torch.tensor([0, 2, 2]) if sparse else (numbers.T + 0.25).to(dtype)
         self._model = model
         self.set_weight(numbers)

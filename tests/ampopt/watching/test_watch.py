@@ -13,6 +13,7 @@ from support.strategies import fewer
 from torch.nn import Parameter
 
 import ampopt
+from ampopt._step.small_states import of_any_size
 from ampopt.testing import as_on_a_device, assert_no_sync
 from ampopt.testing.bits import bits, everything
 from ampopt.train_step import cuda_graphs
@@ -29,6 +30,14 @@ INF, NAN = float("inf"), float("nan")
 SIZES = (3, 0, 5000, 2)
 NAMES = [f"layer{i}.weight" for i in range(len(SIZES))]
 TINY = 2.0**-25
+SMALL: Any = {"state_bits": 8, "master_weights": True, "master_bits": 24}
+
+
+@pytest.fixture(autouse=True)
+def states_may_be_small():
+    """Those of small parameters too, where ``state_bits`` or ``master_bits`` says so."""
+    with of_any_size():
+        yield
 
 
 def made(cls: Any = ampopt.AdamW, dtype: Any = torch.float32, **options: Any) -> Any:
@@ -141,14 +150,16 @@ STEPS = st.lists(
 @pytest.mark.parametrize("way", WAYS)
 @fewer(0.35)
 @given(
-    kind=st.sampled_from(["rule", "ordinary", "masters"]),
+    kind=st.sampled_from(["rule", "ordinary", "masters", "small"]),
     steps=STEPS,
     exponent=st.integers(0, 12),
     last=st.integers(1, 5),
 )
 def test_a_watch_counts_as_python_does(way, kind, steps, exponent, last):
     cls = Plain if kind == "ordinary" else ampopt.SGD
-    options = {"dtype": torch.bfloat16, "master_weights": True} if kind == "masters" else {}
+    masters = {"dtype": torch.bfloat16, "master_weights": True}
+    options: Any = {"masters": masters, "small": {**masters, **SMALL, "momentum": 0.5}}
+    options = options.get(kind, {})
     optimizer, params = made(cls, **options)
     watch, expected = ampopt.Watch(optimizer, last=last), Expected()
     for step in steps:
@@ -159,11 +170,16 @@ def test_a_watch_counts_as_python_does(way, kind, steps, exponent, last):
 
 
 @fewer(0.5)
-@given(steps=STEPS, scale=st.sampled_from([1.0, 3.0, 1024.0]), clips=st.booleans())
-def test_training_is_bitwise_what_it_is_without(steps, scale, clips):
+@given(
+    steps=STEPS,
+    scale=st.sampled_from([1.0, 3.0, 1024.0]),
+    clips=st.booleans(),
+    options=st.sampled_from([{}, SMALL]),
+)
+def test_training_is_bitwise_what_it_is_without(steps, scale, clips, options):
     ends = []
     for watched in (False, True):
-        optimizer, params = made()
+        optimizer, params = made(**options)
         if watched:
             ampopt.Watch(optimizer)
         given = ampopt.DynamicLossScale(init_scale=scale)
