@@ -11,7 +11,11 @@ The line that does it is ``optimizer.unscale_and_step(grads_scaled_by=scale)``. 
 for the device, and neither does the loop: what is to be shown is kept in tensors and read every
 few steps.
 
+With ``--state-bits 8``, the float16 run keeps the states of AdamW in 8 bits, and no update of a
+weight may be above 10 times the learning rate.
+
     python examples/train_digits.py
+    python examples/train_digits.py --state-bits 8
     python examples/train_digits.py --device cuda --output digits.png
 """
 
@@ -39,6 +43,9 @@ READ_EVERY = 20
 TOLERANCE = 0.01
 """How far below float32 the accuracy of float16 may be."""
 
+LONGEST = 10.0
+"""The largest update of a weight that is right, in units of the learning rate."""
+
 
 @dataclass
 class Digits:
@@ -60,6 +67,7 @@ class Run:
     skipped: list[bool] = field(default_factory=list)
     final_scale: float | None = None
     accuracy: float = 0.0
+    largest: float = 0.0  # of the updates of all weights, in units of the learning rate
     seconds: float = 0.0
 
     def note(self, unread: list[Tensor]) -> None:
@@ -105,13 +113,15 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
         return (model(images).argmax(dim=1) == labels).float().mean().item()
 
 
-def train(name: str, digits: Digits, *, half: bool, epochs: int, seed: int) -> Run:
+def train(
+    name: str, digits: Digits, *, half: bool, epochs: int, seed: int, state_bits: int = 32
+) -> Run:
     """Train a new network in float32, or in float16 if ``half``."""
     device = digits.train_images.device
     torch.manual_seed(seed)
     model = make_model().to(device)
     steps = batches(digits.train_labels, epochs, seed)
-    optimizer = ampopt.AdamW(model.parameters(), lr=1e-2)
+    optimizer = ampopt.AdamW(model.parameters(), lr=1e-2, state_bits=state_bits)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=len(steps))
     scale = None
     if half:
@@ -119,17 +129,21 @@ def train(name: str, digits: Digits, *, half: bool, epochs: int, seed: int) -> R
         scale = ampopt.DynamicLossScale(init_scale=2.0**30, growth_interval=40, device=device)
 
     run, unread = Run(name), []
-    unscaled = torch.ones((), device=device)
+    unscaled, largest = torch.ones((), device=device), torch.zeros((), device=device)
     started = time.perf_counter()
     with tqdm(steps, desc=name, unit="step") as progress:
         for step, batch in enumerate(progress, 1):
             with torch.autocast(device.type, torch.float16, enabled=half):
                 outputs = model(digits.train_images[batch])
                 loss = nn.functional.cross_entropy(outputs, digits.train_labels[batch])
-            used = scale
+            used, before = scale, [p.detach().clone() for p in model.parameters()]
             optimizer.zero_grad()
             ampopt.scale_outputs(loss, scale).backward()
             _, found_inf, scale = optimizer.unscale_and_step(grads_scaled_by=scale)
+            moved = [
+                (p - old).abs().max() for p, old in zip(model.parameters(), before, strict=True)
+            ]
+            largest = torch.maximum(largest, torch.stack(moved).max() / schedule.get_last_lr()[0])
             schedule.step()
 
             factor = unscaled if used is None else used.value
@@ -143,6 +157,7 @@ def train(name: str, digits: Digits, *, half: bool, epochs: int, seed: int) -> R
                 progress.set_postfix(shown)
 
     run.final_scale = None if scale is None else scale.item()
+    run.largest = largest.item()
     run.accuracy = accuracy(model, digits.test_images, digits.test_labels)
     run.seconds = time.perf_counter() - started
     return run
@@ -215,6 +230,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=Path("train_digits.png"), help="where the picture goes"
     )
+    parser.add_argument(
+        "--state-bits", type=int, choices=(32, 16, 8), default=32, help="of AdamW in float16"
+    )
     options = parser.parse_args(arguments)
     try:
         torch.empty(0, device=options.device)
@@ -236,11 +254,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     digits = load_digits(options.device)
     settings = {"epochs": options.epochs, "seed": options.seed}
     full = train("float32", digits, half=False, **settings)
-    half = train("float16", digits, half=True, **settings)
+    half = train("float16", digits, half=True, state_bits=options.state_bits, **settings)
     draw(full, half, options.output)
 
     print(table([full, half]))
     print(f"picture: {options.output}")
+    if options.state_bits != 32:
+        print(f"largest update with states in {options.state_bits} bits: {half.largest:.2f} lr")
+        if not half.largest <= LONGEST:
+            raise SystemExit(f"an update was above {LONGEST:g} times the learning rate")
     behind = full.accuracy - half.accuracy
     if behind > TOLERANCE:
         raise SystemExit(

@@ -13,9 +13,12 @@ O0 is also trained from other seeds. The loss is measured on held-out text. That
 bfloat16 may exceed the mean of the float32 runs by no more than the spread of these runs (largest
 minus smallest); otherwise the script prints which one does, and fails. An opt level is one object,
 ``ampopt.Precision.like("O2")``, which is passed to ``ampopt.TrainStep``: nothing else differs
-between the runs.
+between the runs. With ``--state-bits 8``, O1, O2 and bfloat16 keep the states of AdamW in 8 bits,
+and, with ``--master-bits 24``, O2 its master weights in 24; then the table also has the largest
+update of an element in each run, in units of the learning rate, which must not exceed 10.
 
     python examples/train_text.py
+    python examples/train_text.py --state-bits 8 --master-bits 24
     python examples/train_text.py --device cuda --size gpt2-small --output levels.png
 """
 
@@ -26,7 +29,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -44,6 +47,8 @@ READ_EVERY = 20
 """Steps between two reads of losses and flags from the device."""
 HELD_OUT = 0.1
 """The fraction of the text that is not trained on."""
+LONGEST = 10.0
+"""The largest update of an element that is right, in units of the learning rate."""
 
 LEVELS: dict[str, Precision] = {
     "O0": Precision.like("O0"),
@@ -168,6 +173,7 @@ class Run:
     held_out: float = math.nan
     steps_per_second: float = 0.0
     megabytes: float = 0.0
+    largest: float | None = None  # of all updates, in units of the learning rate
 
     def note(self, unread: list[Tensor]) -> None:
         """Read loss and flag of each step in ``unread``, and empty the list. Synchronizes."""
@@ -177,9 +183,18 @@ class Run:
         unread.clear()
 
 
-def train(name: str, text: Text, size: Size, seed: int) -> Run:
-    """Train a new network at the opt level called ``name``."""
-    device, precision = text.train.device, LEVELS[name]
+def with_bits(state_bits: int, master_bits: int) -> dict[str, Precision]:
+    """Return the opt levels; O1, O2 and bfloat16 with states and master weights in few bits."""
+    changed = {name: replace(LEVELS[name], state_bits=state_bits) for name in ("O1", "bfloat16")}
+    changed["O2"] = replace(LEVELS["O2"], state_bits=state_bits, master_bits=master_bits)
+    return {**LEVELS, **changed}
+
+
+def train(
+    name: str, text: Text, size: Size, seed: int, precision: Precision, measures: bool = False
+) -> Run:
+    """Train a new network at the opt level ``name``; ``measures`` says whether to note updates."""
+    device = text.train.device
     torch.manual_seed(seed)
     model = precision.prepare(Transformer(size).to(device))
     optimizer = ampopt.AdamW(
@@ -196,6 +211,7 @@ def train(name: str, text: Text, size: Size, seed: int) -> Run:
     )  # fmt: skip
 
     run, unread = Run(name if seed == 0 else f"{name}, seed {seed}"), []
+    largest = torch.zeros((), device=device)
     batches = text.batches(size, seed)
     measured = size.steps // 4  # the steps before fill caches, compile and capture
     started = 0.0
@@ -203,7 +219,10 @@ def train(name: str, text: Text, size: Size, seed: int) -> Run:
         torch.cuda.reset_peak_memory_stats(device)
     with tqdm(itertools.islice(batches, size.steps), run.name, size.steps, unit="step") as progress:
         for at, (inputs, targets) in enumerate(progress, 1):
+            before = weights(optimizer) if measures else []
             loss, found_inf, _ = step(inputs, targets)
+            if measures:
+                largest = torch.maximum(largest, largest_update(before, optimizer))
             schedule.step()
             unread.append(torch.stack([loss, found_inf]))
             if at % READ_EVERY == 0 or at in (measured, size.steps):
@@ -212,11 +231,24 @@ def train(name: str, text: Text, size: Size, seed: int) -> Run:
             if at == measured:
                 started = time.perf_counter()
     run.steps_per_second = (size.steps - measured) / (time.perf_counter() - started)
+    run.largest = largest.item() if measures else None
     run.megabytes = memory(model, optimizer, precision, next(batches)) / 1e6
     inputs, targets = text.held_out_windows(size)
     with torch.no_grad(), precision.autocast(device.type):
         run.held_out = cross_entropy(model(inputs), targets).item()
     return run
+
+
+def weights(optimizer: Any) -> list[Tensor]:
+    """Return copies of all weights, in float32 where they have master weights."""
+    return [master.detach().clone() for _, master in optimizer.params_and_masters()]
+
+
+def largest_update(before: list[Tensor], optimizer: Any) -> Tensor:
+    """Return the largest change of a weight since ``before``, in units of the learning rate."""
+    pairs = zip(weights(optimizer), before, strict=True)
+    largest = torch.stack([(new - old).abs().max().float() for new, old in pairs]).max()
+    return largest / optimizer.param_groups[0]["lr"]
 
 
 def memory(model: nn.Module, optimizer: Any, precision: Precision, batch: Any) -> int:
@@ -251,12 +283,16 @@ def memory(model: nn.Module, optimizer: Any, precision: Precision, batch: Any) -
 
 def table(runs: Sequence[Run]) -> str:
     """Return a table of the runs, as text."""
-    row = "{:<14}{:>15}{:>14}{:>13}{:>10}".format
-    lines = [row("", "held-out loss", "steps/second", "peak memory", "skipped")]
+    row = "{:<14}{:>15}{:>14}{:>13}{:>10}{:>17}".format
+    measured = any(run.largest is not None for run in runs)
+    last = "largest update" if measured else ""
+    lines = [row("", "held-out loss", "steps/second", "peak memory", "skipped", last)]
     for run in runs:
-        speed, size = f"{run.steps_per_second:.2f}", f"{run.megabytes:.1f} MB"
-        lines.append(row(run.name, f"{run.held_out:.4f}", speed, size, sum(run.skipped)))
-    return "\n".join(lines)
+        loss, speed = f"{run.held_out:.4f}", f"{run.steps_per_second:.2f}"
+        size, skipped = f"{run.megabytes:.1f} MB", sum(run.skipped)
+        largest = "" if run.largest is None else f"{run.largest:.2f} lr"
+        lines.append(row(run.name, loss, speed, size, skipped, largest))
+    return "\n".join(map(str.rstrip, lines))
 
 
 def draw(runs: Sequence[Run], others: Sequence[Run], path: Path) -> None:
@@ -312,6 +348,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="of float32, for the spread")
     parser.add_argument("--device", default="cpu", help="where to train, such as cpu or cuda")
     parser.add_argument(
+        "--state-bits", type=int, choices=(32, 16, 8), default=32, help="of O1, O2 and bfloat16"
+    )
+    parser.add_argument(
+        "--master-bits", type=int, choices=(32, 24), default=32, help="of the master weights of O2"
+    )
+    parser.add_argument(
         "--output", type=Path, default=Path("train_text.png"), help="where the picture goes"
     )
     options = parser.parse_args(arguments)
@@ -336,8 +378,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.steps is not None:
         size = Size(**{**vars(size), "steps": options.steps})
     text = Text.load(options.device)
-    others = [train("O0", text, size, seed) for seed in range(1, options.seeds)]
-    runs = [train(name, text, size, seed=0) for name in LEVELS]
+    levels = with_bits(options.state_bits, options.master_bits)
+    measures = levels != LEVELS
+    others = [
+        train("O0", text, size, seed, levels["O0"], measures) for seed in range(1, options.seeds)
+    ]
+    runs = [train(name, text, size, 0, level, measures) for name, level in levels.items()]
     draw(runs, others, options.output)
 
     print(table([*runs, *others]))
@@ -356,6 +402,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 + ", ".join(f"{name} by {by:.4f}" for name, by in failed.items())
             )
         print(f"{', '.join(behind)}: above that mean by no more than the spread")
+    if measures:
+        longest = max(run.largest or 0.0 for run in runs if run.name in behind)
+        if not longest <= LONGEST:
+            raise SystemExit(f"an update was {longest:.2f} times the learning rate")
+        print(f"{', '.join(behind)}: no update above {LONGEST:g} times the learning rate")
 
 
 if __name__ == "__main__":

@@ -88,8 +88,10 @@ def test_train_digits_float16_reaches_float32(run, tmp_path):
 
 def test_train_digits_falling_short_is_a_failure(run, tmp_path):
     # In one epoch float16 skips half of the steps, so it cannot reach float32.
-    done = run("train_digits.py", "--epochs", "1")
+    done = run("train_digits.py", "--epochs", "1", "--state-bits", "8")
     assert done.returncode == 1
+    largest = re.search(r"largest update with states in 8 bits: (\S+) lr\n$", done.stdout)
+    assert largest is not None and 0.5 < float(largest[1]) < 10
     assert "percentage points behind float32, more than the 1 allowed" in done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "train_digits.png").exists()
@@ -98,7 +100,7 @@ def test_train_digits_falling_short_is_a_failure(run, tmp_path):
 def test_train_digits_help(capsys):
     assert stopped("--help") == 0
     explained = capsys.readouterr().out
-    for option in ("--epochs", "--seed", "--device", "--output"):
+    for option in ("--epochs", "--seed", "--device", "--output", "--state-bits"):
         assert option in explained
 
 
@@ -152,10 +154,12 @@ def test_train_text_every_level_is_shown_beside_float32(run, tmp_path):
     picture = tmp_path / "picture.png"
     done = run(
         "train_text.py", "--size", "tiny", "--seeds", "2", "--output", str(picture),
+        "--state-bits", "8", "--master-bits", "24",
     )  # fmt: skip
-    header, *rows, where, spread, o3, verdict = output(done).splitlines()
-    assert header.split() == "held-out loss steps/second peak memory skipped".split()
-    table = {row[:14].strip(): row[14:].split() for row in rows}
+    header, *rows, where, spread, o3, verdict, updates = output(done).splitlines()
+    columns = "held-out loss steps/second peak memory skipped largest update"
+    assert header.split() == columns.split()
+    table = {row[:14].strip(): row[14:].removesuffix(" lr").split() for row in rows}
     assert list(table) == ["O0", "O1", "O2", "O3", "bfloat16", "O0, seed 1"]
     loss = {name: float(row[0]) for name, row in table.items()}
     apart = abs(loss["O0"] - loss["O0, seed 1"])
@@ -164,13 +168,16 @@ def test_train_text_every_level_is_shown_beside_float32(run, tmp_path):
     assert all(float(row[1]) > 0 for row in table.values())
     megabytes = {name: float(row[2]) for name, row in table.items()}
     assert megabytes["O3"] < megabytes["O2"] < megabytes["O0"]
-    skipped = {name: int(row[-1]) for name, row in table.items()}
+    skipped = {name: int(row[-2]) for name, row in table.items()}
     assert skipped["O0"] == skipped["bfloat16"] == 0 and max(skipped.values()) < 5
     assert where == f"picture: {picture}"
     assert spread.startswith("float32 over 2 seeds: mean loss ") and f"{apart:.3f}" in spread
     above = re.match(r"O3 is (\S+) above that mean: small second moments are 0", o3)
     assert above is not None and not float(above[1]) < 1
     assert verdict == "O1, O2, bfloat16: above that mean by no more than the spread"
+    assert updates == "O1, O2, bfloat16: no update above 10 times the learning rate"
+    largest = {name: float(row[-1]) for name, row in table.items()}
+    assert all(0.5 < largest[name] < 10 for name in ("O0", "O1", "O2", "bfloat16"))
     assert "O2: 100%" in done.stderr and "skipped=" in done.stderr  # the progress bars
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -179,13 +186,31 @@ def test_train_text_a_level_that_falls_behind_is_a_failure(monkeypatch, tmp_path
     module = runpy.run_path(str(EXAMPLES / "train_text.py"))
     fallen = {"O0": 2.0, "O1": 2.1, "O2": 2.4, "O3": 9.0, "bfloat16": float("nan")}
 
-    def train(name, text, size, seed):
+    def train(name, text, size, seed, precision, measures):
+        assert not measures and precision == module["LEVELS"][name]
         held_out = fallen[name] + 0.2 * seed
         return module["Run"](name, [3.0], [False], held_out, 1.0, 1.0)
 
     monkeypatch.setitem(module["main"].__globals__, "train", train)
     with pytest.raises(SystemExit, match=r"spread over seeds: O2 by 0.3000, bfloat16 by nan"):
         module["main"](["--seeds", "2", "--output", str(tmp_path / "picture.png")])
+    assert "largest update" not in capsys.readouterr().out
+
+
+def test_train_text_an_update_that_is_too_long_is_a_failure(monkeypatch, tmp_path, capsys):
+    module = runpy.run_path(str(EXAMPLES / "train_text.py"))
+    bits = {"O0": (32, 32), "O1": (8, 32), "O2": (8, 24), "O3": (32, 32), "bfloat16": (8, 32)}
+
+    def train(name, text, size, seed, precision, measures):
+        assert measures and (precision.state_bits, precision.master_bits) == bits[name]
+        largest = 11.0 if name == "O2" else 99.0 if name == "O3" else 1.0
+        return module["Run"](name, [3.0], [False], 2.0 + 0.2 * seed, 1.0, 1.0, largest)
+
+    monkeypatch.setitem(module["main"].__globals__, "train", train)
+    options = ["--seeds", "2", "--state-bits", "8", "--master-bits", "24"]
+    with pytest.raises(SystemExit, match=r"an update was 11.00 times the learning rate"):
+        module["main"]([*options, "--output", str(tmp_path / "picture.png")])
+    assert "11.00 lr" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
