@@ -303,7 +303,11 @@ class ElementwiseOptimizer(Optimizer):
         if steps is None:
             steps = ours.second_runners[rule] = RuleRunner(self, _torchs_step, rule=rule)
         if steps.checks.need_torch():
-            raise RuntimeError("run_rule: a rule takes neither sparse nor differentiable steps")
+            raise RuntimeError(
+                "run_rule: gradients are sparse, or the optimizer has differentiable=True, so "
+                "torch's own step runs and no rule can: make gradients dense, or leave "
+                "differentiable out"
+            )
         decision = steps.step(request_for(scale))
         next_scale = next_scale_of(scale, decision)
         ours.mark_stepped(scale, next_scale)

@@ -257,7 +257,7 @@ class skip_when:
         if optimizer._ampopt.needs_closure:
             raise TypeError(
                 f"{type(optimizer).__name__} evaluates the loss itself, several times a step, and "
-                "cannot be told to skip one: use skip_when with another optimizer"
+                "cannot skip one of them: use skip_when with another optimizer"
             )
         for what in ("norm", "loss"):
             _check_limit(what, limits[what])

@@ -323,7 +323,7 @@ _COMPARED: dict[int, tuple[str, Any]] = {
         "evaluation {:.0f}".format,
     ),
     Column.GRADIENTS: (
-        "some ranks have gradients that others have not ({}), but this step makes a collective for "
+        "some ranks have gradients that others lack ({}), but this step makes a collective for "
         "each DTensor gradient: give every rank gradients of the same parameters, zeros if need "
         "be, or none",
         "{:.0f} gradients".format,

@@ -58,7 +58,7 @@ class SameGradients:
             keys: the ``id`` of each parameter with a gradient on this rank.
 
         Raises:
-            RuntimeError: some ranks have gradients that others have not. Raised on every rank.
+            RuntimeError: some ranks have gradients that others lack. Raised on every rank.
         """
         present = self._present(keys)
         host_sees = backend_for(counts.device).host_sees
@@ -68,7 +68,7 @@ class SameGradients:
         *having, ranks = counts.tolist()
         if any(n not in (0, ranks) for n in having):
             raise RuntimeError(
-                "some ranks have gradients that others have not, but this step makes collectives "
+                "some ranks have gradients that others lack, but this step makes collectives "
                 "for DTensor gradients: give every rank gradients of the same parameters, zeros "
                 "if need be, or none; nothing has been stepped"
             )

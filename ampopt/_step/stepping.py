@@ -414,7 +414,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Raise if an earlier step has used ``scale``, and its kind changes with each step."""
         if scale is not None and scale._generation in self._stepped_with:
             raise RuntimeError(
-                f"this {type(scale).__name__} was stepped with already: every control point "
+                f"this {type(scale).__name__} was used by an earlier step: every control point "
                 "returns the scale to use next, so assign it, as in `_, _, scale = "
                 "optimizer.unscale_and_step(grads_scaled_by=scale)`"
             )

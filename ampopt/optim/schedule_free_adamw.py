@@ -72,8 +72,8 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         check_betas(betas)
         if not betas[0] > 0.0:
             raise ValueError(
-                f"Invalid beta parameter at index 0: {betas[0]}; it must be above 0, or there "
-                "would be no way from where gradients are taken to the average"
+                f"Invalid beta parameter at index 0: {betas[0]}; it must be above 0; with 0, "
+                "gradients would be computed at z, from which eval() cannot compute the average"
             )
         check_not_negative(
             eps=eps,
@@ -107,7 +107,7 @@ class ScheduleFreeAdamW(ElementwiseOptimizer):
         """Raise in evaluation mode, in which gradients are those of the average."""
         if not all(group["train_mode"] for group in self.param_groups):
             raise RuntimeError(
-                f"{type(self).__name__} is in its mode to evaluate in, where parameters are "
+                f"{type(self).__name__} is in evaluation mode, where parameters are "
                 "averages: call train() before the forward pass of a step"
             )
 

@@ -218,7 +218,10 @@ def _plan(model: nn.Module, dtype: torch.dtype, keep: Any) -> tuple[set[Any], di
         raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
     for name, module in model.named_modules():
         if ".quantized." in type(module).__module__:
-            raise ValueError(f"{name or type(module).__name__} cannot be cast: it is quantized")
+            raise ValueError(
+                f"{name or type(module).__name__} cannot be cast: it is quantized; cast the model "
+                "before it is quantized"
+            )
     kept = _matching(model, keep)
     inside = {inner for outer in kept for inner in outer.modules()}
     wanted: dict[Tensor, torch.dtype] = {}

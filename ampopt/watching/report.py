@@ -159,6 +159,7 @@ def _run_now(read: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _has_collapsed(read: dict[str, Any]) -> bool:
+    """Whether so many steps in a row have overflowed that the run no longer trains."""
     return len(_run_now(read)) >= COLLAPSE
 
 
@@ -195,10 +196,12 @@ def _of_spikes(
 
 
 def _norm_limit(norms: list[float], usual: float) -> float:
+    """The norm above which a step is a spike."""
     return SPIKE * usual
 
 
 def _loss_limit(losses: list[float], usual: float) -> float:
+    """The loss above which a step is a spike."""
     deviation = statistics.median([abs(loss - usual) for loss in losses])
     return usual + max(SPIKE * deviation, RISE * abs(usual))
 

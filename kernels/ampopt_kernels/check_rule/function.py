@@ -99,14 +99,14 @@ class Function:
                     is_tensor = isinstance(result, Tensor)
                     shape = tuple(result.shape) if is_tensor else type(result).__name__
                     raise ValueError(
-                        f"{self.title} made {name!r} of {shape} from blocks of shape "
+                        f"{self.title} returned {name!r} of {shape} for blocks of shape "
                         f"{tuple(of.shape)}: a rule is elementwise, and returns a block for each"
                     )
             alone = torch.cat(each).float()
             if not torch.allclose(value.float(), alone, rtol=1e-4, equal_nan=True):
                 raise ValueError(
-                    f"{self.title} made another {name!r} of {len(block)} elements than of "
-                    "each alone: a rule is elementwise, and no element may depend on others"
+                    f"{self.title} returned another {name!r} for {len(block)} elements than "
+                    "for each alone: a rule is elementwise, and no element may depend on others"
                 )
         return together
 

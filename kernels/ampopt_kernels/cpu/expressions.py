@@ -102,7 +102,7 @@ def _operation(
     expressions = [x for x in operands if isinstance(x, _Expression)]
     values = [x.dtype for x in expressions if x.varies]
     if any(x.dtype == torch.bool for x in expressions):
-        raise TypeError("a rule computes with a truth value; say tl.where(condition, a, b)")
+        raise TypeError("a rule computes with a truth value; write tl.where(condition, a, b)")
     common = arithmetic(*values) if values else torch.float64
     code = template.format(*(cast(x, common) for x in operands), T=C_TYPES[common])
     program = expressions[0].program
@@ -114,7 +114,7 @@ def _logical(template: str, *operands: Any) -> Any:
     """Return a new boolean variable: ``template`` filled with boolean expressions."""
     expressions = [x for x in operands if isinstance(x, _Expression)]
     if len(expressions) < len(operands) or any(x.dtype != torch.bool for x in expressions):
-        raise TypeError("a rule takes & or | or ~ of what is no comparison")
+        raise TypeError("a rule applies &, | or ~ to a number; write a comparison, such as x != 0")
     code = template.format(*(x.name for x in expressions))
     return expressions[0].program.new(torch.bool, code, any(x.varies for x in expressions))
 
@@ -187,12 +187,15 @@ class _Expression:
         return _operation("math::fabs({0})", self)
 
     def __bool__(self) -> bool:
-        raise TypeError("a rule branches on a value; say tl.where(condition, a, b)")
+        raise TypeError("a rule branches on a value; write tl.where(condition, a, b)")
 
     def to(self, dtype: torch.dtype) -> Any:
         """Convert the values of elements to float32 or float64."""
         if not self.varies or self.dtype == torch.bool or dtype not in C_TYPES:
-            raise TypeError(f"a rule converts what is no value of an element, or to {dtype}")
+            raise TypeError(
+                f"a rule converts a number or a comparison, or to {dtype}; only values of elements "
+                "can be converted, to float32 or float64"
+            )
         return self.program.new(dtype, cast(self, dtype), True)
 
 
@@ -214,7 +217,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     if not isinstance(condition, _Expression):
         return a if condition else b
     if condition.dtype != torch.bool:
-        raise TypeError("a rule selects by what is no comparison; say tl.where(x != 0, a, b)")
+        raise TypeError("a rule selects by a number; write tl.where(x != 0, a, b)")
     program, values = condition.program, [x.dtype for x in (a, b) if _varies(x)]
     varies = condition.varies or bool(values)
     number = program.compute if varies else torch.float64

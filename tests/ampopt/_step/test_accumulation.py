@@ -395,7 +395,7 @@ def test_accumulate_does_not_use_up_the_scale():
         optimizer.accumulate(grads_scaled_by=scale)
     optimizer.unscale_and_step(grads_scaled_by=scale)
     give(params, 1.0, 1.0, scale=4.0)
-    with pytest.raises(RuntimeError, match="stepped with already"):
+    with pytest.raises(RuntimeError, match="used by an earlier step"):
         optimizer.accumulate(grads_scaled_by=scale)
 
 

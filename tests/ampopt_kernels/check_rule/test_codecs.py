@@ -114,7 +114,7 @@ def doubles(x, u):
 
 REFUSED = {
     "no return": ({"encode": forgets_to_return}, "encode of state 'buf'", "NoneType from blocks"),
-    "two": ({"encode": returns_two}, "made 'code' of tuple from blocks of shape"),
+    "two": ({"encode": returns_two}, "returned 'code' of tuple for blocks of shape"),
     "method": (
         {"encode": sums},
         "encode of state 'buf'",
