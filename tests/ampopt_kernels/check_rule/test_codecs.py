@@ -113,7 +113,7 @@ def doubles(x, u):
 
 
 REFUSED = {
-    "no return": ({"encode": forgets_to_return}, "encode of state 'buf'", "NoneType from blocks"),
+    "no return": ({"encode": forgets_to_return}, "encode of state 'buf'", "NoneType for blocks"),
     "two": ({"encode": returns_two}, "returned 'code' of tuple for blocks of shape"),
     "method": (
         {"encode": sums},
