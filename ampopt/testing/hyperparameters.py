@@ -1,104 +1,71 @@
-"""Strategies of the hyperparameters of every built-in optimizer, within their legal ranges."""
+"""Strategies of the hyperparameters of every built-in optimizer, within their legal ranges.
 
+A flag is drawn, and so is a number whose name tells its range, such as ``lr``.
+"""
+
+import inspect
 from typing import Any
 
 from hypothesis import strategies as st
 
 import ampopt
+from ampopt.options import DEFAULTS
 
 __all__ = ["hyperparameters"]
 
-_LR = st.sampled_from([0.5, 0.125, 0.01]) | st.floats(1e-6, 1.0)
 _BELOW_ONE = st.sampled_from([0.0, 0.5, 0.9, 0.999]) | st.floats(0.0, 0.999)
-_BETAS = st.tuples(_BELOW_ONE, _BELOW_ONE)
 _EPS = st.sampled_from([1e-8, 0.125]) | st.floats(1e-10, 1.0)
-_DECAY = st.sampled_from([0.0, 0.25]) | st.floats(0.0, 1.0)
-_FLAG = st.booleans()
-_COMMON = {"lr": _LR, "weight_decay": _DECAY, "maximize": _FLAG}
-_ADAM = {**_COMMON, "betas": _BETAS, "eps": _EPS}
 
-_OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+_BY_NAME: dict[str, st.SearchStrategy[Any]] = {
+    "alpha": _BELOW_ONE,
+    "dampening": st.sampled_from([0.0, 0.5]),
+    "eps": _EPS,
+    "lr": st.sampled_from([0.5, 0.125, 0.01]) | st.floats(1e-6, 1.0),
+    "momentum": _BELOW_ONE,
+    "rho": _BELOW_ONE,
+    "weight_decay": st.sampled_from([0.0, 0.25]) | st.floats(0.0, 1.0),
+}
+"""By the name of a hyperparameter, its range, unless :data:`_OF_EACH` has another."""
+
+_HOW_STEPS_RUN = {*DEFAULTS, "capturable", "differentiable", "foreach", "fused"}
+"""Options that are no hyperparameters: they keep their defaults."""
+
+_OF_EACH: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "ASGD": {
-        **_COMMON,
         "lambd": st.floats(0.0, 0.25),
         "alpha": st.floats(0.25, 1.0),
         "t0": st.sampled_from([0.0, 2.0, 1e6]),
     },
-    "Adadelta": {**_COMMON, "rho": _BELOW_ONE, "eps": _EPS},
     "Adafactor": {
-        **_COMMON,
         "beta2_decay": st.floats(-1.0, -0.1),
         "eps": st.tuples(st.none() | _EPS, st.floats(1e-4, 1.0)),
         "d": st.floats(1.0, 4.0),
     },
     "Adagrad": {
-        **_COMMON,
         "lr_decay": st.floats(0.0, 1.0),
         "initial_accumulator_value": st.sampled_from([0.0, 0.5]),
-        "eps": _EPS,
     },
-    "Adam": {**_ADAM, "amsgrad": _FLAG},
-    "AdamW": {**_ADAM, "amsgrad": _FLAG},
-    "Adamax": _ADAM,
-    "Adan": {**_ADAM, "betas": st.tuples(*[_BELOW_ONE] * 3), "no_prox": _FLAG},
-    "LAMB": {**_ADAM, "bias_correction": _FLAG},
-    "LARS": {
-        **_COMMON,
-        "momentum": _BELOW_ONE,
-        "dampening": st.sampled_from([0.0, 0.5]),
-        "trust_coefficient": st.floats(0.01, 1.0),
-        "nesterov": _FLAG,
-        "adapt": _FLAG,
-    },
+    "LARS": {"trust_coefficient": st.floats(0.01, 1.0)},
     "LBFGS": {
-        "lr": _LR,
         "max_iter": st.integers(1, 5),
         "history_size": st.integers(1, 4),
         "line_search_fn": st.sampled_from([None, "strong_wolfe"]),
     },
-    "Lion": {**_COMMON, "betas": _BETAS},
-    "Muon": {
-        "lr": _LR,
-        "weight_decay": _DECAY,
-        "momentum": _BELOW_ONE,
-        "nesterov": _FLAG,
-        "ns_steps": st.integers(1, 3),
-    },
-    "NAdam": {
-        **_ADAM,
-        "momentum_decay": st.floats(0.0, 0.5),
-        "decoupled_weight_decay": _FLAG,
-    },
-    "NovoGrad": {**_ADAM, "grad_averaging": _FLAG},
-    "RAdam": {**_ADAM, "decoupled_weight_decay": _FLAG},
-    "RMSprop": {
-        **_COMMON,
-        "alpha": _BELOW_ONE,
-        "eps": _EPS,
-        "momentum": _BELOW_ONE,
-        "centered": _FLAG,
-    },
+    "Muon": {"eps": st.just(1e-7), "ns_steps": st.integers(1, 3)},
+    "NAdam": {"momentum_decay": st.floats(0.0, 0.5)},
     "Rprop": {
-        "lr": _LR,
         "etas": st.tuples(st.floats(0.125, 0.875), st.floats(1.125, 2.0)),
         "step_sizes": st.just((1e-6, 50.0)),
-        "maximize": _FLAG,
     },
     "ScheduleFreeAdamW": {
-        **_ADAM,
         "betas": st.tuples(st.sampled_from([0.5, 0.9]) | st.floats(0.1, 0.999), _BELOW_ONE),
         "warmup_steps": st.integers(0, 3),
         "r": st.sampled_from([0.0, 1.0]),
         "weight_lr_power": st.sampled_from([2.0, 0.0]),
     },
-    "Sophia": {
-        **_COMMON,
-        "betas": _BETAS,
-        "rho": st.floats(0.01, 1.0),
-        "bs": st.integers(1, 64),
-    },
-    "SparseAdam": {"lr": _LR, "betas": _BETAS, "eps": _EPS, "maximize": _FLAG},
+    "Sophia": {"rho": st.floats(0.01, 1.0), "bs": st.integers(1, 64)},
 }
+"""By optimizer, the ranges of its other hyperparameters, and of those with a range of their own."""
 
 
 def hyperparameters(optimizer: str | type[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -115,18 +82,30 @@ def hyperparameters(optimizer: str | type[Any]) -> st.SearchStrategy[dict[str, A
         ValueError: ``optimizer`` is not the name of one of ampopt's optimizers.
     """
     name = optimizer if isinstance(optimizer, str) else optimizer.__name__
-    if name == "SGD":
-        return _sgd()
-    if name not in _OPTIONS:
-        known = ", ".join(sorted({"SGD", *_OPTIONS} & set(ampopt.__all__)))
+    if name not in ampopt.optim.__all__:
+        known = ", ".join(sorted(ampopt.optim.__all__))
         raise ValueError(f"optimizer must be one of {known}, got {name!r}")
-    return st.fixed_dictionaries(_OPTIONS[name])
+    parameters = inspect.signature(getattr(ampopt, name)).parameters.values()
+    by_name = {p.name: _range_of(p) for p in parameters if p.name not in _HOW_STEPS_RUN}
+    ranges = {key: values for key, values in by_name.items() if values is not None}
+    drawn = st.fixed_dictionaries({**ranges, **_OF_EACH.get(name, {})})
+    return drawn.map(_allowed_in_sgd) if name == "SGD" else drawn
 
 
-@st.composite
-def _sgd(draw: st.DrawFn) -> dict[str, Any]:
-    """Strategy of the arguments of SGD, which refuses dampening with ``nesterov``."""
-    options = draw(st.fixed_dictionaries({**_COMMON, "momentum": _BELOW_ONE}))
-    nesterov = options["momentum"] > 0 and draw(_FLAG)
-    dampening = 0.0 if nesterov else draw(st.sampled_from([0.0, 0.5]))
-    return {**options, "nesterov": nesterov, "dampening": dampening}
+def _range_of(parameter: inspect.Parameter) -> st.SearchStrategy[Any] | None:
+    """The range of a hyperparameter by its name and default; ``None`` if these do not tell it."""
+    if isinstance(parameter.default, bool):
+        return st.booleans()
+    if parameter.name == "betas":
+        return st.tuples(*[_BELOW_ONE] * len(parameter.default))
+    return _BY_NAME.get(parameter.name)
+
+
+def _allowed_in_sgd(options: dict[str, Any]) -> dict[str, Any]:
+    """``options``, without what SGD refuses: ``nesterov`` needs momentum and no dampening."""
+    nesterov = options["nesterov"] and options["momentum"] > 0
+    return {
+        **options,
+        "nesterov": nesterov,
+        "dampening": 0.0 if nesterov else options["dampening"],
+    }

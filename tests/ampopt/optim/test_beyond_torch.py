@@ -141,6 +141,10 @@ def initial(dtype: torch.dtype) -> list[Parameter]:
     ]
 
 
+def test_every_optimizer_that_torch_lacks_is_compared_with_another_implementation():
+    assert {peer.cls for peer in PEERS} >= set(BEYOND_TORCH)
+
+
 @pytest.mark.parametrize("backend", ["compiled"], indirect=True)  # of eager's bits, sooner
 @each_peer
 def test_results_are_those_of_another_implementation(peer, backend):
