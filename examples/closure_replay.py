@@ -1,8 +1,8 @@
 """LBFGS in float16: an overflow inside the line search is run again, not skipped.
 
 LBFGS evaluates its closure many times in one step, and its line search compares the losses and
-gradients it gets. A step that skips would leave it with a gradient of infinities half way. So a
-closure takes the loss scale as its argument, and if the gradients overflow, the optimizer runs
+gradients it gets. If an overflow skipped the step, the search would go on with infinite gradients.
+So a closure takes the loss scale as its argument, and if the gradients overflow, the optimizer runs
 the same closure again with the next smaller scale, until they are finite; LBFGS never sees the
 others.
 

@@ -91,6 +91,7 @@ class RowNormalized(ampopt.Optimizer):
         return loss
 
     def _launch(self, p: Tensor, grad: Tensor, lr: float, beta: float) -> None:
+        """Launch the kernel for one parameter, whose momentum is made if it is missing."""
         state = self.state[p]
         if not state:  # zeros, which a skipped first step leaves as they are
             state["momentum"] = torch.zeros_like(p)

@@ -109,6 +109,7 @@ def main() -> None:
     report = report_of_pytest()
 
     def invariants(outcome: str, name: str) -> list[str]:
+        """The invariants of the test class ``name`` that ended as ``outcome``."""
         return sorted(re.findall(rf"^{outcome} \S+::{name}::(\w+)", report, re.MULTILINE))
 
     failed = invariants("FAILED", "TestWrong")

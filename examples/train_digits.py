@@ -3,8 +3,8 @@
 The data are scikit-learn's handwritten digits, 1797 images of 8 by 8, which it brings along. The
 same network sees the same batches twice: in float32, and under autocast in float16 with a loss
 scale that starts far too high. So the first steps overflow and are skipped, each halves the
-scale, and training goes on as if they had not been; after some good steps in a row the scale
-grows, until it is too high again. The float16 run must reach the float32 accuracy within one
+scale, and training continues as if these steps had not occurred; after some good steps in a row
+the scale grows, until it is too high again. The float16 run must reach the float32 accuracy within one
 percentage point, or the script says so and fails.
 
 The line that does it is ``optimizer.unscale_and_step(grads_scaled_by=scale)``. It does not wait

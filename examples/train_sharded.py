@@ -192,6 +192,7 @@ def compare(steps: int, folder: str, picture: Path) -> list[str]:
 
 
 def _draw(curves: dict[str, dict[int, float]], picture: Path) -> None:
+    """Draw the losses of all runs."""
     import matplotlib
 
     matplotlib.use("Agg")
