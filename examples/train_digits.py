@@ -4,8 +4,8 @@ The data are scikit-learn's handwritten digits, 1797 images of 8 by 8, which it 
 same network sees the same batches twice: in float32, and under autocast in float16 with a loss
 scale that starts far too high. So the first steps overflow and are skipped, each halves the
 scale, and training continues as if these steps had not occurred; after some good steps in a row
-the scale grows, until it is too high again. The float16 run must reach the float32 accuracy within one
-percentage point, or the script says so and fails.
+the scale grows, until it is too high again. The float16 run must reach the float32 accuracy within
+one percentage point, or the script says so and fails.
 
 The line that does it is ``optimizer.unscale_and_step(grads_scaled_by=scale)``. It does not wait
 for the device, and neither does the loop: what is to be shown is kept in tensors and read every
