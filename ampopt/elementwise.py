@@ -249,8 +249,8 @@ class ElementwiseOptimizer(Optimizer):
         try:
             self.check_step()
             loss = call_closure(closure)
-            judged = None if ours.pending is None else ours.pending.decision
-            request = ours.step_request or Request(check=False, earlier_decision=judged)
+            earlier = None if ours.pending is None else ours.pending.decision
+            request = ours.step_request or Request(check=False, earlier_decision=earlier)
         finally:
             ours.step_request = (
                 None  # the request is for this step alone, even if the closure raised

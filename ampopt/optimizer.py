@@ -408,8 +408,8 @@ class Optimizer(torch.optim.Optimizer):
         scale = ours.scale(grads_scaled_by)
         ours.check_gradients()
         decision = ours.accumulation.add(request_for(scale), ours.agreement(), drop)
-        judged = None if scale is None else decision
-        return Unscaled(ours.flag(judged), next_scale_of(scale, decision))
+        flag = ours.flag(None if scale is None else decision)
+        return Unscaled(flag, next_scale_of(scale, decision))
 
     @uncompiled
     @torch.no_grad()
@@ -669,7 +669,7 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     if pending.scale is None:
         return StepResult(optimizer.step(), pending.found_inf, None)
     drop = pending.scale.drop_overflow_update
-    attempt = ours.attempt(
+    outcome = ours.attempt(
         Request(
             check=False, found_inf=pending.found_inf, drop=drop, earlier_decision=pending.decision
         )
@@ -677,4 +677,4 @@ def _step_pending(optimizer: Optimizer, current_grad_scale: Any) -> StepResult:
     # Also after a skip. Usually the hook after the step has done it, but the step of a wrapper may
     # have no hooks.
     ours.end_pending()
-    return StepResult(attempt.returned, pending.found_inf, pending.next_scale)
+    return StepResult(outcome.returned, pending.found_inf, pending.next_scale)

@@ -105,9 +105,9 @@ class OrdinaryStep(StepStrategy):
 
     def around(self, step: Callable[[], Any], request: Request) -> StepOutcome:
         """Unscale, and call or skip ``step``, when step hooks already run around this call."""
-        attempt = self.attempt(request, step)
-        self._around = attempt.decision
-        return attempt
+        outcome = self.attempt(request, step)
+        self._around = outcome.decision
+        return outcome
 
     def check_closure_gradients(self, request: Request) -> Decision | None:
         """See :class:`StepStrategy`. Gradients are unscaled in place."""
@@ -165,18 +165,18 @@ class OrdinaryStep(StepStrategy):
     def _step_and_hooks(self, decision: Decision | None) -> StepOutcome:
         optimizer = self.optimizer
         if is_replaced(optimizer):  # by a function that may run the step hooks itself
-            attempt = self._step_or_skip(optimizer.step, decision)
-            if not attempt.called:
+            outcome = self._step_or_skip(optimizer.step, decision)
+            if not outcome.called:
                 run_step_hooks(optimizer)
-            return attempt
+            return outcome
         step = written_step(type(optimizer))
 
         def within_hooks(*args: Any, **kwargs: Any) -> StepOutcome:
             return self._step_in_hooks(functools.partial(step, *args, **kwargs), decision)
 
-        attempt = hooked(within_hooks)(optimizer)
+        outcome = hooked(within_hooks)(optimizer)
         mark_as_called(optimizer)
-        return attempt
+        return outcome
 
     def _step_in_hooks(self, step: Callable[[], Any], decision: Decision | None) -> StepOutcome:
         """Like :meth:`_step_or_skip`, when step hooks already run around this call."""

@@ -142,9 +142,9 @@ def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
             _end_pending(self)  # if torch's hooks, which do so, are not around this step
             return returned
         call = functools.partial(step, self, *args, **kwargs)
-        attempt = _around(self, call, handoff.request)
-        handoff.leave_for_scaler(self, attempt.decision)
-        return attempt.returned
+        outcome = _around(self, call, handoff.request)
+        handoff.leave_for_scaler(self, outcome.decision)
+        return outcome.returned
 
     # ``wraps`` copies the attributes of ``step``, but the wrapper must not count as hooked.
     vars(wrapper).pop("hooked", None)

@@ -11,7 +11,7 @@ import torch
 import ampopt
 from ampopt.bench.contenders import FLOAT32, SMALL
 from ampopt.bench.rows import Row
-from ampopt.bench.targets import judge
+from ampopt.bench.targets import verdicts_on
 from ampopt.environment import cpu_model, version_of
 
 __all__ = ["as_json", "costs", "environment", "memory", "table"]
@@ -43,9 +43,7 @@ def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float | None)
     return {
         "environment": about,
         "bandwidth": bandwidth,
-        "rows": [
-            {**row.as_dict(), "targets": [vars(verdict) for verdict in judge(row)]} for row in rows
-        ],
+        "rows": [{**row.as_dict(), "targets": list(map(vars, verdicts_on(row)))} for row in rows],
     }
 
 
@@ -69,7 +67,7 @@ def table(rows: Sequence[Row]) -> str:
         shares += [row.ratio_to_float32] * has_masters
         cells += ["-" if x is None else f"{x:.2f}" for x in shares]
         withheld = "-" if row.doubt is None else f"not judged: {row.doubt}"
-        cells.append("; ".join(map(str, judge(row))) or withheld)
+        cells.append("; ".join(map(str, verdicts_on(row))) or withheld)
         lines.append(cells)
     return _aligned(lines, left=(0, 1, 2, len(lines[0]) - 1))
 

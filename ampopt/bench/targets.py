@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ampopt.bench import contenders
 from ampopt.bench.rows import Row
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "verdicts_on"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Verdict:
         return f"target {self.target}: {self.value} {'met' if self.met else 'MISSED'}"
 
 
-def judge(row: Row) -> list[Verdict]:
+def verdicts_on(row: Row) -> list[Verdict]:
     """Compare ``row`` with its targets; empty if there are none, or if its times are in doubt.
 
     On the CPU the targets are ratios to torch's best implementation. At most 1.05 if torch has a
@@ -46,7 +46,7 @@ def judge(row: Row) -> list[Verdict]:
 
 
 def _on_cpu(row: Row) -> list[Verdict]:
-    """The verdicts on a row measured on the CPU; see :func:`judge`."""
+    """The verdicts on a row measured on the CPU; see :func:`verdicts_on`."""
     ratio = row.ratio
     if ratio is None:
         return []
@@ -67,7 +67,7 @@ def _on_cpu(row: Row) -> list[Verdict]:
 
 
 def _on_gpu(row: Row) -> list[Verdict]:
-    """The verdicts on a row measured on a GPU; see :func:`judge`."""
+    """The verdicts on a row measured on a GPU; see :func:`verdicts_on`."""
     verdicts = []
     if row.workload == "large" and row.to_floor is not None:
         fraction = 1 / row.to_floor

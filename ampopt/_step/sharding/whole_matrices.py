@@ -17,7 +17,7 @@ from ampopt._step.sharding.shards import Run, boxes, runs_at
 __all__ = ["WholeMatrices"]
 
 
-class _Part(NamedTuple):
+class _Shard(NamedTuple):
     """The shard of one matrix on one rank.
 
     Attributes:
@@ -61,8 +61,8 @@ class WholeMatrices:
         self._n_ranks, here = len(number_of), torch.distributed.get_rank()
         self._shapes = [tuple(param.shape) for param in params]
         self.owned: list[int] = []
-        self._received: list[_Part] = []  # shards of the matrices that this rank gathers
-        self._ours: list[tuple[int, _Part]] = []  # shards of this rank, with the owner
+        self._received: list[_Shard] = []  # shards of the matrices that this rank gathers
+        self._ours: list[tuple[int, _Shard]] = []  # shards of this rank, with the owner
         loads: dict[Any, list[int]] = {}
         costs = [param.numel() * min(param.shape) for param in params]
         for matrix in sorted(range(len(params)), key=costs.__getitem__, reverse=True):
@@ -80,13 +80,13 @@ class WholeMatrices:
                 if is_owner or rank == here:
                     runs = runs_at(params[matrix].shape, mesh.shape, at, placements)
                     is_copy = any(at[dim] != coordinates[owner][dim] for dim in copied)
-                    part = _Part(matrix, number_of[rank], runs, is_copy)
+                    shard = _Shard(matrix, number_of[rank], runs, is_copy)
                     if is_owner:
-                        self._received.append(part)
+                        self._received.append(shard)
                     if rank == here:
-                        self._ours.append((number_of[ranks[owner]], part))
+                        self._ours.append((number_of[ranks[owner]], shard))
         # Sender and receiver have to agree on the order of shards in one message.
-        self._received.sort(key=lambda part: (part.rank, part.matrix))
+        self._received.sort(key=lambda shard: (shard.rank, shard.matrix))
         self._ours.sort(key=lambda sent: (sent[0], sent[1].matrix))
 
     def gathered(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -100,17 +100,17 @@ class WholeMatrices:
         """
         if self._n_ranks == 1:
             return dict(enumerate(parts))
-        sent = [(owner, part) for owner, part in self._ours if not part.is_copy]
-        received = [part for part in self._received if not part.is_copy]
+        sent = [(owner, shard) for owner, shard in self._ours if not shard.is_copy]
+        received = [shard for shard in self._received if not shard.is_copy]
         messages = self._exchanged(
             parts[0],
-            [(owner, parts[part.matrix]) for owner, part in sent],
-            [(part.rank, part) for part in received],
+            [(owner, parts[shard.matrix]) for owner, shard in sent],
+            [(shard.rank, shard) for shard in received],
         )
         whole = {matrix: parts[0].new_empty(self._shapes[matrix]) for matrix in self.owned}
-        for part, message in zip(received, messages, strict=True):
-            for here, there in boxes(part.runs):
-                whole[part.matrix][there] = message[here]
+        for shard, message in zip(received, messages, strict=True):
+            for here, there in boxes(shard.runs):
+                whole[shard.matrix][there] = message[here]
         return whole
 
     def scattered(self, whole: Mapping[int, Tensor], like: Tensor) -> list[Tensor]:
@@ -126,20 +126,20 @@ class WholeMatrices:
         if self._n_ranks == 1:
             return [whole[matrix] for matrix in range(len(self._shapes))]
         pieces = []
-        for part in self._received:
-            piece = like.new_empty(part.shape)
-            for here, there in boxes(part.runs):
-                piece[here] = whole[part.matrix][there]
-            pieces.append((part.rank, piece))
+        for shard in self._received:
+            piece = like.new_empty(shard.shape)
+            for here, there in boxes(shard.runs):
+                piece[here] = whole[shard.matrix][there]
+            pieces.append((shard.rank, piece))
         messages = self._exchanged(like, pieces, self._ours)
-        own = {part.matrix: m for (_, part), m in zip(self._ours, messages, strict=True)}
+        own = {shard.matrix: m for (_, shard), m in zip(self._ours, messages, strict=True)}
         return [own[matrix] for matrix in range(len(self._shapes))]
 
     def _exchanged(
         self,
         like: Tensor,
         sent: Sequence[tuple[int, Tensor]],
-        received: Iterable[tuple[int, _Part]],
+        received: Iterable[tuple[int, _Shard]],
     ) -> list[Tensor]:
         """Send tensors to ranks, in order; return the shards received from ranks, in order."""
         received = list(received)
@@ -147,10 +147,10 @@ class WholeMatrices:
         of: Counter[int] = Counter()
         for rank, tensor in sent:
             to[rank] += tensor.numel() * like.element_size()
-        for rank, part in received:
-            of[rank] += part.numel * like.element_size()
+        for rank, shard in received:
+            of[rank] += shard.numel * like.element_size()
         flat = [like.new_empty(0), *(tensor.reshape(-1) for _, tensor in sent)]
-        out = like.new_empty(sum(part.numel for _, part in received))
+        out = like.new_empty(sum(shard.numel for _, shard in received))
         # As bytes, since not every backend of torch.distributed accepts every dtype.
         torch.distributed.all_to_all_single(
             out.view(torch.uint8),
@@ -159,5 +159,5 @@ class WholeMatrices:
             [to[rank] for rank in range(self._n_ranks)],
             group=self._group,
         )
-        messages = out.split([part.numel for _, part in received])
-        return [m.view(part.shape) for m, (_, part) in zip(messages, received, strict=True)]
+        messages = out.split([shard.numel for _, shard in received])
+        return [m.view(shard.shape) for m, (_, shard) in zip(messages, received, strict=True)]

@@ -75,24 +75,24 @@ class CpuBackend(Backend):
         if only_tests and 0 <= inverse <= 1 and self._surely_finite(grads):
             partials = Partials([], None)
         else:
-            partials = self._partials_of_parts(work, request, inverse)
+            partials = self._partials_of_chunks(work, request, inverse)
         if request.write:
             bundles = [] if table is None else [bundle for _, bundle in table.bundles]
             gathered = [bundle.grad for bundle in bundles if bundle.grad is not None]
             _multiply(work.present_grads + gathered, inverse)
         return partials
 
-    def _partials_of_parts(self, work: Work, request: Request, inverse: float) -> Partials:
-        """Test and measure each part: a bundle, or a row where no bundles were prepared."""
+    def _partials_of_chunks(self, work: Work, request: Request, inverse: float) -> Partials:
+        """Test and measure each chunk: a bundle, or a row where no bundles were prepared."""
         if isinstance(work.table, Bundles):
             bundles = [bundle for _, bundle in work.table.bundles]
-            parts = [_Part(b, b.dtype, b.rows[0].in_norm, b.among) for b in bundles]
+            chunks = [_Chunk(b, b.dtype, b.rows[0].in_norm, b.among) for b in bundles]
         else:
-            parts = [
-                _Part(None, row.compute_dtype, row.in_norm, (place,))
+            chunks = [
+                _Chunk(None, row.compute_dtype, row.in_norm, (place,))
                 for place, row, _ in work.stepped()
             ]
-        parts = [part for part in parts if part.has_elements(work)]
+        chunks = [chunk for chunk in chunks if chunk.has_elements(work)]
         reports, sums, squares = (), {}, None
         if request.measure:
             measured, sums = found_in(work, inverse)
@@ -100,27 +100,29 @@ class CpuBackend(Backend):
         if request.max_norm is not None:
             # The measures of a row that is not bundled include its sum of squares.
             unread = {
-                part.rows[0]: part.grad(work)
-                for part in parts
-                if len(part.rows) > 1 or part.rows[0] not in sums
+                chunk.rows[0]: chunk.grad(work)
+                for chunk in chunks
+                if len(chunk.rows) > 1 or chunk.rows[0] not in sums
             }
             sums |= zip(unread, self._sums_of_squares(list(unread.values())), strict=True)
-            squares = [sums[part.rows[0]] for part in parts]
+            squares = [sums[chunk.rows[0]] for chunk in chunks]
         if reports:
             flags = [bool(flag) for flag in reports[0].flags]
         else:
             finite = 0 <= inverse <= 1 and squares is not None and all(map(math.isfinite, squares))
-            flags = [not finite and bool(overflows(p.grad(work), inverse, p.dtype)) for p in parts]
+            flags = [not finite and bool(overflows(p.grad(work), inverse, p.dtype)) for p in chunks]
             if any(flags):
                 among = [
                     row
-                    for flag, part in zip(flags, parts, strict=True)
+                    for flag, chunk in zip(flags, chunks, strict=True)
                     if flag
-                    for row in part.rows
+                    for row in chunk.rows
                 ]
                 reports = (_report(work, among, inverse),)
         if squares is not None:
-            squares = [x if part.in_norm else 0.0 for x, part in zip(squares, parts, strict=True)]
+            squares = [
+                x if chunk.in_norm else 0.0 for x, chunk in zip(squares, chunks, strict=True)
+            ]
             squares = torch.tensor(squares, dtype=torch.float64, device=work.device)
             squares = squares * inverse * inverse
         return Partials(flags, squares, reports)
@@ -245,7 +247,7 @@ def sums_are_finite(grads: list[Tensor]) -> bool:
     )
 
 
-class _Part(NamedTuple):
+class _Chunk(NamedTuple):
     """What detect reads as a whole: the gradient of one row, or those of all rows of a bundle.
 
     Attributes:

@@ -25,7 +25,7 @@ __all__ = [
     "LineLaunch",
     "Lines",
     "Stack",
-    "Sums",
+    "SumsLayout",
     "advance_marginals",
     "line_kernel",
     "line_launches",
@@ -40,7 +40,7 @@ BLOCKS = 1 << 4
 """The least number of blocks that a program sums along its lines."""
 
 
-class Sums(NamedTuple):
+class SumsLayout(NamedTuple):
     """Where the sums of one term over a stack are: a view of shape ``(matrices, parts, lines)``.
 
     Attributes:
@@ -70,7 +70,7 @@ class Stack:
     rows: list[int]
     members: list[Marginals]
     flags: tuple[bool, ...]
-    sums: list[Sums]
+    sums: list[SumsLayout]
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Lines:
                         place = size + (i * parts + part) * lines
                         for line in range(0, lines, shape[0]):
                             tiles_of_launch += (index, line, part * span, place + line)
-                sums.append(Sums(size, parts, lines))
+                sums.append(SumsLayout(size, parts, lines))
                 size += len(members) * parts * lines
             of_members = [row.marginals for row in (rows[i] for i in members) if row.marginals]
             stacks.append(Stack(members, of_members, first.flags, sums))

@@ -32,7 +32,7 @@ from ampopt.bench import (
 )
 from ampopt.bench.count import bytes_by_kernel, bytes_moved
 from ampopt.bench.peers_in_8_bits import peers
-from ampopt.bench.targets import judge
+from ampopt.bench.targets import verdicts_on
 from ampopt_kernels.language import HAS_TRITON
 
 CPU = torch.device("cpu")
@@ -590,7 +590,7 @@ def row_with(workload, seconds, device="cpu", clip=False, optimizer="AdamW", **o
     ],
 )
 def test_targets_are_judged_as_design_sets_them(row, met):
-    verdicts = judge(row)
+    verdicts = verdicts_on(row)
     assert [verdict.met for verdict in verdicts] == met
     assert all(str(v).endswith("met" if v.met else "MISSED") for v in verdicts)
 
