@@ -1,4 +1,4 @@
-"""The reference, which is made of docstrings: nothing public goes without, nor any argument."""
+"""Everything public has a docstring that describes its arguments."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""The built wheel holds both packages, and works with nothing of the checkout in reach."""
+"""The built wheel has both packages, and works without the checkout."""
 
 import email
 import os

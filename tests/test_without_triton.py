@@ -1,4 +1,4 @@
-"""What is promised without Triton, and without a C++ compiler too: everything, more slowly."""
+"""ampopt without Triton, and without a C++ compiler."""
 
 import os
 

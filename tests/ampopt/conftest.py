@@ -1,4 +1,4 @@
-"""What tests of several files begin with: a parameter, and CPU tensors as if on a device."""
+"""Fixtures of several files: a parameter, and CPU tensors treated as on a device."""
 
 import pytest
 import torch

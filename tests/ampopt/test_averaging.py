@@ -1,4 +1,4 @@
-"""An average is bitwise torch's over the steps that were taken, and nobody looks at the others."""
+"""``averaged`` is bitwise torch's average over the steps that were not skipped."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""The choice of a backend: what it takes, what it refuses, and when the CPU compiles."""
+"""The choice of a backend: names, errors, and when the CPU backend compiles."""
 
 import inspect
 import os

@@ -1,4 +1,4 @@
-"""``python -m ampopt``: what a bug report begins with is true, also where much is missing."""
+"""The report of ``python -m ampopt``, also where compilers, caches or devices are missing."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""What only a device can show. Selected by ``pytest -m gpu``; not yet run on any.
+"""Tests that need a device: ``pytest -m gpu``; not yet run on any.
 
 The bodies of other tests run there too, where they name ``ON_A_GPU``.
 """

@@ -1,4 +1,4 @@
-"""The control points: their order, what they return, and what copies and autograd know of them."""
+"""The control points: their order, their results, and their effect on autograd and copies."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What a profile says, word for word, of each way to step, look and launch."""
+"""The text of a profile for each way to step, to read and to launch."""
 
 from pathlib import Path
 from typing import Any

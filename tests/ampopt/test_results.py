@@ -1,4 +1,4 @@
-"""The result of a step names the parameters that overflowed in it, however late it is asked."""
+"""``overflowed`` names the parameters of its step, however late it is read."""
 
 import copy
 import io

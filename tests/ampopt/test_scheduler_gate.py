@@ -1,4 +1,4 @@
-"""Schedulers of torch's: behind a gate they count steps that happened, without one all attempts."""
+"""A learning-rate scheduler behind a gate counts only steps that were not skipped."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""A step is skipped for its norm or its loss as for an overflow, but the scale hears nothing."""
+"""``skip_when``: steps with a large norm or loss are skipped, and the scale stays."""
 
 import io
 import math

@@ -1,4 +1,4 @@
-"""Looks of the host's are seen, one for each, and nothing stays watched."""
+"""Each read of a tensor's values is reported once, and no patch stays behind."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Optimizers of others with control points: what their authors may have done, and keep."""
+"""``extend`` and ``patch_optimizer`` with classes of every kind."""
 
 import abc
 import copy

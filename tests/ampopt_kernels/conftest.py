@@ -1,4 +1,4 @@
-"""Blocks and chunks small enough that a few hundred elements have every edge there is."""
+"""Small blocks and chunks, so that a few hundred elements have every edge case."""
 
 import pytest
 from support.kernel_rows import BLOCK, CHUNK

@@ -1,4 +1,4 @@
-"""Compilation without a GPU, in a process of its own: this one has Triton interpret."""
+"""Kernels compiled without a GPU, in a separate process: this one interprets them."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""What a device without a machine to try it on is asked: by its own module, and of itself."""
+"""Streams, captures and copies, with fake modules of devices that this machine lacks."""
 
 from contextlib import contextmanager
 from typing import Any

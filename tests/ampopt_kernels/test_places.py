@@ -1,4 +1,4 @@
-"""Random numbers of a row that is a part of a parameter: those of its places, on every backend."""
+"""Random numbers of a row that is a shard depend on the places of its elements."""
 
 from typing import Any
 

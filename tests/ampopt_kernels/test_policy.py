@@ -1,4 +1,4 @@
-"""The schedule of the loss scale: its one body, wherever it runs, against its pseudo-code."""
+"""The schedule of the loss scale on every backend, compared with its pseudo-code."""
 
 import torch
 from hypothesis import given

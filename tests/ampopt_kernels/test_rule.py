@@ -1,4 +1,4 @@
-"""Rules: what a declaration says, and what slips in it are called."""
+"""The declaration of a rule: what it computes, and which mistakes are refused."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Skip checks of each engine, against a definition check by check in plain Python."""
+"""Skip checks on every backend, compared with a definition in plain Python."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The language on torch tensors and numbers: a rule's own code, run without Triton."""
+"""The language of rules on torch tensors and numbers."""
 
 import functools
 import math

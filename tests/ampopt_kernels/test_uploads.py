@@ -1,4 +1,4 @@
-"""Tables on the device: sent when they changed, and only then."""
+"""Tables on the device are sent again only when they have changed."""
 
 import weakref
 from array import array

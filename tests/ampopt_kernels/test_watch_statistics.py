@@ -1,4 +1,4 @@
-"""What each backend records in the statistics of a watch, against a definition number by number."""
+"""The statistics of a watch on every backend, compared with a definition in plain Python."""
 
 import math
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Accelerate on the CPU, where it knows no float16 training.
+"""Accelerate on the CPU, where it does not train in float16.
 
-``Accelerator(mixed_precision="fp16")`` has no scaler there and trains in float32, without a word.
-The tests give it what it has on a GPU: a scaler and autocast. What only a GPU can show is whether
-it makes the same of them there.
+``Accelerator(mixed_precision="fp16")`` has no scaler on a CPU, and trains in float32 without a
+warning. The tests give it a scaler and autocast, as it has on a GPU. Only a test on a GPU can show
+that it uses them in the same way there.
 """
 
 # The extra may not be installed.

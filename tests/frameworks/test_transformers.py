@@ -1,6 +1,6 @@
 """The ``Trainer`` of transformers with a tiny Llama of random weights: nothing is downloaded.
 
-On the CPU, ``TrainingArguments(fp16=True)`` trains in float32 without a word, so the scaler and
+On the CPU, ``TrainingArguments(fp16=True)`` trains in float32 without a warning, so the scaler and
 autocast that it has on a GPU are given to its ``Accelerator``; see ``test_accelerate``.
 """
 

@@ -1,4 +1,4 @@
-"""A test runs on the backend that it names, and on the environment's if it names none."""
+"""The fixture of the backend: named by the test, or by the environment."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The pool of ranks that other tests run on: what comes back, what fails, and what hangs."""
+"""The pool of ranks: results, failures and hangs."""
 
 import time
 

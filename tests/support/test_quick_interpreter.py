@@ -1,4 +1,4 @@
-"""The interpreter that the tests run gives, bit by bit, what Triton's gives."""
+"""The patched interpreter of the tests gives the bits of Triton's."""
 
 import contextlib
 import inspect

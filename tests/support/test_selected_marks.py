@@ -1,4 +1,4 @@
-"""Kernels are compiled where all tests that were asked for need it, however they were asked for."""
+"""Whether kernels are compiled or interpreted, by the marks that pytest's command line selects."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""``accumulate``: sums of unscaled gradients, what it is used for, and what may come in between."""
+"""``accumulate``: the sums, the steps that use them, and the calls that are refused in between."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Steps whose gradients come and go: rows that are kept, against plans that are made anew."""
+"""Steps in which other parameters have gradients: kept rows give the results of a new plan."""
 
 import random
 from collections.abc import Iterable

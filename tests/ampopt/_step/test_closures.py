@@ -1,4 +1,4 @@
-"""Closures under a loss scale: replayed until their gradients are finite, or not at all."""
+"""Closures under a loss scale: evaluated again until their gradients are finite."""
 
 import pickle
 from collections.abc import Callable, Sequence

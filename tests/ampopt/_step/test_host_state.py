@@ -1,4 +1,4 @@
-"""What an optimizer holds on the host: every change is noticed and put back, every tensor found."""
+"""The snapshot of an optimizer's Python state detects and restores every change."""
 
 import contextlib
 import types

@@ -1,4 +1,4 @@
-"""``master_bits=24``: what a parameter and its 8 bits hold, steps, gradients and checkpoints."""
+"""``master_bits=24``: rounding, steps, gradients, clipping and checkpoints."""
 
 import copy
 import io

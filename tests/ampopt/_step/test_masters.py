@@ -1,4 +1,4 @@
-"""Float16 and bfloat16 parameters, with float32 masters and without."""
+"""float16 and bfloat16 parameters, with float32 master weights and without."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What a step works on is kept from one step to the next, and never when it should not be."""
+"""A plan is reused by later steps, unless something that it depends on has changed."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which steps are undone on the device, with nothing read back, and which make the host look."""
+"""Which hand-written steps are rolled back on the device, and which the host skips."""
 
 import unittest
 from typing import Any

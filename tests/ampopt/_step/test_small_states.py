@@ -1,4 +1,4 @@
-"""``state_bits``: which states are small, what a step does with them, and checkpoints."""
+"""``state_bits``: which states have few bits, the steps with them, and checkpoints."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""States that are not what the rule declares for their parameter: refused before anything changes.
+"""States that do not fit their parameter, or the rule, are refused before anything changes.
 
 Kernels go by the size of the parameter, so that a state of another size would be read and written
 past its end.

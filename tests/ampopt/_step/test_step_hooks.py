@@ -1,4 +1,4 @@
-"""Whoever watches a step sees those of the control points, skipped ones too, and may raise."""
+"""Step hooks, profilers and schedulers of torch see steps of control points, skipped or not."""
 
 from collections.abc import Callable
 from typing import Any

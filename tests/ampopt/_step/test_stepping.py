@@ -1,4 +1,4 @@
-"""The one private attribute of an optimizer: whose it is, how long it lives, what copies get."""
+"""``optimizer._ampopt``: when it is made, how long it lives, and what copies get."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Optimizers whose states are tensors around tensors, and whose steps are compiled.
+"""Optimizers whose states are tensor subclasses, and whose steps are compiled.
 
 ``Coded`` stands for the states of torchao, which implement no operator more than they need.
 """

@@ -1,4 +1,4 @@
-"""Torch's private names stand in one room, and mean there what the room says."""
+"""Only ``torch_private`` uses private names of torch, and each does what is written there."""
 
 import ast
 from pathlib import Path

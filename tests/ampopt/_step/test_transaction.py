@@ -1,4 +1,4 @@
-"""An ordinary step undone on the device: exact, or noticed not to be; see transaction.py."""
+"""A step that is rolled back on the device changes no bit; changes that cannot be are detected."""
 
 import types
 from typing import Any

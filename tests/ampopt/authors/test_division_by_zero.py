@@ -1,4 +1,4 @@
-"""Division by zero in a rule: an infinity or NaN, as on a GPU, and no exception of Python's."""
+"""Division by zero in a rule gives an infinity or NaN, as on a GPU, and raises no exception."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rules with states of rows and columns: what they are means of, and how elements read them."""
+"""Rules with states of rows and columns: the means that they get, and steps, skips and errors."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Authors who skip by themselves: told the flag in ``step``, or in control of everything."""
+"""Optimizers that skip by themselves: in ``step``, by the flag, or in their own control points."""
 
 import contextlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a subclass does in a ``step`` of its own is taken and skipped with the step around it."""
+"""Subclasses that override ``step``: what they add is skipped together with the step."""
 
 import functools
 from typing import Any

@@ -1,4 +1,4 @@
-"""The optimizers of a package that we did not write, given the control points by ``extend``.
+"""The optimizers of another package, made to skip by ``extend``.
 
 The package is pytorch_optimizer, with over a hundred of them: for-loops, foreach, wrappers around
 other optimizers, step counts in Python, random numbers, preconditioners, closures.

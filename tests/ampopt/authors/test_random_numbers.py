@@ -1,4 +1,4 @@
-"""Random numbers of rules: distributed as they say, reproducible, and consumed by no skip."""
+"""Random numbers of rules: their distribution, and that skipped steps consume none."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules that sum something up over parameters: trust ratios, norms, and what all of them share."""
+"""Rules that sum terms over parameters: trust ratios, norms, and sums over all parameters."""
 
 from typing import Any
 

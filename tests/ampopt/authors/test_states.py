@@ -1,4 +1,4 @@
-"""States that are not as their parameter: dtypes of their own, copies of it, float64 scalars."""
+"""States with a dtype of their own, copies of the parameter, and float64 scalar states."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says: the same work by everyone, every row, every column."""
+"""The benchmark: all contenders do the same work, and every row and column is measured."""
 
 import concurrent.futures
 import contextlib

@@ -1,4 +1,4 @@
-"""The first hour on a GPU: parts in order, each by itself, and one folder of what they found."""
+"""``--first-hour``: parts run in order, each in its own process, and write to one folder."""
 
 import json
 import re

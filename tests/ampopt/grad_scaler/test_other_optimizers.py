@@ -1,4 +1,4 @@
-"""``ampopt.GradScaler`` with what others have made: outputs, wrappers, optimizers."""
+"""``ampopt.GradScaler`` with optimizers and wrappers of other packages, and nested outputs."""
 
 import functools
 from collections import namedtuple

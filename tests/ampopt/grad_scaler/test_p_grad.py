@@ -1,4 +1,4 @@
-"""What is in ``p.grad`` after a scaler's step: unscaled gradients, as after a step of torch's."""
+"""``p.grad`` holds unscaled gradients after a scaler's step, as after a step of torch's."""
 
 from typing import Any
 

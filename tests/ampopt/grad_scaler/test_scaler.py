@@ -1,4 +1,4 @@
-"""``ampopt.GradScaler``: a loop written for torch's, and what that could not say."""
+"""``ampopt.GradScaler`` in a loop written for torch's scaler, and its further methods."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is logged of steps, without any framework; with them: tests/frameworks."""
+"""``StepRecord``, without any framework; ``tests/frameworks`` has the callbacks that log it."""
 
 import importlib
 import os

@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches, added up under one scale and stepped with once."""
+"""Plain accumulation: gradients of several micro-batches, added up under one scale."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the guides have of other systems' checkpoints: a run goes on from one as it would there."""
+"""Checkpoints of other systems, loaded as the guides say: the scale continues as it would there."""
 
 import copy
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A training step that ``torch.compile`` compiles gives what it gives uncompiled."""
+"""A training step under ``torch.compile`` gives the results of the uncompiled one."""
 
 from typing import Any
 

@@ -1,9 +1,8 @@
-"""Eleven traps, T1 to T11: what goes wrong with torch's scaler and others, and not here.
+"""Eleven traps, T1 to T11: errors of torch's scaler and of other systems that ampopt avoids.
 
-Each test's docstring says what the trap is. They are sprung with ``torch.amp.GradScaler`` and an
-untouched loop where there is one; those that are about a scaler itself, T7 and T9, and T1, T2 and
-T6 once more, are also tests of ``ampopt.GradScaler``, by these numbers. T4 takes two processes, and
-is in ranks/test_skip.py.
+Each test's docstring describes its trap, most of them with ``torch.amp.GradScaler`` in an unchanged
+loop. Tests of ``ampopt.GradScaler`` have the same numbers in their names, such as T7 and T9, which
+are about scalers alone. T4 takes two processes, and is in ranks/test_skip.py.
 """
 
 import copy

@@ -1,7 +1,7 @@
-"""NNabla's updater and MindSpore's cell, in plain Python, beside the guides that lead from them.
+"""NNabla's updater and MindSpore's cell, in plain Python, compared with the code of their guides.
 
-Losses are linear, so that gradients are the numbers that were fed, times the scale, in float16:
-what overflows is known, and all else is the arithmetic of the update.
+Losses are linear, so gradients are the inputs times the scale, in float16: it is known which of
+them overflow.
 """
 
 import math

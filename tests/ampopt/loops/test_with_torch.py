@@ -1,4 +1,4 @@
-"""What torch has around optimizers: compiled models, averages, clipping, functions, checkpoints."""
+"""ampopt's optimizers with torch's compiled models, averages, clipping and checkpoints."""
 
 import copy
 from typing import Any

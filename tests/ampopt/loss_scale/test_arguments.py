@@ -1,4 +1,4 @@
-"""What ``grads_scaled_by`` may be, what follows it, and when it may be used again."""
+"""What ``grads_scaled_by`` accepts, which scale is returned, and when one may be used again."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""A loss scale is a value: it is not changed by steps, moves to a device once, and can be saved."""
+"""Loss scales are immutable, move to a device once, and can be saved, copied and pickled."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Each preset against its system's own code, retold in that code's variables and order."""
+"""Each preset, compared with a transcription of its system's own code."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The table that the guides show is what runs now, and its cells can tell right from wrong."""
+"""The matrix in the guides is what runs now, and its cells detect wrong optimizers."""
 
 import re
 from typing import Any

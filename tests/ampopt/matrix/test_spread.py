@@ -1,4 +1,4 @@
-"""Ways to put a model on ranks."""
+"""The ways in which the matrix distributes a model over ranks."""
 
 import weakref
 

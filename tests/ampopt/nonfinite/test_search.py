@@ -1,4 +1,4 @@
-"""The first module that makes something not finite is named, forward and backward."""
+"""``first_nonfinite`` names the first module with a non-finite output or gradient."""
 
 import pickle
 from collections import namedtuple

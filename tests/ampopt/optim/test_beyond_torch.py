@@ -1,4 +1,4 @@
-"""Optimizers step as others' implementations of them do, for 2,000 steps.
+"""Optimizers give the results of other implementations, over 2,000 steps.
 
 Those are the ones that torch lacks, and Adafactor, whose rule has other operations than torch's.
 """

@@ -1,4 +1,4 @@
-"""A built-in optimizer stands in for its twin in torch: as an instance, and by its arguments."""
+"""A built-in optimizer replaces torch's: ``isinstance``, constructor, signature and docstring."""
 
 import ast
 import contextlib

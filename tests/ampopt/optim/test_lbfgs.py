@@ -1,4 +1,4 @@
-"""LBFGS under a loss scale: torch's, with finite gradients only."""
+"""LBFGS under a loss scale: torch's steps, with finite gradients only."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Every optimizer of torch's gives torch's results, with every option that torch tests."""
+"""Every optimizer of torch gives torch's results, with every option that torch tests."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""What tests of compiled functions begin with."""
+"""Fixtures of tests of compiled functions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``ampopt.autocast``: which dtype an operator runs in, by name, wherever it is called from."""
+"""``ampopt.autocast``: the dtype in which each operator runs, however it is called."""
 
 import copy
 import threading

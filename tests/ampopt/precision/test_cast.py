@@ -1,4 +1,4 @@
-"""``ampopt.cast`` and ``ampopt.run_in``: what is stored, what computes in what, what comes out."""
+"""``ampopt.cast`` and ``ampopt.run_in``: the dtypes of parameters, operations and results."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""``ampopt.Precision``: what other systems call levels, and a training step that takes one."""
+"""``ampopt.Precision``: the opt levels of other systems, alone and in a training step."""
 
 import dataclasses
 from typing import Any

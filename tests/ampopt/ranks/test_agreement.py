@@ -1,4 +1,4 @@
-"""Ranks that are asked for different things are told so, and a loss is judged as that of all."""
+"""Ranks with different arguments raise errors that name them, and the loss is the ranks' mean."""
 
 import warnings
 from contextlib import nullcontext

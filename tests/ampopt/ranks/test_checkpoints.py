@@ -1,4 +1,4 @@
-"""FSDP2 and torch.distributed.checkpoint: saved on some ranks, loaded on as many as there are."""
+"""FSDP2 with torch.distributed.checkpoint, saved and loaded on different numbers of ranks."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Loops on a sharded model, in every form that a loop may have, where one rank alone overflows.
+"""Training loops of every form on a sharded model, in which one rank alone overflows.
 
 Each rank also trains the whole model by itself, with the same batches and the same overflow.
 """

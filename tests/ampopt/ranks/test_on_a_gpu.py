@@ -1,7 +1,7 @@
-"""One decision of ranks that meet by NCCL, of which one is here. Not yet run on any device.
+"""One decision of ranks over NCCL, with a single rank. Not yet run on any device.
 
-What one rank shows: that nothing waits, that the all-reduce can be captured, and that it comes
-after the gradients and before the step, though NCCL has a stream of its own.
+One rank is enough to show that nothing synchronizes, that the all-reduce can be captured, and that
+it runs after the backward pass and before the step, although NCCL has a stream of its own.
 """
 
 import gc

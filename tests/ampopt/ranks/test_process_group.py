@@ -1,4 +1,4 @@
-"""Ranks that hold parts of a model as ordinary tensors, and say so by ``process_group``."""
+"""``process_group=``: ranks that hold different ordinary tensors of one model."""
 
 import copy
 import pickle

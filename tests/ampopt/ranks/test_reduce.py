@@ -1,4 +1,4 @@
-"""Rules that sum up over parameters, on the parts that ranks have: as one process would."""
+"""Rules that sum over parameters, on shards: results are those of one process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Rules on the parts that ranks have: what one process would do, under one decision.
+"""Every rule on shards: results are those of one process, with one decision for all ranks.
 
 This process trains the whole model, on ordinary tensors, to compare with. Gradients are sums of
 powers of two, so that clipping by a norm, summed in whatever order, is exact too.

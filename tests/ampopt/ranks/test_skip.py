@@ -1,8 +1,8 @@
-"""Parameters spread over ranks: all of them skip, or none, wherever the overflow is.
+"""Sharded parameters: wherever an overflow is, all ranks skip.
 
-Trap T4 (see loops/test_traps.py): torch's scaler looks at how the first gradient is placed, and if
-that is on every rank, asks no other rank about the rest. With an overflow in a part that one rank
-has, that rank alone skips, and halves its scale. Here are two processes that have met.
+Trap T4 (see loops/test_traps.py): torch's scaler reads the placements of the first gradient only.
+If that one is replicated, there is no all-reduce for the others: a rank with an overflow in its
+shard skips alone, and halves its scale. The tests run on two processes.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Small states of sharded parameters: blocks and random numbers of the whole parameter."""
+"""Small states of sharded parameters have the blocks and random numbers of the whole one."""
 
 from typing import Any
 

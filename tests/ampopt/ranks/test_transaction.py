@@ -1,4 +1,4 @@
-"""A step on DTensors that is taken and put back: the memory that counts is that of their parts."""
+"""A step on ``DTensor``s that is rolled back: the local shards are restored."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A watch on each of several ranks is read as one."""
+"""Watches on several ranks, each read alone, and gathered."""
 
 import math
 from typing import Any

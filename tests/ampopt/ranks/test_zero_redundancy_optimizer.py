@@ -1,4 +1,4 @@
-"""ZeRO with control points: two ranks end where one process ends that keeps all of the state."""
+"""``ZeroRedundancyOptimizer`` on two ranks gives the results of one process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What cannot be right is refused, with the value, what is allowed and a way out, and no harm."""
+"""Invalid arguments raise an error with the value and the fix, and change nothing."""
 
 import re
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""Checkpoints and copies: training goes on from each as if it had never been saved.
+"""Checkpoints and copies: training continues from each as without it.
 
-Between torch and here, to rounding; from here to here, bitwise, however a checkpoint travels.
+Between torch and ampopt, results agree within rounding; between ampopt's optimizers bitwise,
+however the checkpoint is stored.
 """
 
 import copy

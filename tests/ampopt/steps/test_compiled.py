@@ -1,4 +1,4 @@
-"""What is particular to compiled code: half precision, sizes that are arguments, and bundles.
+"""The compiled backend: half precision, sizes as arguments, and bundles.
 
 That it gives torch's results, for every option set, is in test_torch_parity.py.
 """

@@ -1,6 +1,6 @@
-"""A default device is for what the caller makes: steps are taken where parameters are.
+"""A default device set by the caller has no effect on where steps run.
 
-``torch.set_default_device("cuda")`` is common. Here it is one that no kernel runs on.
+``torch.set_default_device("cuda")`` is common. Here the default is a device without kernels.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""One optimizer, several devices: each tensor is stepped where it is, under one decision.
+"""One optimizer with parameters on several devices, under one decision.
 
 Devices are pretended (see ``support.pretended_device``), in processes of their own: one for the
 eager backend, and one for Triton's, whose kernels run in Triton's interpreter and may touch the

@@ -1,4 +1,4 @@
-"""Finite steps are torch's steps, and what should not matter does not: scale, split, order, copies.
+"""Finite steps are torch's, whatever the scale, the split, the order, the copies and checkpoints.
 
 Where the mathematics is exact, so is the comparison; against torch, whose operations round in
 another order, it is to a few units in the last place.

@@ -1,4 +1,4 @@
-"""Every rule, on tensors of every layout, size and dtype, is torch's on plain ones."""
+"""Every rule, on tensors of every layout, size and dtype, gives torch's results."""
 
 import os
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""On the step path the host reads nothing back from the device.
+"""The step path does not synchronize.
 
-CPU tensors under Triton's interpreter stand in for a device: every way for Python to look at the
-values of a tensor is made an error, dispatched by torch or not. What only a real device can show,
-such as a copy that waits, is left to tests on one.
+CPU tensors under Triton's interpreter stand for a device's: every way for Python to read the values
+of a tensor is made an error, dispatched by torch or not. Only tests on a real device can show a
+copy that waits.
 """
 
 from collections.abc import Callable, Iterator

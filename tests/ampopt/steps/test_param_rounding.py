@@ -1,4 +1,4 @@
-"""Stochastic rounding of bfloat16 parameters: unbiased, reproducible, and consumed by no skip."""
+"""Stochastic rounding of bfloat16 parameters: unbiased, reproducible, not advanced by skips."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""A skipped step changes nothing, bit for bit, whatever it skipped and whenever."""
+"""A skipped step changes no bit, wherever and whenever the overflow is."""
 
 import copy
 from typing import Any

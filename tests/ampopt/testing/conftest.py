@@ -1,4 +1,4 @@
-"""The backend that a contract is about, and an option that has the table of bugs written."""
+"""The backend of a contract, and the option that writes the table of planted bugs."""
 
 import pytest
 from support.requirements import skip_unless_it_runs

@@ -1,4 +1,4 @@
-"""Within a few times the default number of examples, the kit draws every class of them."""
+"""The kit draws every class of examples within a few times the default number of them."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Optimizers that others wrote keep the contract: extended, patched, and a rule of an author's."""
+"""Extended and patched optimizers, and a rule as users write it, keep the contract."""
 
 import importlib
 import sys

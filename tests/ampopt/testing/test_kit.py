@@ -1,4 +1,4 @@
-"""The kit from outside this repository, and its helpers."""
+"""The testing kit as users run it, and its helpers."""
 
 import os
 import re

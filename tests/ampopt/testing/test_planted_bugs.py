@@ -1,4 +1,4 @@
-"""Each planted bug is caught by the invariant meant for it, and some are shown to shrink.
+"""Each planted bug is caught by the invariant meant for it; some are shrunk.
 
 To shrink an example takes several times as long as to find it, so with the table only are all of
 them shrunk. The table of them in ``ampopt/testing/README.md`` is written by ``python -m pytest

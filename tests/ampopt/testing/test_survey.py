@@ -1,4 +1,4 @@
-"""The contract over the optimizers of others: what is found is what they do."""
+"""The survey of other packages' optimizers reports what the contract finds."""
 
 import sys
 import types

@@ -1,4 +1,4 @@
-"""A captured step goes on as an uncaptured one would, whatever happens between replays.
+"""A captured step gives the results of an uncaptured one, whatever happens between replays.
 
 The graphs are a stand-in for CUDA's (see ``support.fake_cuda_graphs``), and the kernels run in
 Triton's interpreter; the tests marked ``gpu`` do the same with those of a device.

@@ -1,4 +1,4 @@
-"""A step that users capture themselves, by ``torch.cuda.graph``, and take uncaptured in between.
+"""Steps that users capture by ``torch.cuda.graph``, with uncaptured ones in between.
 
 The graphs are a stand-in for CUDA's (see ``support.fake_cuda_graphs``), as in ``test_cuda_graphs``.
 """

@@ -1,4 +1,4 @@
-"""A training step as one object does what the loop does that its docstring shows, bit for bit."""
+"""``TrainStep`` is bitwise the loop that its docstring shows."""
 
 import copy
 from typing import Any

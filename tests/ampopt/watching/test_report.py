@@ -1,4 +1,4 @@
-"""The report of a watch says since when, and gives no advice that the numbers contradict."""
+"""The report of a watch: what happened, since when, and advice that fits the numbers."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A watch adds up what there was in the gradients of each step, and changes nothing."""
+"""A watch records the gradients of each step, and changes no bit of the training."""
 
 import io
 import math

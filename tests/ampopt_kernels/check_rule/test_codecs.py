@@ -1,4 +1,4 @@
-"""A codec that would spoil states is refused before the first step, by its line and a remedy."""
+"""A codec that would spoil states is refused before the first step, with its line and a remedy."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A rule that does not keep to its declaration is refused by name, and a good one runs as it is."""
+"""A rule that does otherwise than it declares is refused; a correct one is accepted."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""The compiled sums over rows and columns, as ``factors`` and then the states are made of them."""
+"""Calls of compiled functions: the sums over rows and columns."""
 
 import functools
 import math

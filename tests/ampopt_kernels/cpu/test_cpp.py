@@ -1,6 +1,6 @@
-"""The C++ made of a rule has the eager backend's results to the bit, so that auto may change.
+"""The C++ of every rule gives the bits of the eager backend.
 
-But for which NaN it is: processors and libraries have several.
+Only the bits of a NaN may differ, as processors and libraries have several.
 """
 
 import platform

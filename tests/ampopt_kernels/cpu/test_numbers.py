@@ -1,4 +1,4 @@
-"""The loops of C++ that the compiled backend runs besides rules, against torch's operations."""
+"""The C++ loops that are no rules, compared with torch's operations."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""A cache of compiled libraries of the test's own, and a compiler that is counted."""
+"""A cache of compiled libraries for each test, and a compiler whose runs are counted."""
 
 import os
 import tempfile

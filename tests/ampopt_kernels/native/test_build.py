@@ -1,4 +1,4 @@
-"""A compiler that works beside the program."""
+"""The compiler in the background: its priority, its end, and other processes."""
 
 import os
 import subprocess

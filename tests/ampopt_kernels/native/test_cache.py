@@ -1,4 +1,4 @@
-"""The folder of compiled libraries: nothing of others and nothing broken is loaded from it."""
+"""The folder of compiled libraries: which files are loaded, made again and removed."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Questions about many objects, in C++ and in Python."""
+"""Checks on hundreds of objects, in C++ and in Python."""
 
 from typing import Any
 

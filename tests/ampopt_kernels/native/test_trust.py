@@ -1,4 +1,4 @@
-"""Whom a file may be changed by: only who may change it and every folder on the way to it."""
+"""Which files and folders another user can have changed."""
 
 import os
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Accumulate: what a pass adds to the sums of gradients, and what it finds on the way."""
+"""The pass accumulate, on every backend: the sums, and the overflow flags."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Control: what is decided from what was found, by the definitions in plain Python."""
+"""The pass control, on every backend, compared with its definition in plain Python."""
 
 import math
 

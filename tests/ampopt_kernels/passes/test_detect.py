@@ -1,4 +1,4 @@
-"""Detect: what a pass over the gradients finds, and what it leaves behind."""
+"""The pass detect, on every backend: flags, squared norms and unscaled gradients."""
 
 import math
 

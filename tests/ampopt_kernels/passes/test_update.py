@@ -1,4 +1,4 @@
-"""Update, and with it whole steps: what parameters and states become, or do not."""
+"""The pass update, on every backend, and whole steps."""
 
 import math
 from typing import Any

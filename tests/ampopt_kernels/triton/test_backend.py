@@ -1,4 +1,4 @@
-"""The triton backend's tables and launches, with nothing launched."""
+"""The tables and launches of the triton backend, recorded and not run."""
 
 import pytest
 import torch

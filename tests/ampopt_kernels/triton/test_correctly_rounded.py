@@ -1,4 +1,4 @@
-"""Which operations Triton's compiler is given for a rule: its intermediate code, with no GPU."""
+"""The operations in the code that Triton's compiler makes of rules, without a GPU."""
 
 import re
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Launches through what Triton compiled, in a process of its own: this one has Triton interpret."""
+"""Launches of compiled kernels, recorded, in a separate process: this one interprets kernels."""
 
 import json
 import os

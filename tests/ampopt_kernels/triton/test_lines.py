@@ -1,4 +1,4 @@
-"""Sums over rows and columns, of every matrix, by as many operations whatever their number."""
+"""Sums over rows and columns, whose number of operations does not depend on that of matrices."""
 
 import hypothesis.strategies as st
 import pytest

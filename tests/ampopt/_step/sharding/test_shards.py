@@ -1,4 +1,4 @@
-"""Which elements a rank has: as torch divides tensors, for every placement and every rank."""
+"""Which elements of a parameter a rank has, for every placement, compared with torch's division."""
 
 import itertools
 from typing import Any
