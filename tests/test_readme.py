@@ -132,6 +132,7 @@ NOTHING_SKIPPED = {"DDP"}
 IN_FRAMEWORKS = {
     "With Lightning",
     "With Accelerate and transformers",
+    "With verl",
     "does not allow for gradient clipping because it performs unscaling of gradients internally",
 }
 """Those that tests/frameworks runs, where the frameworks are installed."""
