@@ -149,6 +149,11 @@ class Accumulation(RefersToOptimizer):
         return decision
 
     def _open_cycle(self, drop: str) -> AccumulationCycle:
+        """The open cycle, or a new one.
+
+        A new cycle ends at the next ``step()``, even one without a scale. Raises ``ValueError`` if
+        the open cycle has another ``drop``.
+        """
         cycle = self.cycle
         if cycle is None:
             self.restore_gradients()
@@ -166,6 +171,7 @@ class Accumulation(RefersToOptimizer):
     def _add(
         self, cycle: AccumulationCycle, request: Request, agreement: Agreement | None
     ) -> Decision | None:
+        """Add the gradients to the sums; first check them if the cycle drops micro-batches."""
         decision, present = None, gradients.held(self.groups)
         self._check_sums(cycle)
         if cycle.drop == "micro_batch":
@@ -198,6 +204,7 @@ class Accumulation(RefersToOptimizer):
     def _works_of_sums(
         self, cycle: AccumulationCycle, present: Sequence[gradients.ParamWithGrad]
     ) -> list[Work]:
+        """The work of adding each gradient to its sum, by device."""
         rows, grads = [], []
         for held in present:
             group, param, owner = held
@@ -342,6 +349,7 @@ class Accumulation(RefersToOptimizer):
 
     @property
     def groups(self) -> list[dict[str, Any]]:
+        """The param groups of the optimizer."""
         return self.optimizer.param_groups
 
 

@@ -103,6 +103,7 @@ class Agreement:
         return self._in_norm[where]
 
     def _is_counted_copy(self, mesh: Any, placements: Sequence[Any]) -> bool:
+        """Whether the copy of this rank is the one that counts in the norm."""
         here = mesh.get_coordinate()
         # Of several equal submeshes, that with the first rank is counted.
         if here is None or self._first_of_mesh not in (None, *ranks_of(mesh)):
@@ -283,6 +284,7 @@ class Agreement:
 
     @property
     def _comparison(self) -> Comparison:
+        """The comparison of requests in the first process group."""
         return _COMPARISONS.setdefault(self._groups[0], Comparison())
 
 

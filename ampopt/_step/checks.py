@@ -276,6 +276,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def _check_written_once(param: Tensor, name: str) -> None:
+    """Raise ``RuntimeError`` if several elements of ``param`` share one place in memory."""
     own = dtensor.local(param)
     if overlaps_itself(own):
         how = "is expanded" if 0 in own.stride() else "overlaps itself"

@@ -121,10 +121,12 @@ def held(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithGrad]:
 
 
 def _name(names: Any, group: int, position: int) -> str:
+    """The name of a parameter; without names, its group and position."""
     return names[position] if names else f"group {group}, parameter {position}"
 
 
 def _check(param: Tensor, grad: Tensor, name: str) -> None:
+    """Raise if the dtype, layout, shape or device of a gradient does not suit ``param``."""
     for tensor, what in ((grad, "the gradient of "), (param, "")):
         if tensor.dtype not in _DTYPES:
             raise TypeError(

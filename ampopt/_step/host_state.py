@@ -80,9 +80,11 @@ class _Kept:
     grows: bool
 
     def differs(self) -> bool:
+        """Whether the value has changed since the snapshot."""
         return not _same(self.was, self.read())
 
     def difference(self) -> str:
+        """The name, for a message, of what has changed: an entry if the object is a mapping."""
         now = self.read()
         if isinstance(now, dict):
             for key in chain(self.was, now):
@@ -91,6 +93,7 @@ class _Kept:
         return self.what
 
     def only_grew(self) -> bool:
+        """Whether nothing has changed except that a mapping has new keys, which are allowed."""
         now = self.read()
         return _same(self.was, now) or (
             self.grows and _same(self.was, {k: now[k] for k in self.was if k in now})
@@ -141,6 +144,7 @@ class HostState:
                 kept.write(kept.was)
 
     def _add(self, value: Any, what: str) -> None:
+        """Visit ``value`` later, unless it is immutable or is already to be visited."""
         if not isinstance(value, _ATOMS) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._unseen.append((value, what))
@@ -210,14 +214,17 @@ class HostState:
         return True
 
     def _add_each(self, values: Iterable[Any], what: str) -> None:
+        """Visit each of ``values`` later; ``what`` is the name of their container."""
         for index, value in enumerate(values):
             self._add_named(value, what, index)
 
     def _add_named(self, value: Any, what: str, key: Any) -> None:
+        """Visit ``value``, the entry ``key`` of ``what``, later."""
         if not isinstance(value, _ATOMS):
             self._add(value, f"{what}[{key!r}]" if isinstance(key, (str, int)) else f"{what}[...]")
 
     def _find_tensor(self, tensor: Tensor, what: str) -> None:
+        """Keep the layout of ``tensor``, and list it; or its inner tensors if it is a wrapper."""
         if names := inner_names(tensor):
             self._add_each((getattr(tensor, name) for name in names), what)
             return
@@ -238,6 +245,10 @@ class HostState:
         self._add(dtensor.local(tensor), what)
 
     def _find_attributes(self, owner: Any, attributes: dict[str, Any], what: str) -> None:
+        """Keep the attributes of ``owner``, and visit their values later.
+
+        Attributes of an optimizer that describe its last attempt are left out.
+        """
         skip_attempt = isinstance(owner, torch.optim.Optimizer)
 
         def read() -> dict[str, Any]:
@@ -257,6 +268,8 @@ class HostState:
                 self._add(value, f"{what}.{name}")
 
     def _find_slots(self, owner: Any, slots: list[str], what: str) -> None:
+        """Keep the ``__slots__`` of ``owner``, and visit their values later."""
+
         def read() -> dict[str, Any]:
             return {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
 
@@ -274,6 +287,7 @@ class HostState:
     def _keep(
         self, what: str, read: Callable[[], Any], write: Callable[[Any], Any], grows: bool = False
     ) -> None:
+        """Keep the present value of one object, and the functions that read and write it."""
         self._kept.append(_Kept(what, read, write, read(), grows))
 
 
@@ -300,20 +314,24 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """The memory, shape, strides and dtype of ``tensor``."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _refill(container: Any, was: Any) -> None:
+    """Make a mapping or a set equal to ``was``, in place."""
     container.clear()
     container.update(was)
 
 
 def _replace(container: Any, was: Any) -> None:
+    """Make a list or a deque equal to ``was``, in place."""
     container.clear()
     container.extend(was)
 
 
 def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    """The value in ``cell`` as a tuple of one, or an empty tuple if the cell is empty."""
     try:
         return (cell.cell_contents,)
     except ValueError:  # it is empty
@@ -321,6 +339,7 @@ def _contents(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def _fill(cell: types.CellType, was: tuple[Any, ...]) -> None:
+    """Set ``cell`` to what :func:`_contents` returned."""
     if was:
         (cell.cell_contents,) = was
     else:
@@ -328,6 +347,7 @@ def _fill(cell: types.CellType, was: tuple[Any, ...]) -> None:
 
 
 def _slots(value: Any) -> list[str]:
+    """The names in the ``__slots__`` of the class of ``value`` and of its bases."""
     return copyreg._slotnames(type(value))  # type: ignore[attr-defined]
 
 

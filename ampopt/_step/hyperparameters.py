@@ -102,10 +102,12 @@ def forms_of(hyper: Sequence[Sequence[Any]]) -> list[list[Any]]:
 
 
 def _is_number(value: Any) -> bool:
+    """Whether ``value`` is a real number, or a tensor of real numbers."""
     if isinstance(value, Tensor):
         return not value.is_complex()
     return hasattr(value, "__float__") and not getattr(value, "shape", ())  # so NumPy scalars pass
 
 
 def _is_long(value: Any) -> bool:
+    """Whether ``value`` is a tensor that has not exactly one element."""
     return isinstance(value, Tensor) and value.numel() != 1

@@ -346,6 +346,7 @@ class Masters(RefersToOptimizer):
                 )
 
     def _with_masters(self) -> Iterator[Tensor]:
+        """The parameters that have a master."""
         if self._kept:
             for group in filter(has_masters, self.optimizer.param_groups):
                 yield from (p for p in group["params"] if MASTER in self.optimizer.state.get(p, {}))
@@ -378,6 +379,7 @@ def full_master(param: Tensor, master: Tensor) -> Tensor:
 
 
 def _new_low_bits(param: Tensor) -> Tensor:
+    """Low bits of zeros, so that the master of ``param`` equals ``param``."""
     own = torch.zeros_like(dtensor.local(param.detach()), dtype=LOW_BITS)
     return dtensor.from_local_like(own, param)
 

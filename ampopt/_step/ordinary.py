@@ -163,6 +163,7 @@ class OrdinaryStep(StepStrategy):
     # --- calling the step -------------------------------------------------------------------------
 
     def _step_and_hooks(self, decision: Decision | None) -> StepOutcome:
+        """Step or skip, and run the step hooks of the optimizer once."""
         optimizer = self.optimizer
         if is_replaced(optimizer):  # by a function that may run the step hooks itself
             outcome = self._step_or_skip(optimizer.step, decision)

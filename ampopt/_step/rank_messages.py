@@ -117,6 +117,7 @@ def row_of(
 
 
 def _smallest(limits: Iterable[float | None]) -> float:
+    """The smallest of the limits that are set, or ``NOT_GIVEN`` if none is."""
     return min((limit for limit in limits if limit is not None), default=NOT_GIVEN)
 
 
@@ -155,7 +156,7 @@ class RowsOnDevices:
     """Matrices on devices that contain the row of this rank, cached so that a step clones one."""
 
     def __init__(self, ranks: int, place: int) -> None:
-        """Cache nothing yet.
+        """Start with an empty cache.
 
         Args:
             ranks: the number of ranks, which is the number of rows.
@@ -180,6 +181,7 @@ class RowsOnDevices:
         return self._kept[device, row].clone()
 
     def _made(self, row: Row, device: torch.device) -> Tensor:
+        """A new matrix of zeros on ``device``, with ``row`` in the place of this rank."""
         made = torch.zeros(self._ranks, Column.COUNT, dtype=widest(device), device=device)
         for place, number in enumerate(row):
             if number:
@@ -248,6 +250,7 @@ def _kind(row: Row) -> Row:
 
 
 def _refuse(rows: list[Any], ranks: Sequence[int], consequence: str) -> None:
+    """Raise ``RuntimeError`` if ``rows``, one of each rank, differ."""
     text = difference(rows, ranks)
     if text is not None:
         raise RuntimeError(f"{text}; {consequence}")
@@ -283,12 +286,14 @@ def difference(rows: Sequence[Sequence[float]], ranks: Sequence[int]) -> str | N
 
 
 def _lacks_loss(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether some rank sets a limit of the loss, and no rank passes a loss."""
     if all(row[Column.LOSS_LIMIT] == row[Column.LOSS_DEVIATIONS] == NOT_GIVEN for row in rows):
         return False
     return not any(row[Column.GIVES_LOSS] for row in rows)
 
 
 def _number(number: float) -> str:
+    """``number`` as a message shows it: ``None`` if it was not passed."""
     return "None" if number == NOT_GIVEN else repr(number)
 
 

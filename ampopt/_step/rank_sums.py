@@ -74,6 +74,7 @@ class SameGradients:
             )
 
     def _present(self, keys: Iterable[int]) -> tuple[int, ...]:
+        """The numbers of the parameters in ``keys`` whose sums make collectives."""
         return tuple(self._numbers[key] for key in keys if key in self._numbers)
 
 

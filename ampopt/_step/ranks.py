@@ -99,7 +99,11 @@ class AgreementCache:
     """The :func:`agreement` of one optimizer, remade once its parameters or ranks have changed."""
 
     def __init__(self, *, step_has_collectives: bool) -> None:
-        """Cache nothing yet; see :class:`ampopt._step.all_reduce.Agreement` for the argument."""
+        """Start with empty caches.
+
+        Args:
+            step_has_collectives: see :class:`ampopt._step.all_reduce.Agreement`.
+        """
         self._step_has_collectives = step_has_collectives
         self._key: Any = None
         # Kept alive, so that no new parameter gets the id of one in the key.
@@ -166,6 +170,7 @@ def check_replicated(group: dict[str, Any]) -> bool:
 
 
 def _check_has_ranks_of(meshes: Sequence[Any], process_group: Any) -> None:
+    """Raise ``ValueError`` if ``process_group`` lacks a rank of ``meshes``."""
     every = set(torch.distributed.get_process_group_ranks(process_group))
     for mesh in meshes:
         if lacks := sorted(set(ranks_of(mesh)) - every):
@@ -264,8 +269,10 @@ def has_others(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bo
 
 
 def _is_initialized() -> bool:
+    """Whether ``torch.distributed`` has a default process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _params_of(param_groups: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """The parameters of all groups."""
     return (param for group in param_groups for param in group["params"])

@@ -143,6 +143,7 @@ class Replay:
             self._set_rng_state(self._rng_before)
 
     def _error(self, reason: Any, what: str) -> NonFiniteGradientError:
+        """The error to raise, with the names of what is not finite."""
         names = list(self._offenders())
         where = f"; not finite: {', '.join(names)}" if names else ""
         first = found_now()
@@ -157,18 +158,22 @@ class Replay:
         )
 
     def _rng_state(self) -> list[Tensor]:
+        """The state of the random generators of the CPU and of each device."""
         states = (torch.get_device_module(d).get_rng_state(d) for d in self._devices)
         return [torch.get_rng_state(), *states]
 
     def _set_rng_state(self, state: list[Tensor]) -> None:
+        """Set the state of the random generators to what :meth:`_rng_state` returned."""
         torch.set_rng_state(state[0])
         for device, device_state in zip(self._devices, state[1:], strict=True):
             torch.get_device_module(device).set_rng_state(device_state, device)
 
 
 def _finite(loss: Any) -> bool:
+    """Whether ``loss`` is finite. Synchronizes."""
     return bool(loss.isfinite().all()) if isinstance(loss, Tensor) else math.isfinite(loss)
 
 
 def _shown(loss: Any) -> float:
+    """``loss`` as a number. Synchronizes."""
     return loss.item() if isinstance(loss, Tensor) else loss

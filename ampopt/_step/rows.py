@@ -118,6 +118,7 @@ def _dependencies(
 
 
 def _all_params(groups: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """Each parameter, after its group."""
     for group in groups:
         for param in group["params"]:
             yield group, param
@@ -362,6 +363,7 @@ def _like_gradient(row: Row) -> Tensor | None:
 
 
 def _is_rounded_stochastically(group: dict[str, Any], param: Tensor) -> bool:
+    """Whether ``param`` is stored in bfloat16, rounded stochastically."""
     of_bfloat16 = param.dtype == torch.bfloat16 and not needs_master(group, param)
     return of_bfloat16 and is_stochastic(group)
 

@@ -244,6 +244,7 @@ def _loaded_dtype(value: Any) -> torch.dtype:
 
 
 def _dtype_on(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """``dtype``, or the widest dtype of ``device`` in place of float64."""
     return widest(device) if dtype == torch.float64 else dtype
 
 

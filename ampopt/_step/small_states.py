@@ -232,6 +232,7 @@ def check_whole_blocks(name: str, param: Any, codecs: Sequence[Codec | None]) ->
 def _has_whole_blocks(
     shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...], block: int
 ) -> bool:
+    """Whether each rank has whole blocks of the codes, and exactly the scales of these blocks."""
     of_scales = scale_shape(shape, block)
     dims = [dim for p in placements if (dim := getattr(p, "dim", None)) is not None]
     if any(dim >= len(of_scales) for dim in dims):

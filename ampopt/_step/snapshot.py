@@ -62,6 +62,7 @@ class _Kept:
         self._copy = copy_of(value) if copied else None
 
     def restored(self) -> Any:
+        """The object; a tensor with the values that it had."""
         if self._copy is not None:
             for tensor, copy in zip(memory_of(self._value), memory_of(self._copy), strict=True):
                 tensor.copy_(copy)
@@ -69,16 +70,19 @@ class _Kept:
 
 
 def _kept(tree: Any, *, share: bool = False) -> Any:
+    """``tree`` with a :class:`_Kept` in place of each leaf."""
     return pytree.tree_map(lambda leaf: _Kept(leaf, share=share), tree)
 
 
 def _kept_state(state: Any, shared: frozenset[str]) -> Any:
+    """The state of one parameter with :class:`_Kept` as leaves; no copy for the keys ``shared``."""
     if not isinstance(state, dict):  # some optimizers store numbers in ``state``, by name
         return _kept(state)
     return {k: _kept(v, share=k in shared) for k, v in state.items()}
 
 
 def _restored(tree: Any) -> Any:
+    """``tree`` with the restored object in place of each :class:`_Kept`."""
     return pytree.tree_map(_Kept.restored, tree)
 
 
@@ -127,6 +131,7 @@ def _uncast(loaded: Any, saved: Any) -> Any:
 
 
 def _uncast_copy(loaded: Any, saved: Any) -> Any:
+    """A state tensor as it was saved: torch casts some to the dtype of the parameter."""
     if not (isinstance(loaded, Tensor) and isinstance(saved, Tensor)):
         return loaded  # torch makes tensors of the numbers in older state dicts: they stay tensors
     if inner_names(saved):  # its `to` may change the dtype alone, and share its inner tensors

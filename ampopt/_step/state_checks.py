@@ -132,6 +132,7 @@ def check_master(name: str, param: Tensor, master: Any) -> None:
 
 
 def _named(state: str, param: str) -> str:
+    """The name of a state for a message."""
     return f"the state {state} of {param}"
 
 

@@ -134,6 +134,8 @@ def wrap_step(cls: type[Any], root: type[Any]) -> None:
 
 
 def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``step`` so that a call by a ``torch.amp.GradScaler`` steps with the scaler's scale."""
+
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         handoff = take_handoff(self, args, kwargs)
@@ -154,9 +156,11 @@ def _with_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @uncompiled
 def _end_pending(optimizer: Any) -> None:
+    """Forget the unscaled gradients or sums: this step has used them."""
     optimizer._ampopt.end_pending()
 
 
 @uncompiled
 def _around(optimizer: Any, step: Callable[[], Any], request: Request) -> StepOutcome:
+    """Run ``step`` as one step of ``optimizer`` with ``request``."""
     return optimizer._ampopt.around(step, request)

@@ -83,10 +83,12 @@ class CopyOnWriteMode(TorchDispatchMode):
         return True
 
     def _keep_all(self) -> None:
+        """Copy the storage of every watched tensor that has no copy yet."""
         for key in self._watched:
             self._keep(key)
 
     def _keep(self, key: int) -> None:
+        """Copy the storage ``key``, unless it is not watched or has a copy."""
         if key in self._watched and key not in self._copies:
             whole = _whole(self._watched[key])
             self._copies[key] = whole, whole.clone()
@@ -187,6 +189,10 @@ class SkipPolicy:
         skip: Tensor,
         host: HostState,
     ) -> Any:
+        """Step, and undo every write where ``skip`` is true.
+
+        Synchronizes only if the step raises, or changes something that is not a tensor.
+        """
         writes = CopyOnWriteMode(host.tensors, unseen=self._unseen)
         returned, failure = None, None
         try:
@@ -214,6 +220,7 @@ class SkipPolicy:
         skip: Tensor,
         host: HostState,
     ) -> Any:
+        """Step, known not to be skipped, and choose the mode by what the step has written."""
         before = [(t, _whole(t).clone()) for t in host.tensors]
         writes = CopyOnWriteMode(host.tensors, unseen=self._unseen)
         with writes:
@@ -236,6 +243,7 @@ class SkipPolicy:
             self._read_flag_first(optimizer, f"changes {changed}")
 
     def _read_flag_first(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
+        """Choose the mode ``"host"``, and log the reason once."""
         self.mode, self.reason = "host", reason
         _log.info(
             "%s.step %s: every step synchronizes to read the overflow flag first",

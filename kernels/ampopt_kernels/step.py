@@ -319,6 +319,7 @@ def widened(tensor: Tensor) -> Tensor:
 
 
 def _unbound(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The elements of ``tensor`` as 0-d tensors of the widest dtype of its device."""
     return tensor.to(widest(tensor.device)).unbind()
 
 

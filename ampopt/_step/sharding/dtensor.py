@@ -102,6 +102,7 @@ def from_local_like(part: Tensor, like: Any, shape: Sequence[int] | None = None)
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
 
 

@@ -34,10 +34,12 @@ class _Shard(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the shard."""
         return tuple(sum(run.length for run in runs) for runs in self.runs)
 
     @property
     def numel(self) -> int:
+        """The number of elements of the shard."""
         return torch.Size(self.shape).numel()
 
 

@@ -225,15 +225,18 @@ class Cpu(CpuBackend):
     detect = CpuBackend._detect
 
     def _prepare_functions(self, work: Work) -> bool:
+        """Give each bundle torch functions. Returns whether the functions are final: they are."""
         assert work.rule is not None
         for _, bundle in work.table.bundles:
             bundle.functions = torch_functions(work.rule, bundle)
         return True
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
+        """The sum of squares of each gradient."""
         return list(map(sum_of_squares, grads))
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
+        """Whether the sums of all gradients are finite: then all elements are."""
         return sums_are_finite(grads)
 
 

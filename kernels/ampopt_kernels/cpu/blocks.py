@@ -233,6 +233,7 @@ def _wide_elements(tensor: Tensor) -> "memoryview[float]":
 
 
 def _wide(numbers: Iterable[Any]) -> tuple[Tensor, ...]:
+    """Each number as a 0-d float64 tensor."""
     # Tensors, not numbers: torch computes number / tensor as number * (1 / tensor), which rounds
     # twice. The result of a row would depend on the step counts of the others.
     return tuple(torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in numbers)
@@ -294,6 +295,7 @@ class Bundles:
 
 
 def _advance_together(last: Row, row: Row) -> bool:
+    """Whether ``row`` may follow ``last`` in a block: same group, same scalars present."""
     return last.group == row.group and all(
         (a is None) is (b is None) for a, b in zip(last.scalars, row.scalars, strict=True)
     )

@@ -94,10 +94,12 @@ class TorchCopies(Copies):
 
     @functools.cached_property
     def _flat_params(self) -> list[Tensor]:
+        """Each parameter as a view of one dimension."""
         return [flat(p) for p in self._params]
 
     @functools.cached_property
     def _parts(self) -> list[Tensor]:
+        """The part of the scratch of each parameter, in its shape."""
         return _shaped(self._scratch, self._params)
 
     def gather(self, grads: list[Any], scratch: Tensor) -> None:
@@ -122,6 +124,7 @@ class TorchCopies(Copies):
         _foreach_copy(self._stepped(self._params), self._stepped(self._parts))
 
     def _stepped(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of ``tensors``, one for each parameter, whose parameter has a gradient."""
         return tensors if self._present is None else list(compress(tensors, self._present))
 
 
@@ -350,6 +353,7 @@ def _shaped(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _params(rows: Sequence[Row]) -> list[Tensor]:
+    """The parameters of ``rows``."""
     return [row.param for row in rows if row.param is not None]
 
 

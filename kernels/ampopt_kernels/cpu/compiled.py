@@ -78,7 +78,7 @@ class Compiled(CpuBackend):
     name = "compiled"
 
     def __init__(self, patience: float = 0.0) -> None:
-        """Have nothing compiled yet.
+        """Start without compiled functions.
 
         Args:
             patience: for how many seconds to run a rule eagerly before its compiler is started in
@@ -133,6 +133,7 @@ class Compiled(CpuBackend):
         return run
 
     def _sums_of_squares(self, grads: list[Tensor]) -> list[float]:
+        """The sum of squares of each gradient, by C++ once it has been loaded."""
         if numbers.loaded is not None:
             return numbers.sums_of_squares(grads)
         return list(map(sum_of_squares, grads))
@@ -153,9 +154,14 @@ class Compiled(CpuBackend):
             function.whole(parts, tensors)
 
     def _surely_finite(self, grads: list[Tensor]) -> bool:
+        """Whether all gradients are finite; may be false although they are, until C++ is loaded."""
         return sums_are_finite(grads) if numbers.loaded is None else numbers.all_finite(grads)
 
     def _prepare_functions(self, work: Work) -> bool:
+        """Give each bundle its functions: compiled ones that are ready, else timed torch ones.
+
+        Returns whether these functions are final.
+        """
         rule = work.rule
         assert rule is not None
         decided, used = True, False
@@ -281,6 +287,7 @@ def _in_place(block: Block, bundle: Bundle) -> list[tuple[Block, Bundle]]:
 
 
 def _needed(error: Exception, message: str) -> str:
+    """The message for a user whose backend ``"compiled"`` cannot be used."""
     if isinstance(error, CacheError):
         return f"needs a place on disk: {message}, or choose 'auto' or 'eager'"
     return (

@@ -80,6 +80,7 @@ def cast(x: Any, dtype: torch.dtype) -> str:
 
 
 def _literal(x: float) -> str:
+    """``x`` as C++ source, exactly."""
     if math.isfinite(x):
         return f"({x.hex()})"
     return '__builtin_nanf("")' if math.isnan(x) else f"({'-' if x < 0 else ''}__builtin_inff())"
@@ -203,6 +204,7 @@ class _Expression:
 
 
 def _divided(x: Any, y: Any) -> Any:
+    """``x / y`` with the rounding of torch."""
     if _varies(y) and not _varies(x):
         return _operation("(({T})1 / {1}) * {0}", x, y)  # torch divides a number by a tensor so
     # Python raises for a number over 0; what ``torch_language`` does instead differs in some bits.
@@ -210,10 +212,12 @@ def _divided(x: Any, y: Any) -> Any:
 
 
 def _varies(x: Any) -> bool:
+    """Whether ``x`` differs between elements."""
     return isinstance(x, _Expression) and x.varies
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
+    """``tl.where``; takes a Python bool, too."""
     if not isinstance(condition, _Expression):
         return a if condition else b
     if condition.dtype != torch.bool:
@@ -226,6 +230,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
+    """``maximum`` or ``minimum``; the result is NaN if either argument is."""
     template = f"({{0}} {sign} {{1}} || {{0}} != {{0}}) ? {{0}} : {{1}}"
 
     def function(a: Any, b: Any) -> Any:
@@ -242,6 +247,7 @@ def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
 
 
 def _function(name: str, template: str, exact: bool = True) -> Callable[[Any], Any]:
+    """A function of one argument: C++ of ``template``, or of torch for a plain number."""
     of_number = getattr(torch_language, name)
     return lambda x: (
         _operation(template, x, exact=exact) if isinstance(x, _Expression) else of_number(x)
@@ -249,6 +255,7 @@ def _function(name: str, template: str, exact: bool = True) -> Callable[[Any], A
 
 
 def _sqrt(x: Any) -> Any:
+    """The square root."""
     # torch's float64 square root on the CPU is not always rounded to the nearest; see
     # ``torch_language.sqrt``.
     exact = not (_varies(x) and x.dtype == torch.float64)
@@ -256,17 +263,20 @@ def _sqrt(x: Any) -> Any:
 
 
 def _div_rn(x: Any, y: Any) -> Any:
+    """``x / y`` rounded to the nearest."""
     if not isinstance(x, _Expression) and not isinstance(y, _Expression):
         return torch_language.HELPERS["div_rn"](x, y)
     return _operation("{0} / {1}", x, y, exact=_varies(x) or _varies(y))
 
 
 def _rand(seed: Any, step: Any, program: Any) -> Any:
+    """A random number for each element."""
     seed, step = (cast(x, torch.float32) for x in (seed, step))
     return program.new(program.compute, f"uniform({seed}, {step}, {program.place})", True)
 
 
 def _as_float32(x: Any) -> Any:
+    """``x`` rounded to float32."""
     return (
         _operation("(float){0}", x)
         if isinstance(x, _Expression)
@@ -286,6 +296,7 @@ def _of_float32(name: str) -> Callable[[Any], Any]:
 
 
 def _up_or_down(x: Any, u: Any) -> Any:
+    """``x`` rounded stochastically to bfloat16."""
     if not isinstance(x, _Expression):
         return torch_language.HELPERS["up_or_down"](x, u)
     chance = getattr(u, "chance", "") or f"uint32_t(int32_t({cast(u, torch.float32)} * 0x1p16f))"

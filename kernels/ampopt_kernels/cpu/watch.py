@@ -64,6 +64,7 @@ def note(
 
 
 def _number(tensor: Tensor | None, otherwise: float) -> float:
+    """The number in ``tensor``, or ``otherwise`` if there is none."""
     return otherwise if tensor is None else tensor.item()
 
 

@@ -85,8 +85,8 @@ extern "C" int64_t layouts(PyObject* tensors, int64_t* found, int64_t room) {
     return known ? n : -1;
 }
 
-// How many of ``tensors`` are None, which has any layout; -1 if another one has not that which is
-// known of it.
+// How many of ``tensors`` are None, which fits any layout; -1 if another one has another layout
+// than the known one.
 extern "C" int64_t laid_out(PyObject* tensors, const int64_t* known) {
     int64_t none = 0;
     const bool fit = all_of(tensors, [&](PyObject* tensor) {
