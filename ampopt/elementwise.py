@@ -16,6 +16,7 @@ from ampopt._step.ordinary import OrdinaryStep
 from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.rule_state import shares_storage
 from ampopt._step.sharding.dtensor import is_dtensor
+from ampopt._step.small_states import restore_names, with_saved_names
 from ampopt._step.step_hooks import beneath_hooks
 from ampopt._step.stepping import StepStrategy
 from ampopt._step.torch_private import uncompiled
@@ -360,12 +361,17 @@ class ElementwiseOptimizer(Optimizer):
                 group.pop(name, None)
             group.update(options)
             for param in group["params"]:
-                if param in self.state and not needs_master(group, param):
-                    self.state[param].pop(MASTER, None)
+                if param in self.state:
+                    restore_names(self.state[param], self.rule.state)
+                    if not needs_master(group, param):
+                        self.state[param].pop(MASTER, None)
         self._ampopt.runner.convert_states()
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch's. A parameter that never had a gradient has none.
+
+        Codes of 8 bits are saved as ``exp_avg_codes`` and the like, and the low bits of a 24-bit
+        master as ``master_param_codes``, so that no other program takes them for values.
 
         If a parameter has a master, but not yet the states of its rule, these are saved with their
         initial values, because torch takes a parameter with any state to be complete. If the master
@@ -383,6 +389,11 @@ class ElementwiseOptimizer(Optimizer):
                     del states[key]
                 else:
                     states[key] = self._ampopt.runner.completed(states[key], group, param)
+        rules = (self.rule, *self._ampopt.second_runners)
+        parts = [part for rule in rules for part in rule.state]
+        for key, state in states.items():
+            if isinstance(state, dict):  # users may keep other values under their own keys
+                states[key] = with_saved_names(state, parts)
         return state_dict
 
     def __getstate__(self) -> dict[str, Any]:

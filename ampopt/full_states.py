@@ -5,7 +5,13 @@ from typing import Any
 import torch
 
 from ampopt._step.masters import full_master
-from ampopt._step.small_states import KEYS, full_precision, has_codes, scale_key
+from ampopt._step.small_states import (
+    KEYS,
+    full_precision,
+    has_codes,
+    restore_names,
+    scale_key,
+)
 from ampopt.options import MASTER_BITS, STATE_BITS
 from ampopt_kernels.rule import MASTER
 
@@ -34,19 +40,21 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         return state_dict
     states, params = {}, _params_by_key(optimizer, state_dict)
     for key, state in state_dict["state"].items():
-        full = dict(state) if isinstance(state, dict) else state
-        for part in rule.state if isinstance(state, dict) else ():
-            value = state.get(part.name)
-            if isinstance(value, torch.Tensor) and has_codes(state, part):
-                full[part.name] = full_precision(state, part)
+        states[key] = state
+        if not isinstance(state, dict):  # users may keep other values under their own keys
+            continue
+        states[key] = full = dict(state)
+        restore_names(full, rule.state)
+        for part in rule.state:
+            value = full.get(part.name)
+            if isinstance(value, torch.Tensor) and has_codes(full, part):
+                full[part.name] = full_precision(full, part)
                 full.pop(scale_key(part.name), None)
-            elif isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+            elif isinstance(value, torch.Tensor) and value.dtype.itemsize < 4:
                 full[part.name] = value.float()
-        if isinstance(full, dict):
-            full.pop(KEYS, None)
-            if (master := full.get(MASTER)) is not None:
-                full[MASTER] = full_master(params[key], master)
-        states[key] = full
+        full.pop(KEYS, None)
+        if (master := full.get(MASTER)) is not None:
+            full[MASTER] = full_master(params[key], master)
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in groups:
         group.pop(STATE_BITS, None)

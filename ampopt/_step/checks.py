@@ -14,7 +14,7 @@ from ampopt._step.hyperparameters import Variants, check_numbers, kind_of
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.sharding import dtensor
-from ampopt._step.small_states import KEYS, codecs_of, scale_key
+from ampopt._step.small_states import KEYS, codecs_of, codes_key, scale_key
 from ampopt._step.state_checks import Stepped, check_states
 from ampopt._step.torch_private import check_for_fused
 from ampopt.loss_scale.arguments import check_bool
@@ -238,7 +238,8 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """
     rule = optimizer.rule
     declared = {MASTER, KEYS, *(part.name for part in (*rule.state, *rule.scalar_state))}
-    declared |= {scale_key(part.name) for part in rule.state}
+    declared |= {key(part.name) for part in rule.state for key in (scale_key, codes_key)}
+    declared.add(codes_key(MASTER))
     for key, state in state_dict["state"].items():
         for name in declared.intersection(state if isinstance(state, Mapping) else ()):
             if not isinstance(value := state[name], Tensor | numbers.Real | None):

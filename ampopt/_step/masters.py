@@ -19,7 +19,7 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_held, device_of
 from ampopt._step.sharding import dtensor
-from ampopt._step.small_states import is_large
+from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
 from ampopt._step.torch_private import uncompiled, version
 from ampopt.options import master_bits
@@ -98,6 +98,8 @@ class Masters(RefersToOptimizer):
         if not (self._kept and needs_master(group, param)):
             return None
         state, is_low = self.optimizer.state[param], has_low_bits(group, param)
+        if MASTER not in state:
+            restore_names(state)  # ZeRO loads a state without the optimizer's method
         master = state.get(MASTER)
         if master is None:
             refuse_while_captured(

@@ -111,6 +111,7 @@ def convert(
     master. How many bits a state is kept in is decided by ``codecs``, not by what was loaded.
     """
     of_states = dict(zip(rule.state_for(flags), codecs, strict=True))
+    small_states.restore_names(state, of_states)
     for part in rule.tensor_state_for(flags):
         if (value := state.get(part.name)) is None:
             continue

@@ -3,12 +3,15 @@
 A state of 8 bits is two tensors of ``optimizer.state[p]``: codes, with the name of the state and in
 the shape of the parameter, and float32 scales of its blocks, under :func:`scale_key`. Blocks follow
 the order of a contiguous parameter.
+
+In a state dict, codes have a name of their own, :func:`codes_key`. Else a loader that copies by
+name, as ``torch.distributed.checkpoint`` does, would take them for the values of the state.
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +22,7 @@ from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import Run, places_in, runs_at
 from ampopt.options import state_bits
 from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec, decoded, encoded
-from ampopt_kernels.rule import Rule, State
+from ampopt_kernels.rule import MASTER, Rule, State
 
 __all__ = [
     "CODES",
@@ -28,12 +31,15 @@ __all__ = [
     "check_codes",
     "check_whole_blocks",
     "codecs_of",
+    "codes_key",
     "convert",
     "full_precision",
     "has_codes",
     "is_large",
     "of_any_size",
+    "restore_names",
     "scale_key",
+    "with_saved_names",
 ]
 
 KEYS = "rounding_key"
@@ -66,6 +72,36 @@ def of_any_size() -> Iterator[None]:
 def scale_key(name: str) -> str:
     """The key of the scales of the state ``name``."""
     return f"{name}_scale"
+
+
+def codes_key(name: str) -> str:
+    """The key, in a state dict, of the codes of the state ``name``."""
+    return f"{name}_codes"
+
+
+def with_saved_names(state: Mapping[str, Any], parts: Iterable[State]) -> dict[str, Any]:
+    """A copy of ``state`` in which codes, and the low bits of a master, have the names to save.
+
+    Args:
+        state: the state of a parameter.
+        parts: the states that rules declare.
+    """
+    coded = {part.name for part in parts if _is_tensor(state, part.name) and has_codes(state, part)}
+    if _is_tensor(state, MASTER) and state[MASTER].dtype in CODES:
+        coded.add(MASTER)
+    return {codes_key(name) if name in coded else name: x for name, x in state.items()}
+
+
+def restore_names(state: dict[str, Any], parts: Iterable[State] = ()) -> None:
+    """Undo :func:`with_saved_names`: for ``parts``, and the master, in place."""
+    for name in (MASTER, *(part.name for part in parts)):
+        if (codes := state.pop(codes_key(name), None)) is not None:
+            state[name] = codes
+
+
+def _is_tensor(state: Mapping[str, Any], name: str) -> bool:
+    """Whether ``state`` has a tensor under ``name``."""
+    return isinstance(state.get(name), Tensor)
 
 
 def codecs_of(

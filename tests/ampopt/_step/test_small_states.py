@@ -288,6 +288,19 @@ def test_the_number_of_bits_is_that_of_the_optimizer_that_loads(saved, wanted):
     stepped(loader, 1)
 
 
+def test_codes_are_not_saved_under_the_names_of_states():
+    """So torch's optimizer, and a loader that copies by name, does not take them for values."""
+    params = [p for p in params_of(dtype=torch.bfloat16) if p.numel() >= 8192]
+    optimizer = stepped(ampopt.AdamW(params, state_bits=8, master_weights=True, master_bits=24), 1)
+    saved = optimizer.state_dict()
+    names = {"exp_avg_codes", "exp_avg_scale", "exp_avg_sq_codes", "exp_avg_sq_scale"}
+    assert saved["state"][0].keys() == {*names, "master_param_codes", "step", "rounding_key"}
+    theirs = torch.optim.AdamW(params)
+    theirs.load_state_dict(saved)
+    with pytest.raises(KeyError, match="exp_avg"):
+        theirs.step()
+
+
 def test_torchs_optimizer_loads_the_full_state_and_ampopts_loads_torchs():
     params = params_of()
     ours = stepped(ampopt.AdamW(params, state_bits=8), 2)

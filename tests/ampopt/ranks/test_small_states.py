@@ -189,3 +189,95 @@ def test_what_four_ranks_saved_two_load(four_ranks, two_ranks, tmp_path, bits_):
     assert any(name[-1] == "exp_avg_scale" for name in first if isinstance(name, tuple))
     for found in (*others, *two_ranks.run(loaded, str(tmp_path), bits_, timeout=60)):
         assert found == first
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "8": {"state_bits": 8},
+    "masters": {"master_weights": True},
+    "24-bit masters": {"master_weights": True, "master_bits": 24, "state_bits": 8},
+}
+
+
+def model_of(form: str) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(128, 66)
+    model = model.bfloat16() if "masters" in form else model
+    return fully_shard(model, mesh=mesh_of(torch.distributed.get_world_size()))
+
+
+def optimizer_of(form: str, model: Any) -> Any:
+    cls = torch.optim.AdamW if form == "torch" else ampopt.AdamW
+    return cls(model.parameters(), lr=0.25, **FORMS[form])
+
+
+def full_states(optimizer: Any) -> dict[str, torch.Tensor]:
+    """The states of the weight in full precision, gathered."""
+    state = ampopt.full_state_dict(optimizer)["state"][0]
+    return {name: getattr(x, "full_tensor", x.clone)() for name, x in state.items()}
+
+
+def saved_as(folder: str, form: str) -> dict[str, torch.Tensor]:
+    import torch.distributed.checkpoint.state_dict
+
+    dcp: Any = torch.distributed.checkpoint
+    model = model_of(form)
+    optimizer = optimizer_of(form, model)
+    trained(model, optimizer)
+    trained(model, optimizer)
+    weights, states = dcp.state_dict.get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    return full_states(optimizer)
+
+
+def read(folder: str, model: Any, optimizer: Any) -> None:
+    import torch.distributed.checkpoint.state_dict
+
+    dcp: Any = torch.distributed.checkpoint
+    weights, states = dcp.state_dict.get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
+    dcp.state_dict.set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=states
+    )
+
+
+def loaded_through(folder: str, form: str, into: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """What is said of other states, and the states that came through an optimizer of ``form``."""
+    model = model_of(form)
+    optimizer, as_saved = optimizer_of(into, model), optimizer_of(form, model)
+    try:
+        read(folder, model, optimizer_of(into, model))
+        said = "nothing"
+    except BaseException as error:  # CheckpointException is no Exception
+        said = str(error)
+    read(folder, model, as_saved)
+    optimizer.load_state_dict(ampopt.full_state_dict(as_saved))
+    found = full_states(optimizer)
+    trained(model, optimizer)
+    return said, found
+
+
+@pytest.mark.parametrize(
+    ("form", "into"),
+    [
+        ("torch", "8"),
+        ("8", "torch"),
+        ("masters", "24-bit masters"),
+        ("24-bit masters", "masters"),
+    ],
+)
+def test_states_of_other_bits_come_through_an_optimizer_as_it_was_saved(
+    two_ranks, tmp_path, form, into
+):
+    """Codes are not taken for values: that is an error."""
+    exact, _ = two_ranks.run(saved_as, str(tmp_path), form, timeout=60)
+    for said, found in two_ranks.run(loaded_through, str(tmp_path), form, into, timeout=60):
+        assert "Missing key in checkpoint" in said
+        assert found.keys() == exact.keys()
+        for name, value in exact.items():
+            of_codes = "exp_avg" in name and into in ("8", "24-bit masters")
+            atol = float(value.abs().max()) * 2e-3 * of_codes
+            rtol = 0.06 * of_codes
+            torch.testing.assert_close(found[name].float(), value.float(), rtol=rtol, atol=atol)
