@@ -1,7 +1,7 @@
 """The Triton backend: each pass of a step is one multi-tensor launch over a table of addresses."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,21 @@ from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.skip_checks import FoundCause, SkipChecks
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
-from ampopt_kernels.triton import codecs
 from ampopt_kernels.triton.accumulate import accumulate_kernel
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
-from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES, Launcher, launch
+from ampopt_kernels.triton.launch import BLOCK, PARTS, THREADS, TRITON_DTYPES, Launcher, launch
 from ampopt_kernels.triton.lines import Lines, advance_marginals, line_kernel, line_launches
-from ampopt_kernels.triton.reduce import reduce_kernel, sum_kernel
+from ampopt_kernels.triton.reduce import (
+    count_terms,
+    reduce_kernel,
+    reduce_launches,
+    sum_arguments,
+    sum_kernel,
+)
 from ampopt_kernels.triton.skip_checks import skip_checks_kernel
 from ampopt_kernels.triton.table import Table, hyper_table, state_columns
-from ampopt_kernels.triton.update import update_kernel
+from ampopt_kernels.triton.update import update_kernel, update_launches
 from ampopt_kernels.triton.watch import watch_kernel
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.watch_statistics import (
@@ -39,21 +44,14 @@ from ampopt_kernels.watch_statistics import (
 )
 from ampopt_kernels.work import Work
 
-__all__ = ["BLOCK", "Triton"]
+__all__ = ["Triton"]
 
-BLOCK = 1 << 10
-"""Elements that a program reads at a time: eight for each thread, 16 bytes of a 2-byte dtype.
-
-With sixteen Adam needs 167 registers in place of 70, so a third as many programs run at a time.
-"""
 AHEAD = 1 << 6
 """Bytes of gradients that each thread of detect loads before it uses the first.
 
 By Little's law, bandwidth times latency must be in flight: for 5 TB/s and 0.8 microseconds, on 132
 multiprocessors of about 1500 threads each, at least 20 bytes for each thread.
 """
-PARTS = 1 << 10
-"""Chunks that control reads at a time."""
 ROWS = 1 << 7
 """Rows that control advances, and blocks that watch reads, at a time."""
 
@@ -90,14 +88,14 @@ class Triton(Backend):
             if _averages(work):
                 for _, arguments in line_launches(work, _lines(work), numbers, h, numbers):
                     launch(line_kernel, 0, arguments)
-            for _, arguments in _reductions(work, numbers, h, numbers):
+            for _, arguments in reduce_launches(work, numbers, h, numbers):
                 launch(reduce_kernel, 0, arguments)
-            launch(sum_kernel, 0, _sum_over_parts(work, numbers, numbers))
-            sums = Sums(numbers, numbers.new_empty(_n_terms(work)))
+            launch(sum_kernel, 0, sum_arguments(work, numbers, numbers))
+            sums = Sums(numbers, numbers.new_empty(count_terms(work)))
             decision = replace(decision, sums=sums)
         if decision.sums is not None or not decides:
             self._launch_control(work, Request(), None, decision, decide=False, programs=0)
-        for _, arguments in _updates(work, numbers, numbers):
+        for _, arguments in update_launches(work, numbers, numbers):
             launch(update_kernel, 0, arguments)
         table.prepared = True
 
@@ -273,16 +271,16 @@ class Triton(Backend):
         rule, table = work.rule, Table.of(work)
         assert rule is not None
         h = self._h_to_reduce(work, decision)
-        n_terms = _n_terms(work)
+        n_terms = count_terms(work)
         parts = torch.empty((table.n_blocks, n_terms), dtype=torch.float64, device=work.device)
         coefficients = decision.coefficients_on_device
         if _averages(work):
             lines = decision.lines or self._sums_over_lines(work, h, coefficients)
             advance_marginals(work, _lines(work), coefficients, h, lines)
-        for programs, arguments in _reductions(work, coefficients, h, parts):
+        for programs, arguments in reduce_launches(work, coefficients, h, parts):
             self._launch(work.device, reduce_kernel, programs, arguments)
         sums = torch.empty((len(work.rows), n_terms), dtype=torch.float64, device=work.device)
-        arguments = _sum_over_parts(work, parts, sums)
+        arguments = sum_arguments(work, parts, sums)
         self._launch(work.device, sum_kernel, len(work.rows), arguments)
         return sums
 
@@ -373,7 +371,7 @@ class Triton(Backend):
             h = _h_table(work)
             advanced = replace(decision, norm=None, scale=None, counters=None, h=h)
             self._launch_control(work, Request(), None, advanced, decide=False)
-        for programs, arguments in _updates(work, decision.coefficients_on_device, h):
+        for programs, arguments in update_launches(work, decision.coefficients_on_device, h):
             self._launch(work.device, update_kernel, programs, arguments)
 
     def send_hyper(self, work: Work) -> None:
@@ -477,89 +475,6 @@ def _tensor_or(other: Tensor, tensor: Tensor | None) -> Tensor:
     return other if tensor is None else tensor
 
 
-def _updates(work: Work, coefficients: Tensor, h: Tensor) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of programs and the arguments of each launch of ``update_kernel``."""
-    rule, table = work.rule, Table.of(work)
-    assert rule is not None
-    for group in table.launches:
-        row = group.like
-        yield (
-            group.programs,
-            {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
-                "CHUNK": table.chunk,
-                "coefficients": coefficients,
-                "h_table": h,
-                "RULE": rule.update,
-                "FLAGS": row.flags,
-                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
-                "COPIED": row.copy is not None,
-                "LOW": row.low is not None,
-                "STOCHASTIC": row.rounds,
-                "KEYED": row.keys is not None,
-                "DRAWS": rule.draws,
-                "JUMPS": len(row.places.jumps),
-                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
-                "ALIGNS": group.aligns,
-                "N_H": h.shape[1],
-                "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
-                "EVEN": group.even,
-                **codecs.arguments_of(row.codecs, len(group.dtypes)),
-                "SCALES": 2 + state_columns(rule),
-                "COLUMNS": table.columns,
-                # Half as many elements, or Adam would need 160 registers.
-                "BLOCK": BLOCK // 2 if row.is_coded else BLOCK,
-            },
-        )
-
-
-def _reductions(
-    work: Work, coefficients: Tensor, h: Tensor, sums: Tensor
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The number of programs and the arguments of each launch of ``reduce_kernel``."""
-    rule, table = work.rule, Table.of(work)
-    assert rule is not None
-    for group in table.launches:
-        row = group.like
-        n = 2 + len(row.state) + (row.low is not None)
-        yield (
-            group.programs,
-            {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
-                "coefficients": coefficients,
-                "h_table": h,
-                "sums": sums,
-                "RULE": rule.reduce,
-                "FLAGS": row.flags,
-                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes[:n]),
-                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
-                "ALIGNS": group.aligns[:n],
-                "N_H": h.shape[1],
-                "N_TERMS": _n_terms(work),
-                "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
-                "EVEN": group.even,
-                "FACTORS": len(row.dtypes),
-                **codecs.decoding_arguments(row.codecs, n),
-                "LOW": row.low is not None,
-                "SCALES": 2 + state_columns(rule),
-                "COLUMNS": table.columns,
-                "CHUNK": table.chunk,
-                "BLOCK": BLOCK,
-            },
-        )
-
-
-def _sum_over_parts(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
-    """The arguments of ``sum_kernel``, which sums what ``reduce_kernel`` wrote over each row."""
-    spans = work.uploads.get("parts of rows", Table.of(work).spans, torch.int32, work.device)
-    terms = {"N_TERMS": _n_terms(work), "PARTS": PARTS}
-    return {"parts": parts, "spans": spans, "sums": sums, **terms}
-
-
 def _lines(work: Work) -> Lines:
     """The lines of ``work``, made once for each table."""
     table = Table.of(work)
@@ -571,12 +486,6 @@ def _lines(work: Work) -> Lines:
 def _reduces(work: Work) -> bool:
     """Whether the rule of ``work`` sums terms before its ``scalars``."""
     return work.rule is not None and work.rule.reduces
-
-
-def _n_terms(work: Work) -> int:
-    """How many terms the rule sums over each row."""
-    assert work.rule is not None
-    return work.rule.widths(len(work.hyper[0])).terms
 
 
 def _averages(work: Work) -> bool:

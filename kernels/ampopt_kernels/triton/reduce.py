@@ -5,12 +5,72 @@ another order, and their sums differ by a few ulp of float64. The difference sho
 kept in float64, such as NovoGrad's ``exp_avg_sq``, and in float64 parameters; seldom in float32.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from ampopt_kernels.language import jit, kernel, tl
-from ampopt_kernels.triton.codecs import decoded, scales_at
+from ampopt_kernels.triton.codecs import decoded, decoding_arguments, scales_at
+from ampopt_kernels.triton.launch import BLOCK, PARTS, TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.marginals import factors_of, load_factors
+from ampopt_kernels.triton.table import Table, state_columns
+from ampopt_kernels.work import Work
 
-__all__ = ["reduce_kernel", "sum_kernel"]
+__all__ = ["count_terms", "reduce_kernel", "reduce_launches", "sum_arguments", "sum_kernel"]
+
+
+def count_terms(work: Work) -> int:
+    """How many terms the rule sums over each row."""
+    assert work.rule is not None
+    return work.rule.widths(len(work.hyper[0])).terms
+
+
+def reduce_launches(
+    work: Work, coefficients: Tensor, h: Tensor, sums: Tensor
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of programs and the arguments of each launch of ``reduce_kernel``."""
+    rule, table = work.rule, Table.of(work)
+    assert rule is not None
+    for group in table.launches:
+        row = group.like
+        n = 2 + len(row.state) + (row.low is not None)
+        yield (
+            group.programs,
+            {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "coefficients": coefficients,
+                "h_table": h,
+                "sums": sums,
+                "RULE": rule.reduce,
+                "FLAGS": row.flags,
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes[:n]),
+                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
+                "ALIGNS": group.aligns[:n],
+                "N_H": h.shape[1],
+                "N_TERMS": count_terms(work),
+                "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
+                "EVEN": group.even,
+                "FACTORS": len(row.dtypes),
+                **decoding_arguments(row.codecs, n),
+                "LOW": row.low is not None,
+                "SCALES": 2 + state_columns(rule),
+                "COLUMNS": table.columns,
+                "CHUNK": table.chunk,
+                "BLOCK": BLOCK,
+            },
+        )
+
+
+def sum_arguments(work: Work, parts: Tensor, sums: Tensor) -> dict[str, Any]:
+    """The arguments of ``sum_kernel``, which sums what ``reduce_kernel`` wrote over each row."""
+    spans = work.uploads.get("parts of rows", Table.of(work).spans, torch.int32, work.device)
+    terms = {"N_TERMS": count_terms(work), "PARTS": PARTS}
+    return {"parts": parts, "spans": spans, "sums": sums, **terms}
 
 
 @kernel

@@ -7,14 +7,68 @@ may be an ulp off (``torch_language.sqrt``). The scalars of a rule may differ by
 computes them by ``language.power``, or from sums (``reduce.py``).
 """
 
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
 from ampopt_kernels.language import jit, kernel, rounded, tl
 from ampopt_kernels.low_bits import split
 from ampopt_kernels.stochastic import rounded_stochastically
-from ampopt_kernels.triton.codecs import decoded, scales_at, store_codes, uniform_of
+from ampopt_kernels.triton.codecs import (
+    arguments_of,
+    decoded,
+    scales_at,
+    store_codes,
+    uniform_of,
+)
+from ampopt_kernels.triton.launch import BLOCK, TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.marginals import factors_of, load_factors
+from ampopt_kernels.triton.table import Table, state_columns
+from ampopt_kernels.work import Work
 
-__all__ = ["update_kernel"]
+__all__ = ["update_kernel", "update_launches"]
+
+
+def update_launches(
+    work: Work, coefficients: Tensor, h: Tensor
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of programs and the arguments of each launch of ``update_kernel``."""
+    rule, table = work.rule, Table.of(work)
+    assert rule is not None
+    for group in table.launches:
+        row = group.like
+        yield (
+            group.programs,
+            {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "CHUNK": table.chunk,
+                "coefficients": coefficients,
+                "h_table": h,
+                "RULE": rule.update,
+                "FLAGS": row.flags,
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
+                "COPIED": row.copy is not None,
+                "LOW": row.low is not None,
+                "STOCHASTIC": row.rounds,
+                "KEYED": row.keys is not None,
+                "DRAWS": rule.draws,
+                "JUMPS": len(row.places.jumps),
+                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
+                "ALIGNS": group.aligns,
+                "N_H": h.shape[1],
+                "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
+                "EVEN": group.even,
+                **arguments_of(row.codecs, len(group.dtypes)),
+                "SCALES": 2 + state_columns(rule),
+                "COLUMNS": table.columns,
+                # Half as many elements, or Adam would need 160 registers.
+                "BLOCK": BLOCK // 2 if row.is_coded else BLOCK,
+            },
+        )
 
 
 @kernel
