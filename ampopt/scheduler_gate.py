@@ -81,7 +81,7 @@ class LRSchedulerGate(LRScheduler):
         self.scheduler = scheduler
         self._delay = delay
         self._attempts: list[Tensor | None] = []
-        self._unknown: deque[_Outcome] = deque()
+        self._unknown: deque[_AllSkipped] = deque()
         self._ahead = 0
         while isinstance(inner := vars(optimizer).get("optimizer"), torch.optim.Optimizer):
             optimizer = inner  # of a wrapper, such as Accelerate's, the hooks are not called
@@ -124,7 +124,7 @@ class LRSchedulerGate(LRScheduler):
         self.scheduler.load_state_dict({k: v for k, v in state_dict.items() if k != _STATE})
         self._attempts = []
         self._ahead = own["ahead"]
-        self._unknown = deque(_Outcome(skip, None, False) for skip in own["unknown"])
+        self._unknown = deque(_AllSkipped(skip, None, False) for skip in own["unknown"])
 
     def get_last_lr(self) -> list[float | Tensor]:
         """The learning rates in use; after a skip, see the delay of :func:`lr_scheduler_gate`."""
@@ -171,7 +171,7 @@ class LRSchedulerGate(LRScheduler):
         self._attempts.append(flag if isinstance(flag, Tensor) else None)
 
 
-class _Outcome(NamedTuple):
+class _AllSkipped(NamedTuple):
     """Whether all steps between two calls of a gate were skipped.
 
     Attributes:
@@ -191,19 +191,19 @@ class _Outcome(NamedTuple):
         return bool(self.skip > 0)
 
 
-def _outcome(attempts: list[Tensor | None]) -> _Outcome:
+def _outcome(attempts: list[Tensor | None]) -> _AllSkipped:
     """The outcome of steps with these flags; a flag is ``None`` if the step was surely applied."""
     flags = [flag for flag in attempts if flag is not None]
     if len(flags) < len(attempts):
-        return _Outcome(False, None, False)
+        return _AllSkipped(False, None, False)
     flag = torch.stack([flag.reshape(()).to(flags[0]) for flag in flags]).amin()
     if flag.device.type == "cpu":
-        return _Outcome(flag, None, False)
+        return _AllSkipped(flag, None, False)
     module = torch.get_device_module(flag.device)
     if not (hasattr(module, "Event") and hasattr(module, "current_stream")):
-        return _Outcome(flag, None, True)
+        return _AllSkipped(flag, None, True)
     host = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     event = module.Event()
     event.record(module.current_stream(flag.device))
-    return _Outcome(host, event, True)
+    return _AllSkipped(host, event, True)

@@ -62,7 +62,7 @@ _ATOMS = (
 
 
 @dataclass
-class _Kept:
+class _SavedObject:
     """One mutable object of the snapshot.
 
     Attributes:
@@ -116,7 +116,7 @@ class HostState:
         """Take the snapshot."""
         self.tensors: list[Tensor] = []
         self.hidden: str | None = None
-        self._kept: list[_Kept] = []
+        self._kept: list[_SavedObject] = []
         self._seen: dict[int, Any] = {}  # by id; keeps objects alive, so that no id is reused
         self._unseen: list[tuple[Any, str]] = []
         self._add(optimizer, type(optimizer).__name__)
@@ -288,7 +288,7 @@ class HostState:
         self, what: str, read: Callable[[], Any], write: Callable[[Any], Any], grows: bool = False
     ) -> None:
         """Keep the present value of one object, and the functions that read and write it."""
-        self._kept.append(_Kept(what, read, write, read(), grows))
+        self._kept.append(_SavedObject(what, read, write, read(), grows))
 
 
 def _same(a: Any, b: Any) -> bool:

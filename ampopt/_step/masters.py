@@ -33,7 +33,7 @@ from ampopt_kernels.uploads import Uploads
 __all__ = ["Masters", "full_master", "has_low_bits", "has_masters", "needs_master"]
 
 
-class _Unscaled(NamedTuple):
+class _GradAtUnscale(NamedTuple):
     """The gradient of a parameter, as it was when its unscaled copy was put on the master.
 
     Attributes:
@@ -48,7 +48,7 @@ class _Unscaled(NamedTuple):
     version: int | None
 
 
-class _Reading(NamedTuple):
+class _GradAtRead(NamedTuple):
     """The gradient of a parameter, as it was when a user read master weights without gradients.
 
     Attributes:
@@ -83,9 +83,9 @@ class Masters(RefersToOptimizer):
         """
         super().__init__(optimizer)
         self._kept = kept
-        self.unscaled: tuple[_Unscaled, ...] = ()
+        self.unscaled: tuple[_GradAtUnscale, ...] = ()
         self._copies: dict[int, Tensor] = {}  # of 24-bit masters, with gradients, by id(param)
-        self.read_early: _Reading | None = None
+        self.read_early: _GradAtRead | None = None
         self._warned_of_reading = False
 
     # --- which parameter has one ------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Masters(RefersToOptimizer):
                 assert grad is not None
                 master.grad = grad.to(master.dtype)
                 shared = master.grad is grad
-                unscaled.append(_Unscaled(param, grad, None if shared else version(grad)))
+                unscaled.append(_GradAtUnscale(param, grad, None if shared else version(grad)))
                 held[place] = gradients.ParamWithGrad(index, master, owner)
         self.unscaled = tuple(unscaled)
         return held
@@ -274,7 +274,7 @@ class Masters(RefersToOptimizer):
         for index, param in gradients.present(self.optimizer.param_groups):
             if needs_master(self.optimizer.param_groups[index], param):
                 grad: Any = param.grad
-                self.read_early = _Reading(param, weakref.ref(grad), version(grad))
+                self.read_early = _GradAtRead(param, weakref.ref(grad), version(grad))
                 return
 
     def warn_of_early_reading(self) -> None:
@@ -401,7 +401,7 @@ def _store(param: Tensor, low: Tensor, master: Tensor) -> None:
     dtensor.local(low).copy_(steps)
 
 
-def _writable(unscaled: _Unscaled) -> _Unscaled:
+def _writable(unscaled: _GradAtUnscale) -> _GradAtUnscale:
     """``unscaled`` with a gradient that can be written in place: a copy of an expanded one."""
     param, grad, _ = unscaled
     if not overlaps_itself(dtensor.local(grad)):

@@ -31,14 +31,14 @@ class Snapshot:
         """
         self._optimizer = optimizer
         self._params = [
-            (group["params"], [_Kept(p) for p in group["params"]])
+            (group["params"], [_SavedLeaf(p) for p in group["params"]])
             for group in optimizer.param_groups
         ]
         self._groups = [
-            {k: _kept(v) for k, v in group.items() if k != "params"}
+            {k: _save(v) for k, v in group.items() if k != "params"}
             for group in optimizer.param_groups
         ]
-        self._state = [(key, _kept_state(state, shared)) for key, state in optimizer.state.items()]
+        self._state = [(key, _save_state(state, shared)) for key, state in optimizer.state.items()]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -46,14 +46,14 @@ class Snapshot:
         groups = self._optimizer.param_groups
         for group, entries, (params, kept) in zip(groups, self._groups, self._params, strict=True):
             group.clear()
-            params[:] = [param.restored() for param in kept]
-            group.update(params=params, **_restored(entries))
+            params[:] = [param.restore() for param in kept]
+            group.update(params=params, **_restore(entries))
         self._optimizer.state.clear()
         for key, state in self._state:
-            self._optimizer.state[key] = _restored(state)
+            self._optimizer.state[key] = _restore(state)
 
 
-class _Kept:
+class _SavedLeaf:
     """One leaf: a tensor with a copy of its values, or any other object."""
 
     def __init__(self, value: Any, *, share: bool = False) -> None:
@@ -61,29 +61,29 @@ class _Kept:
         copied = isinstance(value, Tensor) and not share
         self._copy = copy_of(value) if copied else None
 
-    def restored(self) -> Any:
-        """The object; a tensor with the values that it had."""
+    def restore(self) -> Any:
+        """Return the object; a tensor gets its old values back."""
         if self._copy is not None:
             for tensor, copy in zip(memory_of(self._value), memory_of(self._copy), strict=True):
                 tensor.copy_(copy)
         return self._value
 
 
-def _kept(tree: Any, *, share: bool = False) -> Any:
-    """``tree`` with a :class:`_Kept` in place of each leaf."""
-    return pytree.tree_map(lambda leaf: _Kept(leaf, share=share), tree)
+def _save(tree: Any, *, share: bool = False) -> Any:
+    """Copy ``tree``, with a :class:`_SavedLeaf` in place of each leaf."""
+    return pytree.tree_map(lambda leaf: _SavedLeaf(leaf, share=share), tree)
 
 
-def _kept_state(state: Any, shared: frozenset[str]) -> Any:
-    """The state of one parameter with :class:`_Kept` as leaves; no copy for the keys ``shared``."""
+def _save_state(state: Any, shared: frozenset[str]) -> Any:
+    """The state of one parameter, saved: the tensors of the keys ``shared`` without a copy."""
     if not isinstance(state, dict):  # some optimizers store numbers in ``state``, by name
-        return _kept(state)
-    return {k: _kept(v, share=k in shared) for k, v in state.items()}
+        return _save(state)
+    return {k: _save(v, share=k in shared) for k, v in state.items()}
 
 
-def _restored(tree: Any) -> Any:
-    """``tree`` with the restored object in place of each :class:`_Kept`."""
-    return pytree.tree_map(_Kept.restored, tree)
+def _restore(tree: Any) -> Any:
+    """Restore each :class:`_SavedLeaf` of ``tree``, and return the tree of objects."""
+    return pytree.tree_map(_SavedLeaf.restore, tree)
 
 
 @contextmanager

@@ -202,13 +202,13 @@ def _run(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def _measured(
-    measure: Callable[..., list[rows.Row]],
+    measure: Callable[..., list[rows.BenchRow]],
     options: argparse.Namespace,
     sizes: Sequence[workloads.Workload],
     chosen: Sequence[str],
     device: torch.device,
     left: float,
-) -> list[rows.Row]:
+) -> list[rows.BenchRow]:
     """The rows of every optimizer on every workload, within ``left`` seconds if that is enough."""
     dtype, measured = getattr(torch, options.dtype), []
     jobs = [(optimizer, workload) for workload in sizes for optimizer in chosen]
@@ -262,7 +262,7 @@ def _print_launches(
             print(f"\n{title}\n{launches.table(rows, speed)}", flush=True)
 
 
-def _print(measured: list[rows.Row], device: torch.device) -> None:
+def _print(measured: list[rows.BenchRow], device: torch.device) -> None:
     """Print the tables of the rows, and what was not measured."""
     whose = "" if device.type == "cpu" else " of device time; host time is in the table below"
     print(f"\nmilliseconds a step{whose}:")

@@ -16,13 +16,13 @@ from ampopt.bench.count import bytes_by_kernel
 from ampopt.bench.measure import device_seconds, host_seconds, warmed
 from ampopt.bench.workloads import SCALE, Gradients, Workload
 
-__all__ = ["Launch", "measure", "table"]
+__all__ = ["LaunchTimes", "measure", "table"]
 
 _ROUNDS = 20
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchTimes:
     """Times of one launch, or of the whole step.
 
     Attributes:
@@ -47,7 +47,7 @@ def measure(
     device: torch.device,
     master_weights: bool,
     max_norm: float | None,
-) -> list[Launch]:
+) -> list[LaunchTimes]:
     """Measure a step, and its launches in order.
 
     Each launch is repeated alone, on the tables and tensors of one step, so its data may be in
@@ -101,7 +101,7 @@ def _timed(
     device: torch.device,
     moved: int,
     restore: Callable[[], None] = lambda: None,
-) -> Launch:
+) -> LaunchTimes:
     """Time a launch, host and device, in :data:`_ROUNDS` rounds; ``restore`` is not timed."""
     hosts, devices = [], []
     for _ in range(_ROUNDS):
@@ -109,10 +109,10 @@ def _timed(
         hosts.append(host_seconds(call, device))
         restore()
         devices.append(device_seconds(call, device, hosts[-1]))
-    return Launch(name, statistics.median(hosts), statistics.median(devices), moved)
+    return LaunchTimes(name, statistics.median(hosts), statistics.median(devices), moved)
 
 
-def table(rows: list[Launch], bandwidth: float | None) -> str:
+def table(rows: list[LaunchTimes], bandwidth: float | None) -> str:
     """Format the results: microseconds, and the share of the bandwidth that a copy reaches."""
     lines = [f"{'host us':>9} {'device us':>10} {'GB/s':>8} {'of copy':>8}  launch"]
     for row in rows:

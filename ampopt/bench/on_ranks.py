@@ -23,7 +23,7 @@ import torch
 import ampopt
 from ampopt.bench import contenders, workloads
 from ampopt.bench.measure import Times, interleaved, reason, warmed
-from ampopt.bench.rows import Row
+from ampopt.bench.rows import BenchRow
 
 __all__ = ["NAMES", "Processes", "measure"]
 
@@ -144,7 +144,7 @@ def measure(
     dtype: torch.dtype,
     rounds: int,
     seconds: float,
-) -> list[Row]:
+) -> list[BenchRow]:
     """The rows of ``optimizer`` on ``workload``, sharded: without clipping, and with.
 
     Times are the first rank's. They are not compared with targets if there are few rounds, or if
@@ -175,7 +175,7 @@ def measure(
         "threads": max(1, torch.get_num_threads() // processes.ranks),
     }
     found = processes.times(asked)
-    row = Row(
+    row = BenchRow(
         optimizer=optimizer,
         workload=workload.name,
         clip=False,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ampopt.bench.rows import Row
+from ampopt.bench.rows import BenchRow
 
 __all__ = ["plot", "require_matplotlib"]
 
@@ -22,7 +22,7 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot(rows: Sequence[BenchRow], path: str) -> None:
     """Draw a panel for each workload, with each contender's time relative to torch's best."""
     import matplotlib
 
@@ -57,7 +57,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     pyplot.close(figure)
 
 
-def _unit(row: Row) -> float:
+def _unit(row: BenchRow) -> float:
     """The time that counts as 1 in a row: that of torch's best, else of the fastest contender."""
     best = row.times.get(row.best or "ampopt")
     return min(t.median for t in row.times.values()) if best is None else best.median

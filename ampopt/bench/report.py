@@ -10,7 +10,7 @@ import torch
 
 import ampopt
 from ampopt.bench.contenders import FLOAT32, SMALL
-from ampopt.bench.rows import Row
+from ampopt.bench.rows import BenchRow
 from ampopt.bench.targets import verdicts_on
 from ampopt.environment import cpu_model, version_of
 
@@ -38,7 +38,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+def as_json(
+    rows: Sequence[BenchRow], about: dict[str, Any], bandwidth: float | None
+) -> dict[str, Any]:
     """All results; times in seconds, bandwidths in bytes per second."""
     return {
         "environment": about,
@@ -47,7 +49,7 @@ def as_json(rows: Sequence[Row], about: dict[str, Any], bandwidth: float | None)
     }
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[BenchRow]) -> str:
     """Table of milliseconds per step: median, and half of the interquartile range.
 
     The columns after the contenders are ratios: ampopt's time to torch's best, by medians and by
@@ -72,7 +74,7 @@ def table(rows: Sequence[Row]) -> str:
     return _aligned(lines, left=(0, 1, 2, len(lines[0]) - 1))
 
 
-def costs(rows: Sequence[Row]) -> str:
+def costs(rows: Sequence[BenchRow]) -> str:
     """Table of what each step costs besides time; the counts exist only on a GPU."""
     head = ["optimizer", "workload", "clip", "contender", "GB/s", "of copy", "host us"]
     lines = [[*head, "launches", "syncs", "extra MB"]]
@@ -97,7 +99,7 @@ def costs(rows: Sequence[Row]) -> str:
     return _aligned(lines, left=(0, 1, 2, 3))
 
 
-def memory(rows: Sequence[Row]) -> str:
+def memory(rows: Sequence[BenchRow]) -> str:
     """Table of the bytes allocated for each element of a parameter, with each contender.
 
     With small states also their time in units of that with 32 bits, in the same rounds.
@@ -114,7 +116,7 @@ def memory(rows: Sequence[Row]) -> str:
     return _aligned(lines, left=(0, 1, 2))
 
 
-def _share(row: Row, name: str) -> float | None:
+def _share(row: BenchRow, name: str) -> float | None:
     """The median time of a contender in units of ampopt's."""
     inverse = row.ratio_to(name)
     return None if inverse is None else 1 / inverse

@@ -13,14 +13,14 @@ from ampopt.bench.count import bytes_allocated, bytes_moved
 from ampopt.bench.measure import DeviceCost, Times, device_cost, interleaved, reason, warmed
 from ampopt.bench.memory import Streams
 
-__all__ = ["Row", "measure", "unmeasured"]
+__all__ = ["BenchRow", "measure", "unmeasured"]
 
 _CACHES = 1 << 26
 """Size in bytes up to which caches may hold everything."""
 
 
 @dataclass
-class Row:
+class BenchRow:
     """The result for an optimizer on a workload.
 
     Attributes:
@@ -149,7 +149,7 @@ def measure(
     masters: bool = False,
     changing: bool = False,
     only: Sequence[str] = (),
-) -> list[Row]:
+) -> list[BenchRow]:
     """The rows of ``optimizer`` on ``workload``: without clipping, and with.
 
     All contenders share parameters and gradients, so that all of them fit in memory, and none has
@@ -208,7 +208,7 @@ def measure(
             except Exception as error:
                 unknown[f"costs of {name}"] = reason(error)
         rows.append(
-            Row(
+            BenchRow(
                 optimizer=optimizer,
                 workload=workload.name + ", changing" * changing,
                 clip=clip,
@@ -229,12 +229,12 @@ def measure(
 
 def unmeasured(
     optimizer: str, workload: workloads.Workload, device: torch.device, error: Exception
-) -> list[Row]:
+) -> list[BenchRow]:
     """The rows if no contender ran because of ``error``, say because parameters do not fit."""
     size = len(workload.shapes), workload.elements, 0
     why = dict.fromkeys(contenders.names(device), reason(error))
     return [
-        Row(optimizer, workload.name, clip, device.type, *size, None, {}, why)
+        BenchRow(optimizer, workload.name, clip, device.type, *size, None, {}, why)
         for clip in (False, True)
     ]
 

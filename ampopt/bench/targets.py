@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ampopt.bench import contenders
-from ampopt.bench.rows import Row
+from ampopt.bench.rows import BenchRow
 
 __all__ = ["Verdict", "verdicts_on"]
 
@@ -27,7 +27,7 @@ class Verdict:
         return f"target {self.target}: {self.value} {'met' if self.met else 'MISSED'}"
 
 
-def verdicts_on(row: Row) -> list[Verdict]:
+def verdicts_on(row: BenchRow) -> list[Verdict]:
     """Compare ``row`` with its targets; empty if there are none, or if its times are in doubt.
 
     On the CPU the targets are ratios to torch's best implementation. At most 1.05 if torch has a
@@ -45,7 +45,7 @@ def verdicts_on(row: Row) -> list[Verdict]:
     return _on_cpu(row) if row.device == "cpu" else _on_gpu(row)
 
 
-def _on_cpu(row: Row) -> list[Verdict]:
+def _on_cpu(row: BenchRow) -> list[Verdict]:
     """The verdicts on a row measured on the CPU; see :func:`verdicts_on`."""
     ratio = row.ratio
     if ratio is None:
@@ -66,7 +66,7 @@ def _on_cpu(row: Row) -> list[Verdict]:
     return [Verdict("<= 0.50 or <= 1.30 x floor", value, met)]
 
 
-def _on_gpu(row: Row) -> list[Verdict]:
+def _on_gpu(row: BenchRow) -> list[Verdict]:
     """The verdicts on a row measured on a GPU; see :func:`verdicts_on`."""
     verdicts = []
     if row.workload == "large" and row.to_floor is not None:

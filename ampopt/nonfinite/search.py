@@ -108,7 +108,7 @@ class _Bad:
 
 
 @dataclass
-class _Call:
+class _ModuleCall:
     """A call of a module that has not returned yet.
 
     Attributes:
@@ -121,7 +121,7 @@ class _Call:
     name: str
     module: torch.nn.Module
     bad_input: _Bad | None
-    around: "_Call | None"
+    around: "_ModuleCall | None"
 
 
 class _Search:
@@ -149,7 +149,7 @@ class _Search:
         self._over = True
 
     @property
-    def _calls(self) -> list[_Call]:
+    def _calls(self) -> list[_ModuleCall]:
         """The module calls that are running in this thread, the innermost last."""
         if not hasattr(self._running, "calls"):
             self._running.calls = []
@@ -161,7 +161,7 @@ class _Search:
         self._watch_nodes(given, around)
         # Check the inputs now, because a module that works in place overwrites them.
         inputs = [tensor for tensor in _tensors(given) if not _is_mask(tensor)]
-        self._calls.append(_Call(name, module, self._first_bad(inputs), around))
+        self._calls.append(_ModuleCall(name, module, self._first_bad(inputs), around))
 
     def after(self, module: Any, args: Any, output: Any) -> None:
         """A forward hook: ``module`` has run, or raised an error."""
@@ -183,7 +183,7 @@ class _Search:
             inner, outer = outer, outer.around
         self._note(call, bad, "forward", given_finite=call.bad_input is None)
 
-    def _watch_nodes(self, structure: Any, call: _Call | None) -> None:
+    def _watch_nodes(self, structure: Any, call: _ModuleCall | None) -> None:
         """Hook the nodes behind these tensors that are not hooked yet.
 
         Args:
@@ -202,7 +202,7 @@ class _Search:
                 node.register_hook(functools.partial(self._backward, call, node.name()))
             nodes += [further for further, _ in node.next_functions]
 
-    def _backward(self, call: _Call, operation: str, made: Any, given: Any) -> None:
+    def _backward(self, call: _ModuleCall, operation: str, made: Any, given: Any) -> None:
         """A hook of an autograd node that ``call`` made: the node has run."""
         bad = None if self._over else self._first_bad(made)
         if bad is not None:
@@ -220,7 +220,7 @@ class _Search:
 
     def _note(
         self,
-        call: _Call,
+        call: _ModuleCall,
         bad: _Bad,
         direction: Literal["forward", "backward"],
         *,
@@ -291,7 +291,7 @@ def _is_mask(tensor: Tensor) -> bool:
     return bool(infinite.numel() and (infinite == -torch.inf).all())
 
 
-def _finite_output(call: _Call, output: Any) -> FiniteOutput | None:
+def _finite_output(call: _ModuleCall, output: Any) -> FiniteOutput | None:
     """The output of ``call``, which is finite; ``None`` if it has no floating-point elements."""
     found = [(_largest(_values(tensor)), tensor.dtype) for tensor in _tensors(output)]
     sizes = [(largest, dtype) for largest, dtype in found if largest is not None]
@@ -306,7 +306,7 @@ def _largest(finite: Tensor) -> float | None:
     return finite.abs().max().item() if finite.numel() else None
 
 
-def _bad_parameter(call: _Call) -> str | None:
+def _bad_parameter(call: _ModuleCall) -> str | None:
     """The name of a parameter of the module that is not finite, or of a buffer that has NaN.
 
     Infinities in buffers are masks more often than errors.

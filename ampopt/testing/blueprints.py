@@ -23,7 +23,7 @@ Layout = Literal[
 ]
 
 
-class _Code:
+class _ReprIsCall:
     """Base of dataclasses whose ``repr`` is the call that makes them, without default arguments."""
 
     def _given(self) -> list[tuple[str, Any]]:
@@ -48,7 +48,7 @@ class _Code:
 
 
 @dataclass(frozen=True, repr=False)
-class Blueprint(_Code):
+class Blueprint(_ReprIsCall):
     """Description of a tensor: every tensor built from it has the same bits and the same layout.
 
     Attributes:
@@ -132,7 +132,7 @@ def set_gradients(
 
 
 @dataclass(frozen=True, repr=False)
-class Scale(_Code):
+class Scale(_ReprIsCall):
     """Description of a loss scale.
 
     Attributes:
@@ -158,7 +158,7 @@ class Scale(_Code):
 
 
 @dataclass(frozen=True, repr=False)
-class History(_Code):
+class History(_ReprIsCall):
     """Description of a training: its parameters, and their gradients in every step.
 
     Attributes:

@@ -8,14 +8,14 @@ from typing import Any
 from ampopt_kernels.devices import Copying, copied_to_host
 from ampopt_kernels.watch_statistics import CAUSES, COUNTS, NOT_GIVEN, WatchStatistics
 
-__all__ = ["Reading", "Snapshot", "as_dict", "copy_of"]
+__all__ = ["Reading", "RankStatistics", "as_dict", "copy_of"]
 
 _SQUARES = 3
 """Index of the sum of squares among the numbers of a step."""
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RankStatistics:
     """The statistics of one rank after some step, in Python numbers.
 
     Attributes:
@@ -70,7 +70,7 @@ class Reading:
         """What :meth:`ampopt.Watch.read` would have returned. Waits until the copy is complete."""
         return as_dict(self.snapshot(), alone=self._alone)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> RankStatistics:
         """The statistics of this rank. Waits until the copy is complete."""
         for event in self._events:
             event.synchronize()
@@ -78,7 +78,7 @@ class Reading:
         ring = steps.ring
         first = max(self._forgotten, self._steps - len(ring))
         order = [number % len(ring) for number in range(first, self._steps)]
-        return Snapshot(
+        return RankStatistics(
             self._steps,
             {
                 name: row
@@ -126,7 +126,7 @@ def copy_of(statistics: WatchStatistics) -> tuple[WatchStatistics, Any]:
     return WatchStatistics(copy, statistics.places), event
 
 
-def as_dict(snapshot: Snapshot, *, alone: bool) -> dict[str, Any]:
+def as_dict(snapshot: RankStatistics, *, alone: bool) -> dict[str, Any]:
     """What :meth:`ampopt.Watch.read` returns; for ``alone`` see :class:`Reading`."""
     in_a_row, *by_cause = snapshot.totals
     first = snapshot.steps - len(snapshot.recent) + 1
@@ -168,7 +168,7 @@ def _step(number: int, entry: Sequence[float], *, alone: bool) -> dict[str, Any]
     }
 
 
-def merged(ranks: Sequence[Snapshot]) -> Snapshot:
+def merged(ranks: Sequence[RankStatistics]) -> RankStatistics:
     """The statistics of all ranks as one.
 
     A step in which several shards, or copies, of a parameter overflowed is counted once. Squared
@@ -185,7 +185,7 @@ def merged(ranks: Sequence[Snapshot]) -> Snapshot:
             squares = [x for x in (entry[_SQUARES], other[_SQUARES]) if x >= 0]
             entry[_SQUARES] = sum(squares) if squares else NOT_GIVEN
     parameters = {name: _joined(shards) for name, shards in rows.items()}
-    return Snapshot(first.steps, parameters, first.totals, recent, first.by_rank)
+    return RankStatistics(first.steps, parameters, first.totals, recent, first.by_rank)
 
 
 def _joined(shards: Sequence[Sequence[float]]) -> list[float]:

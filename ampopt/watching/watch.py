@@ -17,7 +17,7 @@ from ampopt.loss_scale.arguments import check_count
 from ampopt.optimizer import Optimizer
 from ampopt.watching import report
 from ampopt.watching.alarm import Condition
-from ampopt.watching.reading import Reading, Snapshot, as_dict, copy_of, merged
+from ampopt.watching.reading import RankStatistics, Reading, as_dict, copy_of, merged
 from ampopt_kernels import devices
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import copied_to_host, to_device
@@ -496,7 +496,7 @@ class Watch:
             write, reading = self._to_log.popleft()
             write({k: v for k, v in reading.latest().items() if v is not None})
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self) -> RankStatistics:
         """The statistics of this rank. Synchronizes."""
         return self.read_later().snapshot()
 

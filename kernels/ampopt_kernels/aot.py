@@ -45,7 +45,7 @@ from ampopt_kernels.tensors import arithmetic
 from ampopt_kernels.watch_statistics import ChunkRange, RecordedStep, zeros
 from ampopt_kernels.work import Row, Work
 
-__all__ = ["Case", "Launch", "Report", "cases", "count_hyper", "launches", "main"]
+__all__ = ["Case", "RecordedLaunch", "Report", "cases", "count_hyper", "launches", "main"]
 
 TARGETS = ("sm_80", "sm_90", "gfx942")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -82,7 +82,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Launch:
+class RecordedLaunch:
     """A recorded launch: the kernel, and all of its arguments by name."""
 
     kernel: Any
@@ -147,8 +147,8 @@ class Report:
     """The result of one compilation.
 
     Attributes:
-        kernel: as :attr:`Launch.name`.
-        variant: as :meth:`Launch.variant`.
+        kernel: as :attr:`RecordedLaunch.name`.
+        variant: as :meth:`RecordedLaunch.variant`.
         dtype: dtype of the parameter.
         target: ``sm_NN`` or ``gfxNNN``.
         assembly: PTX, or AMD's assembly.
@@ -193,7 +193,7 @@ class Report:
         return f"{line} vectorized={vectorized} barriers={self.barriers} bytes={self.bytes:g}"
 
 
-def launches(case: Case) -> list[Launch]:
+def launches(case: Case) -> list[RecordedLaunch]:
     """The launches of the step that ``case`` describes, in order."""
     from ampopt_kernels.triton.backend import Triton
 
@@ -270,8 +270,10 @@ def launches(case: Case) -> list[Launch]:
             scale=scale, found_inf=torch.zeros(()), accumulate=True, apply=False
         ),
     }[case.request]
-    recorded: list[Launch] = []
-    backend = Triton(lambda device, kernel, n, given: recorded.append(Launch(kernel, given)))
+    recorded: list[RecordedLaunch] = []
+    backend = Triton(
+        lambda device, kernel, n, given: recorded.append(RecordedLaunch(kernel, given))
+    )
     decision = run(lambda _: backend, [work], request)
     if request.measure:
         norm = torch.zeros(())

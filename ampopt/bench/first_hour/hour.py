@@ -15,11 +15,11 @@ from typing import Any
 from ampopt.bench.first_hour.parts import Part
 from ampopt.bench.first_hour.record import read
 
-__all__ = ["Outcome", "run"]
+__all__ = ["PartResult", "run"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PartResult:
     """The result of one part.
 
     Attributes:
@@ -42,7 +42,9 @@ class Outcome:
         return self.status == "passed"
 
 
-def run(parts: Sequence[Part], folder: Path, device: str, about: dict[str, Any]) -> list[Outcome]:
+def run(
+    parts: Sequence[Part], folder: Path, device: str, about: dict[str, Any]
+) -> list[PartResult]:
     """Run ``parts`` in turn. A part that hangs or crashes does not stop the others.
 
     Writes to ``folder`` for each part ``NAME.log``, the output of its process, and ``NAME.jsonl``,
@@ -58,11 +60,13 @@ def run(parts: Sequence[Part], folder: Path, device: str, about: dict[str, Any])
         One outcome for each of ``parts``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    outcomes: list[Outcome] = []
+    outcomes: list[PartResult] = []
     ended_by = None
     for part in parts:
         if ended_by is not None:
-            outcomes.append(Outcome(part.name, part.tells, f"not run: {ended_by} failed", 0.0, []))
+            outcomes.append(
+                PartResult(part.name, part.tells, f"not run: {ended_by} failed", 0.0, [])
+            )
         else:
             outcomes.append(_run(part, folder, device))
             ended_by = part.name if part.ends and not outcomes[-1].passed else None
@@ -71,7 +75,7 @@ def run(parts: Sequence[Part], folder: Path, device: str, about: dict[str, Any])
     return outcomes
 
 
-def _run(part: Part, folder: Path, device: str) -> Outcome:
+def _run(part: Part, folder: Path, device: str) -> PartResult:
     """Run one part in a process of its own, and kill that process at its timeout."""
     record = folder / f"{part.name}.jsonl"
     record.unlink(missing_ok=True)
@@ -95,7 +99,7 @@ def _run(part: Part, folder: Path, device: str) -> Outcome:
                 process.wait()
     results = read(record)
     status = _status(code, part.seconds, results)
-    return Outcome(part.name, part.tells, status, round(time.monotonic() - start, 1), results)
+    return PartResult(part.name, part.tells, status, round(time.monotonic() - start, 1), results)
 
 
 def _status(code: int | None, seconds: float, results: list[dict[str, Any]]) -> str:
@@ -109,7 +113,7 @@ def _status(code: int | None, seconds: float, results: list[dict[str, Any]]) -> 
     return "FAILED" if any(line["kind"] == "FAILED" for line in results) else "passed"
 
 
-def _sum_up(outcomes: list[Outcome], folder: Path, about: dict[str, Any]) -> None:
+def _sum_up(outcomes: list[PartResult], folder: Path, about: dict[str, Any]) -> None:
     """Write ``summary.json`` and ``summary.md``."""
     whole = {"environment": about, "parts": [asdict(outcome) for outcome in outcomes]}
     (folder / "summary.json").write_text(json.dumps(whole, indent=1, default=str) + "\n")
@@ -122,7 +126,7 @@ def _sum_up(outcomes: list[Outcome], folder: Path, about: dict[str, Any]) -> Non
     (folder / "summary.md").write_text("\n".join(lines) + "\n")
 
 
-def _section(outcome: Outcome) -> list[str]:
+def _section(outcome: PartResult) -> list[str]:
     """Lines of the summary: checks passed and failed, what was skipped, and figures."""
     kinds = Counter(line["kind"] for line in outcome.results)
     lines = [f"{kinds['passed']} checks passed, {kinds['FAILED']} failed; log: {outcome.name}.log"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ampopt_kernels.check_rule.advice import advice
 from ampopt_kernels.check_rule.codecs import functions_of
-from ampopt_kernels.check_rule.source import Source, authored
+from ampopt_kernels.check_rule.source import FunctionSource, authored
 from ampopt_kernels.rule import Rule
 
 __all__ = ["check"]
@@ -38,14 +38,14 @@ def check(rule: Rule, owner: str) -> None:
     for role, function in functions:
         for fn in authored(function):
             try:
-                source = Source(fn)
+                source = FunctionSource(fn)
             except OSError:
                 continue
             for node, why in _refused(source):
                 raise ValueError(f"{role} of {owner}'s rule: {source.place(node)}: {why}")
 
 
-def _refused(source: Source) -> Iterator[tuple[ast.AST, str]]:
+def _refused(source: FunctionSource) -> Iterator[tuple[ast.AST, str]]:
     """Each node of ``source`` that a rule must not have, and why."""
     for node in source.nodes():
         if isinstance(node, (ast.Assert, ast.Raise)):

@@ -5,7 +5,7 @@ import types
 from typing import Any
 
 from ampopt_kernels.check_rule.advice import advice
-from ampopt_kernels.check_rule.source import Source, authored
+from ampopt_kernels.check_rule.source import FunctionSource, authored
 
 __all__ = ["explained"]
 
@@ -21,7 +21,7 @@ def explained(function: Any, error: Any) -> str:
     while hasattr(errors[-1].__cause__, "node"):  # from the caller to the called function
         errors.append(errors[-1].__cause__)
     said = next((e.error_message for e in reversed(errors) if e.error_message), str(error))
-    sources = {source.text: source for source in map(Source, authored(function))}
+    sources = {source.text: source for source in map(FunctionSource, authored(function))}
     places = [
         (source, call)
         for source in sources.values()
@@ -31,7 +31,7 @@ def explained(function: Any, error: Any) -> str:
     if not (places and "Unsupported function" in said):  # Triton names only the caller for these
         # The innermost function that is the author's own.
         places = [(sources[e.src], e.node) for e in reversed(errors) if e.src in sources]
-    where = places[0][0].place(places[0][1]) if places else Source(function.fn).place(None)
+    where = places[0][0].place(places[0][1]) if places else FunctionSource(function.fn).place(None)
     instead = advice(said, where.partition("`")[2].rstrip("`"))
     parts = [f"{where}: {_plain(said)}", instead, "See ampopt_kernels.Rule for all that it may use"]
     return ". ".join(filter(None, parts))

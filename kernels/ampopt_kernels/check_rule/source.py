@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["Source", "authored", "defined_at", "raised_at"]
+__all__ = ["FunctionSource", "authored", "defined_at", "raised_at"]
 
 _NOT_AUTHORED = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 """Folders of this package and of torch."""
 
 
-class Source:
+class FunctionSource:
     """The source of a function from its ``def`` on, as Triton cuts it.
 
     Attributes:
@@ -87,7 +87,7 @@ def authored(function: Any) -> Iterator[types.FunctionType]:
 def defined_at(fn: types.FunctionType) -> str:
     """File, line and name of a Python function."""
     try:
-        return Source(fn).place(None)
+        return FunctionSource(fn).place(None)
     except (OSError, ValueError):  # no source, or that of a lambda
         return f"{fn.__code__.co_filename}:{fn.__code__.co_firstlineno}, {fn.__name__}"
 

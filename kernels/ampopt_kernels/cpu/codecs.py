@@ -17,7 +17,7 @@ from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast
 __all__ = ["CODES", "CodedStates"]
 
 
-class _Code(NamedTuple):
+class _CodeType(NamedTuple):
     """The C++ type of a code, and formats of C++ that make it a float, and a float a code."""
 
     c_type: str
@@ -26,10 +26,10 @@ class _Code(NamedTuple):
 
 
 CODES = {
-    torch.int8: _Code("int8_t", "(float)({})", "int32_t({})"),
-    torch.uint8: _Code("uint8_t", "(float)({})", "int32_t({})"),
-    torch.float16: _Code("uint16_t", "from_float16({})", "to_float16({})"),
-    torch.bfloat16: _Code("uint16_t", "from_bfloat16({})", "to_bfloat16({})"),
+    torch.int8: _CodeType("int8_t", "(float)({})", "int32_t({})"),
+    torch.uint8: _CodeType("uint8_t", "(float)({})", "int32_t({})"),
+    torch.float16: _CodeType("uint16_t", "from_float16({})", "to_float16({})"),
+    torch.bfloat16: _CodeType("uint16_t", "from_bfloat16({})", "to_bfloat16({})"),
 }
 """How C++ stores codes, by their dtype."""
 

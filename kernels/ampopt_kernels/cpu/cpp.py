@@ -34,11 +34,11 @@ from ampopt_kernels.cpu.sums import BLOCK, PART
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.tensors import arithmetic
 
-__all__ = ["Source", "source_of"]
+__all__ = ["CppSource", "source_of"]
 
 
 @dataclass(frozen=True)
-class Source:
+class CppSource:
     """A translated rule.
 
     Attributes:
@@ -59,7 +59,7 @@ def source_of(
     rounds_stochastically: bool = False,
     jumps: int = 0,
     codecs: tuple[Codec | None, ...] = (),
-) -> Source:
+) -> CppSource:
     """Translate a function of ``rule`` to C++.
 
     In the array of tensors that the C++ takes, the scales of states with codecs follow the tensors;
@@ -131,7 +131,7 @@ def source_of(
         of_rows = ", ".join(str(int(part.shape == "rows")) for part in marginals)
         sizes = {"part": PART, "n_terms": len(terms), "n_tensors": n_tensors, "width": width}
         text = loop.format(**sizes, of_rows=of_rows, **program.body(read, filled))
-        return Source(preamble + text, program.exact and role == "reduce")
+        return CppSource(preamble + text, program.exact and role == "reduce")
     keyed = rounds_stochastically or bool(coded) or bool(low)
     if rule.draws or keyed:
         preamble += random_numbers.CPP
@@ -174,7 +174,7 @@ def source_of(
     blocks = (WHOLE_BLOCKS if coded else BLOCKS).format(**body)
     n_tensors += coded.n_scales
     text = UPDATE.format(width=width, n_tensors=n_tensors, before=body["before"], blocks=blocks)
-    return Source(preamble + text, program.exact)
+    return CppSource(preamble + text, program.exact)
 
 
 def _element(i: int, dtype: torch.dtype) -> str:

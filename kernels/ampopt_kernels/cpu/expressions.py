@@ -31,7 +31,7 @@ class Program:
         before: statements that run once, before the loop.
         each: statements that run for each element.
         after: statements that run after the elements of each block.
-        exact: whether the results are bitwise those of torch; see :class:`cpp.Source`.
+        exact: whether the results are bitwise those of torch; see :class:`cpp.CppSource`.
         place: a C++ expression for the place of an element in the whole parameter, which random
             numbers follow from.
     """

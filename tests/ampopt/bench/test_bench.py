@@ -562,7 +562,7 @@ def row_with(workload, seconds, device="cpu", clip=False, optimizer="AdamW", **o
     given = {"ampopt": seconds, **others}
     times = {k: measure.Times(v, v, v, v, 1, v) for k, v in given.items()}
     costs = {"ampopt": measure.DeviceCost(3, 0, 0)} if device == "cuda" else {}
-    return rows.Row(optimizer, workload, clip, device, 1, 1, 100, 100.0, times, {}, costs)
+    return rows.BenchRow(optimizer, workload, clip, device, 1, 1, 100, 100.0, times, {}, costs)
 
 
 @pytest.mark.parametrize(

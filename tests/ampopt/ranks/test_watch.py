@@ -11,7 +11,7 @@ from support.local_ranks import mesh_of
 from torch.nn import Parameter
 
 import ampopt
-from ampopt.watching.reading import Snapshot, merged
+from ampopt.watching.reading import RankStatistics, merged
 from ampopt_kernels.gradient_reports import GradientReport, Owner
 from ampopt_kernels.uploads import Uploads
 from ampopt_kernels.watch_statistics import COLUMNS, COUNTS, ChunkRange, RecordedStep, note, zeros
@@ -154,7 +154,9 @@ def test_steps_in_which_any_part_overflowed_are_counted_once(parts):
                 uploads,
                 notes_step=False,
             )
-        told.append(Snapshot(40, {"weight": statistics.parameters[0].tolist()}, [0.0] * 4, []))
+        told.append(
+            RankStatistics(40, {"weight": statistics.parameters[0].tolist()}, [0.0] * 4, [])
+        )
     row, steps = merged(told).parameters["weight"], set().union(*parts)
     assert max(row[COUNTS:]) == max(steps, default=0)
     most = max(map(len, parts))
