@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt._step import accumulated_step, gradients, ranks
 from ampopt._step.all_reduce import Agreement
-from ampopt._step.overflow import check_and_unscale, check_and_unscale_held, device_of
+from ampopt._step.overflow import check_and_unscale, check_and_unscale_params, device_of
 from ampopt._step.torch_private import uncompiled
 from ampopt.loss_scale.arguments import as_loss_scale, check_max_norm, next_scale_of, request_for
 from ampopt.optimizer import Optimizer
@@ -148,11 +148,11 @@ def _end_cycles(
     for each in sums:
         each.unhook()
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = gradients.held(groups)
+    with_grads = gradients.params_with_grads(groups)
     if decision is not None:
         # `accumulate` named parameters by the groups of their own optimizer; number them by the
         # groups of all optimizers, as an optimizer without sums does.
-        owners = {owner.key: owner for _, _, owner in held}
+        owners = {owner.key: owner for _, _, owner in with_grads}
         decision = replace(decision, reports=tuple(_owned(p, owners) for p in decision.reports))
     if request.max_norm is None:
         return decision
@@ -164,7 +164,9 @@ def _end_cycles(
         measure=request.measure,  # measure here, because the steps get clipped gradients
     )
     uploads = sums[0].uploads["norm"]
-    measured = check_and_unscale_held(held, asked, agreement, device, write=False, uploads=uploads)
+    measured = check_and_unscale_params(
+        with_grads, asked, agreement, device, write=False, uploads=uploads
+    )
     if decision is None or measured is None:
         return measured
     return replace(

@@ -15,7 +15,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, ClosedCycle, refuse_sparse
 from ampopt._step.all_reduce import Agreement
-from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere
+from ampopt._step.overflow import check_and_unscale_params, decided_elsewhere
 from ampopt._step.rank_messages import Call
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
@@ -78,8 +78,8 @@ def end_cycles(
     decision = replace(decided, found_inf=skip, reports=tuple(reports))
     if not causes:
         return decision
-    skipped: Any = check_and_unscale_held(  # of the sums, which are in p.grad by now
-        gradients.held(groups),
+    skipped: Any = check_and_unscale_params(  # of the sums, which are in p.grad by now
+        gradients.params_with_grads(groups),
         Request(found_inf=skip, causes=causes),
         agreement,
         decision_device,

@@ -17,7 +17,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
 from ampopt._step.optimizer_reference import RefersToOptimizer
-from ampopt._step.overflow import check_and_unscale_held, decided_elsewhere, device_of, works_of
+from ampopt._step.overflow import check_and_unscale_params, decided_elsewhere, device_of, works_of
 from ampopt._step.rank_messages import Call
 from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
@@ -172,10 +172,10 @@ class Accumulation(RefersToOptimizer):
         self, cycle: AccumulationCycle, request: Request, agreement: Agreement | None
     ) -> Decision | None:
         """Add the gradients to the sums; first check them if the cycle drops micro-batches."""
-        decision, present = None, gradients.held(self.groups)
+        decision, present = None, gradients.params_with_grads(self.groups)
         self._check_sums(cycle)
         if cycle.drop == "micro_batch":
-            decision = check_and_unscale_held(
+            decision = check_and_unscale_params(
                 present,
                 request,
                 agreement,
@@ -194,7 +194,7 @@ class Accumulation(RefersToOptimizer):
             added = run(backend_for, self._works_of_sums(cycle, present), add_request)
             decision = added if decision is None else decision
         # Recorded only now: if a kernel could not be compiled, nothing was added.
-        cycle.params.update({id(held.tensor): held for held in present})
+        cycle.params.update({id(one.tensor): one for one in present})
         if checked is not None:
             cycle.count(checked)
         if decision is not None:
@@ -206,8 +206,7 @@ class Accumulation(RefersToOptimizer):
     ) -> list[Work]:
         """The work of adding each gradient to its sum, by device."""
         rows, grads = [], []
-        for held in present:
-            group, param, owner = held
+        for group, param, owner in present:
             values = gradients.values_of(param)
             fresh = id(param) not in cycle.params
             total = real(dtensor.local(self._sum_of(param, fresh)))
@@ -306,11 +305,12 @@ class Accumulation(RefersToOptimizer):
         checked = request.scale is not None
         share = cycle.kept.clamp(min=1) / cycle.calls
         rescale_request = Request(scale=share, check=checked, write=True, apply=False)
-        held = cycle.params.values()
-        sums = [real(dtensor.local(self._sums[param])) for _, param, _ in held]
+        params = cycle.params.values()
+        sums = [real(dtensor.local(self._sums[param])) for _, param, _ in params]
         if sums:
             rows = [
-                Row(total.dtype, owner=owner) for total, (*_, owner) in zip(sums, held, strict=True)
+                Row(total.dtype, owner=owner)
+                for total, (*_, owner) in zip(sums, params, strict=True)
             ]
             agree = None
             if agreement is not None and checked:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.overflow import check_and_unscale_held
+from ampopt._step.overflow import check_and_unscale_params
 from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.step_hooks import is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
@@ -71,8 +71,8 @@ class RuleStep(StepStrategy):
             )
             return decision
         check_request = replace(self.with_watch_and_causes(request), max_norm=None)
-        decision = check_and_unscale_held(
-            gradients.held(self.optimizer.param_groups),
+        decision = check_and_unscale_params(
+            gradients.params_with_grads(self.optimizer.param_groups),
             check_request,
             self.agreement(),
             self.decision_device,

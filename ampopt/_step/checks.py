@@ -93,24 +93,25 @@ class Checks(RefersToOptimizer):
                 plan steps these, and those that have a gradient.
 
         Raises:
-            RuntimeError: see :func:`ampopt._step.gradients.held`; a parameter was cast since the
-                optimizer was made, or is expanded; torch's fused step refuses a parameter and
-                ``fused=True`` is set; ``update`` or another function of the rule does not do what
-                the rule declares; see :func:`ampopt._step.state_checks.check_states`.
-            TypeError: see :func:`ampopt._step.gradients.held`; a hyperparameter is not a number, an
-                option is not a bool, or ``rule`` is not a ``Rule``; see ``check_states``.
+            RuntimeError: a parameter was cast since the optimizer was made, or is expanded; torch's
+                fused step refuses a parameter and ``fused=True`` is set; ``update`` or another
+                function of the rule does not do what the rule declares.
+            TypeError: a hyperparameter is not a number, an option is not a bool, or ``rule`` is not
+                a ``Rule``.
             ValueError: a tuple of hyperparameters has another length than the default;
-                ``param_rounding``, ``state_bits`` or ``master_bits`` is unknown; see
-                ``check_states``.
+                ``param_rounding``, ``state_bits`` or ``master_bits`` is unknown.
+
+            Each of them also as :func:`ampopt._step.gradients.params_with_grads` and
+            :func:`ampopt._step.state_checks.check_states` raise it.
         """
         optimizer = self.optimizer
         groups, name = optimizer.param_groups, type(optimizer).__name__
         check_rule(rule, name)
         for group in groups:
             check_options(group)
-        held = gradients.held(groups)
+        with_grads = gradients.params_with_grads(groups)
         self.check_dtypes()
-        variants = Variants(rule, groups, [(one.group, one.tensor) for one in held])
+        variants = Variants(rule, groups, [(one.group, one.tensor) for one in with_grads])
         for group, entries in variants.seen(groups):
             for entry in rule.hyper:
                 if entry in entries:
@@ -120,9 +121,9 @@ class Checks(RefersToOptimizer):
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)
         stepped = []
-        if all(id(one.tensor) in kept for one in held):
+        if all(id(one.tensor) in kept for one in with_grads):
             return
-        for (group, param, owner), variant in zip(held, variants.of, strict=True):
+        for (group, param, owner), variant in zip(with_grads, variants.of, strict=True):
             state, known = optimizer.state.get(param, {}), id(param) in kept
             has_master = needs_master(groups[group], param)
             codecs = codecs_of(rule, flags[variant], groups[group], param)

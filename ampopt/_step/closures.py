@@ -40,7 +40,7 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
 def step_with_closure(
     optimizer: Any,
     closure: Callable[[Any], Any],
-    given: Any,
+    first_scale: Any,
     *,
     max_norm: float | None,
     write: bool,
@@ -52,7 +52,7 @@ def step_with_closure(
     Args:
         optimizer: the optimizer to step, with no unscale pending.
         closure: ``closure(scale) -> loss``, which calls ``backward`` on the scaled loss.
-        given: the loss scale of the first evaluation, as the user passed it.
+        first_scale: the loss scale of the first evaluation, as the user passed it.
         max_norm: the norm to which gradients are clipped; ``None`` for no clipping.
         write: whether ``p.grad`` is unscaled in place.
         max_replays: the number of times that an evaluation may be repeated.
@@ -63,7 +63,7 @@ def step_with_closure(
     """
     ours = optimizer._ampopt
     ours.refuse_unfinished("unscale_and_step(closure)")
-    checks = given is not None or max_norm is not None
+    checks = first_scale is not None or max_norm is not None
 
     def evaluate(now: Any) -> tuple[Any, Verdict]:
         scale = ours.scale(now)
@@ -98,14 +98,14 @@ def step_with_closure(
 
     agreement = ours.agreement() if checks else None
     return _step_with_replays(
-        optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng
+        optimizer, closure, evaluate, first_scale, agreement, max_replays, preserve_rng
     )
 
 
 def step_with_unscaling_closure(
     optimizer: Any,
     closure: Callable[[Any], Any],
-    given: Any,
+    first_scale: Any,
     *,
     max_replays: int,
     preserve_rng: bool,
@@ -115,7 +115,7 @@ def step_with_unscaling_closure(
     Args:
         optimizer: the optimizer to step, with no unscale pending.
         closure: ``closure(scale) -> (loss, *optimizer.unscale(scale))``.
-        given: the loss scale of the first evaluation, as the user passed it.
+        first_scale: the loss scale of the first evaluation, as the user passed it.
         max_replays: the number of times that an evaluation may be repeated.
         preserve_rng: whether replays start from the random state of the first evaluation.
 
@@ -129,7 +129,7 @@ def step_with_unscaling_closure(
             "evaluated again after such a skip, though a smaller scale does not help. Use "
             "unscale_and_step(closure, grads_scaled_by=scale)"
         )
-    agreement = None if ours.scale(given) is None else ours.agreement()
+    agreement = None if ours.scale(first_scale) is None else ours.agreement()
 
     def evaluate(now: Any) -> tuple[Any, Verdict]:
         try:
@@ -157,7 +157,7 @@ def step_with_unscaling_closure(
         return returned[0], lambda: (*returned[1:], decision)
 
     return _step_with_replays(
-        optimizer, closure, evaluate, given, agreement, max_replays, preserve_rng
+        optimizer, closure, evaluate, first_scale, agreement, max_replays, preserve_rng
     )
 
 
@@ -165,7 +165,7 @@ def _step_with_replays(
     optimizer: Any,
     closure: Callable[[Any], Any],
     evaluate: Callable[[Any], tuple[Any, Verdict]],
-    given: Any,
+    first_scale: Any,
     agreement: Agreement | None,
     max_replays: int,
     preserve_rng: bool,
@@ -176,7 +176,7 @@ def _step_with_replays(
         optimizer: the optimizer to step.
         closure: the user's closure.
         evaluate: calls ``closure`` once; see :class:`Replay`.
-        given: the loss scale of the first evaluation, as the user passed it.
+        first_scale: the loss scale of the first evaluation, as the user passed it.
         agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         max_replays: the number of times that an evaluation may be repeated.
         preserve_rng: whether replays start from the random state of the first evaluation.
@@ -200,7 +200,7 @@ def _step_with_replays(
 
     replay = Replay(
         checked,
-        rounded(given),
+        rounded(first_scale),
         max_replays=max_replays,
         preserve_rng=preserve_rng,
         devices=dict.fromkeys(p.device for group in groups for p in group["params"]),
@@ -215,8 +215,8 @@ def _step_with_replays(
             loss = _call_step(optimizer.step, replay)
     finally:
         ours.loss = None
-    ours.mark_given(given, replay.next_scale)
-    ours.mark_given(replay.scale, replay.next_scale)
+    ours.mark_argument_stepped(first_scale, replay.next_scale)
+    ours.mark_argument_stepped(replay.scale, replay.next_scale)
     found_inf = ours.no_overflow() + float(replay.overflowed)
     if ours.causes and ours.decided is not None:
         found_inf = found_inf + ours.decided.found_inf

@@ -13,10 +13,10 @@ from ampopt_kernels.tensors import real
 __all__ = [
     "UNDERFLOWING",
     "ParamWithGrad",
-    "held",
+    "params_with_grads",
     "name_at",
     "name_of",
-    "named",
+    "params_with_ids",
     "offenders",
     "present",
     "values_of",
@@ -89,7 +89,9 @@ class ParamWithGrad(NamedTuple):
     owner: Owner
 
 
-def named(param_groups: Iterable[dict[str, Any]], ids: Container[int]) -> list[ParamWithGrad]:
+def params_with_ids(
+    param_groups: Iterable[dict[str, Any]], ids: Container[int]
+) -> list[ParamWithGrad]:
     """The parameters with these ``ids``, in the order of the param groups, whatever gradients."""
     return [
         ParamWithGrad(
@@ -101,8 +103,8 @@ def named(param_groups: Iterable[dict[str, Any]], ids: Container[int]) -> list[P
     ]
 
 
-def held(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithGrad]:
-    """The gradient of every parameter that has one, in the order of :func:`present`.
+def params_with_grads(param_groups: Iterable[dict[str, Any]]) -> list[ParamWithGrad]:
+    """Every parameter that has a gradient, with its name, in the order of :func:`present`.
 
     Raises:
         RuntimeError: a gradient is on another device than its parameter.

@@ -17,7 +17,7 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.optimizer_reference import RefersToOptimizer
-from ampopt._step.overflow import check_and_unscale_held, device_of
+from ampopt._step.overflow import check_and_unscale_params, device_of
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import is_large, restore_names
 from ampopt._step.state_checks import check_master
@@ -151,22 +151,24 @@ class Masters(RefersToOptimizer):
             return param
         return param if self.of(group, param) is None else self._with_gradient(param)
 
-    def copy_gradients(self, held: list[gradients.ParamWithGrad]) -> list[gradients.ParamWithGrad]:
+    def copy_gradients(
+        self, with_grads: list[gradients.ParamWithGrad]
+    ) -> list[gradients.ParamWithGrad]:
         """Copy the gradients of parameters that have masters to the masters, to be unscaled there.
 
         Returns:
-            ``held``, with masters in place of their parameters.
+            ``with_grads``, with masters in place of their parameters.
         """
         if not self._kept:
-            return held
+            return with_grads
         if self.read_early is not None:
             self.warn_of_early_reading()
-        held, groups, unscaled = held.copy(), self.optimizer.param_groups, []
-        for index, param, owner in held:
+        with_grads, groups, unscaled = with_grads.copy(), self.optimizer.param_groups, []
+        for index, param, owner in with_grads:
             master = self.of(groups[index], param)
             if master is not None and master.shape != param.shape:
                 check_master(owner.name, param, master)
-        for place, (index, param, owner) in enumerate(held):
+        for place, (index, param, owner) in enumerate(with_grads):
             master = self._full(groups[index], param)
             if master is not None:
                 if master is not self.optimizer.state[param][MASTER]:
@@ -177,9 +179,9 @@ class Masters(RefersToOptimizer):
                 master.grad = grad.to(master.dtype)
                 shared = master.grad is grad
                 unscaled.append(_GradAtUnscale(param, grad, None if shared else version(grad)))
-                held[place] = gradients.ParamWithGrad(index, master, owner)
+                with_grads[place] = gradients.ParamWithGrad(index, master, owner)
         self.unscaled = tuple(unscaled)
-        return held
+        return with_grads
 
     @torch.no_grad()
     def unscale(
@@ -199,15 +201,15 @@ class Masters(RefersToOptimizer):
             The decision; ``None`` if there are no gradients.
         """
         groups, write = self.optimizer.param_groups, request.scale is not None
-        held, decision_device = gradients.held(groups), device_of(groups)
+        with_grads, decision_device = gradients.params_with_grads(groups), device_of(groups)
         if write:
-            self.check_float16(held)  # before masters are made
-            held = self.copy_gradients(held)
-        decision = check_and_unscale_held(
-            held, request, agreement, decision_device, write=write, uploads=uploads
+            self.check_float16(with_grads)  # before masters are made
+            with_grads = self.copy_gradients(with_grads)
+        decision = check_and_unscale_params(
+            with_grads, request, agreement, decision_device, write=write, uploads=uploads
         )
         if decision is not None and request.max_norm is not None:
-            _multiply([gradients.values_of(tensor) for _, tensor, _ in held], decision.clip)
+            _multiply([gradients.values_of(tensor) for _, tensor, _ in with_grads], decision.clip)
         return decision
 
     @torch.no_grad()
@@ -299,17 +301,17 @@ class Masters(RefersToOptimizer):
             stacklevel=2,
         )
 
-    def check_float16(self, held: list[gradients.ParamWithGrad]) -> None:
+    def check_float16(self, with_grads: list[gradients.ParamWithGrad]) -> None:
         """Raise for float16 gradients of parameters that have no master to unscale them in float32.
 
         Args:
-            held: the gradients of parameters.
+            with_grads: the gradients of parameters.
 
         Raises:
             RuntimeError: a gradient is float16 or complex32, and its parameter has no master, so
                 unscaled values would underflow to zero.
         """
-        for index, param, owner in held:
+        for index, param, owner in with_grads:
             if param.grad.dtype not in gradients.UNDERFLOWING:
                 continue
             if not (self._kept and needs_master(self.optimizer.param_groups[index], param)):

@@ -131,7 +131,7 @@ class OrdinaryStep(StepStrategy):
 
     def check_gradients(self) -> None:
         """See :class:`StepStrategy`."""
-        self.masters.check_float16(gradients.held(self.optimizer.param_groups))
+        self.masters.check_float16(gradients.params_with_grads(self.optimizer.param_groups))
 
     def snapshot(self) -> Snapshot:
         """See :class:`StepStrategy`."""

@@ -24,7 +24,7 @@ __all__ = [
     "Check",
     "SkipCauses",
     "check_and_unscale",
-    "check_and_unscale_held",
+    "check_and_unscale_params",
     "decide",
     "decided_elsewhere",
     "device_of",
@@ -53,14 +53,14 @@ def check_and_unscale(
         The decision; ``None`` if there are no gradients.
 
     Raises:
-        RuntimeError: see :func:`ampopt._step.gradients.held`. Nothing has changed then.
-        TypeError: see :func:`ampopt._step.gradients.held`. Nothing has changed then.
+        RuntimeError, TypeError, ValueError: see :func:`ampopt._step.gradients.params_with_grads`.
+            Nothing has changed then.
     """
-    held, decision_device = gradients.held(param_groups), device_of(param_groups)
+    with_grads, decision_device = gradients.params_with_grads(param_groups), device_of(param_groups)
     agreement = ranks.agreement(param_groups, process_group)
     uploads = {} if uploads is None else uploads
-    return check_and_unscale_held(
-        held, request, agreement, decision_device, write=write, uploads=uploads
+    return check_and_unscale_params(
+        with_grads, request, agreement, decision_device, write=write, uploads=uploads
     )
 
 
@@ -98,8 +98,8 @@ def decided_elsewhere(
 
 
 @torch.no_grad()
-def check_and_unscale_held(
-    held: Sequence[gradients.ParamWithGrad],
+def check_and_unscale_params(
+    with_grads: Sequence[gradients.ParamWithGrad],
     request: Request,
     agreement: Agreement | None,
     decision_device: torch.device | None,
@@ -108,10 +108,10 @@ def check_and_unscale_held(
     uploads: dict[torch.device, Uploads],
     call: Call = Call.CHECK,
 ) -> Decision | None:
-    """Do what :func:`check_and_unscale` does, for gradients that ``gradients.held`` returned.
+    """Do what :func:`check_and_unscale` does, for the result of ``gradients.params_with_grads``.
 
     Args:
-        held: the parameters with gradients.
+        with_grads: the parameters with gradients.
         request: see :func:`check_and_unscale`.
         agreement: the all-reduce over the ranks of the process group; ``None`` on one rank.
         decision_device: the device of the decision if there are no gradients on this rank.
@@ -122,10 +122,10 @@ def check_and_unscale_held(
     Returns:
         The decision; ``None`` if there are no gradients.
     """
-    if not held:
+    if not with_grads:
         return decided_elsewhere(request, agreement, decision_device, call=call)
     rows, grads, copies = [], [], []
-    for group, tensor, owner in held:
+    for group, tensor, owner in with_grads:
         values = gradients.values_of(tensor)
         if write and overlaps_itself(values):
             # Elements of an expand()ed gradient share memory, so it cannot be written in place.
@@ -139,7 +139,7 @@ def check_and_unscale_held(
         rows.append(Row(grad.dtype, group=group, in_norm=in_norm, owner=owner))
     flag_all_reduce = None
     if agreement is not None and request.needs_agreement:
-        flag_all_reduce = FlagAllReduce(agreement, request, len(held), call)
+        flag_all_reduce = FlagAllReduce(agreement, request, len(with_grads), call)
     check_request = replace(request, write=write, apply=False, agree=flag_all_reduce)
     decision = decide(works_of(rows, grads, uploads), check_request)
     for values, unscaled in copies:

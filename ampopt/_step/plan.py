@@ -21,7 +21,7 @@ from ampopt._step.gradients import name_of
 from ampopt._step.hyperparameters import Hyper, Variants, forms_of
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
-    check_and_unscale_held,
+    check_and_unscale_params,
     decide,
     decided_elsewhere,
     works_of,
@@ -199,8 +199,10 @@ class Plan:
         self.finish(skipped=isinstance(coeffs, Coefficients) and coeffs.skip > 0)
         if request.write and not extended.write:  # in place, after the update has read them
             unscale = Request(scale=request.scale, check=False)
-            held = [one for one in self._stepped if one.tensor.grad is not None]
-            check_and_unscale_held(held, unscale, None, None, write=True, uploads=self._uploads)
+            with_grads = [one for one in self._stepped if one.tensor.grad is not None]
+            check_and_unscale_params(
+                with_grads, unscale, None, None, write=True, uploads=self._uploads
+            )
         return decision
 
     def _decided_elsewhere(self, request: Request) -> Decision | None:

@@ -171,10 +171,10 @@ class RuleRows:
         groups = optimizer.param_groups
         with_grad = {
             id(one.tensor)
-            for one in gradients.held(groups)
+            for one in gradients.params_with_grads(groups)
             if masters.holder(groups[one.group], one.tensor).grad is not None
         }
-        stepped = gradients.named(groups, with_grad | kept.keys())
+        stepped = gradients.params_with_ids(groups, with_grad | kept.keys())
         self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped])
         self.flags, of = self.variants.flags(groups), self.variants.of
         for one in stepped:

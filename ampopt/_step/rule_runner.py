@@ -121,11 +121,11 @@ class RuleRunner(RefersToOptimizer):
 
     def check_gradients(self) -> None:
         """Raise for gradients that no step can use, before anything changes."""
-        held = gradients.held(self.optimizer.param_groups)
+        with_grads = gradients.params_with_grads(self.optimizer.param_groups)
         self.checks.warn_of_float16(self.rule)
         if self.checks.need_torch():
             self.checks.check_dtypes()
-            self.masters.check_float16(held)
+            self.masters.check_float16(with_grads)
         else:
             self.checks.check_plannable(self.rule)
 

@@ -315,7 +315,7 @@ class StepStrategy(RefersToOptimizer, ABC):
         """Copy gradients without a scale to the master weights, as :meth:`unscale` does others."""
         if self.runner is not None:
             self.runner.checks.need_torch()
-        self.masters.copy_gradients(gradients.held(self.optimizer.param_groups))
+        self.masters.copy_gradients(gradients.params_with_grads(self.optimizer.param_groups))
 
     def end_cycle(self, request: Request) -> Decision | None:
         """Assign the accumulated sums to ``p.grad``; see ``accumulated_step``."""
@@ -399,14 +399,16 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     # --- scales, and the order of calls -----------------------------------------------------------
 
-    def scale(self, given: Any) -> AnyScale | None:
+    def scale(self, grads_scaled_by: Any) -> AnyScale | None:
         """Convert the argument ``grads_scaled_by`` to a loss scale.
 
         Raises:
             RuntimeError: an earlier step has used the scale.
             TypeError: see :func:`ampopt.loss_scale.arguments.as_loss_scale`, as for ``ValueError``.
         """
-        scale = as_loss_scale(given, self.decision_device, self.uploads, in_closure=self.in_closure)
+        scale = as_loss_scale(
+            grads_scaled_by, self.decision_device, self.uploads, in_closure=self.in_closure
+        )
         self.refuse_stepped(scale)
         return scale
 
@@ -419,10 +421,10 @@ class StepStrategy(RefersToOptimizer, ABC):
                 "optimizer.unscale_and_step(grads_scaled_by=scale)`"
             )
 
-    def mark_given(self, given: Any, next_scale: Any) -> None:
+    def mark_argument_stepped(self, scale: Any, next_scale: Any) -> None:
         """Like :meth:`mark_stepped`, for an argument of a caller, which may be a plain number."""
-        if isinstance(given, LossScale):
-            self.mark_stepped(given, next_scale)
+        if isinstance(scale, LossScale):
+            self.mark_stepped(scale, next_scale)
 
     def mark_stepped(self, scale: AnyScale | None, next_scale: Any) -> None:
         """Record that a step has used ``scale``, unless the next scale is the same object."""

@@ -171,32 +171,32 @@ def check_flag(found_inf: Any) -> float | Tensor:
     return flag
 
 
-def no_scale(name: str, given: Any) -> TypeError:
+def no_scale(name: str, value: Any) -> TypeError:
     """The error for an argument whose type no scale has.
 
     Args:
         name: the name of the argument, for the message.
-        given: an argument that is not ``None``, a number, a tensor or a ``LossScale``.
+        value: an argument that is not ``None``, a number, a tensor or a ``LossScale``.
     """
     return TypeError(
         f"{name} must be None, a positive number, a one-element tensor or a LossScale, got "
-        f"{type(given).__name__}{instead_of(given)}"
+        f"{type(value).__name__}{instead_of(value)}"
     )
 
 
-def check_scale_tensor(name: str, given: Tensor) -> None:
+def check_scale_tensor(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that cannot be a scale. Does not synchronize.
 
     Raises:
-        ValueError: ``given`` is not one floating-point element, or is a ``found_inf`` that ampopt
+        ValueError: ``tensor`` is not one floating-point element, or is a ``found_inf`` that ampopt
             returned.
     """
-    if given.numel() != 1 or not given.is_floating_point():
+    if tensor.numel() != 1 or not tensor.is_floating_point():
         raise ValueError(
             f"{name}: a scale tensor has one floating-point element, got shape "
-            f"{tuple(given.shape)} of {given.dtype}"
+            f"{tuple(tensor.shape)} of {tensor.dtype}"
         )
-    if is_flag(given):
+    if is_flag(tensor):
         raise ValueError(
             f"{name}: this is the found_inf that an earlier call returned, not its scale, which "
             "comes last: unpack `_, found_inf, scale = optimizer.unscale_and_step(...)`, or "
@@ -204,16 +204,16 @@ def check_scale_tensor(name: str, given: Tensor) -> None:
         )
 
 
-def instead_of(given: Any) -> str:
-    """The end of a message: how to get a scale from ``given``; empty if ``given`` has none."""
-    if isinstance(given, (StepResult, Unscaled)):
+def instead_of(value: Any) -> str:
+    """The end of a message: how to get a scale from ``value``; empty if ``value`` has none."""
+    if isinstance(value, (StepResult, Unscaled)):
         return ", which has one: pass its .scale"
-    if isinstance(given, torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUsage]
+    if isinstance(value, torch.amp.GradScaler):  # pyright: ignore[reportPrivateImportUsage]
         return (
             ": either call scaler.step(optimizer), or continue with a scale that has the scaler's "
             "state: scale = ampopt.DynamicLossScale(), scale.load_state_dict(scaler.state_dict())"
         )
-    if isinstance(given, Mapping):
+    if isinstance(value, Mapping):
         return (
             ": if it is a saved state, load it: scale = ampopt.DynamicLossScale(), "
             "scale.load_state_dict(state)"
@@ -240,18 +240,20 @@ again, so a loop that reuses the scale each step returns would otherwise end at 
 class BareScale(AnyScale):
     """A number or tensor passed as a scale. It has no history: the next scale is a tensor."""
 
-    def __init__(self, value: Tensor, held: Uploads, *, in_closure: bool = False) -> None:
+    def __init__(self, value: Tensor, constants: Uploads, *, in_closure: bool = False) -> None:
         """Wrap a floating-point tensor of one element.
 
         Args:
             value: the scale: a floating-point tensor of one element, on the device of the step.
-            held: the constants that were sent to that device in earlier calls.
+            constants: the constants that were sent to that device in earlier calls.
             in_closure: whether a closure is evaluated again, under half the scale, after an
                 overflow.
         """
         self._value = value
         self._policy = _HALVED_IN_CLOSURES if in_closure else _HALVED
-        self._counters = held.get("counters of a bare scale", [0, 0], torch.int32, value.device)
+        self._counters = constants.get(
+            "counters of a bare scale", [0, 0], torch.int32, value.device
+        )
 
     def _with(self, value: Tensor, counters: Tensor) -> Tensor:
         """The value that the device computed, a plain tensor as the caller passed one."""
@@ -262,67 +264,67 @@ class BareScale(AnyScale):
         return self._value.clone()
 
 
-def rounded(given: Any) -> Any:
+def rounded(scale: Any) -> Any:
     """The scale to pass to a closure: a number is rounded to float32, as for the gradients.
 
     A closure that multiplied a float64 loss by the unrounded number would use another factor than
     the gradients are divided by. Scales that are not numbers are returned unchanged.
 
     Raises:
-        ValueError: ``given`` is a number out of range.
+        ValueError: ``scale`` is a number out of range.
     """
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        return given
-    return check_scale_number(given)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        return scale
+    return check_scale_number(scale)
 
 
 def as_loss_scale(
-    given: Any,
+    scale: Any,
     device: torch.device,
     uploads: dict[torch.device, Uploads],
     *,
     in_closure: bool = False,
 ) -> AnyScale | None:
-    """The scale that ``given`` stands for, on ``device``.
+    """Convert the argument ``grads_scaled_by`` to a loss scale on ``device``.
 
     Args:
-        given: the scale as the caller passed it.
+        scale: the scale as the caller passed it.
         device: the device on which overflows are detected.
         uploads: for each device, the constants that were sent there in earlier calls. A number that
             is passed again is not sent again.
         in_closure: see :class:`BareScale`.
 
     Raises:
-        TypeError: ``given`` is not ``None``, a number, a tensor or a ``LossScale``.
-        ValueError: ``given`` is a number out of range, a tensor that is not one floating-point
+        TypeError: ``scale`` is not ``None``, a number, a tensor or a ``LossScale``.
+        ValueError: ``scale`` is a number out of range, a tensor that is not one floating-point
             element, or lives on another device.
     """
-    if given is None:
+    if scale is None:
         return None
-    if isinstance(given, LossScale):
-        if not given._placed or given._value.device != device:
-            given._place(device)
-        return given
-    if isinstance(given, Tensor):
-        check_scale_tensor("grads_scaled_by", given)
-        if given.is_meta and device.type != "meta":
+    if isinstance(scale, LossScale):
+        if not scale._placed or scale._value.device != device:
+            scale._place(device)
+        return scale
+    if isinstance(scale, Tensor):
+        check_scale_tensor("grads_scaled_by", scale)
+        if scale.is_meta and device.type != "meta":
             raise ValueError(
                 f"grads_scaled_by: the scale is on meta, where it has no number; make it on "
                 f"{str(device)!r}, where the parameters are"
             )
-        if given.device != device:
+        if scale.device != device:
             raise ValueError(
-                f"grads_scaled_by: the scale is on {given.device}, the parameters on {device}; "
+                f"grads_scaled_by: the scale is on {scale.device}, the parameters on {device}; "
                 f"move it there with scale.to({str(device)!r})"
             )
-        dtype = torch.float64 if given.dtype == torch.float64 else torch.float32
-        held = uploads.setdefault(device, Uploads())
-        return BareScale(given.detach().to(dtype), held, in_closure=in_closure)
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise no_scale("grads_scaled_by", given)
-    held = uploads.setdefault(device, Uploads())
-    (value,) = held.get("bare scale", [check_scale_number(given)], torch.float32, device)
-    return BareScale(value, held, in_closure=in_closure)
+        dtype = torch.float64 if scale.dtype == torch.float64 else torch.float32
+        constants = uploads.setdefault(device, Uploads())
+        return BareScale(scale.detach().to(dtype), constants, in_closure=in_closure)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise no_scale("grads_scaled_by", scale)
+    constants = uploads.setdefault(device, Uploads())
+    (value,) = constants.get("bare scale", [check_scale_number(scale)], torch.float32, device)
+    return BareScale(value, constants, in_closure=in_closure)
 
 
 def request_for(scale: AnyScale | None, **asked: Any) -> Request:

@@ -322,9 +322,9 @@ def product(output: Any, scale: float | Tensor, what: str = "outputs holds") -> 
     return output.to(dtype) * scale
 
 
-def drops(given: Any) -> bool:
-    """Whether an overflowed update is skipped under ``given``, a scale as a caller passed it."""
-    return not isinstance(given, LossScale) or given.drop_overflow_update
+def drops(scale: Any) -> bool:
+    """Whether an overflowed update is skipped under ``scale``, an argument of a caller."""
+    return not isinstance(scale, LossScale) or scale.drop_overflow_update
 
 
 def host_may_read(*values: Any) -> bool:

@@ -156,7 +156,7 @@ def test_a_step_that_raises_leaves_no_flag_to_the_next(cls, monkeypatch):
         raise KeyError("check")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ampopt._step.gradients.held", refuse)
+        patch.setattr("ampopt._step.gradients.params_with_grads", refuse)
         with pytest.raises(KeyError, match="check"):
             scaler_at(4.0).step(optimizer)
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
