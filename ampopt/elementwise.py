@@ -228,10 +228,11 @@ class ElementwiseOptimizer(Optimizer):
                     f"{said} does not go with differentiable=True, which takes torch's own step: "
                     "leave one of them out"
                 )
-        if MASTER_BITS in chosen and not any(map(has_masters, self.param_groups)):
+        of_masters = [group for group in self.param_groups if MASTER_BITS in group]
+        if of_masters and not any(map(has_masters, of_masters)):
             raise ValueError(
-                f"master_bits={master_bits} is how many bits a master weight has: pass "
-                "master_weights=True too"
+                f"master_bits={of_masters[0][MASTER_BITS]} is how many bits a master weight has: "
+                "pass master_weights=True too"
             )
 
     @uncompiled

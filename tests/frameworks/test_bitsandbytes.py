@@ -54,3 +54,30 @@ def test_skips_are_exact_and_finite_steps_are_theirs(name, tmp_path):
     stepped(resumed, 9)
     stepped(reference, 9)
     assert seen(resumed) == seen(reference)
+
+
+def test_states_are_handed_on_to_ours():
+    """By the lines of the guide "Less memory"."""
+    params = parameters()
+    exact = torch.optim.AdamW(params, lr=0.0)
+    theirs = bitsandbytes.optim.AdamW8bit(params, lr=0.0)
+    for seed in range(3):
+        stepped(exact, seed)
+        stepped(theirs, seed)
+    ours = ampopt.AdamW(params, state_bits=8)
+    state_dict = ours.state_dict()
+    for key, state in enumerate(theirs.state.values()):
+        state_dict["state"][key] = {"step": torch.tensor(float(state["step"]))}
+        for n, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
+            value = state[f"state{n}"]
+            if value.dtype == torch.uint8:
+                value = bitsandbytes.functional.dequantize_blockwise(
+                    value, absmax=state[f"absmax{n}"], code=state[f"qmap{n}"], blocksize=256
+                )
+            state_dict["state"][key][name] = value
+    ours.load_state_dict(state_dict)
+    assert ours.state[params[0]]["exp_avg"].dtype == torch.int8
+    found, wanted = ampopt.full_state_dict(ours)["state"][0], exact.state[params[0]]
+    assert found["step"] == wanted["step"]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert (found[name] - wanted[name]).norm() <= 0.05 * wanted[name].norm()

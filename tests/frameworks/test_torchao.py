@@ -108,3 +108,32 @@ def _ours() -> Any:
 
 def _params(optimizer: Any) -> list[Any]:
     return optimizer.param_groups[0]["params"]
+
+
+def test_states_are_handed_on_to_ours():
+    """By the lines of the guide "Less memory"."""
+    params = [torch.nn.Parameter(torch.ones(64, 256)), torch.nn.Parameter(torch.ones(3))]
+    exact, theirs = torch.optim.AdamW(params, lr=0.0), optim.AdamW8bit(params, lr=0.0)
+    with torch.compiler.set_stance("force_eager"):
+        for seed in range(3):
+            set_gradients(params, seed)
+            exact.step()
+            theirs.step()
+    state_dict = theirs.state_dict()
+    for state in state_dict["state"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if hasattr(state[name], "dequantize"):
+                state[name] = state[name].dequantize()
+    ours = ampopt.AdamW(params, state_bits=8)
+    ours.load_state_dict(state_dict)
+    assert ours.state[params[0]]["exp_avg"].dtype == torch.int8
+    assert_near(ours, exact)
+
+
+def assert_near(ours: Any, exact: Any) -> None:
+    """Compare the averages of two optimizers of the same parameters."""
+    found = ampopt.full_state_dict(ours)["state"]
+    for key, state in exact.state_dict()["state"].items():
+        assert found[key]["step"] == state["step"]
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert (found[key][name] - state[name]).norm() <= 0.05 * state[name].norm()

@@ -158,6 +158,8 @@ def test_another_number_of_bits_is_refused_before_anything_changes(value):
 def test_master_bits_need_masters_and_go_through_precision():
     with pytest.raises(ValueError, match="pass master_weights=True too"):
         ampopt.AdamW(params_of(), master_bits=24)
+    with pytest.raises(ValueError, match="pass master_weights=True too"):
+        ampopt.AdamW([{"params": params_of(), "master_bits": 24}])
     with pytest.raises(ValueError, match="needs master_weights=True"):
         ampopt.Precision(**BFLOAT16, master_bits=24)
     precision = ampopt.Precision(**BFLOAT16, master_weights=True, master_bits=24)
@@ -173,6 +175,9 @@ def test_master_bits_need_masters_and_go_through_precision():
             ampopt.AdamW(model.parameters(), master_weights=True),
             precision=precision,
         )
+    groups = [{"params": [model.weight], "master_bits": 24}, {"params": [model.bias]}]
+    optimizer = ampopt.AdamW(groups, master_weights=True)  # for some parameters is enough
+    ampopt.TrainStep(model, torch.nn.MSELoss(), optimizer, precision=precision)
 
 
 # --- steps ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import ampopt
 from ampopt import DynamicLossScale, StaticLossScale, TrainStep
+from ampopt._step.small_states import of_any_size
 from ampopt.testing.bits import bits, state_of
 from ampopt.testing.no_sync import assert_no_sync
 from ampopt.train_step import cuda_graphs
@@ -138,11 +139,17 @@ def both(train: Callable[[Training], Any], **options: Any) -> Training:
             "autocast": None,
             "max_norm": 1.0,
         },
+        {
+            "dtype": torch.bfloat16,
+            "optimizer_options": {"master_weights": True, "master_bits": 24, "state_bits": 8},
+            "autocast": None,
+        },
     ],
-    ids=["plain", "unscaled", "static", "all at once", "scalars", "masters"],
+    ids=["plain", "unscaled", "static", "all at once", "scalars", "masters", "small states"],
 )
 def test_through_overflow_and_growth(graphs, options):
-    both(lambda training: training(1.0, 2.0, 3.0, 1.5, 0.5, INF, 1.0, 2.0, 3.0), **options)
+    with of_any_size():
+        both(lambda training: training(1.0, 2.0, 3.0, 1.5, 0.5, INF, 1.0, 2.0, 3.0), **options)
     assert (graphs.captures, graphs.replays) == (1, 6)
 
 
