@@ -16,12 +16,9 @@ def small_chunks():
         patch.setattr(torch_functions, "CHUNK", CHUNK)
         patch.setattr(bundles, "SMALL", CHUNK)
         if HAS_TRITON:
-            from ampopt_kernels.triton import backend as triton_backend
-            from ampopt_kernels.triton import table
+            from ampopt_kernels.triton import detect, table
 
-            patch.setattr(
-                triton_backend, "AHEAD", triton_backend.AHEAD * BLOCK // triton_backend.BLOCK
-            )
-            patch.setattr(triton_backend, "BLOCK", BLOCK)
+            patch.setattr(detect, "AHEAD", detect.AHEAD * BLOCK // table.BLOCK)
+            patch.setattr(table, "BLOCK", BLOCK)
             patch.setattr(table, "CHUNK", CHUNK)
         yield

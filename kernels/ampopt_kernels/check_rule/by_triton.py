@@ -14,7 +14,7 @@ from ampopt_kernels.check_rule.codecs import functions_of
 from ampopt_kernels.check_rule.refusals import explained
 from ampopt_kernels.language import HAS_TRITON, jit, rounded, tl
 from ampopt_kernels.rule import Rule
-from ampopt_kernels.triton.control import with_sums
+from ampopt_kernels.sums import with_sums
 from ampopt_kernels.triton.uninterpreted import compilable, compiler
 
 __all__ = ["can_compile_for", "check", "compile_for", "gpu_target"]

@@ -1,8 +1,43 @@
 """Accumulate: unscale gradients, test them for inf and NaN, and add them to sums, in one pass."""
 
-from ampopt_kernels.language import jit, kernel, tl
+from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["accumulate_kernel"]
+from torch import Tensor
+
+from ampopt_kernels.decision import Request
+from ampopt_kernels.language import jit, kernel, tl
+from ampopt_kernels.triton.launch import TRITON_DTYPES
+from ampopt_kernels.triton.table import Table
+
+__all__ = ["accumulate_kernel", "accumulate_launches"]
+
+
+def accumulate_launches(
+    table: Table, request: Request, flags: Tensor
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of programs and the arguments of each launch of ``accumulate_kernel``."""
+    for group in table.launches:
+        yield (
+            group.programs,
+            {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "chunk": table.chunk,
+                "scale": flags if request.scale is None else request.scale,
+                "reject": flags if request.found_inf is None else request.found_inf,
+                "flags": flags,
+                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
+                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
+                "ALIGNS": group.aligns,
+                "FRESH": group.like.flags[0],
+                "HAS_SCALE": request.scale is not None,
+                "HAS_REJECT": request.found_inf is not None,
+                "COLUMNS": table.columns,
+                "BLOCK": table.block,
+            },
+        )
 
 
 @kernel

@@ -13,14 +13,13 @@ from ampopt_kernels.gradient_reports import MEASURES, GradientReport
 from ampopt_kernels.language import INTERPRETED
 from ampopt_kernels.marginals import LineSums
 from ampopt_kernels.native import objects
-from ampopt_kernels.rule import keep, keep_all
 from ampopt_kernels.skip_checks import FoundCause, SkipChecks
 from ampopt_kernels.step import Backend
 from ampopt_kernels.sums import Sums
-from ampopt_kernels.triton.accumulate import accumulate_kernel
-from ampopt_kernels.triton.control import control_kernel
-from ampopt_kernels.triton.detect import detect_kernel
-from ampopt_kernels.triton.launch import BLOCK, PARTS, THREADS, TRITON_DTYPES, Launcher, launch
+from ampopt_kernels.triton.accumulate import accumulate_kernel, accumulate_launches
+from ampopt_kernels.triton.control import control_arguments, control_kernel
+from ampopt_kernels.triton.detect import detect_kernel, detect_launches
+from ampopt_kernels.triton.launch import PARTS, ROWS, Launcher, launch, tensor_or
 from ampopt_kernels.triton.lines import Lines, advance_marginals, line_kernel, line_launches
 from ampopt_kernels.triton.reduce import (
     count_terms,
@@ -30,7 +29,7 @@ from ampopt_kernels.triton.reduce import (
     sum_kernel,
 )
 from ampopt_kernels.triton.skip_checks import skip_checks_kernel
-from ampopt_kernels.triton.table import Table, hyper_table, state_columns
+from ampopt_kernels.triton.table import Table, hyper_table
 from ampopt_kernels.triton.update import update_kernel, update_launches
 from ampopt_kernels.triton.watch import watch_kernel
 from ampopt_kernels.uploads import Uploads
@@ -45,15 +44,6 @@ from ampopt_kernels.watch_statistics import (
 from ampopt_kernels.work import Work
 
 __all__ = ["Triton"]
-
-AHEAD = 1 << 6
-"""Bytes of gradients that each thread of detect loads before it uses the first.
-
-By Little's law, bandwidth times latency must be in flight: for 5 TB/s and 0.8 microseconds, on 132
-multiprocessors of about 1500 threads each, at least 20 bytes for each thread.
-"""
-ROWS = 1 << 7
-"""Rows that control advances, and blocks that watch reads, at a time."""
 
 
 class Triton(Backend):
@@ -83,7 +73,7 @@ class Triton(Backend):
         launch = functools.partial(self._launch, work.device)
         if _reduces(work):
             if not decides:
-                self._launch_control(work, Request(), None, decision, decide=False, programs=0)
+                launch(control_kernel, 0, control_arguments(work, decision))
             h = _h_table(work, to_reduce=True)
             if _averages(work):
                 for _, arguments in line_launches(work, _lines(work), numbers, h, numbers):
@@ -94,7 +84,7 @@ class Triton(Backend):
             sums = Sums(numbers, numbers.new_empty(count_terms(work)))
             decision = replace(decision, sums=sums)
         if decision.sums is not None or not decides:
-            self._launch_control(work, Request(), None, decision, decide=False, programs=0)
+            launch(control_kernel, 0, control_arguments(work, decision))
         for _, arguments in update_launches(work, numbers, numbers):
             launch(update_kernel, 0, arguments)
         table.prepared = True
@@ -163,28 +153,8 @@ class Triton(Backend):
         if request.measure:
             shape = table.n_blocks, MEASURES
             measures = torch.empty(shape, dtype=torch.float64, device=work.device)
-        for group in table.launches:
-            arguments = {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
-                "chunk": table.chunk,
-                "scale": flags if request.scale is None else request.scale,
-                "flags": flags,
-                "squares": squares,
-                "measures": measures,
-                "DTYPE": TRITON_DTYPES[group.like.grad_dtype],
-                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
-                "ALIGN": group.align,
-                "HAS_SCALE": request.scale is not None,
-                "WRITE": request.write,
-                "NORM": norm,
-                "MEASURE": request.measure,
-                "COLUMNS": table.columns,
-                "BLOCK": BLOCK,
-                "AHEAD": AHEAD * THREADS // (group.like.grad_dtype.itemsize * BLOCK),
-            }
-            self._launch(work.device, detect_kernel, group.programs, arguments)
+        for programs, arguments in detect_launches(table, request, flags, squares, measures):
+            self._launch(work.device, detect_kernel, programs, arguments)
         measured = measures if request.measure else None
         report = GradientReport(flags, table.row_of_block, work.owners, measured)
         return Partials(flags, squares if norm else None, (report,))
@@ -193,26 +163,8 @@ class Triton(Backend):
         """See :meth:`Backend.accumulate`. There is one flag for each chunk."""
         table = Table.of(work)
         flags = torch.empty(table.n_blocks, dtype=torch.float32, device=work.device)
-        for group in table.launches:
-            row = group.like
-            arguments = {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
-                "chunk": table.chunk,
-                "scale": flags if request.scale is None else request.scale,
-                "reject": flags if request.found_inf is None else request.found_inf,
-                "flags": flags,
-                "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
-                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
-                "ALIGNS": group.aligns,
-                "FRESH": row.flags[0],
-                "HAS_SCALE": request.scale is not None,
-                "HAS_REJECT": request.found_inf is not None,
-                "COLUMNS": table.columns,
-                "BLOCK": BLOCK,
-            }
-            self._launch(work.device, accumulate_kernel, group.programs, arguments)
+        for programs, arguments in accumulate_launches(table, request, flags):
+            self._launch(work.device, accumulate_kernel, programs, arguments)
         return Partials(flags, None, (GradientReport(flags, table.row_of_block, work.owners),))
 
     def control(self, work: Work, request: Request, partials: Partials | None) -> Decision:
@@ -235,7 +187,8 @@ class Triton(Backend):
             scaled_by=request.scale,
             earlier_decision=request.earlier_decision,
         )
-        self._launch_control(work, request, partials, decision, decide=True)
+        arguments = control_arguments(work, decision, request, partials)
+        self._launch(device, control_kernel, 1, arguments)
         return decision
 
     def line_sums(self, work: Work, decision: Decision) -> LineSums:
@@ -259,8 +212,8 @@ class Triton(Backend):
         if decision.h is not None:
             return decision.h
         h = _h_table(work, to_reduce=True)
-        known = replace(decision, h=h)
-        self._launch_control(work, Request(), None, known, decide=False)
+        arguments = control_arguments(work, replace(decision, h=h))
+        self._launch(work.device, control_kernel, 1, arguments)
         return h
 
     def reduce(self, work: Work, decision: Decision) -> Tensor:
@@ -297,7 +250,7 @@ class Triton(Backend):
             cause=cause,
             squares=None if squares is None else torch.empty_like(cause).reshape(1),
         )
-        pointer = functools.partial(_tensor_or, cause)
+        pointer = functools.partial(tensor_or, cause)
         arguments = {
             "flags": flags,
             "squares": pointer(squares),
@@ -370,7 +323,7 @@ class Triton(Backend):
         if h is None or decision.sums is not None:
             h = _h_table(work)
             advanced = replace(decision, norm=None, scale=None, counters=None, h=h)
-            self._launch_control(work, Request(), None, advanced, decide=False)
+            self._launch(work.device, control_kernel, 1, control_arguments(work, advanced))
         for programs, arguments in update_launches(work, decision.coefficients_on_device, h):
             self._launch(work.device, update_kernel, programs, arguments)
 
@@ -378,108 +331,12 @@ class Triton(Backend):
         """Copy changed hyperparameters to the tensor that a captured step reads."""
         hyper_table(work)
 
-    def _launch_control(
-        self,
-        work: Work,
-        request: Request,
-        partials: Partials | None,
-        decision: Decision,
-        decide: bool,
-        programs: int = 1,
-    ) -> None:
-        """Launch ``control_kernel``; with ``programs=0`` only compile it.
-
-        Args:
-            work: the rows.
-            request: the request for the step.
-            partials: what detect wrote; ``None`` without a check.
-            decision: the decision, whose tensors are written.
-            decide: whether to decide, or only to advance the scalar states.
-            programs: 1, or 0 to compile.
-        """
-        rule, h, coefficients, sums = (
-            work.rule,
-            decision.h,
-            decision.coefficients_on_device,
-            decision.sums,
-        )
-        scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
-        first = rule is not None and rule.reduces and sums is None
-        if rule is not None and first:
-            scalars, takes = rule.before_reduce, 3
-        pointer = functools.partial(_tensor_or, coefficients)
-        flags = None if partials is None else partials.flags_on(work.device)
-        squares = None if partials is None else partials.squares
-        table = None if h is None else Table.of(work)
-        hyper = None if h is None else hyper_table(work)
-        # Each optimizer uploads its own constants. A tensor shared by all of them would be read on
-        # streams that do not wait for the stream that it was copied on.
-        constants = None
-        if request.policy is not None:
-            constants = work.uploads.get("policy", request.policy, torch.float64, work.device)
-        max_norm = None
-        if decision.norm is not None:
-            assert request.max_norm is not None
-            max_norm = work.uploads.get(
-                "max_norm", [float(request.max_norm)], torch.float64, work.device
-            )
-        arguments = {
-            "flags": pointer(flags),
-            "squares": pointer(squares),
-            "n_parts": 0 if flags is None else flags.numel(),
-            "external": pointer(request.found_inf),
-            "scale": pointer(request.scale),
-            "constants": pointer(constants),
-            "counters": pointer(request.counters),
-            "max_norm": pointer(max_norm),
-            # If another device made the decision, its flag is there, and is not needed here.
-            "found_out": decision.found_inf if decide else coefficients,
-            "coefficients": coefficients,
-            "norm_out": pointer(decision.norm),
-            "scale_out": pointer(decision.scale),
-            "counters_out": pointer(decision.counters),
-            "table": pointer(None if table is None else table.rows),
-            "hyper": pointer(hyper),
-            "sums": pointer(None if sums is None else sums.each),
-            "totals": pointer(None if sums is None else sums.totals),
-            "h_out": pointer(h),
-            "n_rows": 0 if h is None else h.shape[0],
-            "DECIDE": decide,
-            "CHECK": request.check and flags is not None,
-            "HAS_EXTERNAL": request.found_inf is not None,
-            "HAS_SCALE": request.scale is not None,
-            "HAS_POLICY": decision.scale is not None,
-            "UNSCALED": request.write,
-            "NORM": decision.norm is not None,
-            "DROP": request.drop,
-            "ADVANCE": h is not None,
-            "PREVIEW": first,
-            "BEFORE": keep_all if rule is None else rule.before_reduce,
-            "SCALARS": scalars,
-            "ARGUMENTS": takes,
-            "N_HYPER": 0 if hyper is None else hyper.shape[1],
-            "N_STATES": state_columns(rule) + (0 if table is None else table.scale_columns),
-            "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
-            "STORED": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
-            "FLAG_SETS": () if table is None else table.flag_sets,
-            "N_TERMS": 0 if sums is None else sums.totals.numel(),
-            "COLUMNS": 8 if table is None else table.columns,
-            "PARTS": PARTS,
-            "ROWS": ROWS,
-        }
-        self._launch(work.device, control_kernel, programs, arguments)
-
-
-def _tensor_or(other: Tensor, tensor: Tensor | None) -> Tensor:
-    """``tensor``; ``other`` in place of ``None``, as a pointer that is not read may be any."""
-    return other if tensor is None else tensor
-
 
 def _lines(work: Work) -> Lines:
     """The lines of ``work``, made once for each table."""
     table = Table.of(work)
     if table.lines is None:
-        table.lines = Lines.of(work.rows, table.aligned, table.chunk, BLOCK)
+        table.lines = Lines.of(work.rows, table.aligned, table.chunk, table.block)
     return table.lines
 
 

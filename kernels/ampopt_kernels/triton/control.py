@@ -1,9 +1,103 @@
 """Control: one program that decides the step and advances the scalar states."""
 
+import functools
+from typing import Any
+
+import torch
+
+from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.policy import next_scale
+from ampopt_kernels.rule import keep, keep_all
+from ampopt_kernels.sums import with_sums
+from ampopt_kernels.triton.launch import PARTS, ROWS, TRITON_DTYPES, tensor_or
+from ampopt_kernels.triton.table import Table, hyper_table, state_columns
+from ampopt_kernels.work import Work
 
-__all__ = ["control_kernel", "with_sums"]
+__all__ = ["control_arguments", "control_kernel"]
+
+
+def control_arguments(
+    work: Work,
+    decision: Decision,
+    request: Request | None = None,
+    partials: Partials | None = None,
+) -> dict[str, Any]:
+    """The arguments of ``control_kernel``, to decide a step, or only to advance scalar states.
+
+    Args:
+        work: the rows.
+        decision: the decision, whose tensors are written.
+        request: the request for the step; ``None`` if it is decided already.
+        partials: what detect wrote; ``None`` without a check.
+    """
+    decides, request = request is not None, request or Request()
+    rule, h, sums = work.rule, decision.h, decision.sums
+    coefficients = decision.coefficients_on_device
+    scalars, takes = (keep, 2) if rule is None else (rule.scalars, rule.scalars_arguments)
+    first = rule is not None and rule.reduces and sums is None
+    if rule is not None and first:
+        scalars, takes = rule.before_reduce, 3
+    pointer = functools.partial(tensor_or, coefficients)
+    flags = None if partials is None else partials.flags_on(work.device)
+    squares = None if partials is None else partials.squares
+    table = None if h is None else Table.of(work)
+    hyper = None if h is None else hyper_table(work)
+    # Each optimizer uploads its own constants. A tensor shared by all of them would be read on
+    # streams that do not wait for the stream that it was copied on.
+    constants = None
+    if request.policy is not None:
+        constants = work.uploads.get("policy", request.policy, torch.float64, work.device)
+    max_norm = None
+    if decision.norm is not None:
+        assert request.max_norm is not None
+        max_norm = work.uploads.get(
+            "max_norm", [float(request.max_norm)], torch.float64, work.device
+        )
+    return {
+        "flags": pointer(flags),
+        "squares": pointer(squares),
+        "n_parts": 0 if flags is None else flags.numel(),
+        "external": pointer(request.found_inf),
+        "scale": pointer(request.scale),
+        "constants": pointer(constants),
+        "counters": pointer(request.counters),
+        "max_norm": pointer(max_norm),
+        # If another device made the decision, its flag is there, and is not needed here.
+        "found_out": decision.found_inf if decides else coefficients,
+        "coefficients": coefficients,
+        "norm_out": pointer(decision.norm),
+        "scale_out": pointer(decision.scale),
+        "counters_out": pointer(decision.counters),
+        "table": pointer(None if table is None else table.rows),
+        "hyper": pointer(hyper),
+        "sums": pointer(None if sums is None else sums.each),
+        "totals": pointer(None if sums is None else sums.totals),
+        "h_out": pointer(h),
+        "n_rows": 0 if h is None else h.shape[0],
+        "DECIDE": decides,
+        "CHECK": request.check and flags is not None,
+        "HAS_EXTERNAL": request.found_inf is not None,
+        "HAS_SCALE": request.scale is not None,
+        "HAS_POLICY": decision.scale is not None,
+        "UNSCALED": request.write,
+        "NORM": decision.norm is not None,
+        "DROP": request.drop,
+        "ADVANCE": h is not None,
+        "PREVIEW": first,
+        "BEFORE": keep_all if rule is None else rule.before_reduce,
+        "SCALARS": scalars,
+        "ARGUMENTS": takes,
+        "N_HYPER": 0 if hyper is None else hyper.shape[1],
+        "N_STATES": state_columns(rule) + (0 if table is None else table.scale_columns),
+        "N_SCALARS": 0 if rule is None else len(rule.scalar_state),
+        "STORED": tuple(TRITON_DTYPES[dtype] for dtype in work.scalar_dtypes),
+        "FLAG_SETS": () if table is None else table.flag_sets,
+        "N_TERMS": 0 if sums is None else sums.totals.numel(),
+        "COLUMNS": 8 if table is None else table.columns,
+        "PARTS": PARTS,
+        "ROWS": ROWS,
+    }
 
 
 @kernel
@@ -281,16 +375,3 @@ def _advance(
         tl.store(address.to(tl.pointer_type(STORED[i])), new_s[i].to(STORED[i]), mask=stored)
     for i in tl.static_range(len(new_h)):
         tl.store(h_out + at.to(tl.int64) * len(new_h) + i, new_h[i], mask=live)
-
-
-@jit
-def with_sums(
-    s, h, FLAGS: tl.constexpr, sums, totals, BEFORE: tl.constexpr, SCALARS: tl.constexpr,
-    ARGUMENTS: tl.constexpr,
-):  # fmt: skip
-    """Call ``BEFORE``, then ``SCALARS`` with what it returns and the sums of the rule's terms."""
-    s, h = BEFORE(s, h, FLAGS)
-    if ARGUMENTS == 4:
-        return SCALARS(s, h, FLAGS, sums)
-    else:
-        return SCALARS(s, h, FLAGS, sums, totals)

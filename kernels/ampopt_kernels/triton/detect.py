@@ -7,9 +7,55 @@ scaled ones by the scale: if the scale is not a power of two, the two norms of f
 differ by 2 ** -23 of themselves, and the results of a clipped step by an ulp.
 """
 
-from ampopt_kernels.language import jit, kernel, rounded, tl
+from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["detect_kernel"]
+from torch import Tensor
+
+from ampopt_kernels.decision import Request
+from ampopt_kernels.language import jit, kernel, rounded, tl
+from ampopt_kernels.triton.launch import THREADS, TRITON_DTYPES
+from ampopt_kernels.triton.table import Table
+
+__all__ = ["detect_kernel", "detect_launches"]
+
+AHEAD = 1 << 6
+"""Bytes of gradients that each thread of detect loads before it uses the first.
+
+By Little's law, bandwidth times latency must be in flight: for 5 TB/s and 0.8 microseconds, on 132
+multiprocessors of about 1500 threads each, at least 20 bytes for each thread.
+"""
+
+
+def detect_launches(
+    table: Table, request: Request, flags: Tensor, squares: Tensor, measures: Tensor
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of programs and the arguments of each launch of ``detect_kernel``."""
+    for group in table.launches:
+        dtype = group.like.grad_dtype
+        yield (
+            group.programs,
+            {
+                "table": table.rows,
+                "blocks": table.blocks,
+                "first": group.start,
+                "chunk": table.chunk,
+                "scale": flags if request.scale is None else request.scale,
+                "flags": flags,
+                "squares": squares,
+                "measures": measures,
+                "DTYPE": TRITON_DTYPES[dtype],
+                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
+                "ALIGN": group.align,
+                "HAS_SCALE": request.scale is not None,
+                "WRITE": request.write,
+                "NORM": request.max_norm is not None,
+                "MEASURE": request.measure,
+                "COLUMNS": table.columns,
+                "BLOCK": table.block,
+                "AHEAD": AHEAD * THREADS // (dtype.itemsize * table.block),
+            },
+        )
 
 
 @kernel

@@ -17,26 +17,24 @@ from ampopt_kernels.devices import ACCELERATORS, current, refuse_while_captured
 from ampopt_kernels.language import INTERPRETED, tl
 
 __all__ = [
-    "BLOCK",
     "PARTS",
+    "ROWS",
     "THREADS",
     "TRITON_DTYPES",
     "Launcher",
     "launch",
     "launch_compiled",
     "options",
+    "tensor_or",
 ]
 
 THREADS = 1 << 7
 """Threads of each program, whatever the warp size."""
 
-BLOCK = 1 << 10
-"""Elements that a program reads at a time: eight for each thread, 16 bytes of a 2-byte dtype.
-
-With sixteen Adam needs 167 registers in place of 70, so a third as many programs run at a time.
-"""
 PARTS = 1 << 10
 """Results of chunks that a program reads at a time, to reduce them."""
+ROWS = 1 << 7
+"""Rows that control advances, and blocks that watch reads, at a time."""
 
 TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
@@ -150,3 +148,8 @@ def launch_compiled(
 def _parameters(kernel: Any) -> tuple[tuple[str, bool], ...]:
     """The name of each parameter, and whether it is a compile-time constant."""
     return tuple((p.name, p.is_constexpr) for p in kernel.params)
+
+
+def tensor_or(other: Tensor, tensor: Tensor | None) -> Tensor:
+    """``tensor``; ``other`` in place of ``None``, as a pointer that is not read may be any."""
+    return other if tensor is None else tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampopt_kernels.language import jit, kernel, tl
 from ampopt_kernels.triton.codecs import decoded, decoding_arguments, scales_at
-from ampopt_kernels.triton.launch import BLOCK, PARTS, TRITON_DTYPES
+from ampopt_kernels.triton.launch import PARTS, TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.marginals import factors_of, load_factors
 from ampopt_kernels.triton.table import Table, state_columns
@@ -61,7 +61,7 @@ def reduce_launches(
                 "SCALES": 2 + state_columns(rule),
                 "COLUMNS": table.columns,
                 "CHUNK": table.chunk,
-                "BLOCK": BLOCK,
+                "BLOCK": table.block,
             },
         )
 

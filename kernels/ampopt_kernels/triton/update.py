@@ -22,7 +22,7 @@ from ampopt_kernels.triton.codecs import (
     store_codes,
     uniform_of,
 )
-from ampopt_kernels.triton.launch import BLOCK, TRITON_DTYPES
+from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.triton.low_bits import with_master
 from ampopt_kernels.triton.marginals import factors_of, load_factors
 from ampopt_kernels.triton.table import Table, state_columns
@@ -66,7 +66,7 @@ def update_launches(
                 "SCALES": 2 + state_columns(rule),
                 "COLUMNS": table.columns,
                 # Half as many elements, or Adam would need 160 registers.
-                "BLOCK": BLOCK // 2 if row.is_coded else BLOCK,
+                "BLOCK": table.block // 2 if row.is_coded else table.block,
             },
         )
 

@@ -14,7 +14,7 @@ from ampopt_kernels.native import objects
 from ampopt_kernels.policy import PolicyConstants
 from ampopt_kernels.step import run
 from ampopt_kernels.triton import backend as triton_backend
-from ampopt_kernels.triton import table
+from ampopt_kernels.triton import detect, table
 from ampopt_kernels.triton.backend import Triton
 from ampopt_kernels.triton.control import control_kernel
 from ampopt_kernels.triton.detect import detect_kernel
@@ -97,8 +97,8 @@ def test_programs_are_many_but_bounded_whatever_the_sizes(sizes, dtype):
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "CHUNK", 1 << 12)
-        patch.setattr(triton_backend, "BLOCK", 1 << 10)
-        patch.setattr(triton_backend, "AHEAD", 1 << 6)
+        patch.setattr(table, "BLOCK", 1 << 10)
+        patch.setattr(detect, "AHEAD", 1 << 6)
         Triton(lambda device, *launch: recorded.append(launch)).detect(work, Request())
     ((_, programs, arguments),) = recorded
     chunk = arguments["chunk"]
