@@ -11,6 +11,7 @@ import torch
 from support.readme import GUIDES, PAGES, README, ROOT, blocks, headings, run
 
 import ampopt
+import ampopt_kernels
 
 PRINTED = {
     "The swap": [],
@@ -197,9 +198,17 @@ def test_every_block_is_run():
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
-        target = page.parent / path if path else page
+        target = in_package(page.parent / path) if path else page
         assert target.exists(), link
         assert not anchor or anchor in map(anchor_of, headings(target)), link
+
+
+def in_package(path):
+    """``path``, or the same file of the installed packages if their source is not here."""
+    for folder, package in (("ampopt", ampopt), ("kernels/ampopt_kernels", ampopt_kernels)):
+        if path.resolve().is_relative_to(ROOT / folder):
+            return Path(package.__file__).parent / path.resolve().relative_to(ROOT / folder)
+    return path
 
 
 def anchor_of(heading):
