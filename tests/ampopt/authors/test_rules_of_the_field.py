@@ -22,7 +22,10 @@ OPTIMIZERS: dict[str, Any] = {name: SHORT.get(name) or getattr(ampopt, name) for
 
 
 def lines_of(rule: Any) -> int:
-    """How many lines its declaration and its functions have, with those that they call."""
+    """How many lines its declaration and its functions have, with those that they call.
+
+    Docstrings do not count.
+    """
     functions = {rule.update.fn, rule.scalars.fn, rule.before_reduce.fn}
     functions |= {rule.reduce.fn} if rule.reduces else set()
     module = inspect.getmodule(rule.update.fn)
@@ -39,7 +42,9 @@ def lines_of(rule: Any) -> int:
     ]
     (declaration,) = declared
     assert declaration.end_lineno is not None
-    counted = [len(inspect.getsource(fn).splitlines()) for fn in own]
+    counted = [
+        len(inspect.getsource(fn).splitlines()) - len((fn.__doc__ or "").splitlines()) for fn in own
+    ]
     return sum(counted) + declaration.end_lineno - declaration.lineno + 1
 
 

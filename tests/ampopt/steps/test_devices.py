@@ -230,8 +230,8 @@ def check_what_fails(name: str, **limits: Any) -> None:
         assert all(host(p).eq(1).all() for p in params), f"{name}, compilation {failing}"
         states = [value for p in params for value in optimizer.state[p].values()]
         assert not any(host(t).any() for t in states), f"{name}, compilation {failing}"
-        histories = () if skips is None else skips._histories.values()
-        assert not any(host(h._numbers).any() for h in histories), f"{name}, compilation {failing}"
+        statistics = () if skips is None else skips._statistics.values()
+        assert not any(host(s._numbers).any() for s in statistics), f"{name}, compilation {failing}"
 
 
 def check_what_fails_of_gradients(way: str, **limits: Any) -> None:
