@@ -3,7 +3,7 @@
 import pytest
 
 from ampopt_kernels.native.build import cpp_compiler
-from ampopt_kernels.native.objects import loops
+from ampopt_kernels.native.objects import Loops, loops
 
 
 def need_object_loops() -> None:
@@ -12,3 +12,10 @@ def need_object_loops() -> None:
         pytest.skip("there is no C++ compiler here")
     loops.want()
     assert loops.get(wait=True) is not None
+
+
+def unavailable_loops() -> Loops:
+    """Loops to put in place of ``objects.loops``: they are never there, so checks run in Python."""
+    unavailable = Loops()
+    unavailable.want = lambda: None
+    return unavailable

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from support.gpus import DEVICE, needs_gpu
+from support.object_loops import unavailable_loops
 from support.preloaded import Preloaded, python_path
 from support.pretended_device import launch, looks, pretending
 from support.quick_interpreter import make_it_quick
@@ -279,7 +280,7 @@ def use_triton(launcher: Any) -> Iterator[None]:
     backend._compiles = True
     with (
         # Its C++ would find no memory in a pretended tensor.
-        mock.patch.object(objects.loops, "get", lambda wait=False: None),
+        mock.patch.object(objects, "loops", unavailable_loops()),
         mock.patch("ampopt.backend.ACCELERATORS", ("pretend",)),
         mock.patch("ampopt.backend._triton_backend", lambda: backend),
     ):

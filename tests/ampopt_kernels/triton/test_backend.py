@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.kernel_rows import CHUNK, CPU, RowPlan, WorkPlan, works
-from support.object_loops import need_object_loops
+from support.object_loops import need_object_loops, unavailable_loops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampopt_kernels import rules
@@ -177,7 +177,7 @@ def test_gradients_that_moved_are_asked_for_their_addresses_once(monkeypatch, in
     if in_cpp:
         need_object_loops()
     else:
-        monkeypatch.setattr(objects.loops, "get", lambda: None)
+        monkeypatch.setattr(objects, "loops", unavailable_loops())
     work = WorkPlan((row(),) * 5, rules.sgd, (HYPER,)).build().work
     launched(work, Request(max_norm=1.0, scale=torch.ones(())))
     asked, data_ptr = [], torch.Tensor.data_ptr
