@@ -99,18 +99,21 @@ def trained(
     scale: Any = ampopt.DynamicLossScale(init_scale=4.0, growth_interval=2)
     told = []
 
-    def give(seed: int, bad: float | None, where: int) -> None:
+    def give(seed: int, bad: float | None, where: int, absent: set[int]) -> None:
         for i, (p, shape) in enumerate(zip(params, shapes, strict=True)):
+            p.grad = None
+            if i in absent:
+                continue
             grad = (numbers(shape, seed + i) * 4.0).to(dtype)
             if bad is not None and where % len(params) == i:
                 grad.view(-1)[-1] = bad
             p.grad = placed(grad, *places[i])
 
     for number, step in enumerate(steps):
-        give(100 * number, step["bad"], step["where"])
+        give(100 * number, step["bad"], step["where"], step["absent"])
         if step["drop"] is not None:
             optimizer.accumulate(grads_scaled_by=scale, drop=step["drop"])
-            give(100 * number + 50, None, 0)
+            give(100 * number + 50, None, 0, step["absent"])
         if step["split"] and dtype == torch.float32:
             optimizer.unscale(grads_scaled_by=scale)
             _, found_inf, scale = optimizer.step_after_unscale()
@@ -137,6 +140,7 @@ STEP = st.fixed_dictionaries(
         "max_norm": st.sampled_from([None, 1.0, float("inf")]),
         "split": st.booleans(),
         "drop": st.sampled_from([None, "window", "micro_batch"]),
+        "absent": st.sets(st.integers(0, 4), max_size=3),
     }
 )
 STEPS = st.lists(STEP, min_size=1, max_size=4)
@@ -154,13 +158,14 @@ def check(pool: Any, *case: Any) -> None:
 
 
 def plain_step(**changes: Any) -> dict[str, Any]:
-    return {"bad": None, "where": 1, "max_norm": None, "split": False, "drop": None, **changes}
+    step = {"bad": None, "where": 1, "max_norm": None, "split": False, "drop": None}
+    return {**step, "absent": set(), **changes}
 
 
 STORY = [
-    plain_step(max_norm=1.0),
+    plain_step(max_norm=1.0, absent={1}),
     plain_step(bad=float("inf")),
-    plain_step(split=True),
+    plain_step(split=True, absent={0, 3}),
     plain_step(bad=float("inf"), drop="window", max_norm=1.0),
     plain_step(bad=float("inf"), drop="micro_batch", max_norm=1.0),
 ]
@@ -234,6 +239,30 @@ def counted(layout: str) -> list[int]:
 @pytest.mark.parametrize("layout", SHAPES)
 def test_a_step_makes_one_all_reduce(four_ranks, layout):
     assert four_ranks.run(counted, layout) == [[1, 1, 1, 1, 0, 1]] * 4
+
+
+def changing(layout: str) -> tuple[list[int], dict[str, int]]:
+    """Collectives of steps in which other parameters have gradients, and why plans were made."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    spread, counts = list(zip(SHAPES[layout], meshes(layout), strict=True)), []
+    params: Any = [Parameter(placed(torch.ones(shape), *place)) for shape, place in spread]
+    optimizer = ampopt.AdamW(params)
+    for absent in ({1}, set(), {0}, {1}, {0, 2, 3, 4}, set()):
+        for i, (p, (shape, place)) in enumerate(zip(params, spread, strict=True)):
+            p.grad = None if i in absent else placed(torch.ones(shape), *place)
+        with CommDebugMode() as mode:
+            optimizer.unscale_and_step(grads_scaled_by=2.0, max_norm=1.0)
+        counts.append(mode.get_total_counts())
+    return counts, dict(optimizer._ampopt.runner.reasons)
+
+
+@pytest.mark.parametrize("layout", SHAPES)
+def test_sets_of_gradients_that_change_cost_neither_plans_nor_collectives(four_ranks, layout):
+    appeared = "group 0, parameter 1 has a gradient for the first time"
+    for counts, reasons in four_ranks.run(changing, layout):
+        assert counts == [1] * 6
+        assert reasons == {"the first step": 1, appeared: 1}
 
 
 MATRICES = [(5, 4), (3, 8)]
