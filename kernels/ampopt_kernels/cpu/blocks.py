@@ -43,12 +43,26 @@ class _Result(NamedTuple):
     """
 
     scalars: tuple[float, ...]
-    h: tuple[float, ...]
+    h: array
 
 
-KnownResults = dict[bytes, _Result]
-"""Results of ``Rule.scalars`` for the rows of a param group, by the float64 bits of its arguments:
-scalar states and hyperparameters. So -0.0 and 0.0 differ, and NaN equals itself."""
+@dataclass
+class KnownResults:
+    """Results of ``Rule.scalars`` for the rows of a param group.
+
+    Attributes:
+        hyper: the float64 bits of the hyperparameters. So -0.0 and 0.0 differ, and NaN equals
+            itself.
+        by_scalars: the results by the bits of the scalar states: bytes where all rows have the
+            same, else integers.
+    """
+
+    hyper: bytes
+    by_scalars: dict[Any, _Result] = field(default_factory=dict)
+
+    def differs(self, hyper: array) -> bool:
+        """Return whether no result is for ``hyper``, or there are too many to keep."""
+        return self.hyper != hyper.tobytes() or len(self.by_scalars) > MOST_RESULTS
 
 
 @dataclass
@@ -136,23 +150,24 @@ class Block:
             self._store(new_s, present)
             numbers = self._of_rows(coefficients, h)
         else:
-            of_group = tuple(map(float, hyper[self.group]))
-            known = results.setdefault(self.group, {})
-            if len(known) > MOST_RESULTS:
-                known.clear()
+            of_group = array("d", map(float, hyper[self.group]))
+            known = results.get(self.group)
+            if known is None or known.differs(of_group):
+                known = results[self.group] = KnownResults(of_group.tobytes())
             counts: list[Any] = [0.0 if s is None else common(s) for s in self.scalars]
             if None in counts:
-                numbers = self._advance_each(rule, of_group, coefficients, known, present)
+                found = known.by_scalars
+                numbers = self._advance_each(rule, tuple(of_group), coefficients, found, present)
             else:
-                key = array("d", (*counts, *of_group)).tobytes()
-                if key not in known:
-                    known[key] = _result(rule, tuple(counts), of_group, self.rows[0].flags)
-                result = known[key]
+                key = array("d", counts).tobytes()
+                if (result := known.by_scalars.get(key)) is None:
+                    result = _result(rule, tuple(counts), tuple(of_group), self.rows[0].flags)
+                    known.by_scalars[key] = result
                 mask = None if present is None else _mask(present)
                 for stored, value in zip(self.scalars, result.scalars, strict=True):
                     if stored is not None:
                         stored.fill_(value) if mask is None else stored.masked_fill_(mask, value)
-                numbers = array("d", (*coefficients, *result.h))
+                numbers = array("d", coefficients) + result.h
         for scalars in self.scattered:
             scalars.store()
         return numbers
@@ -162,7 +177,7 @@ class Block:
         rule: Rule,
         hyper: tuple[float, ...],
         coefficients: tuple[float, ...],
-        known: KnownResults,
+        known: dict[Any, _Result],
         present: Sequence[bool] | None,
     ) -> list[array]:
         """Do what :meth:`advance` does, for rows of different step counts.
@@ -172,30 +187,34 @@ class Block:
         flags = self.rows[0].flags
         columns = [None if s is None else _wide_elements(s) for s in self.scalars]
         bits = [column.cast("B").cast("q").tolist() for column in columns if column is not None]
-        rows = bits[0] if len(bits) == 1 else list(zip(*bits, strict=True))
-        scalars = {
-            row: tuple([0.0 if column is None else column[i] for column in columns])
-            for row, i in dict(zip(rows, range(len(rows)), strict=True)).items()
-        }
-        keys = {row: array("d", (*s, *hyper)).tobytes() for row, s in scalars.items()}
-        unknown = {key: scalars[row] for row, key in keys.items() if key not in known}
-        if len(unknown) <= FEW_RESULTS:
-            known |= {key: _result(rule, s, hyper, flags) for key, s in unknown.items()}
-        else:
-            wide = _wide(zip(*unknown.values(), strict=True))
-            found = (_rows(x, len(unknown)) for x in rule.host_scalars(wide, _wide(hyper), flags))
-            known |= zip(unknown, map(_Result, *found), strict=True)
-        results = {row: known[key] for row, key in keys.items()}
+        rows: list[Any] = bits[0] if len(bits) == 1 else list(zip(*bits, strict=True))
+        distinct = dict.fromkeys(rows)
+        unknown = [key for key in distinct if key not in known]
+        if unknown:
+            old = [
+                tuple([0.0 if column is None else column[i] for column in columns])
+                for i in map(rows.index, unknown)
+            ]
+            if len(unknown) <= FEW_RESULTS:
+                made = [_result(rule, s, hyper, flags) for s in old]
+            else:
+                wide = _wide(zip(*old, strict=True))
+                new_s, h = (
+                    _rows(x, len(old)) for x in rule.host_scalars(wide, _wide(hyper), flags)
+                )
+                made = map(_Result, new_s, (array("d", own) for own in h))
+            known |= zip(unknown, made, strict=True)
         absent = () if present is None else list(compress(range(len(rows)), map(not_, present)))
         for i, (stored, column) in enumerate(zip(self.scalars, columns, strict=True)):
             if stored is not None and column is not None:
-                values = {row: result.scalars[i] for row, result in results.items()}
+                values = {key: known[key].scalars[i] for key in distinct}
                 new = array("d", map(values.__getitem__, rows))
                 for place in absent:
                     new[place] = column[place]
                 stored.copy_(torch.frombuffer(new, dtype=torch.float64))
         # Rows of equal results share an array; see ``Bundle.alike``.
-        h = {row: array("d", (*coefficients, *result.h)) for row, result in results.items()}
+        first = array("d", coefficients)
+        h = {key: first + known[key].h for key in distinct}
         return list(map(h.__getitem__, rows))
 
     def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
@@ -244,7 +263,7 @@ def _result(
 ) -> _Result:
     """Run ``Rule.scalars`` on Python numbers."""
     new_s, new_h = rule.scalars_on_numbers(s, h, flags)
-    return _Result(tuple(map(float, new_s)), tuple(map(float, new_h)))
+    return _Result(tuple(map(float, new_s)), array("d", map(float, new_h)))
 
 
 def _rows(columns: Sequence[Any], n: int) -> list[tuple[float, ...]]:

@@ -10,9 +10,10 @@ gradient in the same step so. A large parameter is a bundle by itself, which nee
 import functools
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, compress, repeat
+from itertools import accumulate, chain, compress
+from operator import is_not, ne, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,7 @@ class TorchCopies(Copies):
             scratch: flat, as long as all of them. If its dtype is not that of ``params``, only
                 :meth:`store` may be called.
         """
-        self._params, self._scratch = params, scratch
+        self.params, self.scratch = params, scratch
         self._one_dimensional = all(p.ndim == 1 for p in params)
         self._grad_scratch: Tensor | None = None
         self._grad_parts: list[Tensor] = []
@@ -95,12 +96,12 @@ class TorchCopies(Copies):
     @functools.cached_property
     def _flat_params(self) -> list[Tensor]:
         """Each parameter as a view of one dimension."""
-        return [flat(p) for p in self._params]
+        return [flat(p) for p in self.params]
 
     @functools.cached_property
     def _parts(self) -> list[Tensor]:
         """The part of the scratch of each parameter, in its shape."""
-        return _shaped(self._scratch, self._params)
+        return _shaped(self.scratch, self.params)
 
     def gather(self, grads: list[Any], scratch: Tensor) -> None:
         """See :meth:`Copies.gather`."""
@@ -110,18 +111,18 @@ class TorchCopies(Copies):
             torch.cat(grads, out=scratch)  # takes less than half as long as the copies below
             return
         if scratch is not self._grad_scratch:
-            self._grad_scratch, self._grad_parts = scratch, _shaped(scratch, self._params)
+            self._grad_scratch, self._grad_parts = scratch, _shaped(scratch, self.params)
         if self._present is not None:
             scratch.zero_()
         _foreach_copy(self._stepped(self._grad_parts), self._stepped(grads))
 
     def load(self) -> None:
         """See :meth:`Copies.load`. Copies the other parameters too, to no effect."""
-        torch.cat(self._flat_params, out=self._scratch)
+        torch.cat(self._flat_params, out=self.scratch)
 
     def store(self) -> None:
         """See :meth:`Copies.store`."""
-        _foreach_copy(self._stepped(self._params), self._stepped(self._parts))
+        _foreach_copy(self._stepped(self.params), self._stepped(self._parts))
 
     def _stepped(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Those of ``tensors``, one for each parameter, whose parameter has a gradient."""
@@ -320,25 +321,20 @@ class Bundle:
         """
         if self.marginals:
             return self.each(h)
-        bounds, present = self.bounds, self.present
-        starts: list[int] = []
-        ends: list[int] = []
-        numbers: list[array] = []
-        end, last = -1, None
-        for i, own in zip(present, self._numbers(h), strict=True):
-            if bounds[i] != end or own is not last:
-                ends.append(end)
-                starts.append(bounds[i])
-                numbers.append(own)
-                last = own
-            end = bounds[i + 1]
-        return list(map(BundleSlice, starts, [*ends[1:], end], numbers))
+        bounds, own = self.bounds, self._numbers(h)
+        starts = [bounds[i] for i in self.present]
+        ends = [bounds[i + 1] for i in self.present]
+        # What follows runs in C for each of hundreds of rows.
+        jumps = map(ne, starts, chain((None,), ends))
+        first = list(map(or_, jumps, map(is_not, own, chain((None,), own))))
+        slices = map(compress, (starts, ends, own), (first, [*first[1:], True], first))
+        return list(map(BundleSlice, *slices))
 
-    def _numbers(self, h: array | list[array]) -> Iterable[array]:
+    def _numbers(self, h: array | list[array]) -> list[array]:
         """Return the numbers of each row that has a gradient."""
         if isinstance(h, list):
             return [h[self.places[i]] for i in self.present]
-        return repeat(h, len(self.present))
+        return [h] * len(self.present)
 
     def each(self, h: array | list[array]) -> list[BundleSlice]:
         """Return each row that has a gradient as a slice; ``h`` is as for :meth:`alike`."""

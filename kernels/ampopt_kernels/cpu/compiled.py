@@ -25,7 +25,7 @@ from ampopt_kernels.codecs import Codec
 from ampopt_kernels.cpu import numbers, watch
 from ampopt_kernels.cpu.backend import CpuBackend, LargeRow, sums_are_finite
 from ampopt_kernels.cpu.blocks import Block
-from ampopt_kernels.cpu.bundles import Bundle, BundleSlice, TorchCopies
+from ampopt_kernels.cpu.bundles import Bundle, BundleSlice, Copies, TorchCopies
 from ampopt_kernels.cpu.calls import CALLS, CompiledUpdate
 from ampopt_kernels.cpu.cpp import source_of
 from ampopt_kernels.cpu.sums import sum_of_squares
@@ -185,9 +185,11 @@ class Compiled(CpuBackend):
                 )
         if used and self._loaded(numbers.library(), wanted=True) is not None:
             numbers.loops()
-            for _, bundle in work.table.bundles:
-                if isinstance(bundle.copies, TorchCopies):
-                    bundle.copies = numbers.NativeCopies(bundle.params, bundle.param)
+            for block, bundle in work.table.bundles:
+                if bundle.copies is not None:
+                    bundle.copies = _native(bundle.copies)
+                bundle.scattered = list(map(_native, bundle.scattered))
+                block.scattered = list(map(_native, block.scattered))
         work.table.updated = list(chain.from_iterable(starmap(_in_place, work.table.bundles)))
         return self._broken or (decided and (numbers.loaded is not None or not used))
 
@@ -260,6 +262,13 @@ class Compiled(CpuBackend):
             self._broken = True  # the compiler would fail for the next rule too
             warnings.warn(f"{message}; staying on the eager backend", RuntimeWarning, stacklevel=2)
         return None
+
+
+def _native(copies: Copies) -> Copies:
+    """Return the same copies by loops of C++."""
+    if isinstance(copies, TorchCopies):
+        return numbers.NativeCopies(copies.params, copies.scratch)
+    return copies
 
 
 def _fits_in_place(bundle: Bundle) -> bool:
