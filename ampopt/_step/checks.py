@@ -4,6 +4,8 @@ import inspect
 import numbers
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from ampopt._step import gradients
 from ampopt._step.hyperparameters import Variants, check_numbers, kind_of
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
+from ampopt._step.rows import KeptRows
 from ampopt._step.sharding import dtensor
 from ampopt._step.small_states import KEYS, codecs_of, codes_key, scale_key
 from ampopt._step.state_checks import Stepped, check_states
@@ -84,13 +87,18 @@ class Checks(RefersToOptimizer):
                 )
         return False
 
-    def check_plannable(self, rule: Rule, kept: Container[int] = ()) -> None:
+    def check_plannable(
+        self, rule: Rule, kept: KeptRows = MappingProxyType({})
+    ) -> list[gradients.ParamWithGrad]:
         """Raise for what no plan can be made for, before anything has changed.
 
         Args:
             rule: the update rule to run.
-            kept: the ``id`` of each parameter whose row was kept: its state needs no check. The
-                plan steps these, and those that have a gradient.
+            kept: the rows that the plan may use: parameters and states that need no check. The
+                plan steps these, and the parameters that have a gradient.
+
+        Returns:
+            What :func:`ampopt._step.gradients.params_with_grads` does.
 
         Raises:
             RuntimeError: a parameter was cast since the optimizer was made, or is expanded; torch's
@@ -110,7 +118,7 @@ class Checks(RefersToOptimizer):
         for group in groups:
             check_options(group)
         with_grads = gradients.params_with_grads(groups)
-        self.check_dtypes()
+        self.check_dtypes(kept)
         variants = Variants(rule, groups, [(one.group, one.tensor) for one in with_grads])
         for group, entries in variants.seen(groups):
             for entry in rule.hyper:
@@ -120,24 +128,29 @@ class Checks(RefersToOptimizer):
         flags, hyper = variants.flags(groups), variants.hyper(groups)
         for own_flags, own_hyper in zip(flags, hyper, strict=True):
             try_out(rule, own_flags, len(own_hyper), name)
-        stepped = []
-        if all(id(one.tensor) in kept for one in with_grads):
-            return
-        for (group, param, owner), variant in zip(with_grads, variants.of, strict=True):
-            state, known = optimizer.state.get(param, {}), id(param) in kept
-            has_master = needs_master(groups[group], param)
-            codecs = codecs_of(rule, flags[variant], groups[group], param)
-            stepped.append(
-                Stepped(owner.name, param, state, flags[variant], has_master, codecs, known)
-            )
-            if known:
-                continue
+        fresh = [one for one in with_grads if id(one.tensor) not in kept]
+        if not fresh:
+            return with_grads
+        stepped = [self._stepped(rule, groups[i], param, owner.name) for i, param, owner in fresh]
+        for (group, param, owner), one in zip(fresh, stepped, strict=True):
             _check_written_once(param, owner.name)
             if rule.averages is not None:
-                _check_rows(param, owner.name, rule.marginals_for(flags[variant]), name)
+                _check_rows(param, owner.name, rule.marginals_for(one.flags), name)
             if groups[group].get("fused") and isinstance(optimizer, _FUSED_IN_TORCH):
                 check_for_fused(param)
-        check_states(rule, stepped)
+        others = (
+            self._stepped(rule, groups[i], param, owner.name)
+            for i, param, owner in gradients.params_with_ids(groups, kept.keys())
+        )
+        taken = chain.from_iterable(row.memory for row in kept.values())
+        check_states(rule, stepped, others, taken)
+        return with_grads
+
+    def _stepped(self, rule: Rule, group: dict[str, Any], param: Tensor, name: str) -> Stepped:
+        """Return what the state of ``param``, called ``name`` in messages, is checked against."""
+        flags = rule.flag_values(group, kind_of(group, param))
+        state, has_master = self.optimizer.state.get(param, {}), needs_master(group, param)
+        return Stepped(name, param, state, flags, has_master, codecs_of(rule, flags, group, param))
 
     def check_states(self, rule: Rule, index: int, positions: Iterable[int]) -> None:
         """Raise for invalid states of some parameters of a group.
@@ -151,15 +164,10 @@ class Checks(RefersToOptimizer):
             TypeError: see :func:`ampopt._step.state_checks.check_states`, as for ``ValueError`` and
                 ``RuntimeError``.
         """
-        optimizer = self.optimizer
-        group, stepped = optimizer.param_groups[index], []
+        group, stepped = self.optimizer.param_groups[index], []
         for position in positions:
-            param = group["params"][position]
-            flags = rule.flag_values(group, kind_of(group, param))
             name = gradients.name_at(group, index, position)
-            state, has_master = optimizer.state.get(param, {}), needs_master(group, param)
-            codecs = codecs_of(rule, flags, group, param)
-            stepped.append(Stepped(name, param, state, flags, has_master, codecs))
+            stepped.append(self._stepped(rule, group, group["params"][position], name))
         check_states(rule, stepped)
 
     def remember_dtypes(self) -> None:
@@ -168,13 +176,18 @@ class Checks(RefersToOptimizer):
             for param in group["params"]:
                 self._dtypes.setdefault(param, param.dtype)
 
-    def check_dtypes(self) -> None:
-        """Raise if a parameter was cast since the optimizer was made."""
-        self.remember_dtypes()
+    def check_dtypes(self, kept: Container[int] = ()) -> None:
+        """Raise if a parameter was cast since the optimizer was made.
+
+        Args:
+            kept: the ``id`` of each parameter that is known to be as it was.
+        """
         groups = self.optimizer.param_groups
         for group in groups:
             for param in group["params"]:
-                made_with = self._dtypes[param]
+                if id(param) in kept:
+                    continue
+                made_with = self._dtypes.setdefault(param, param.dtype)
                 if param.dtype != made_with:
                     raise RuntimeError(
                         f"{gradients.name_of(groups, param)} was {made_with} when the "

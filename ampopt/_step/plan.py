@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
-from ampopt._step.gradients import name_of
+from ampopt._step.gradients import ParamWithGrad, name_of
 from ampopt._step.hyperparameters import Hyper, Variants, forms_of
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
@@ -40,7 +40,7 @@ from ampopt_kernels.work import Work
 
 __all__ = ["Plan"]
 
-_OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, MASTER_BITS, REPLICATED)
+_OPTIONS = ("master_weights", PARAM_ROUNDING, STATE_BITS, MASTER_BITS, REPLICATED, "fused")
 """Entries of param groups, besides those of the rule, on which a plan depends."""
 
 
@@ -52,7 +52,8 @@ class Plan:
         present: for each row, whether its parameter has a gradient in this step; ``None`` if every
             one has.
         reusable: whether a later step may use the plan; False if it works on copies of tensors.
-        kept: the rows that the next plan may use.
+        kept: the rows that the next plan may use, unless something changes; see
+            :meth:`unchanged_rows`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Plan:
         masters: Masters,
         uploads: dict[torch.device, Uploads],
         kept: KeptRows,
+        with_grads: list[ParamWithGrad],
         *,
         complete_state: StateCompleter | None,
         needs_agreement: bool,
@@ -74,7 +76,8 @@ class Plan:
             rule: the update rule to run.
             masters: the master weights of the optimizer.
             uploads: constants that are on a device already, by device; kept from plan to plan.
-            kept: the rows of an earlier plan; see :func:`ampopt._step.rows.unchanged`.
+            kept: what :meth:`unchanged_rows` of the last plan returned.
+            with_grads: what :func:`ampopt._step.gradients.params_with_grads` returned.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
             needs_agreement: whether the first step checks gradients or clips, which takes an
                 all-reduce over the ranks.
@@ -103,7 +106,9 @@ class Plan:
         self._lines_of_ranks: LinesOfRanks | None = None
         if rule.averages is not None and self._agreement is not None:
             self._lines_of_ranks = LinesOfRanks(self._agreement, groups, rule.state)
-        rule_rows = RuleRows(optimizer, rule, masters, self._agreement, complete_state, kept)
+        rule_rows = RuleRows(
+            optimizer, rule, masters, self._agreement, complete_state, kept, with_grads
+        )
         self.works: list[Work] = works_of(rule_rows.rows, rule_rows.grads, uploads, rule_rows.rule)
         self._group_guard = GroupGuard(rule, rule_rows.variants, groups)
         order = {id(row): place for place, row in enumerate(rule_rows.rows)}
@@ -134,6 +139,18 @@ class Plan:
             return False
         self._set_gradients(*found)
         return True
+
+    def unchanged_rows(self, optimizer: Any, rule: Rule) -> KeptRows:
+        """The rows that the next plan may use. Their parameters and states need no checks.
+
+        Args:
+            optimizer: the optimizer that the plan was made for.
+            rule: its rule now.
+        """
+        if rule is not self._rule or not self._group_guard.has_kept(optimizer.param_groups):
+            return {}
+        unchanged = self._tensor_guard.unchanged(optimizer)
+        return {key: row for key, row in self.kept.items() if key in unchanged}
 
     def reason(self, optimizer: Any, rule: Rule) -> str:
         """Why :meth:`revalidate` has just returned ``False``, in words."""
@@ -295,6 +312,19 @@ class GroupGuard:
             return f"an option of a group was changed, one of {', '.join(_OPTIONS)}"
         return None if forms == known[2] else "a hyperparameter has another type"
 
+    def has_kept(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether the groups of the plan, but for hyperparameters, are as they were.
+
+        Others may have been added behind them.
+        """
+        members = [group["params"] for group in groups[: len(self._members)]]
+        flags, options, _ = self._fixed_values(groups, self.hyper)
+        return (
+            len(members) == len(self._members)
+            and all(map(operator.is_, members, self._members))
+            and (flags, options[: len(members)]) == self._fixed[:2]
+        )
+
     def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
         """What requires a new plan when it changes: flags, options, types of hyperparameters."""
         options = [list(map(group.get, _OPTIONS)) for group in groups]
@@ -342,6 +372,9 @@ class TensorGuard:
         if self._dtensors:  # kernels work on the local shards
             held, params = dtensor.local_of_each(held), dtensor.local_of_each(params)
         self._addresses, self._params_laid_out = addresses(held), LayoutGuard(params)
+        self._held_laid_out = LayoutGuard(held)
+        self._states = list(map(self._state.get, self._stepped))
+        self._params_placed = dtensor.placements(self._params)
         self._grads_laid_out = LayoutGuard(rows.layouts)
         grads = list(map(_grad_of, self._stepped))
         self._placements = dtensor.placements(grads) if self._dtensors else []
@@ -381,6 +414,30 @@ class TensorGuard:
         missing = self._grads_laid_out.missing(grads)
         return None if missing is None else (grads, missing)
 
+    # --- what the next plan may use ---------------------------------------------------------------
+
+    def unchanged(self, optimizer: Any) -> set[int]:
+        """The ``id`` of each parameter of the plan that is as it was, with all of its states."""
+        held = self._held
+        if self._dtensors:
+            held = dtensor.local_of_each(held)
+        if not (
+            optimizer.state is self._state
+            and addresses(held) == self._addresses
+            and self._held_laid_out.missing(held) == 0
+            and dtensor.placements(self._params) == self._params_placed
+        ):
+            return set()
+        changed = self._identities.changed()
+        if any(isinstance(container, list) for container in changed):
+            return set()
+        changed_states = set(map(id, changed))
+        return {
+            id(param)
+            for param, state in zip(self._stepped, self._states, strict=True)
+            if self._state.get(param) is state and id(state) not in changed_states
+        }
+
     # --- why a plan cannot be reused --------------------------------------------------------------
 
     def reason(self, optimizer: Any) -> str:
@@ -393,7 +450,7 @@ class TensorGuard:
             return "optimizer.state was replaced"
         if optimizer.process_group is not self._process_group:
             return "optimizer.process_group was replaced"
-        container = self._identities.changed()
+        container = next(iter(self._identities.changed()), None)
         if container is self._state:
             return "states were added to optimizer.state, or removed"
         if isinstance(container, dict):

@@ -4,9 +4,9 @@ To make a row takes longer than to step a small parameter. So rows are kept: a n
 of parameters that are new to it, and of those of which something was replaced.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from operator import is_
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.gradients import ParamWithGrad
-from ampopt._step.hyperparameters import Variants, kind_of
-from ampopt._step.masters import Masters, has_low_bits, needs_master
+from ampopt._step.hyperparameters import Variants
+from ampopt._step.masters import Masters, needs_master
 from ampopt._step.rule_state import StateCompleter, lay_end_to_end, state_of, widen_scalars
 from ampopt._step.sharding import dtensor
 from ampopt._step.sharding.shards import ShardedMarginals, places_of
@@ -27,12 +27,12 @@ from ampopt_kernels.low_bits import LOW_BITS
 from ampopt_kernels.marginals import Marginals
 from ampopt_kernels.places import Places
 from ampopt_kernels.random_numbers import PLACE_STRIDE
-from ampopt_kernels.rule import MASTER, Rule
+from ampopt_kernels.rule import Rule
 from ampopt_kernels.stochastic import KEY_STRIDE
-from ampopt_kernels.tensors import dense_like
+from ampopt_kernels.tensors import dense_like, memory_of
 from ampopt_kernels.work import Row
 
-__all__ = ["KeptRow", "KeptRows", "RuleRows", "keys_of", "unchanged"]
+__all__ = ["KeptRow", "KeptRows", "RuleRows", "keys_of"]
 
 
 class KeptRow(NamedTuple):
@@ -40,88 +40,21 @@ class KeptRow(NamedTuple):
 
     Attributes:
         row: the row.
-        stored: the rule, the parameter, and its states as they are in ``optimizer.state``.
-        key: what the row depends on besides; see :func:`_dependencies`.
+        master: the master of the parameter; of a 24-bit one, the low bits.
         like: a tensor of the row that has the layout of the gradient.
+        in_memory: see :func:`_place_in_memory`.
+        memory: the address ranges of the parameter and its states.
     """
 
     row: Row
-    stored: list[Any]
-    key: Any
+    master: Tensor | None
     like: Tensor
+    in_memory: tuple[int, int]
+    memory: list[tuple[int, int]]
 
 
-KeptRows = dict[int, KeptRow]
-"""Rows of earlier plans, by ``id`` of the parameter."""
-
-
-def unchanged(kept: KeptRows, optimizer: Any, rule: Rule) -> KeptRows:
-    """Those of ``kept`` that a new plan may use. Their states need no checks.
-
-    Args:
-        kept: the rows of the last plan.
-        optimizer: the optimizer to step.
-        rule: the update rule to run.
-    """
-    valid = {}
-    for place, (group, param) in enumerate(_all_params(optimizer.param_groups)):
-        one = kept.get(id(param))
-        # A rule that was replaced is refused by the checks of the new plan if it is not a Rule.
-        if one is not None and one.stored[0] is rule:
-            stored, key = _dependencies(optimizer, rule, group, param, place)
-            same = len(stored) == len(one.stored) and all(map(is_, stored, one.stored))
-            if same and key == one.key:
-                valid[id(param)] = one
-    return valid
-
-
-def _dependencies(
-    optimizer: Any, rule: Rule, group: dict[str, Any], param: Tensor, place: int
-) -> tuple[list[Any], Any]:
-    """What the row of ``param`` depends on: objects to compare by identity, and a key.
-
-    Args:
-        optimizer: the optimizer of the parameter.
-        rule: the update rule.
-        group: the param group of the parameter.
-        param: the parameter.
-        place: its index among all parameters of the optimizer.
-    """
-    flags, state = rule.flag_values(group, kind_of(group, param)), optimizer.state.get(param, {})
-    names = [part.name for part in rule.all_state_for(flags)]
-    codecs = codecs_of(rule, flags, group, param)
-    names += [MASTER] * needs_master(group, param)
-    names += [KEYS] * (is_stochastic(group) or any(codecs) or has_low_bits(group, param))
-    names += [
-        scale_key(part.name)
-        for part, codec in zip(rule.state_for(flags), codecs, strict=True)
-        if codec is not None and codec.has_scales
-    ]
-    stored = [param, *map(state.get, names)] if isinstance(state, dict) else [param, state]
-    layouts = [
-        (x.data_ptr(), x.shape, x.stride(), x.dtype)
-        if isinstance(x, Tensor) and x.layout == torch.strided
-        else None
-        for x in map(dtensor.local, stored)
-    ]
-    key = (
-        place,
-        flags,
-        codecs,
-        names,
-        layouts,
-        dtensor.placements([param]),
-        group.get("fused"),
-        has_low_bits(group, param),
-    )
-    return [rule, *stored], key
-
-
-def _all_params(groups: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Each parameter, after its group."""
-    for group in groups:
-        for param in group["params"]:
-            yield group, param
+KeptRows = Mapping[int, KeptRow]
+"""Rows of earlier plans, by ``id`` of the parameter; see :meth:`Plan.unchanged_rows`."""
 
 
 class RuleRows:
@@ -154,6 +87,7 @@ class RuleRows:
         agreement: Agreement | None,
         complete_state: StateCompleter | None,
         kept: KeptRows,
+        with_grads: list[ParamWithGrad],
     ) -> None:
         """Make the rows, and the states that are missing.
 
@@ -164,40 +98,46 @@ class RuleRows:
             agreement: the ranks that all-reduce overflow flag and norm; ``None`` for this rank
                 alone.
             complete_state: see :data:`ampopt._step.rule_state.StateCompleter`.
-            kept: what :func:`unchanged` returned.
+            kept: what :meth:`Plan.unchanged_rows` of the last plan returned.
+            with_grads: what :func:`gradients.params_with_grads` returned.
         """
         self._optimizer, self._rule, self._master_weights = optimizer, rule, masters
         self._agreement = agreement
         groups = optimizer.param_groups
         with_grad = {
             id(one.tensor)
-            for one in gradients.params_with_grads(groups)
+            for one in with_grads
             if masters.holder(groups[one.group], one.tensor).grad is not None
         }
         stepped = gradients.params_with_ids(groups, with_grad | kept.keys())
         self.variants = Variants(rule, groups, [(one.group, one.tensor) for one in stepped])
         self.flags, of = self.variants.flags(groups), self.variants.of
-        for one in stepped:
-            masters.of(groups[one.group], one.tensor)
-        codecs = [
-            codecs_of(rule, self.flags[variant], groups[one.group], one.tensor)
-            for one, variant in zip(stepped, of, strict=True)
-        ]
-        states = [
-            optimizer.state.get(one.tensor, {})
-            if id(one.tensor) in kept
-            else state_of(optimizer, rule, one.tensor, self.flags[variant], own, complete_state)
-            for one, variant, own in zip(stepped, of, codecs, strict=True)
-        ]
+        known = [kept.get(id(one.tensor)) for one in stepped]
+        fresh = [i for i, row in enumerate(known) if row is None]
+        for i in fresh:
+            masters.of(groups[stepped[i].group], stepped[i].tensor)
+        codecs = {
+            i: codecs_of(rule, self.flags[of[i]], groups[stepped[i].group], stepped[i].tensor)
+            for i in fresh
+        }
+        states = [optimizer.state.get(one.tensor, {}) for one in stepped]
+        for i in fresh:
+            param, flags = stepped[i].tensor, self.flags[of[i]]
+            states[i] = state_of(optimizer, rule, param, flags, codecs[i], complete_state)
         self.rule = rule.with_float64_scalars if widen_scalars(rule, states) else rule
-        fresh = [i for i, one in enumerate(stepped) if id(one.tensor) not in kept]
         fresh.sort(key=of.__getitem__)
         for part in (*rule.state, *rule.scalar_state):
             params = [stepped[i].tensor for i in fresh]
             lay_end_to_end(params, [states[i] for i in fresh], part.name)
-        in_memory = _places_in_memory(rule, states)
-        order = sorted(range(len(stepped)), key=lambda i: (of[i], in_memory[i]))
-        places = {id(p): place for place, (_, p) in enumerate(_all_params(groups))}
+        in_memory = [
+            _place_in_memory(rule, state) if row is None else row.in_memory
+            for state, row in zip(states, known, strict=True)
+        ]
+        # Addresses differ from run to run, so buffers are numbered in the order of parameters.
+        buffers = {buffer: number for number, (buffer, _) in enumerate(in_memory)}
+        keys = [(of[i], buffers[buffer], offset) for i, (buffer, offset) in enumerate(in_memory)]
+        order = sorted(range(len(stepped)), key=keys.__getitem__)
+        places = {id(p): place for place, p in enumerate(_all_params(groups))}
         self.stepped: list[ParamWithGrad] = [stepped[i] for i in order]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
@@ -205,27 +145,31 @@ class RuleRows:
         self.grads: list[Tensor | None] = []
         self.layouts: list[Tensor] = []
         self.states: list[Tensor] = []
-        self.kept: KeptRows = {}
+        self.kept: dict[int, KeptRow] = {}
         for number, i in enumerate(order):
-            one, state, known = stepped[i], states[i], kept.get(id(stepped[i].tensor))
-            group, param = groups[one.group], one.tensor
-            if (master := masters.of(group, param)) is not None:
-                self.masters.append((number, master))
-            present, place = id(param) in with_grad, places[id(param)]
+            one, state, same = stepped[i], states[i], known[i]
+            group, param, present = groups[one.group], one.tensor, id(one.tensor) in with_grad
             if present:
                 values = gradients.values_of(masters.holder(group, param))
             else:
                 values = kept[id(param)].like
-            n_copies = len(self.copies)
-            if known is not None and self._fits(known.row, state, values):
-                row = known.row
-                self.kept[id(param)] = known
+            if same is not None and not self._fits(same.row, state, values):
+                codecs[i], same = codecs_of(rule, self.flags[of[i]], group, param), None
+            if same is not None:
+                row, master = same.row, same.master
+                self.kept[id(param)] = same
             else:
-                row = self._row(one, self.flags[of[i]], codecs[i], state, place, values.dtype)
+                n_copies = len(self.copies)
+                master = masters.of(group, param)
+                where = codecs[i], state, places[id(param)], values.dtype
+                row = self._row(one, self.flags[of[i]], *where)
                 like = _like_gradient(row)
                 if like is not None and len(self.copies) == n_copies and not param.is_complex():
-                    dependencies = _dependencies(optimizer, rule, group, param, place)
-                    self.kept[id(param)] = KeptRow(row, *dependencies, like)
+                    written = [*row.written, *(x for x in row.scales if x is not None)]
+                    memory = list(map(memory_of, written))
+                    self.kept[id(param)] = KeptRow(row, master, like, in_memory[i], memory)
+            if master is not None:
+                self.masters.append((number, master))
             assert row.param is not None
             grad = dense_like(values, row.param)
             row.group, row.owner = of[i], one.owner
@@ -337,23 +281,20 @@ class RuleRows:
         )
 
 
-def _places_in_memory(rule: Rule, states: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
-    """For each state, a number for the buffer that it is in, and its place there.
+def _place_in_memory(rule: Rule, state: dict[str, Any]) -> tuple[int, int]:
+    """The address of the buffer that ``state`` is in, and its place there; zeros without tensors.
 
     States that were made in different steps are in different buffers; see :func:`lay_end_to_end`.
-    Buffers are numbered in the order in which they occur, as addresses differ from run to run.
     """
-    buffers: dict[int, int] = {}
-    places = []
-    for state in states:
-        parts = (state.get(part.name) for part in (*rule.scalar_state, *rule.state))
-        part = next((dtensor.local(part) for part in parts if part is not None), None)
-        if part is None:
-            places.append((0, 0))
-        else:
-            address = part.untyped_storage().data_ptr()
-            places.append((buffers.setdefault(address, len(buffers)), part.storage_offset()))
-    return places
+    parts = (state.get(part.name) for part in (*rule.scalar_state, *rule.state))
+    part = next((dtensor.local(part) for part in parts if part is not None), None)
+    return (
+        (0, 0) if part is None else (part.untyped_storage().data_ptr(), int(part.storage_offset()))
+    )
+
+
+def _all_params(groups: list[dict[str, Any]]) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in groups)
 
 
 def _like_gradient(row: Row) -> Tensor | None:

@@ -16,7 +16,6 @@ from ampopt._step.masters import Masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
 from ampopt._step.plan import Plan
-from ampopt._step.rows import KeptRows, unchanged
 from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
 from ampopt._step.small_states import codecs_of
 from ampopt._step.step_hooks import beneath_hooks
@@ -79,7 +78,6 @@ class RuleRunner(RefersToOptimizer):
         self.uploads: dict[torch.device, Uploads] = {}
         self.plan: Plan | None = None
         self.reasons: Counter[str] = Counter()
-        self._kept: KeptRows = {}
         self.decision: Decision | None = None
         self.checks = Checks(optimizer)
 
@@ -117,7 +115,7 @@ class RuleRunner(RefersToOptimizer):
 
     def drop_plan(self) -> None:
         """Make plan and rows anew in the next step."""
-        self.plan, self._kept = None, {}
+        self.plan = None
 
     def check_gradients(self) -> None:
         """Raise for gradients that no step can use, before anything changes."""
@@ -164,8 +162,8 @@ class RuleRunner(RefersToOptimizer):
         device = device_of(optimizer.param_groups)
         if device is not None:
             refuse_while_captured(device, _FIRST)
-        kept = unchanged(self._kept, optimizer, rule)
-        self.checks.check_plannable(rule, kept)
+        kept = {} if outdated is None else outdated.unchanged_rows(optimizer, rule)
+        with_grads = self.checks.check_plannable(rule, kept)
         reason = self._no_plan if outdated is None else outdated.reason(optimizer, rule)
         self.plan = Plan(
             optimizer,
@@ -173,10 +171,11 @@ class RuleRunner(RefersToOptimizer):
             self.masters,
             self.uploads,
             kept,
+            with_grads,
             complete_state=self._complete_state,
             needs_agreement=needs_agreement,
         )
-        self._kept, self._no_plan = self.plan.kept, "the last plan was dropped"
+        self._no_plan = "the last plan was dropped"
         self.reasons[reason] += 1
         return self.plan
 

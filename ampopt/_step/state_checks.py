@@ -40,8 +40,6 @@ class Stepped(NamedTuple):
         flags: the flags of the rule for the parameter.
         has_master: whether the parameter has a master.
         codecs: the codec of each elementwise state, or ``None``.
-        checked: whether the state is as it was at an earlier check. Then only memory that it shares
-            with the states of other parameters raises.
     """
 
     name: str
@@ -50,15 +48,32 @@ class Stepped(NamedTuple):
     flags: tuple[bool, ...]
     has_master: bool
     codecs: tuple[Codec | None, ...]
-    checked: bool = False
 
 
-def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
+_Written = tuple[int, int, str, str | None, Tensor]
+"""A tensor that a step writes: first byte, end, parameter, state (``None`` for the parameter),
+tensor.
+"""
+
+
+def check_states(
+    rule: Rule,
+    stepped: Iterable[Stepped],
+    others: Iterable[Stepped] = (),
+    memory_of_others: Iterable[tuple[int, int]] = (),
+) -> None:
     """Raise for states, masters included, that are not what ``rule`` declares. Changes nothing.
 
     A step makes states that are missing or ``None``. It converts a dtype that it can convert, a
     scalar of another dtype or device, and a state whose own elements overlap in memory: these do
     not raise.
+
+    Args:
+        rule: the rule.
+        stepped: the parameters whose states to check.
+        others: parameters that the step updates too, whose states have passed this check before.
+            They are read only if the states to check may share memory with theirs.
+        memory_of_others: the address ranges of ``others`` and their states.
 
     Raises:
         TypeError: a state is not a tensor, or has a dtype or layout that kernels do not support.
@@ -68,49 +83,63 @@ def check_states(rule: Rule, stepped: Iterable[Stepped]) -> None:
     """
     written: dict[torch.device, list[_Written]] = {}
     for one in stepped:
-        name, param, state, flags, has_master, codecs, checked = one
-        if not checked:
-            small_states.check_whole_blocks(name, param, codecs)
-        if not isinstance(state, dict):
-            raise TypeError(
-                f"the state of {name} is a {type(state).__name__}, and must be a dict of its "
-                "states: delete it (del optimizer.state[p]) to start with a new state"
-            )
-        tensors = []
-        if has_master and (master := state.get(MASTER)) is not None:
-            if not checked:
-                check_master(name, param, master)
-            tensors.append((MASTER, master))
-        shape, dtype, device = param.shape, param.dtype, param.device
-        for part in rule.tensor_state_for(flags):
-            if (value := state.get(part.name)) is None:
-                continue
-            # A fast path: most states are plain tensors of the shape and dtype of their parameter.
-            plain = type(value) is Tensor and type(param) in _PLAIN and part.shape is None
-            if not checked and not (
-                plain
-                and value.shape == shape
-                and value.dtype == dtype
-                and value.device == device
-                and value.layout == torch.strided
-            ):
-                _check_tensor(name, param, part.name, value, part)
-            tensors.append((part.name, value))
-            if small_states.has_codes(state, part):
-                if not checked:
-                    small_states.check_codes(_named(part.name, name), state, part, param)
-                if (scales := state.get(key := small_states.scale_key(part.name))) is not None:
-                    tensors.append((key, scales))
-        for part in () if checked else rule.scalar_state_for(flags):
-            _check_scalar(name, part.name, state.get(part.name))
-        _check_scalar(name, KEYS, state.get(KEYS))
-        if device.type in _WITH_ADDRESSES:
-            memory = written.setdefault(device, [])
-            for key, tensor in ((None, param), *tensors):
-                tensor = dtensor.local(tensor)
-                memory.append((*memory_of(tensor), name, key, tensor))
+        _check_state(rule, one)
+        _add_memory(written, rule, one)
+    taken = [*memory_of_others]
+    if taken and _overlap_somewhere(taken, *written.values()):
+        for one in others:
+            _add_memory(written, rule, one)
     for memory in written.values():
         _check_no_overlap(memory)
+
+
+def _check_state(rule: Rule, one: Stepped) -> None:
+    """Check the state of one parameter, but for the memory that it shares with others."""
+    name, param, state, flags, has_master, codecs = one
+    small_states.check_whole_blocks(name, param, codecs)
+    if not isinstance(state, dict):
+        raise TypeError(
+            f"the state of {name} is a {type(state).__name__}, and must be a dict of its states: "
+            "delete it (del optimizer.state[p]) to start with a new state"
+        )
+    if has_master and (master := state.get(MASTER)) is not None:
+        check_master(name, param, master)
+    shape, dtype, device = param.shape, param.dtype, param.device
+    for part in rule.tensor_state_for(flags):
+        if (value := state.get(part.name)) is None:
+            continue
+        # A fast path: most states are plain tensors of the shape and dtype of their parameter.
+        plain = type(value) is Tensor and type(param) in _PLAIN and part.shape is None
+        if not (
+            plain
+            and value.shape == shape
+            and value.dtype == dtype
+            and value.device == device
+            and value.layout == torch.strided
+        ):
+            _check_tensor(name, param, part.name, value, part)
+        if small_states.has_codes(state, part):
+            small_states.check_codes(_named(part.name, name), state, part, param)
+    for part in rule.scalar_state_for(flags):
+        _check_scalar(name, part.name, state.get(part.name))
+    _check_scalar(name, KEYS, state.get(KEYS))
+
+
+def _add_memory(written: dict[torch.device, list[_Written]], rule: Rule, one: Stepped) -> None:
+    """Add the parameter and its states, which have been checked, to what the step writes."""
+    state = one.state
+    if one.param.device.type not in _WITH_ADDRESSES:
+        return
+    keys = [MASTER] * one.has_master
+    for part in rule.tensor_state_for(one.flags):
+        keys.append(part.name)
+        if state.get(part.name) is not None and small_states.has_codes(state, part):
+            keys.append(small_states.scale_key(part.name))
+    memory = written.setdefault(one.param.device, [])
+    for key, tensor in ((None, one.param), *((key, state.get(key)) for key in keys)):
+        if tensor is not None:
+            tensor = dtensor.local(tensor)
+            memory.append((*memory_of(tensor), one.name, key, tensor))
 
 
 def check_master(name: str, param: Tensor, master: Any) -> None:
@@ -222,11 +251,6 @@ def _check_scalar(name: str, key: str, value: Any) -> None:
 # --- memory that two tensors share ----------------------------------------------------------------
 
 
-_Written = tuple[int, int, str, str | None, Tensor]
-"""A tensor that a step writes: first byte, end, parameter, state (``None`` for the parameter),
-tensor.
-"""
-
 _start_of = operator.itemgetter(0)
 
 
@@ -257,6 +281,16 @@ def _check_no_overlap(memory: list[_Written]) -> None:
         if end > start:
             open_.append(one)
             reach = max(reach, end)
+
+
+def _overlap_somewhere(ranges: list[tuple[int, int]], *written: list[_Written]) -> bool:
+    """Whether any two address ranges overlap, of ``ranges`` and of tensors on any device."""
+    reach = 0
+    for start, end in sorted([*ranges, *(one[:2] for memory in written for one in memory)]):
+        if start < reach:
+            return True
+        reach = max(reach, end)
+    return False
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

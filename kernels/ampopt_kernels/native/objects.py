@@ -162,9 +162,11 @@ class IdentityGuard:
             and all(map(operator.is_, chain.from_iterable(self._views), self._values))
         )
 
-    def changed(self) -> list[Any] | dict[Any, Any] | None:
-        """Return the first container that has other members now; ``None`` if there is none."""
-        members, values = iter(self._members), iter(self._values)
+    def changed(self) -> list[list[Any] | dict[Any, Any]]:
+        """Return the containers that have other members now."""
+        if self.unchanged():
+            return []
+        found, members, values = [], iter(self._members), iter(self._values)
         for container, size in zip(self._containers, self._sizes, strict=True):
             stored = list(islice(members, size))
             now = list(container)
@@ -172,8 +174,8 @@ class IdentityGuard:
                 stored += islice(values, size)
                 now += container.values()
             if len(stored) != len(now) or not all(map(operator.is_, stored, now)):
-                return container
-        return None
+                found.append(container)
+        return found
 
 
 class LayoutGuard:

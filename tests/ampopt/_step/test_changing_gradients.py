@@ -15,6 +15,8 @@ from support.strategies import fewer
 from torch.nn import Parameter
 
 import ampopt
+from ampopt._step import state_checks
+from ampopt._step.rows import RuleRows
 from ampopt.testing.bits import assert_same, everything
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -249,3 +251,39 @@ def test_a_row_whose_state_was_replaced_is_made_anew_alone():
     stepped(optimizer, params)
     kept = optimizer._ampopt.runner.plan.kept
     assert [kept[id(p)].row is known[id(p)].row for p in params] == [True, False, True]
+
+
+def appear(params: list[Parameter], optimizer: Any) -> None:
+    params[-1].grad = torch.ones_like(params[-1])
+
+
+def add_group(params: list[Parameter], optimizer: Any) -> None:
+    params.append(Parameter(torch.ones(2, 3)))
+    optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
+    appear(params, optimizer)
+
+
+@pytest.mark.parametrize("change", [appear, add_group, replace_state])
+def test_what_changes_makes_a_row_and_checks_a_state_of_its_own(change, monkeypatch):
+    params, optimizer = of_parameters(6)
+    stepped(optimizer, params[:5])
+    made, checked = [], []
+    make, check = RuleRows._row, state_checks._check_state
+    monkeypatch.setattr(RuleRows, "_row", lambda *a: made.append(a[1].tensor) or make(*a))
+    monkeypatch.setattr(
+        state_checks, "_check_state", lambda *a: checked.append(a[1].param) or check(*a)
+    )
+    change(params, optimizer)
+    optimizer.step()
+    expected = params[1] if change is replace_state else params[-1]
+    assert len(made) == len(checked) == 1
+    assert made[0] is checked[0] is expected
+
+
+def test_rows_are_kept_only_if_all_tensors_have_the_layout_that_they_had():
+    params, optimizer = of_parameters(3)
+    stepped(optimizer, params[:2])
+    optimizer.state[params[0]]["exp_avg"].resize_(1)  # in the same memory, so that a plan lives on
+    appear(params, optimizer)
+    with pytest.raises(ValueError, match=r"exp_avg of group 0, parameter 0 has shape \(1,\)"):
+        optimizer.step()
