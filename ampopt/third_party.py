@@ -144,7 +144,7 @@ def _extended(cls: type) -> type:
             return known
     theirs = {name for base in cls.__mro__ if base not in _TORCHS for name in vars(base)}
     if _NAME in theirs:
-        raise _taken(cls)
+        raise _no_free_name(cls)
     kept = {name: inspect.getattr_static(cls, name) for name in theirs & _OURS}
 
     takes_group = "process_group" in inspect.signature(cls.__init__).parameters
@@ -198,10 +198,10 @@ def _reduced(cls: Any) -> Any:
 def _refuse_private(cls: type, optimizer: Any) -> None:
     """Refuse an instance that uses the attribute ``_ampopt`` for something else."""
     if not isinstance(vars(optimizer).get(_NAME), (StepStrategy, type(None))):
-        raise _taken(cls)
+        raise _no_free_name(cls)
 
 
-def _taken(cls: type) -> TypeError:
+def _no_free_name(cls: type) -> TypeError:
     """The error for a class that uses the attribute ``_ampopt`` for something else."""
     return TypeError(
         f"{cls.__name__} cannot be extended: it has its own {_NAME}, which "

@@ -120,7 +120,7 @@ class Checks(RefersToOptimizer):
         with_grads = gradients.params_with_grads(groups)
         self.check_dtypes(kept)
         variants = Variants(rule, groups, [(one.group, one.tensor) for one in with_grads])
-        for group, entries in variants.seen(groups):
+        for group, entries in variants.entries(groups):
             for entry in rule.hyper:
                 if entry in entries:
                     like = optimizer.defaults.get(entry, entries[entry])

@@ -49,10 +49,11 @@ class Variants:
             places = {kind: place for place, kind in enumerate(self._kinds)}
             self.of = [places[kind] for kind in kinds]
 
-    def seen(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    def entries(self, groups: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """For each variant, the index of its group, and the entries that the rule reads."""
         for group, kind in self._kinds:
-            yield group, groups[group] if kind is None else self._rule.seen(groups[group], kind)
+            entries = groups[group]
+            yield group, entries if kind is None else self._rule.entries_for(entries, kind)
 
     def flags(self, groups: Sequence[dict[str, Any]]) -> list[tuple[bool, ...]]:
         """The flags of the rule for each variant."""

@@ -173,14 +173,14 @@ class RowsOnDevices:
             return made
         if captures(device):
             # A graph reads the matrix in each replay, so it must not be a cached one.
-            return self._made(row, device)
+            return self._new_matrix(row, device)
         if (device, row) not in self._kept:
             if len(self._kept) >= _KEPT:
                 self._kept.clear()
-            self._kept[device, row] = self._made(row, device)
+            self._kept[device, row] = self._new_matrix(row, device)
         return self._kept[device, row].clone()
 
-    def _made(self, row: Row, device: torch.device) -> Tensor:
+    def _new_matrix(self, row: Row, device: torch.device) -> Tensor:
         """A new matrix of zeros on ``device``, with ``row`` in the place of this rank."""
         made = torch.zeros(self._ranks, Column.COUNT, dtype=widest(device), device=device)
         for place, number in enumerate(row):

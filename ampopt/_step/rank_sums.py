@@ -163,7 +163,7 @@ class LinesOfRanks:
         Raises:
             RuntimeError: see :meth:`SameGradients.check`; nothing has changed then.
         """
-        keys = [row.owner.key for work in works for _, row, _ in work.stepped()]
+        keys = [row.owner.key for work in works for _, row, _ in work.present_rows()]
         decision_device = next(
             (work.device for work, own in zip(works, lines, strict=True) if own), None
         )

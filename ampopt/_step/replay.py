@@ -99,7 +99,7 @@ class Replay:
                 return loss
             if not everywhere:
                 what = "the loss of another rank is not finite"
-                what = what if finite else f"the loss is {_shown(loss)}"
+                what = what if finite else f"the loss is {_as_number(loss)}"
                 raise self._error("loss", f"{what}, which no loss scale can fix")
             self.overflowed = bool(self.found_inf > 0)
             if not self.overflowed or not drops(self.scale):
@@ -174,6 +174,6 @@ def _finite(loss: Any) -> bool:
     return bool(loss.isfinite().all()) if isinstance(loss, Tensor) else math.isfinite(loss)
 
 
-def _shown(loss: Any) -> float:
+def _as_number(loss: Any) -> float:
     """``loss`` as a number. Synchronizes."""
     return loss.item() if isinstance(loss, Tensor) else loss

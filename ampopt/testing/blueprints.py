@@ -26,20 +26,20 @@ Layout = Literal[
 class _ReprIsCall:
     """Base of dataclasses whose ``repr`` is the call that makes them, without default arguments."""
 
-    def _given(self) -> list[tuple[str, Any]]:
+    def _non_defaults(self) -> list[tuple[str, Any]]:
         """Name and value of each field that is not its default."""
         every = [(f, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
         return [(f.name, value) for f, value in every if value != f.default]
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={value!r}" for name, value in self._given())
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._non_defaults())
         return f"{type(self).__name__}({shown})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Print for Hypothesis, over several lines if needed."""
         name = type(self).__name__
         with printer.group(len(name) + 1, f"{name}(", ")"):
-            for index, (key, value) in enumerate(self._given()):
+            for index, (key, value) in enumerate(self._non_defaults()):
                 if index:
                     printer.text(",")
                     printer.breakable()

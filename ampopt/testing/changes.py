@@ -15,7 +15,7 @@ import ampopt
 from ampopt.testing.beside import add_group, set_learning_rate
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, call, precondition
-from ampopt.testing.saving import loaded, written
+from ampopt.testing.saving import from_bytes, to_bytes
 from ampopt.testing.windows import Windows
 
 __all__ = ["Changes", "kinds"]
@@ -169,12 +169,12 @@ class Changes(Windows):
         """Copy all that a training saves."""
         params = [p.detach().clone() for p in self.params]
         scale = self.kind, copy.deepcopy(self.scale), self.number, self.finite
-        state = written(self.optimizer.state_dict())
+        state = to_bytes(self.optimizer.state_dict())
         return Saved(state, params, scale, self.beside.now, self.mode)
 
     def restore(self, saved: Saved) -> None:
         """Load the optimizer's state and the scale."""
-        self.optimizer.load_state_dict(loaded(saved.optimizer))
+        self.optimizer.load_state_dict(from_bytes(saved.optimizer))
         self.kind, scale, self.number, self.finite = saved.scale
         self.mode = saved.mode
         self.scale = copy.deepcopy(scale)

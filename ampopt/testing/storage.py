@@ -10,7 +10,7 @@ import ampopt
 from ampopt.testing.bits import assert_same, bits
 from ampopt.testing.blueprints import Blueprint, History, Scale
 from ampopt.testing.claims import Claims, invariant
-from ampopt.testing.saving import loaded, written
+from ampopt.testing.saving import from_bytes, to_bytes
 from ampopt.testing.skipping import ending_well
 from ampopt.testing.training import (
     Trained,
@@ -47,7 +47,7 @@ class Storage(Claims):
             for index, step in enumerate(history.steps):
                 if trained is resumed and index == at:
                     states = [trained.optimizer.state_dict(), scale.state_dict()]
-                    of_optimizer, of_scale = loaded(written(states))
+                    of_optimizer, of_scale = from_bytes(to_bytes(states))
                     trained.optimizer = make(history.grouped(trained.params))
                     trained.optimizer.load_state_dict(of_optimizer)
                     scale = ampopt.DynamicLossScale()

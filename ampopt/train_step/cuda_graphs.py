@@ -225,7 +225,7 @@ class Captured:
         )
         with ours.with_loss(loss):
             run_step_hooks(optimizer)
-        reports = () if decision is None else [report.kept() for report in decision.reports]
+        reports = () if decision is None else [report.copy() for report in decision.reports]
         return StepResult(loss.clone(), as_flag(found_inf.clone(), reports), self._latest)
 
     def _send_hyper(self, plan: Plan) -> None:

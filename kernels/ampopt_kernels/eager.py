@@ -55,9 +55,9 @@ def accumulate_gradients(self: Backend, work: Work, request: Request) -> Partial
     inverse = 1.0 if request.scale is None else reciprocal(read(request.scale))
     rejected = None if request.found_inf is None else request.found_inf.reshape(()) > 0
     flags, rows = [], []
-    for place, row, whole in work.stepped():
+    for place, row, whole in work.present_rows():
         dtype, (fresh,) = row.compute_dtype, row.flags
-        for grad, total in _chunks(whole, *row.written):
+        for grad, total in _chunks(whole, *row.outputs):
             if not grad.numel():
                 continue
             unscaled = grad.to(dtype) * _cast(inverse, dtype)
@@ -85,7 +85,7 @@ class Eager(Backend):
         inverse = 1.0 if request.scale is None else reciprocal(widened(request.scale))
         flags, rows, squares, measures, wide = [], [], [], [], widest(work.device)
         norms = request.max_norm is not None
-        for place, row, grad in work.stepped():
+        for place, row, grad in work.present_rows():
             dtype = row.compute_dtype
             if not grad.numel():
                 continue
@@ -120,7 +120,7 @@ class Eager(Backend):
         assert rule is not None
         for index, row, grad, given in _before_reduce(work, rule, decision):
             if row.marginals is not None and row.marginals.shard is not None:
-                read = (grad, *row.read)
+                read = (grad, *row.inputs)
                 found[index] = sums_of(rule, row.marginals, row.flags, read, given)
         return found
 
@@ -134,7 +134,7 @@ class Eager(Backend):
         sums = list(sums)
         for index, row, whole, given in _before_reduce(work, rule, decision):
             dtype, (*factor, h) = row.compute_dtype, (*given[:2], given[2:])
-            read = (whole, *row.read)
+            read = (whole, *row.inputs)
             if row.marginals is not None:
                 of_lines = decision.lines.get(index)
                 if of_lines is None:
@@ -161,11 +161,11 @@ class Eager(Backend):
         rule = work.rule
         assert rule is not None
         advanced = _advance(work, rule, keep, decision.sums)
-        for index, row, whole in work.stepped():
+        for index, row, whole in work.present_rows():
             dtype = row.compute_dtype
             h = tuple(_cast(x, dtype) for x in advanced[index])
             n, start = 1 + len(row.state), 0
-            tensors = (whole, *row.written)
+            tensors = (whole, *row.outputs)
             # Flattened in memory order, by which the places of elements are numbered.
             if row.keys is not None or rule.draws or row.marginals is not None:
                 tensors = tuple(map(flat, tensors))
@@ -221,7 +221,7 @@ class _Group(NamedTuple):
 def _groups(work: Work) -> Iterator[_Group]:
     """The rows with gradients of each param group, and their scalar states as one tensor each."""
     by_group: dict[int, list[int]] = {}
-    for index, row, _ in work.stepped():
+    for index, row, _ in work.present_rows():
         by_group.setdefault(row.group, []).append(index)
     zero, wide = torch.zeros((), device=work.device), widest(work.device)
     for group, members in by_group.items():
@@ -243,7 +243,7 @@ def _before_reduce(
     known: list[tuple[Any, ...]] = [()] * len(work.rows)
     for group in _groups(work):
         _hand_out(rule.torch_before_reduce(*group[2:])[1], group.members, known)
-    for index, row, grad in work.stepped():
+    for index, row, grad in work.present_rows():
         h = (inverse, clip, *known[index])
         yield index, row, grad, tuple(_cast(x, row.compute_dtype) for x in h)
 

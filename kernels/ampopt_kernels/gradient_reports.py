@@ -81,7 +81,7 @@ class GradientReport:
             return to_device(self.flags, device, torch.float32)
         return torch.tensor(self.flags, dtype=torch.float32, device=device)
 
-    def kept(self) -> "GradientReport":
+    def copy(self) -> "GradientReport":
         """A copy without measures, whose flags a replayed CUDA graph does not overwrite."""
         flags = self.flags
         flags = flags.clone() if isinstance(flags, Tensor) else flags
@@ -109,7 +109,7 @@ class RankFlags:
         pairs = zip(self.ranks, self.flags.tolist(), strict=True)
         return [rank for rank, flag in pairs if flag > 0 and rank != self.ranks[self.here]]
 
-    def kept(self) -> "RankFlags":
+    def copy(self) -> "RankFlags":
         """A copy that a replayed CUDA graph does not overwrite."""
         return replace(self, flags=self.flags.clone())
 

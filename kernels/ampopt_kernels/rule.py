@@ -234,10 +234,10 @@ class Rule:
             group: the param group.
             kind: passed to :attr:`entries`; ``None`` to read ``group`` alone.
         """
-        seen = group if kind is None else self.seen(group, kind)
+        entries = group if kind is None else self.entries_for(group, kind)
         flags: list[bool] = []
         try:
-            for value in map(seen.__getitem__, self.flags):
+            for value in map(entries.__getitem__, self.flags):
                 flags.append(isinstance(value, Tensor) or bool(value))
         except KeyError as error:
             raise _lacking(group, error) from None
@@ -252,10 +252,10 @@ class Rule:
             group: the param group.
             kind: passed to :attr:`entries`; ``None`` to read ``group`` alone.
         """
-        seen = group if kind is None else self.seen(group, kind)
+        entries = group if kind is None else self.entries_for(group, kind)
         flat: list[float | Tensor] = []
         try:
-            for value in map(seen.__getitem__, self.hyper):
+            for value in map(entries.__getitem__, self.hyper):
                 flat.extend(value if isinstance(value, (tuple, list)) else (value,))
         except KeyError as error:
             raise _lacking(group, error) from None
@@ -289,7 +289,7 @@ class Rule:
         """
         return _codecs(self, flags, bits)
 
-    def seen(self, group: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
+    def entries_for(self, group: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
         """The entries of ``group`` for its parameters of one ``kind``; see :attr:`entries`."""
         if self.entries is None:
             return group

@@ -166,7 +166,9 @@ def note(
     totals = statistics.totals
     totals[0] = (totals[0] + 1) * skipped
     totals[1:] += torch.arange(1, 1 + len(CAUSES), device=device) == cause
-    scale, norm, loss = (_given(x, zero) for x in (attempt.scale, attempt.norm, attempt.loss))
+    scale, norm, loss = (
+        _or_not_given(x, zero) for x in (attempt.scale, attempt.norm, attempt.loss)
+    )
     entry = torch.stack([cause, scale, norm, squares, loss])
     statistics.ring[(attempt.number - 1) % len(statistics.ring)] = entry
 
@@ -180,6 +182,6 @@ def _in_order(squares: Tensor) -> Tensor:
     return squares.cumsum(0)[-1] if squares.device.type == "cpu" else squares.sum()
 
 
-def _given(value: Tensor | None, like: Tensor) -> Tensor:
+def _or_not_given(value: Tensor | None, like: Tensor) -> Tensor:
     """``value`` as a 0-d tensor with dtype and device of ``like``; ``NOT_GIVEN`` for ``None``."""
     return torch.full_like(like, NOT_GIVEN) if value is None else value.reshape(()).to(like)

@@ -84,13 +84,13 @@ class Row:
         self.scales = self.scales or (None,) * len(self.state)
 
     @property
-    def written(self) -> tuple[Tensor, ...]:
+    def outputs(self) -> tuple[Tensor, ...]:
         """The tensors that ``update`` writes: parameter, states, and copy or low bits."""
         every = (self.param, *self.state, self.copy, self.low)
         return tuple(t for t in every if t is not None)
 
     @property
-    def read(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Tensor, ...]:
         """Parameter and states, as a rule reads them but for codecs: of a 24-bit master, itself."""
         assert self.param is not None
         full = self.param if self.low is None else master_of(self.param, self.low)
@@ -111,8 +111,8 @@ class Row:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """The dtypes of the gradient and of the tensors in :attr:`written`."""
-        return (self.grad_dtype, *(t.dtype for t in self.written))
+        """The dtypes of the gradient and of the tensors in :attr:`outputs`."""
+        return (self.grad_dtype, *(t.dtype for t in self.outputs))
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class Work:
     grads_version: int = field(default=0, init=False)
     present: list[bool] | None = field(default=None, init=False)
 
-    def stepped(self) -> Iterator[tuple[int, Row, Tensor]]:
+    def present_rows(self) -> Iterator[tuple[int, Row, Tensor]]:
         """Yield index, row and gradient of each row that has a gradient in this step."""
         for index, (row, grad) in enumerate(zip(self.rows, self.grads, strict=True)):
             if grad is not None:

@@ -90,7 +90,7 @@ class CpuBackend(Backend):
         else:
             chunks = [
                 _Chunk(None, row.compute_dtype, row.in_norm, (place,))
-                for place, row, _ in work.stepped()
+                for place, row, _ in work.present_rows()
             ]
         chunks = [chunk for chunk in chunks if chunk.has_elements(work)]
         reports, sums, squares = (), {}, None
@@ -160,7 +160,7 @@ class CpuBackend(Backend):
             if block is not last:
                 last, h = block, block.before_reduce(rule, work.hyper, (inverse, clip))
             bundle.load()
-            tensors = (grad, bundle.param, *bundle.read)
+            tensors = (grad, bundle.param, *bundle.inputs)
             rows = bundle.each(h)
             if bundle.marginals:
                 of_lines = decision.lines.get(bundle.among[0])

@@ -111,7 +111,7 @@ class Block:
         """Return ``coefficients`` and the ``h`` of ``Rule.reduce``, as :meth:`advance` does."""
         for scalars in self.scattered:
             scalars.load()
-        _, h = rule.host_before_reduce(*self._given(hyper))
+        _, h = rule.host_before_reduce(*self._scalars_and_hyper(hyper))
         return self._of_rows(coefficients, h)
 
     def advance(
@@ -143,7 +143,7 @@ class Block:
             present = present[self.start : self.start + len(self.rows)]
         numbers: Numbers
         if sums is not None:
-            s, h, flags = self._given(hyper)
+            s, h, flags = self._scalars_and_hyper(hyper)
             s, h = rule.host_before_reduce(s, h, flags)
             each = sums.each[self.start : self.start + len(self.rows)].unbind(1)
             new_s, h = rule.host_scalars(s, h, flags, each, sums.totals.unbind())
@@ -217,7 +217,9 @@ class Block:
         h = {key: first + known[key].h for key in distinct}
         return list(map(h.__getitem__, rows))
 
-    def _given(self, hyper: Sequence[Sequence[Any]]) -> tuple[Any, Any, tuple[bool, ...]]:
+    def _scalars_and_hyper(
+        self, hyper: Sequence[Sequence[Any]]
+    ) -> tuple[Any, Any, tuple[bool, ...]]:
         """Return scalar states and hyperparameters as float64 tensors, and the flags."""
         none = torch.zeros(len(self.rows), dtype=torch.float64, device="cpu")
         # Copies, also of float64 states: a rule may return a state as ``h``, which is read after

@@ -249,7 +249,7 @@ class Bundle:
         return self.rest[: len(self.rows[0].state)]
 
     @property
-    def read(self) -> list[Tensor]:
+    def inputs(self) -> list[Tensor]:
         """The flat states, the low bits of a master, and the scales of states that have some."""
         n = len(self.rows[0].state) + (self.rows[0].copy is not None and self.copies is None)
         return self.states + self.rest[n:]
@@ -364,7 +364,7 @@ def _runs(rows: Sequence[Row]) -> list[list[int]]:
     for place, (row, param) in enumerate(zip(rows, _params(rows), strict=True)):
         size, kind = param.numel(), (row.kind, row.in_norm)
         fits = 0 < size <= SMALL and not row.is_coded and row.low is None
-        if not fits or not all(map(Tensor.is_contiguous, row.written)):
+        if not fits or not all(map(Tensor.is_contiguous, row.outputs)):
             runs.append([place])
             continue
         if (

@@ -79,7 +79,7 @@ def found_in(work: Work, inverse: float) -> tuple[GradientReport, dict[int, floa
         The flags and measures of the unscaled gradients; and for each row with elements, by its
         index, the sum of squares of the gradient before unscaling.
     """
-    rows = [index for index, _, grad in work.stepped() if grad.numel()]
+    rows = [index for index, _, grad in work.present_rows() if grad.numel()]
     if not rows:
         return GradientReport([], [], work.owners), {}
     grads, dtypes = [work.grads[row] for row in rows], [work.compute_dtypes[row] for row in rows]

@@ -157,7 +157,7 @@ class Table:
         if table is None or (
             table.grads_version != work.grads_version and not table._takes_gradients_of(work)
         ):
-            work.table = table = Table._made(work)
+            work.table = table = Table._new(work)
         return table
 
     def _takes_gradients_of(self, work: Work) -> bool:
@@ -175,7 +175,7 @@ class Table:
         return True
 
     @staticmethod
-    def _made(work: Work) -> "Table":
+    def _new(work: Work) -> "Table":
         """The table of ``work``, made anew and sent to the device."""
         n_states = state_columns(work.rule)
         n_scales = 0
@@ -194,7 +194,7 @@ class Table:
             for row, grad in zip(work.rows, work.grads, strict=True)
         ]
         for index, (row, grad) in enumerate(zip(work.rows, work.grads, strict=True)):
-            streams = [0 if t is None else t.data_ptr() for t in (grad, *row.written)]
+            streams = [0 if t is None else t.data_ptr() for t in (grad, *row.outputs)]
             aligned.append(all(address % 16 == 0 for address in streams))
             if row.marginals is not None:
                 streams += row.marginals.addresses

@@ -6,12 +6,12 @@ __all__ = ["watch_kernel"]
 
 
 @jit
-def _given(number, HAS: tl.constexpr):
+def _or_not_given(number, HAS: tl.constexpr):
     """The element at ``number``, or ``NOT_GIVEN`` for a step that has no such number."""
-    given = tl.full((), -float("inf"), tl.float64)
+    result = tl.full((), -float("inf"), tl.float64)
     if HAS:
-        given = tl.load(number).to(tl.float64)
-    return given
+        result = tl.load(number).to(tl.float64)
+    return result
 
 
 @kernel
@@ -123,7 +123,7 @@ def watch_kernel(
             tl.store(totals + i, tl.load(totals + i) + tl.where(why == i, 1.0, 0.0))
         entry = totals + 4 + RING * at
         tl.store(entry, why)
-        tl.store(entry + 1, _given(scale, HAS_SCALE))
-        tl.store(entry + 2, _given(norm, HAS_NORM))
+        tl.store(entry + 1, _or_not_given(scale, HAS_SCALE))
+        tl.store(entry + 2, _or_not_given(norm, HAS_NORM))
         tl.store(entry + 3, square)
-        tl.store(entry + 4, _given(loss, HAS_LOSS))
+        tl.store(entry + 4, _or_not_given(loss, HAS_LOSS))

@@ -299,7 +299,7 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     chunk = work.table.chunk
     run(lambda _: engine, [work], Request(check=False))
     expected = [2.0, 0.5, 1.0, 2.0]
-    for stream, value in zip((grad, *row.written), expected, strict=True):
+    for stream, value in zip((grad, *row.outputs), expected, strict=True):
         assert stream[tail].eq(value).all()
         for start in (0, 3 * triton.BLOCK, 2**30, 2**31 - 2 * chunk):
             assert not stream[start : start + chunk].any()

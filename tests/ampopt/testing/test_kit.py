@@ -24,7 +24,7 @@ from ampopt.testing import (
 )
 from ampopt.testing.failures import Summary, of_calls, of_example
 from ampopt.testing.machine import Call
-from ampopt.testing.saving import loaded, written
+from ampopt.testing.saving import from_bytes, to_bytes
 from ampopt.testing.sequences import CallSequence
 
 ROOT = Path(__file__).parents[3]
@@ -346,4 +346,4 @@ def test_warnings_of_torch_about_checkpoints_are_no_failure(monkeypatch):
 
     monkeypatch.setattr(torch, "load", warning)
     sparse = torch.eye(2).to_sparse()
-    assert loaded(written([sparse]))[0].to_dense().equal(torch.eye(2))
+    assert from_bytes(to_bytes([sparse]))[0].to_dense().equal(torch.eye(2))

@@ -39,7 +39,7 @@ def row(n=3, dtype=torch.float32, shift=0, **kwargs):
 
 def is_aligned(row, grad):
     """Whether every address allows 16-byte accesses."""
-    return all(t.data_ptr() % 16 == 0 for t in (grad, *row.written))
+    return all(t.data_ptr() % 16 == 0 for t in (grad, *row.outputs))
 
 
 @given(
