@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from ampopt._step.masters import Masters, needs_master
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
 from ampopt._step.plan import Plan
+from ampopt._step.rows import keys_of
 from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
 from ampopt._step.small_states import codecs_of
 from ampopt._step.step_hooks import beneath_hooks
@@ -130,8 +132,9 @@ class RuleRunner(RefersToOptimizer):
     def convert_states(self) -> None:
         """Convert loaded states as a step would. States that a step refuses stay as they are."""
         optimizer, rule, converted = self.optimizer, self.rule, []
+        places = itertools.count()
         for index, group in enumerate(optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
+            for position, (param, place) in enumerate(zip(group["params"], places, strict=False)):
                 if not (state := optimizer.state.get(param)):
                     continue
                 with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
@@ -140,6 +143,8 @@ class RuleRunner(RefersToOptimizer):
                     codecs = codecs_of(rule, flags, group, param)
                     has_master = needs_master(group, param)
                     convert(rule, state, param, flags, codecs, has_master=has_master)
+                    if any(codecs):
+                        keys_of(optimizer, param, place)
                     converted.append(state)
         widen_scalars(rule, converted)
 
