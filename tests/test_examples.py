@@ -171,7 +171,8 @@ def test_train_text_every_level_is_shown_beside_float32(run, tmp_path):
     skipped = {name: int(row[-2]) for name, row in table.items()}
     assert skipped["O0"] == skipped["bfloat16"] == 0 and max(skipped.values()) < 5
     assert where == f"picture: {picture}"
-    assert spread.startswith("float32 over 2 seeds: mean loss ") and f"{apart:.3f}" in spread
+    assert spread.startswith("float32 over 2 seeds: mean loss ")
+    assert abs(float(spread.split()[-1]) - apart) < 0.001  # losses of the table are rounded
     above = re.match(r"O3 is (\S+) above that mean: small second moments are 0", o3)
     assert above is not None and not float(above[1]) < 1
     assert verdict == "O1, O2, bfloat16: above that mean by no more than the spread"
