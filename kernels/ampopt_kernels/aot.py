@@ -15,6 +15,7 @@ each element. The kernels are those that the triton backend launches for a step 
 """
 
 import argparse
+import functools
 import itertools
 import multiprocessing
 import os
@@ -122,8 +123,9 @@ class RecordedLaunch:
             on = [case.rule, *itertools.compress(names, flags), *on]
         if constants.get("STOCHASTIC"):
             on.append("stochastic")
-        if any(constants.get("CODECS", ())):
-            on.append(f"{constants['DTYPES'][2].primitive_bitwidth}_bits")
+        coded = itertools.compress(constants.get("DTYPES", ()), constants.get("CODECS", ()))
+        if bits := {dtype.primitive_bitwidth for dtype in coded}:
+            on.append(f"{min(bits)}_bits")
         if constants.get("LOW"):
             on.append("24_bit_masters")
         if constants.get("JUMPS"):
@@ -243,12 +245,13 @@ def launches(case: Case) -> list[RecordedLaunch]:
         row = Row(low, tensor(arithmetic(low)), flags=(case.request == "accumulate anew",))
         work = Work(torch.device("cpu"), [row], [tensor(low)])
     scale = torch.ones(())
+    scaled = Request(
+        scale=scale,
+        policy=PolicyConstants(*[0.5] * len(PolicyConstants._fields)),
+        counters=torch.zeros(2, dtype=torch.int32),
+    )
     request = {
-        "scaled": Request(
-            scale=scale,
-            policy=PolicyConstants(*[0.5] * len(PolicyConstants._fields)),
-            counters=torch.zeros(2, dtype=torch.int32),
-        ),
+        **dict.fromkeys(("scaled", *SMALL_STATES, *LOW_MASTERS), scaled),
         "plain": Request(check=False),
         "flag given": Request(scale=scale, found_inf=torch.zeros(())),
         "norm": Request(check=False, max_norm=1.0),
@@ -259,11 +262,6 @@ def launches(case: Case) -> list[RecordedLaunch]:
         "skip checks": Request(scale=scale, max_norm=1.0),
         "by chance": Request(check=False),
         "by chance in columns": Request(check=False),
-        "8 bits": Request(check=False),
-        "8 bits in columns": Request(check=False),
-        "16 bits": Request(check=False),
-        "24-bit masters": Request(check=False),
-        "24-bit masters and 8 bits": Request(check=False),
         "accumulate": Request(scale=scale, accumulate=True, apply=False),
         "accumulate anew": Request(scale=scale, accumulate=True, apply=False),
         "accumulate or reject": Request(
@@ -296,10 +294,10 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         dtypes: names of dtypes.
         quick: whether to try fewer flags. If not, all combinations with float32, and all off and
             all on with other dtypes. If so, all off and all on with float32, all on with float64
-            (which needs the most registers), all off with 16-bit dtypes.
+            (which needs the most registers), all off with 16-bit dtypes. Small states and 24-bit
+            masters are tried with the flags that have most of them, and in every way for Adam.
     """
     names = list(names)
-    of_small_states = "adam" if "adam" in names else names[0]
     for name, dtype in itertools.product(names, dtypes):
         n = len(getattr(rules, name).flags)
         every = list(itertools.product((False, True), repeat=n))
@@ -315,12 +313,19 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
                 if request.startswith("by chance") and dtype != "bfloat16":
                     continue  # only bfloat16 is rounded stochastically
                 yield Case(name, every[0], dtype, request)
-        if name == of_small_states and dtype in ("float32", "bfloat16"):  # or master weights
-            for request in SMALL_STATES:
-                yield Case(name, every[0], dtype, request, masters=dtype == "bfloat16")
-        if name == of_small_states and dtype in ("float16", "bfloat16"):
-            for request in LOW_MASTERS:
-                yield Case(name, every[0], dtype, request)
+        small = max(every, key=functools.partial(_count_small_states, getattr(rules, name)))
+        if dtype in ("float32", "bfloat16"):  # with master weights
+            for request in SMALL_STATES[: None if name == "adam" else 1]:
+                if dtype == "float32" or name == "adam" or not quick:
+                    yield Case(name, small, dtype, request, masters=dtype == "bfloat16")
+        if dtype in ("float16", "bfloat16"):
+            for request in LOW_MASTERS[None if name == "adam" else -1 :]:
+                if dtype == "bfloat16" or name == "adam" or not quick:
+                    yield Case(name, small, dtype, request)
+
+
+def _count_small_states(rule: Rule, flags: tuple[bool, ...]) -> int:
+    return sum(codec is not None for codec in rule.codecs_for(flags, 8))
 
 
 def tasks(all_cases: Iterable[Case], targets: Sequence[str], quick: bool = False) -> list[Task]:

@@ -150,6 +150,15 @@ def test_24_bit_masters_are_moved_in_few_bytes_and_without_barriers(compiled):
         assert float(line["bytes"]) == (16 if "8_bits" in line["variant"] else 24), line[0]
 
 
+@pytest.mark.parametrize("name", rules.__all__)
+def test_every_rule_is_compiled_with_small_states_and_24_bit_masters(compiled, name):
+    rule, found = getattr(rules, name), [line["variant"] for line in updates(compiled, name)]
+    every = itertools.product((False, True), repeat=len(rule.flags))
+    has_small_states = any(any(rule.codecs_for(flags, 8)) for flags in every)
+    assert any("8_bits" in variant for variant in found) == has_small_states
+    assert any("24_bit_masters" in variant for variant in found)
+
+
 def updates(compiled, name):
     """Of the rule, in any dtype."""
     kernels = [line for line in compiled[0] if line["kernel"] == "update"]
