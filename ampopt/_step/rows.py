@@ -165,7 +165,7 @@ class RuleRows:
                 row = self._row(one, self.flags[of[i]], *where)
                 like = _like_gradient(row)
                 if like is not None and len(self.copies) == n_copies and not param.is_complex():
-                    written = [*row.written, *(x for x in row.scales if x is not None)]
+                    written = [*row.outputs, *(x for x in row.scales if x is not None)]
                     memory = list(map(memory_of, written))
                     self.kept[id(param)] = KeptRow(row, master, like, in_memory[i], memory)
             if master is not None:
