@@ -227,11 +227,10 @@ class ElementwiseOptimizer(Optimizer):
                     f"{said} does not go with differentiable=True, which takes torch's own step: "
                     "leave one of them out"
                 )
-        of_masters = [group for group in self.param_groups if MASTER_BITS in group]
-        if of_masters and not any(map(has_masters, of_masters)):
+        of_24_bits = [group for group in self.param_groups if group.get(MASTER_BITS, 32) != 32]
+        if of_24_bits and not any(map(has_masters, of_24_bits)):
             raise ValueError(
-                f"master_bits={of_masters[0][MASTER_BITS]} is how many bits a master weight has: "
-                "pass master_weights=True too"
+                "master_bits=24 is how many bits a master weight has: pass master_weights=True too"
             )
 
     @uncompiled
