@@ -220,7 +220,7 @@ class SkipPolicy:
         skip: Tensor,
         host: HostState,
     ) -> Any:
-        """Step, known not to be skipped, and choose the mode by what the step has written."""
+        """Take a step that is not skipped, and choose the mode by what it has written."""
         before = [(t, _whole(t).clone()) for t in host.tensors]
         writes = CopyOnWriteMode(host.tensors, unseen=self._unseen)
         with writes:
