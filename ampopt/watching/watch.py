@@ -397,15 +397,15 @@ class Watch:
         """
         attempt, reports = RecordedStep(number), {}
         if decision is not None:
-            check = decision.earlier_decision or decision
-            norm = decision.norm if check.norm is None else check.norm
+            judged = decision.earlier_decision or decision
+            norm = decision.norm if judged.norm is None else judged.norm
             loss = self.optimizer._ampopt.loss
-            values = (decision.skip, check.cause, check.scaled_by, norm, loss)
-            here = (x if x is None else to_device(x, self._home) for x in values)
+            told = (decision.skip, judged.cause, judged.scaled_by, norm, loss)
+            here = (x if x is None else to_device(x, self._home) for x in told)
             attempt = RecordedStep(number, *here)
-            measured = check if check.measured else decision
+            measured = judged if judged.measured else decision
             reports = {r.measures.device: r for r in measured.reports if r.measures is not None}
-            for report in check.reports:
+            for report in judged.reports:
                 if isinstance(report, RankFlags):
                     self._count_ranks(report)
         for device in dict.fromkeys((self._home, *reports)):

@@ -19,13 +19,23 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.language import exp2_linear, jit, log2_linear, tl, up_or_down
-from ampopt_kernels.random_numbers import element_bits, key_of_pair, uniform_half
+from ampopt_kernels.language import (
+    after_steps,
+    exp2_linear,
+    float_bits,
+    jit,
+    steps_above,
+    tl,
+    up_or_down,
+)
+from ampopt_kernels.random_numbers import element_bits, key_of_pair, uniform_part
 
 __all__ = [
     "BFLOAT16",
+    "CPP",
     "NON_NEGATIVE",
     "SIGNED",
+    "WIDE",
     "Codec",
     "decoded",
     "decoded_each",
@@ -33,6 +43,7 @@ __all__ = [
     "encoded_each",
     "limits",
     "n_blocks",
+    "pair_and_part",
     "scale_of",
     "scales_at",
     "uniform",
@@ -128,43 +139,71 @@ class Codec:
 # --- the built-in codecs --------------------------------------------------------------------------
 
 
+# Code 0 is 18 * 2**-12, whose bits are 0x3B900000, before it is subtracted; 126 is 1.
+
+
 @jit
 def _encode_signed(x, u):
-    """14 codes for each power of two of the magnitude, with the sign of ``x``."""
-    code = tl.floor(14.0 * (log2_linear(tl.abs(x) + 0.001953125) + 9.0) + u)
+    """16 codes for each power of two of the magnitude, with the sign of ``x``."""
+    code = steps_above(tl.abs(x) + 0.00439453125, u, 0x3B900000, 19)
     return tl.where(x < 0, -code, code)
 
 
 @jit
 def _decode_signed(code):
     """The number of a code of :func:`_encode_signed`."""
-    # The factor is one ulp below 1 / 14: a code that is decoded and encoded is then the same code,
-    # for every random number.
-    x = exp2_linear(tl.abs(code) * 0.0714285671710968 - 9.0) - 0.001953125
+    x = after_steps(tl.abs(code), 0x3B900000, 19) - 0.00439453125
     return tl.where(code < 0, -x, x)
 
 
 SIGNED = Codec(_encode_signed, _decode_signed, torch.int8)
-"""Evenly spaced below 2**-9 of the scale; above, 14 codes for each power of two."""
+"""Evenly spaced below 2**-8 of the scale; above, 16 codes for each power of two."""
+
+
+# Code 0 is 20 * 2**-20, whose bits are 0x37A00000, before it is subtracted; 126 is 1.
+
+
+@jit
+def _encode_wide(x, u):
+    """8 codes for each power of two of the magnitude, with the sign of ``x``."""
+    code = steps_above(tl.abs(x) + 1.9073486328125e-05, u, 0x37A00000, 20)
+    return tl.where(x < 0, -code, code)
+
+
+@jit
+def _decode_wide(code):
+    """The number of a code of :func:`_encode_wide`."""
+    x = after_steps(tl.abs(code), 0x37A00000, 20) - 1.9073486328125e-05
+    return tl.where(code < 0, -x, x)
+
+
+WIDE = Codec(_encode_wide, _decode_wide, torch.int8)
+"""Evenly spaced below 2**-16 of the scale; above, 8 codes for each power of two.
+
+For a state that is divided by one in :data:`NON_NEGATIVE`, both of which reach as far down. Where a
+rule divides by the root of such a state, :data:`SIGNED` reaches far enough.
+"""
+
+
+# Code 0 is 18 * 2**-20, whose bits are 0x37900000, before it is subtracted; 254 is 1.
 
 
 @jit
 def _encode_non_negative(x, u):
-    """12 codes for each power of two, up to 255 for 1."""
-    # 1 is code 255. Numbers that are not 0 never become 0: a step divides by them.
-    code = tl.floor(255.0 + 12.0 * log2_linear(x) + u)
-    code = tl.where(code > 1, code, 1.0)
-    return tl.where(x > 0, code, 0.0)
+    """16 codes for each power of two, up to 254 for 1."""
+    code = steps_above(x + 1.71661376953125e-05, u, 0x37900000, 19)
+    # Numbers that are not 0 never become 0: a step divides by them.
+    return tl.where(x > 0, tl.where(code > 1, code, 1.0), 0.0)
 
 
 @jit
 def _decode_non_negative(code):
     """The number of a code of :func:`_encode_non_negative`."""
-    return tl.where(code > 0, exp2_linear((code - 255.0) * 0.0833333358168602), 0.0)
+    return after_steps(code, 0x37900000, 19) - 1.71661376953125e-05
 
 
 NON_NEGATIVE = Codec(_encode_non_negative, _decode_non_negative, torch.uint8)
-"""Zero, and 255 codes down to 2**-21 of the scale, 12 for each power of two."""
+"""Zero; evenly spaced below 2**-16 of the scale; above, 16 codes for each power of two."""
 
 
 @jit
@@ -190,16 +229,27 @@ def scale_of(largest):
     Args:
         largest: the largest magnitude of the block, float32, 0 or more; NaN if an element is NaN.
     """
-    exponent = tl.floor(log2_linear(largest)) + 1.0
+    exponent = ((float_bits(largest) >> 23) & 255).to(tl.float32) - 126.0
     exponent = tl.where(exponent < 126, exponent, 126.0)  # so that the reciprocal is a number
     scale = tl.where(largest == largest, exp2_linear(exponent), largest)
     return scale, exp2_linear(-exponent)
 
 
+CPP = """
+// ``largest`` has the bits of a number.
+static inline float scale_of(int32_t largest, float& reciprocal) {
+    const int32_t own = largest & 0x7F800000, exponent = own < 0x7E000000 ? own : 0x7E000000;
+    reciprocal = number(0x7E800000 - exponent);
+    return number(largest > 0x7F800000 ? largest : exponent + 0x00800000);
+}
+"""
+"""The same in C++."""
+
+
 # --- on torch tensors -----------------------------------------------------------------------------
 
-_scale_of, _bits, _key_of_pair, _uniform_half = (
-    torch_language.bind(f) for f in (scale_of, element_bits, key_of_pair, uniform_half)
+_scale_of, _bits, _key_of_pair, _uniform_part = (
+    torch_language.bind(f) for f in (scale_of, element_bits, key_of_pair, uniform_part)
 )
 
 
@@ -250,7 +300,7 @@ def encoded(values: Tensor, codec: Codec, u: Tensor | float) -> tuple[Tensor, Te
         blocks = torch.nn.functional.pad(bits, (0, padding)).view(-1, codec.block)
         scales, reciprocals = _scale_of(blocks.amax(1).view(torch.float32))
         x = x * _spread(reciprocals, codec, x.numel())
-    code = codec.torch_encode(x, u)
+    code = codec.torch_encode(x, torch.as_tensor(u, dtype=torch.float32, device=x.device))
     if (range_ := limits(codec)) is not None:
         low, high = range_
         code = torch.where(code > low, code, low)
@@ -265,10 +315,20 @@ def uniform(position: Tensor, key: int | Tensor, state: int) -> Tensor:
         position: place of each element, int64; see ``places``.
         key: key of the parameter at this step, a number or 0-d int64.
         state: the index of the state; -1 for a 24-bit master. Two states share the bits of a
-            random number.
+            random number, the first two with the master.
     """
     keys = torch.as_tensor(key, device=position.device)
-    return _uniform_half(_bits(position, _key_of_pair(keys, state // 2)), state % 2)
+    pair, part = pair_and_part(state)
+    return _uniform_part(_bits(position, _key_of_pair(keys, pair)), part)
+
+
+def pair_and_part(state: int) -> tuple[int, int]:
+    """Which random bits a state takes: the arguments of ``key_of_pair`` and ``uniform_part``.
+
+    Args:
+        state: the index of the state; -1 for a 24-bit master.
+    """
+    return (0, 2) if state < 0 else (state // 2, state % 2)
 
 
 def scales_at(

@@ -17,6 +17,7 @@ from ampopt_kernels import torch_language
 __all__ = [
     "HAS_TRITON",
     "INTERPRETED",
+    "after_steps",
     "as_float32",
     "div_rn",
     "exp2_linear",
@@ -30,6 +31,7 @@ __all__ = [
     "rounded",
     "sign",
     "sqrt_rn",
+    "steps_above",
     "tl",
     "up_or_down",
 ]
@@ -182,6 +184,35 @@ def exp2_linear(y):
     """The inverse of :func:`log2_linear`, for ``y`` from -126 to 127."""
     bits = (y.to(tl.float32) * 8388608.0).to(tl.int32) + 0x3F800000
     return bits.to(tl.float32, bitcast=True).to(y.dtype)
+
+
+@jit
+def steps_above(x, u, LEAST: tl.constexpr, DROPPED: tl.constexpr):
+    """How many steps ``x`` is above the least number, rounded stochastically: a whole float32.
+
+    ``2**(23 - DROPPED)`` steps double a number. They are evenly spaced between powers of two, as a
+    step is ``2**DROPPED`` in the bits of a float32. The few operations are on integers.
+
+    Args:
+        x: a block of float32, at least the least number.
+        u: a uniform random number in (0, 1) for each element.
+        LEAST: the bits of the least number, an integer: a multiple of ``2**DROPPED``.
+        DROPPED: how many of the lower bits of ``x`` are rounded, from 16 to 22.
+    """
+    above = float_bits(x).to(tl.int32, bitcast=True) - LEAST
+    return ((above + (u * (1 << DROPPED)).to(tl.int32)) >> DROPPED).to(tl.float32)
+
+
+@jit
+def after_steps(n, LEAST: tl.constexpr, DROPPED: tl.constexpr):
+    """The number that is ``n`` steps above the least: the inverse of :func:`steps_above`.
+
+    Args:
+        n: a block of whole numbers, float32.
+        LEAST: as for :func:`steps_above`.
+        DROPPED: as for :func:`steps_above`.
+    """
+    return ((n.to(tl.int32) << DROPPED) + LEAST).to(tl.float32, bitcast=True)
 
 
 @jit

@@ -103,20 +103,21 @@ static inline float joined_float16(float param, int32_t low) {
     return math::fabs(param) < 0x1p-13f ? near : number(bits(param) + uint32_t(low * 32));
 }
 
-static inline float split_bfloat16(float x, float u, int32_t& low) {
-    const uint32_t b = bits(x), full = (b + uint32_t(int32_t(u * 0x1p8f))) & 0xFFFFFF00u;
-    const uint32_t top = (full + 0x8000u) & 0xFFFF0000u;
-    const bool finite = (b & 0x7F800000u) != 0x7F800000u;
-    low = finite ? int32_t(full - top) >> 8 : 0;
-    return finite ? number(top) : x;
+// ``chance`` is 2**16 times the random number. The bits of the parameter and the low bits are side
+// by side in those of the master: low bits of 128 or more, which count from above, add 1 to it.
+static inline uint16_t split_bfloat16(float x, uint32_t chance, int8_t& low) {
+    const bool finite = (bits(x) & 0x7F800000u) != 0x7F800000u;
+    const uint32_t full = bits(x) + (finite ? chance >> 8 : 0);
+    low = finite ? full >> 8 : 0;
+    return (full + (finite ? 0x8000u : 0)) >> 16;
 }
 
-static inline float split_float16(float x, float u, int32_t& low) {
-    const uint32_t b = bits(x), full = (b + uint32_t(int32_t(u * 0x1p5f))) & 0xFFFFFFE0u;
+static inline float split_float16(float x, uint32_t chance, int8_t& low) {
+    const uint32_t b = bits(x), full = (b + (chance >> 11)) & 0xFFFFFFE0u;
     const uint32_t top = (full + 0x1000u) & 0xFFFFE000u;
     const float size = math::fabs(x), steps = size * 0x1p32f;
     float whole = math::floor(steps);
-    whole = whole + math::floor((steps - whole) + u);
+    whole = whole + math::floor((steps - whole) + float(int32_t(chance)) * 0x1p-16f);
     const float places = math::floor((whole + 128.0f) * 0x1p-8f), near = places * 0x1p-24f;
     const bool is_near = size < 0x1p-13f;
     const float param = is_near ? (b >> 31 ? -near : near) : number(top);

@@ -14,7 +14,7 @@ __all__ = [
     "rand",
     "randn",
     "random_bits",
-    "uniform_half",
+    "uniform_part",
 ]
 
 PLACE_STRIDE = 1 << 36
@@ -92,16 +92,20 @@ def element_bits(position, key):
 
 
 @jit
-def uniform_half(bits, HALF: tl.constexpr):
-    """A uniform random number in (0, 1) of the high (0) or low (1) half of 32 random bits.
+def uniform_part(bits, PART: tl.constexpr):
+    """A uniform random number in (0, 1) of some of 32 random bits.
 
-    An odd multiple of 2**-16, so that ``floor(n + u)`` is ``n`` for whole ``n`` below 256.
+    An odd multiple of 2**-16, so that ``floor(n + u)`` is ``n`` for whole ``n`` below 256. The
+    parts 0 and 1, of the high and the low half, are independent. Part 2 is of the bits between:
+    its correlation with either is 2**-8.
     """
-    if HALF:
-        half = (bits >> 1) & 0x7FFF
+    if PART == 0:
+        part = bits >> 17
+    elif PART == 1:
+        part = (bits >> 1) & 0x7FFF
     else:
-        half = bits >> 17
-    return (half.to(tl.int32).to(tl.float32) + 0.5) * 3.0517578125e-05
+        part = (bits >> 9) & 0x7FFF
+    return (part.to(tl.int32).to(tl.float32) + 0.5) * 3.0517578125e-05
 
 
 @jit
@@ -135,14 +139,14 @@ static inline uint32_t key_at(uint64_t position, uint32_t key) {
     return uint32_t(position >> 32) * 40503u + key;
 }
 
-static inline float uniform_half(uint32_t bits, bool low) {
-    // The bits of a number in (1, 2).
-    return number(((low ? bits << 7 : bits >> 9) & 0x007FFF00u) | 0x3F800080u) - 1.0f;
+// 2**places times ``uniform_part``; 2**16 times it is a whole number.
+static inline uint32_t chance_part(uint32_t bits, int32_t part, int32_t places) {
+    const int32_t left = places - (part == 0 ? 32 : part == 1 ? 16 : 24), last = places - 16;
+    return ((left < 0 ? bits >> -left : bits << left) & (0xFFFFu << last)) | (1u << last);
 }
 
-// 2**16 times ``uniform_half``.
-static inline uint32_t chance_half(uint32_t bits, bool low) {
-    return ((low ? bits : bits >> 16) & 0xFFFFu) | 1u;
+static inline float uniform_part(uint32_t bits, int32_t part) {
+    return number(chance_part(bits, part, 23) | 0x3F800000u) - 1.0f;  // one in (1, 2), less 1
 }
 
 static inline float uniform(float seed, float step, uint64_t position) {

@@ -138,6 +138,17 @@ def _exp2_linear(y: Any) -> Any:
     return bits.view(float32).to(y.dtype)
 
 
+def _steps_above(x: Any, u: Any, least: int, dropped: int) -> Any:
+    """:func:`ampopt_kernels.language.steps_above`."""
+    above = x.view(int32) - least + (u * 2.0**dropped).to(int32)
+    return (above >> dropped).to(float32)
+
+
+def _after_steps(n: Any, least: int, dropped: int) -> Any:
+    """:func:`ampopt_kernels.language.after_steps`."""
+    return ((n.to(int32) << dropped) + least).view(float32)
+
+
 def _up_or_down(x: Any, u: Any) -> Any:
     """``x`` stochastically rounded to bfloat16; see ``ampopt_kernels.language.up_or_down``."""
     if not isinstance(x, torch.Tensor):
@@ -167,6 +178,7 @@ def _minimum(a: Any, b: Any) -> Any:
 
 
 HELPERS = {
+    "after_steps": _after_steps,
     "as_float32": _as_float32,
     "div_rn": _div_rn,
     "exp2_linear": _exp2_linear,
@@ -175,6 +187,7 @@ HELPERS = {
     "maximum": _maximum,
     "minimum": _minimum,
     "sqrt_rn": sqrt,
+    "steps_above": _steps_above,
     "up_or_down": _up_or_down,
 }
 """Replacements for functions of ``ampopt_kernels.language``. :func:`bind` binds the bodies of the
@@ -203,7 +216,6 @@ class _InFloat64:
     where = staticmethod(functools.partial(where, number=float64))
 
     def __getattr__(self, name: str) -> Any:
-        """A name of this module that is not replaced here."""
         return getattr(_this_module, name)
 
 
@@ -220,7 +232,6 @@ class _OfScalars:
         return where(condition, a, b, number)
 
     def __getattr__(self, name: str) -> Any:
-        """A name of this module that is not replaced here."""
         return getattr(_this_module, name)
 
 
@@ -267,7 +278,6 @@ class _OnNumbers:
         self.HELPERS = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
 
     def __getattr__(self, name: str) -> Any:
-        """A name of this module that is not replaced here."""
         return getattr(_this_module, name)
 
 

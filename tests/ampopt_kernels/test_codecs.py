@@ -12,6 +12,7 @@ from ampopt_kernels.codecs import (
     BFLOAT16,
     NON_NEGATIVE,
     SIGNED,
+    WIDE,
     Codec,
     decoded,
     encoded,
@@ -40,9 +41,9 @@ def chunks_of_whole_blocks(small_chunks):
         patch.setattr(eager, "CHUNK", CHUNK)
         patch.setattr(torch_functions, "CHUNK", CHUNK)
         if HAS_TRITON:
-            from ampopt_kernels.triton import backend, table
+            from ampopt_kernels.triton import table
 
-            patch.setattr(backend, "BLOCK", CHUNK)
+            patch.setattr(table, "BLOCK", CHUNK)
             patch.setattr(table, "CHUNK", CHUNK)
         yield
 
@@ -69,7 +70,7 @@ def _decode_half(code):
 
 EVEN = Codec(_encode_even, _decode_even, torch.int8, block=32)
 HALF = Codec(_encode_half, _decode_half, torch.float16, block=256)
-BUILT_IN = {"signed": SIGNED, "non-negative": NON_NEGATIVE}
+BUILT_IN = {"signed": SIGNED, "wide": WIDE, "non-negative": NON_NEGATIVE}
 
 
 # --- one codec ------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ def values(n, *, seed=0):
 @pytest.mark.parametrize("codec", BUILT_IN.values(), ids=BUILT_IN)
 def test_a_code_that_is_decoded_and_encoded_is_the_same_code(codec):
     low, high = limits(codec) or (0, 0)
-    codes = torch.arange(low + (codec is SIGNED), high + 1)
+    codes = torch.arange(low + (low < 0), high + 1)
     for u in (2**-16, 0.5, 1 - 2**-16):
         again = codec.torch_encode(codec.torch_decode(codes), torch.full_like(codes, u))
         assert torch.equal(again, codes)
@@ -94,16 +95,20 @@ def test_a_code_that_is_decoded_and_encoded_is_the_same_code(codec):
 @given(st.integers(0, 9), st.floats(-30, 30))
 def test_rounding_is_without_bias_and_within_the_spacing(seed, exponent):
     x = values(256, seed=seed) * 2.0**exponent
-    for codec, spacing, least in ((SIGNED, 1 / 14, 2.0**-9), (NON_NEGATIVE, 1 / 12, 2.0**-21)):
-        y = x if codec is SIGNED else x.abs()
+    for codec, added, steps in (
+        (SIGNED, 18 * 2.0**-12, 16),
+        (WIDE, 20 * 2.0**-20, 8),
+        (NON_NEGATIVE, 18 * 2.0**-20, 16),
+    ):
+        y = x.abs() if codec is NON_NEGATIVE else x
         _, scales = encoded(y, codec, 0.5)
         assert scales is not None
         n = 64
         us = (2 * torch.arange(n) + 1) / (2 * n)  # stand in for all random numbers
         rounded = torch.stack([decoded(*with_codec(y, codec, float(u))) for u in us])
         size = scales.repeat_interleave(codec.block)
-        held = y.abs() >= least * size if codec is NON_NEGATIVE else y == y
-        gap = spacing * (y.abs() + least * size * (codec is SIGNED))
+        held = y >= 2.0**-20 * size if codec is NON_NEGATIVE else y == y
+        gap = (y.abs() + added * size) / steps
         assert ((rounded - y).abs() <= 1.01 * gap)[:, held].all()
         assert ((rounded.mean(0) - y).abs() <= gap * (1 / n + 1e-3))[held].all()
 
@@ -113,7 +118,7 @@ def with_codec(x, codec, u):
     return codes, codec, scales
 
 
-@pytest.mark.parametrize("codec", [SIGNED, NON_NEGATIVE, BFLOAT16, EVEN, HALF])
+@pytest.mark.parametrize("codec", [SIGNED, WIDE, NON_NEGATIVE, BFLOAT16, EVEN, HALF])
 def test_zero_stays_zero_and_what_is_not_zero_is_never_zero_where_it_divides(codec):
     x = torch.tensor([0.0, 1e-30, 1e-45, 1.0] * 32)
     for u in (2**-16, 1 - 2**-16):

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from ampopt_kernels.check_rule.function import Function
-from ampopt_kernels.codecs import BFLOAT16, NON_NEGATIVE, SIGNED, Codec, decoded, encoded, limits
+from ampopt_kernels.codecs import (
+    BFLOAT16,
+    NON_NEGATIVE,
+    SIGNED,
+    WIDE,
+    Codec,
+    decoded,
+    encoded,
+    limits,
+)
 from ampopt_kernels.rule import Rule
 from ampopt_kernels.state import State
 
@@ -27,7 +36,7 @@ def functions_of(rule: Rule) -> Iterator[tuple[str, Any, int]]:
 def _authored(rule: Rule) -> Iterator[tuple[str, State, Codec]]:
     """The states with a codec that is not one of this package, their names and codecs."""
     for part in rule.state:
-        if part.codec is not None and part.codec not in (BFLOAT16, NON_NEGATIVE, SIGNED):
+        if part.codec is not None and part.codec not in (BFLOAT16, NON_NEGATIVE, SIGNED, WIDE):
             yield part.name, part, part.codec
 
 

@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 import torch
 
 from ampopt_kernels import torch_language
-from ampopt_kernels.codecs import Codec, limits, scale_of
-from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast
+from ampopt_kernels.codecs import Codec, limits, pair_and_part
+from ampopt_kernels.cpu.expressions import LANGUAGE, Program, cast, whole
 
-__all__ = ["CODES", "CodedStates"]
+__all__ = ["CODES", "CodedStates", "RandomBits", "loop"]
 
 
 class _CodeType(NamedTuple):
-    """The C++ type of a code, and formats of C++ that make it a float, and a float a code."""
+    """The C++ type of a code, and formats of C++ that make it a number, and a float a code.
+
+    The number is an ``int32_t`` of an integer, and a float of a float.
+    """
 
     c_type: str
     load: str
@@ -26,12 +29,64 @@ class _CodeType(NamedTuple):
 
 
 CODES = {
-    torch.int8: _CodeType("int8_t", "(float)({})", "int32_t({})"),
-    torch.uint8: _CodeType("uint8_t", "(float)({})", "int32_t({})"),
+    torch.int8: _CodeType("int8_t", "int32_t({})", "int32_t({})"),
+    torch.uint8: _CodeType("uint8_t", "int32_t({})", "int32_t({})"),
     torch.float16: _CodeType("uint16_t", "from_float16({})", "to_float16({})"),
     torch.bfloat16: _CodeType("uint16_t", "from_bfloat16({})", "to_bfloat16({})"),
 }
 """How C++ stores codes, by their dtype."""
+
+
+class RandomBits:
+    """Random bits for the elements of a block, which two states and a 24-bit master share."""
+
+    def __init__(self, before: list[str], place: str) -> None:
+        """Draw nothing yet.
+
+        Args:
+            before: statements that run once, before the loop over blocks.
+            place: C++ for the place of element ``i``.
+        """
+        self._before, self._place = before, place
+        self._drawn: set[int] = set()
+
+    def part_of(self, state: int) -> tuple[str, int]:
+        """The arguments of ``uniform_part`` for the element ``j`` of a block.
+
+        Args:
+            state: the index of the state; -1 for a 24-bit master.
+        """
+        pair, part = pair_and_part(state)
+        return f"random{pair}[j]", part
+
+    def drawn_for(self, state: int) -> Iterator[str]:
+        """Statements that draw the bits, unless they were drawn for another state."""
+        pair, _ = pair_and_part(state)
+        if pair in self._drawn:
+            return
+        self._drawn.add(pair)
+        self._before.append(f"const uint32_t key{pair} = key_of_pair(key, {pair});")
+        yield f"uint32_t random{pair}[BLOCK];"
+        if self._place == "position + i":
+            # Only the 32 low bits of the place differ, but for at most one carry, which is rare.
+            yield (
+                f"const uint32_t near{pair} = uint32_t(position + block);\n"
+                f"const uint32_t here{pair} = key_at(position + block, key{pair});"
+            )
+            each = [f"random{pair}[j] = mixed((near{pair} + uint32_t(j)) ^ here{pair});"]
+            yield loop("0", "BLOCK", each)
+            yield f"const uint32_t carry{pair} = 0u - near{pair};  // elements before the carry"
+            yield f"if (near{pair} && carry{pair} < BLOCK) {{"
+            yield f"const uint32_t next = key_at(position + block + (1ull << 32), key{pair});"
+            each = [f"random{pair}[j] = mixed((near{pair} + uint32_t(j)) ^ next);"]
+            yield loop(f"int32_t(carry{pair})", "BLOCK", each) + "\n}"
+        else:
+            each = [
+                "const int64_t i = block + j;",
+                f"const uint64_t x = {self._place};",
+                f"random{pair}[j] = mixed(uint32_t(x) ^ key_at(x, key{pair}));",
+            ]
+            yield loop("0", "size", each)
 
 
 class CodedStates:
@@ -80,7 +135,11 @@ class CodedStates:
     def decoded(self, i: int, program: Program) -> Any:
         """The value of an element of tensor ``i``, decoded by statements of ``program``."""
         codec = self._codecs[i]
-        code = program.new(torch.float32, CODES[codec.dtype].load.format(f"t{i}[i]"), True)
+        stored = CODES[codec.dtype].load.format(f"t{i}[i]")
+        if codec.dtype.is_floating_point:
+            code = program.new(torch.float32, stored, True)
+        else:
+            code = program.whole(stored, True)
         value = cast(torch_language.bind(codec.decode, LANGUAGE)(code), torch.float32)
         if codec.has_scales:
             scale = f"scale{i}" if codec.block >= self._block else f"s{i}[i / {codec.block}]"
@@ -95,48 +154,17 @@ class CodedStates:
             if codec.has_scales and codec.block >= self._block
         ]
 
-    def encoding(self, place: str) -> Iterator[str]:
-        """Statements that encode and store the states, for each block of the loop over elements.
-
-        Args:
-            place: C++ for the place of element ``i``.
-        """
+    def encoding(self, bits: RandomBits) -> Iterator[str]:
+        """Statements that encode and store the states, for each block of the loop over elements."""
         if not self._codecs:
             return
         for i in self._codecs:
-            yield _loop("size", "BLOCK", [f"v{i}[j] = 0;"])
+            yield loop("size", "BLOCK", [f"v{i}[j] = 0;"])
         for size in sorted({codec.block for codec in self._codecs.values() if codec.has_scales}):
             yield from self._scaled(size)
-        for pair in sorted({(i - 2) // 2 for i in self._codecs}):
-            yield from self._random(pair, place)
-            for i, codec in self._codecs.items():
-                if (i - 2) // 2 == pair:
-                    yield from self._encoded(i, codec)
-
-    def _random(self, pair: int, place: str) -> Iterator[str]:
-        """Statements that draw random bits for two states."""
-        self._before.append(f"const uint32_t key{pair} = key_of_pair(key, {pair});")
-        yield f"uint32_t random{pair}[BLOCK];"
-        if place == "position + i":
-            # Only the 32 low bits of the place differ, but for at most one carry, which is rare.
-            yield (
-                f"const uint32_t near{pair} = uint32_t(position + block);\n"
-                f"const uint32_t here{pair} = key_at(position + block, key{pair});"
-            )
-            each = [f"random{pair}[j] = mixed((near{pair} + uint32_t(j)) ^ here{pair});"]
-            yield _loop("0", "BLOCK", each)
-            yield f"const uint32_t carry{pair} = 0u - near{pair};  // elements before the carry"
-            yield f"if (near{pair} && carry{pair} < BLOCK) {{"
-            yield f"const uint32_t next = key_at(position + block + (1ull << 32), key{pair});"
-            each = [f"random{pair}[j] = mixed((near{pair} + uint32_t(j)) ^ next);"]
-            yield _loop(f"int32_t(carry{pair})", "BLOCK", each) + "\n}"
-        else:
-            each = [
-                "const int64_t i = block + j;",
-                f"const uint64_t x = {place};",
-                f"random{pair}[j] = mixed(uint32_t(x) ^ key_at(x, key{pair}));",
-            ]
-            yield _loop("0", "size", each)
+        for i, codec in self._codecs.items():
+            yield from bits.drawn_for(i - 2)
+            yield from self._encoded(i, codec, *bits.part_of(i - 2))
 
     def _scaled(self, size: int) -> Iterator[str]:
         """Statements that store the scales of all states with blocks of ``size`` elements.
@@ -154,31 +182,33 @@ class CodedStates:
         yield f"for (int32_t first = 0; first < size; first += {size}) {{"
         yield f"int32_t {', '.join(f'top{i} = 0' for i in states)};"
         clause = f" reduction(max:{', '.join(f'top{i}' for i in states)})"
-        yield _loop("first", f"first + {size}", each, clause)
+        yield loop("first", f"first + {size}", each, clause)
         for i in states:
-            program = Program(torch.float32)
-            largest = program.new(torch.float32, f"number(uint32_t(top{i}))", True)
-            scale, reciprocal = torch_language.bind(scale_of, LANGUAGE)(largest)
-            program.each.append(f"s{i}[(block + first) / {size}] = {scale.name};")
-            program.each.append(f"r{i}[first / {size}] = {reciprocal.name};")
-            yield "\n".join(("{", *program.each, "}"))
+            yield f"s{i}[(block + first) / {size}] = scale_of(top{i}, r{i}[first / {size}]);"
         yield "}"
 
-    def _encoded(self, i: int, codec: Codec) -> Iterator[str]:
-        """Statements that encode and store one state."""
+    def _encoded(self, i: int, codec: Codec, bits: str, part: int) -> Iterator[str]:
+        """Statements that encode and store one state.
+
+        Args:
+            i: the index of its tensor.
+            codec: its codec.
+            bits: see :meth:`RandomBits.part_of`.
+            part: likewise.
+        """
         size = codec.block if codec.has_scales else self._block
         program = Program(torch.float32)
         x = program.new(torch.float32, f"v{i}[j]", True)
         if codec.has_scales:
             x = program.new(torch.float32, f"{x.name} * reciprocal", True)
-        half = f"_half(random{(i - 2) // 2}[j], {i % 2})"
-        u = program.new(torch.float32, f"uniform{half}", True)
-        u.chance = f"chance{half}"
+        u = program.new(torch.float32, f"uniform_part({bits}, {part})", True)
+        u.chance = f"chance_part({bits}, {part}, {{}})"
         code = torch_language.bind(codec.encode, LANGUAGE)(x, u)
         store = CODES[codec.dtype].store
         if codec.dtype == torch.bfloat16 and getattr(code, "is_bfloat16", False):
             store = "as_bfloat16({})"
-        program.each.append(f"int32_t code = {store.format(cast(code, torch.float32))};")
+        stored = whole(code) or store.format(cast(code, torch.float32))
+        program.each.append(f"int32_t code = {stored};")
         if (range_ := limits(codec)) is not None:
             low, high = map(int, range_)
             program.each.append(f"code = code > {low} ? code : {low};")
@@ -187,11 +217,11 @@ class CodedStates:
         yield f"for (int32_t first = 0; first < size; first += {size}) {{"
         yield f"const float reciprocal = r{i}[first / {size}];" * codec.has_scales
         end = f"first + {size}"  # compilers make faster loops of it than of the lesser of two
-        yield _loop("first", f"(size % {size} ? lesser({end}, size) : {end})", program.each)
+        yield loop("first", f"(size % {size} ? lesser({end}, size) : {end})", program.each)
         yield "}"
 
 
-def _loop(first: str, last: str, each: Sequence[str], clause: str = "") -> str:
-    """A loop of ``j`` over some elements of a block."""
+def loop(first: str, last: str, each: Sequence[str], clause: str = "") -> str:
+    """A loop of ``j`` over some elements of a block, in vectors."""
     body = "\n".join(each)
     return f"#pragma omp simd{clause}\nfor (int32_t j = {first}; j < {last}; ++j) {{\n{body}\n}}"

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from ampopt_kernels import codecs as small_states
 from ampopt_kernels import low_bits, places, random_numbers, stochastic, torch_language
 from ampopt_kernels.codecs import Codec
-from ampopt_kernels.cpu.codecs import CODES, CodedStates
+from ampopt_kernels.cpu.codecs import CODES, CodedStates, RandomBits
 from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.cpu.expressions import C_TYPES, LANGUAGE, Program, cast
 from ampopt_kernels.cpu.loops import (
@@ -120,7 +121,7 @@ def source_of(
         state.append(program.new(compute, f"t{i}[i - block]", True))
     given = (stored[0], grad * inverse * clip, tuple(state), tuple(rest), flags)
     preamble = f"#define BLOCK {block}\n{PREAMBLE}{SPREAD * bool(marginals)}"
-    preamble += low_bits.CPP * bool(low)
+    preamble += low_bits.CPP * bool(low) + small_states.CPP * bool(coded)
     if role != "update":
         loop, adds = (SUMS, "+=") if role == "reduce" else (AVERAGES, "=")
         terms = function(*given)
@@ -156,9 +157,10 @@ def source_of(
         value = cast(param, torch.float32)
         program.each.append(f"t1[i] = to_bfloat16_by_chance({value}, {program.place}, key);")
     written = list(zip(range(1, len(dtypes)), dtypes[1:], new, strict=True))
+    bits = RandomBits(program.before, program.place)
     if low:
         program.each.append(low.stored(cast(param, torch.float32)))
-        program.after += low.split(program.place, DTYPES[dtypes[1]])
+        program.after += low.split(bits, DTYPES[dtypes[1]])
     for i, dtype, value in written[rounds_stochastically or bool(low) :]:
         if i in coded:
             program.each.append(f"{coded.element(i)} = {cast(value, torch.float32)};")
@@ -168,10 +170,10 @@ def source_of(
         if DTYPES[dtype].by_block:
             program.after.append(f"narrow(w{i}, lesser(BLOCK, end - block), t{i} + block);")
     filled += _widened(dtypes, (grad, *stored), coded)
-    program.after += coded.encoding(program.place)
+    program.after += coded.encoding(bits)
     width += (rule.draws or keyed) + keyed + places.NUMBERS * jumps
     body = program.body(range(1 + len(stored)), filled)
-    blocks = (WHOLE_BLOCKS if coded else BLOCKS).format(**body)
+    blocks = (WHOLE_BLOCKS if coded or low else BLOCKS).format(**body)
     n_tensors += coded.n_scales
     text = UPDATE.format(width=width, n_tensors=n_tensors, before=body["before"], blocks=blocks)
     return CppSource(preamble + text, program.exact)

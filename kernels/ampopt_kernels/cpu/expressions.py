@@ -14,7 +14,7 @@ from ampopt_kernels import torch_language
 from ampopt_kernels.cpu.dtypes import DTYPES
 from ampopt_kernels.tensors import arithmetic
 
-__all__ = ["C_TYPES", "LANGUAGE", "Program", "cast"]
+__all__ = ["C_TYPES", "LANGUAGE", "Program", "cast", "whole"]
 
 C_TYPES = {torch.bool: "bool"} | {
     dtype: DTYPES[dtype].c_type for dtype in (torch.float32, torch.float64)
@@ -70,6 +70,15 @@ class Program:
         to.append(f"const {C_TYPES[dtype]} {name} = {code};")
         return _Expression(self, name, dtype, varies)
 
+    def whole(self, code: str, varies: bool) -> "_Expression":
+        """Append a float32 variable with the value of ``code``, an ``int32_t``."""
+        to = self.each if varies else self.before
+        name = f"k{len(self.before) + len(self.each)}"
+        to.append(f"const int32_t {name} = {code};")
+        number = self.new(torch.float32, f"(float){name}", varies)
+        number.whole = name
+        return number
+
 
 def cast(x: Any, dtype: torch.dtype) -> str:
     """Return C++ code for ``x``, an expression or a Python number, converted to ``dtype``."""
@@ -77,6 +86,13 @@ def cast(x: Any, dtype: torch.dtype) -> str:
         return f"({C_TYPES[dtype]}){_literal(float(x))}"
     x.used = True
     return x.name if x.dtype == dtype else f"({C_TYPES[dtype]}){x.name}"
+
+
+def whole(x: Any) -> str:
+    """Return C++ for the number ``x``, ``int32_t``; empty if none is known."""
+    if isinstance(x, _Expression):
+        return x.whole
+    return str(int(x)) if float(x).is_integer() and abs(x) < 1 << 31 else ""
 
 
 def _literal(x: float) -> str:
@@ -105,7 +121,9 @@ def _operation(
     if any(x.dtype == torch.bool for x in expressions):
         raise TypeError("a rule computes with a truth value; write tl.where(condition, a, b)")
     common = arithmetic(*values) if values else torch.float64
-    code = template.format(*(cast(x, common) for x in operands), T=C_TYPES[common])
+    integers = [*map(whole, operands)] if dtype == torch.bool else [""]
+    filled = integers if all(integers) else [cast(x, common) for x in operands]
+    code = template.format(*filled, T=C_TYPES[common])
     program = expressions[0].program
     program.exact &= exact
     return program.new(dtype or common, code, bool(values))
@@ -138,8 +156,9 @@ class _Expression:
         dtype: float32, float64 or bool.
         varies: whether each element has its own value; else it is a Python number for the rule.
         used: whether another statement reads it.
-        chance: C++ for 2**16 times a random number, ``uint32_t``, where it takes fewer operations
-            than the number itself.
+        chance: a format of C++ for a random number times a power of two, 16 or more, ``uint32_t``,
+            where it takes fewer operations than the number itself.
+        whole: C++ for the same number, ``int32_t``, if it is known to be whole.
         is_bfloat16: whether its values are known to be NaN or numbers that bfloat16 holds.
     """
 
@@ -149,6 +168,7 @@ class _Expression:
     varies: bool
     used: bool = False
     chance: str = ""
+    whole: str = ""
     is_bfloat16: bool = False
 
     __add__, __radd__ = _operator("{0} + {1}")
@@ -179,13 +199,15 @@ class _Expression:
         return _logical("!{0}", self)
 
     def __neg__(self) -> Any:
-        return _operation("-{0}", self)
+        result = _operation("-{0}", self)
+        result.whole = self.whole and f"-{self.whole}"
+        return result
 
     def __pos__(self) -> Any:
         return self
 
     def __abs__(self) -> Any:
-        return _operation("math::fabs({0})", self)
+        return LANGUAGE.abs(self)
 
     def __bool__(self) -> bool:
         raise TypeError("a rule branches on a value; write tl.where(condition, a, b)")
@@ -226,7 +248,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     varies = condition.varies or bool(values)
     number = program.compute if varies else torch.float64
     dtype = arithmetic(*values) if values else number
-    return program.new(dtype, f"{condition.name} ? {cast(a, dtype)} : {cast(b, dtype)}", varies)
+    result = program.new(dtype, f"{condition.name} ? {cast(a, dtype)} : {cast(b, dtype)}", varies)
+    if (whole_a := whole(a)) and (whole_b := whole(b)):
+        result.whole = f"({condition.name} ? {whole_a} : {whole_b})"
+    return result
 
 
 def _extreme(name: str, sign: str) -> Callable[[Any, Any], Any]:
@@ -295,19 +320,45 @@ def _of_float32(name: str) -> Callable[[Any], Any]:
     return function
 
 
+def _abs(x: Any) -> Any:
+    """The magnitude of ``x``."""
+    result = _function("abs", "math::fabs({0})")(x)
+    if n := isinstance(x, _Expression) and x.whole:
+        result.whole = f"({n} < 0 ? -{n} : {n})"
+    return result
+
+
+def _steps_above(x: Any, u: Any, least: int, dropped: int) -> Any:
+    """:func:`ampopt_kernels.language.steps_above`."""
+    # The lower bits of ``least`` are 0, so that one operation adds it to the random number.
+    added = f"({_chance(u, dropped)} | {-least & 0xFFFFFFFF}u)"
+    return x.program.whole(f"int32_t(bits({cast(x, torch.float32)}) + {added}) >> {dropped}", True)
+
+
+def _after_steps(n: Any, least: int, dropped: int) -> Any:
+    """:func:`ampopt_kernels.language.after_steps`."""
+    steps = n.whole or f"int32_t({cast(n, torch.float32)})"
+    return n.program.new(n.dtype, f"number(({steps} << {dropped}) + {least})", n.varies)
+
+
+def _chance(u: Any, places: int) -> str:
+    """C++ for 2**places times the random number ``u``, ``uint32_t``."""
+    if chance := getattr(u, "chance", ""):
+        return chance.format(places)
+    return f"uint32_t(int32_t({cast(u, torch.float32)} * 0x1p{places}f))"
+
+
 def _up_or_down(x: Any, u: Any) -> Any:
     """``x`` rounded stochastically to bfloat16."""
     if not isinstance(x, _Expression):
         return torch_language.HELPERS["up_or_down"](x, u)
-    chance = getattr(u, "chance", "") or f"uint32_t(int32_t({cast(u, torch.float32)} * 0x1p16f))"
-    code = f"up_or_down({cast(x, torch.float32)}, {chance})"
+    code = f"up_or_down({cast(x, torch.float32)}, {_chance(u, 16)})"
     result = x.program.new(x.dtype, code, x.varies)
     result.is_bfloat16 = True
     return result
 
 
 _EXACT = {
-    "abs": "math::fabs({0})",
     "rsqrt": "({T})1 / math::sqrt({0})",
     "floor": "math::floor({0})",
     "ceil": "math::ceil({0})",
@@ -330,17 +381,18 @@ class _Language:
     """
 
     def __init__(self) -> None:
-        """Define the functions that a rule may call, so that they return C++ expressions."""
-        self.where, self.sqrt = _where, _sqrt
+        self.abs, self.where, self.sqrt = _abs, _where, _sqrt
         for name, template in _EXACT.items():
             setattr(self, name, _function(name, template))
         for name, template in _INEXACT.items():
             setattr(self, name, _function(name, template, exact=False))
         self.HELPERS = {
+            "after_steps": _after_steps,
             "as_float32": _as_float32,
             "div_rn": _div_rn,
             "exp2_linear": _of_float32("exp2_linear"),
             "log2_linear": _of_float32("log2_linear"),
+            "steps_above": _steps_above,
             "up_or_down": _up_or_down,
             "maximum": _extreme("maximum", ">"),
             "minimum": _extreme("minimum", "<"),
@@ -349,7 +401,6 @@ class _Language:
         }
 
     def __getattr__(self, name: str) -> Any:
-        """A name of ``torch_language`` that is not replaced here."""
         return getattr(torch_language, name)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ampopt_kernels.cpu.codecs import RandomBits, loop
 from ampopt_kernels.cpu.dtypes import CDtype
 from ampopt_kernels.cpu.expressions import Program
 from ampopt_kernels.low_bits import LOW_BITS
@@ -51,26 +52,21 @@ class LowBits:
         self._before.append("float masters[BLOCK];")
         return f"masters[i - block] = {value};"
 
-    def split(self, place: str, dtype: CDtype) -> Iterator[str]:
+    def split(self, bits: RandomBits, dtype: CDtype) -> Iterator[str]:
         """Statements that store the new parameters and low bits of a block.
 
         Args:
-            place: C++ for the place of element ``i``, from which its random number follows.
+            bits: random bits for each element.
             dtype: how C++ stores the parameter.
         """
-        self._before.append("const uint32_t key_of_masters = key_of_pair(key, -1);")
-        param = "w1[j] = param;" if dtype.by_block else f"t1[i] = {dtype.store.format('param')};"
-        yield f"""
-        const int64_t n_masters = lesser(BLOCK, end - block);
-        #pragma omp simd
-        for (int64_t j = 0; j < n_masters; ++j) {{
-            const int64_t i = block + j;
-            const uint64_t x = {place};
-            const uint32_t random = mixed(uint32_t(x) ^ key_at(x, key_of_masters));
-            int32_t low;
-            const float param = split_{self._of}(masters[j], uniform_half(random, true), low);
-            {param}
-            t{self._place}[i] = low;
-        }}"""
+        yield from bits.drawn_for(-1)
+        random, part = bits.part_of(-1)
+        split = f"split_{self._of}(masters[j], chance_part({random}, {part}, 16), low)"
+        each = [
+            "int8_t low;",
+            f"{'w1[j]' if dtype.by_block else 't1[block + j]'} = {split};",
+            f"t{self._place}[block + j] = low;",
+        ]
+        yield loop("0", "size", each)
         if dtype.by_block:
-            yield "narrow(w1, n_masters, t1 + block);"
+            yield "narrow(w1, size, t1 + block);"

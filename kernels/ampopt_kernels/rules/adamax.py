@@ -1,5 +1,6 @@
 """Adamax, as torch defines it (``torch/optim/adamax.py``; Kingma and Ba, 1412.6980)."""
 
+from ampopt_kernels.codecs import WIDE
 from ampopt_kernels.language import div_rn, jit, maximum, power, tl
 from ampopt_kernels.rule import Rule, State
 from ampopt_kernels.rules.averages import lerp
@@ -36,6 +37,10 @@ adamax = Rule(
     scalars=_scalars,
     hyper=("lr", "betas", "eps", "weight_decay"),
     flags=("weight_decay", "maximize"),
-    state=(State("exp_avg"), State("exp_inf", positive=True)),
+    state=(
+        # Divided by exp_inf itself, not by a root as in Adam.
+        State("exp_avg", codec=WIDE),
+        State("exp_inf", positive=True),
+    ),
     scalar_state=(State("step"),),
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 from ampopt_kernels.codecs import Codec, limits, scale_of
 from ampopt_kernels.language import jit, rounded, tl
-from ampopt_kernels.random_numbers import element_bits, key_of_pair, uniform_half
+from ampopt_kernels.random_numbers import element_bits, key_of_pair, uniform_part
 
 __all__ = [
     "arguments_of",
@@ -110,9 +110,15 @@ def decoded(
 
 @jit
 def uniform_of(places, key, INDEX: tl.constexpr):
-    """A uniform random number in (0, 1) for each element of stream ``INDEX``, a state."""
-    bits = element_bits(places, key_of_pair(key, (INDEX - 2) // 2))
-    return uniform_half(bits, INDEX % 2)
+    """A uniform random number in (0, 1) for each element of stream ``INDEX``.
+
+    The stream is a state, or 1: the low bits of a 24-bit master. See ``codecs.pair_and_part``.
+    """
+    if INDEX == 1:
+        return uniform_part(element_bits(places, key_of_pair(key, 0)), 2)
+    else:
+        bits = element_bits(places, key_of_pair(key, (INDEX - 2) // 2))
+        return uniform_part(bits, INDEX % 2)
 
 
 @jit
