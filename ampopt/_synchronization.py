@@ -46,10 +46,12 @@ class _Watching(TorchDispatchMode):
     """A dispatch mode that reports each operator that reads the values of a tensor to Python."""
 
     def __init__(self, saw: Callable[[str], None]) -> None:
+        """Store ``saw``, which is called with the name of each such operator."""
         super().__init__()
         self.saw = saw
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Report ``func`` if it reads values, and run it."""
         name = func.overloadpacket.__name__
         if name in _OPERATORS or (name in _INDEXING and any(map(_is_mask, args[1]))):
             self.saw(str(func))

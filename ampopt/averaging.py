@@ -263,6 +263,7 @@ class _LastSteps:
     """The overflow flags of the last steps of some optimizers, recorded by step post-hooks."""
 
     def __init__(self, optimizers: list[Optimizer]) -> None:
+        """Register a post-hook on each optimizer."""
         self._flags: dict[int, Tensor | None] = {}
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note)

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from ampopt._step import torch_scaler
-from ampopt._step.by_rule import RuleStep
+from ampopt._step.by_rule import RuleRunner, RuleStep
 from ampopt._step.checks import check_loaded, check_options, check_rule
 from ampopt._step.closures import call_closure
 from ampopt._step.descriptors import StrategyAttribute
 from ampopt._step.hyperparameters import kind_of
 from ampopt._step.masters import has_masters, needs_master
 from ampopt._step.ordinary import OrdinaryStep
-from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.rule_state import shares_storage
 from ampopt._step.sharding.dtensor import is_dtensor
 from ampopt._step.small_states import restore_names, with_saved_names
@@ -228,11 +227,10 @@ class ElementwiseOptimizer(Optimizer):
                     f"{said} does not go with differentiable=True, which takes torch's own step: "
                     "leave one of them out"
                 )
-        of_masters = [group for group in self.param_groups if MASTER_BITS in group]
-        if of_masters and not any(map(has_masters, of_masters)):
+        of_24_bits = [group for group in self.param_groups if group.get(MASTER_BITS, 32) != 32]
+        if of_24_bits and not any(map(has_masters, of_24_bits)):
             raise ValueError(
-                f"master_bits={of_masters[0][MASTER_BITS]} is how many bits a master weight has: "
-                "pass master_weights=True too"
+                "master_bits=24 is how many bits a master weight has: pass master_weights=True too"
             )
 
     @uncompiled
@@ -301,9 +299,9 @@ class ElementwiseOptimizer(Optimizer):
         ours = self._ampopt
         ours.refuse_pending("run_rule")
         scale = ours.scale(grads_scaled_by)
-        steps = ours.second_runners.get(rule)
+        steps = ours.runner.second_runners.get(rule)
         if steps is None:
-            steps = ours.second_runners[rule] = RuleRunner(self, _torchs_step, rule=rule)
+            steps = ours.runner.second_runners[rule] = RuleRunner(self, _torchs_step, rule=rule)
         if steps.checks.need_torch():
             raise RuntimeError(
                 "run_rule: gradients are sparse, or the optimizer has differentiable=True, so "
@@ -390,7 +388,7 @@ class ElementwiseOptimizer(Optimizer):
                     del states[key]
                 else:
                     states[key] = self._ampopt.runner.completed(states[key], group, param)
-        rules = (self.rule, *self._ampopt.second_runners)
+        rules = (self.rule, *self._ampopt.runner.second_runners)
         parts = [part for rule in rules for part in rule.state]
         for key, state in states.items():
             if isinstance(state, dict):  # users may keep other values under their own keys

@@ -16,8 +16,7 @@ import torch
 import ampopt_kernels
 from ampopt import _synchronization
 from ampopt._step import gradients
-from ampopt._step.by_rule import RuleStep
-from ampopt._step.rule_runner import FIRST
+from ampopt._step.by_rule import FIRST, RuleStep
 from ampopt._step.transaction import Mode, SkipPolicy
 from ampopt.backend import backend_for, get_backend
 from ampopt.optimizer import Optimizer
@@ -230,7 +229,7 @@ def _path(optimizer: Optimizer, mode: Mode | None) -> str:
     which = "an ordinary step"
     ours = optimizer._ampopt
     if isinstance(ours, RuleStep):
-        if not ours.runner.checks.need_torch():
+        if not ours.needs_torch():
             name = backend_for(ours.decision_device).name
             pays = get_backend() == "auto" and name == "compiled"
             where = "eager backend until it is compiled" if pays else f"{name} backend"

@@ -156,7 +156,7 @@ def _end_cycles(
         decision = replace(decision, reports=tuple(_owned(p, owners) for p in decision.reports))
     if request.max_norm is None:
         return decision
-    asked = Request(
+    norm_request = Request(
         check=False,
         found_inf=None if decision is None else decision.found_inf,
         drop=request.drop,
@@ -165,7 +165,7 @@ def _end_cycles(
     )
     uploads = sums[0].uploads["norm"]
     measured = check_and_unscale_params(
-        with_grads, asked, agreement, device, write=False, uploads=uploads
+        with_grads, norm_request, agreement, device, write=False, uploads=uploads
     )
     if decision is None or measured is None:
         return measured

@@ -207,7 +207,7 @@ def in_package(path):
     """``path``, or the same file of the installed packages if their source is not here."""
     for folder, package in (("ampopt", ampopt), ("kernels/ampopt_kernels", ampopt_kernels)):
         if path.resolve().is_relative_to(ROOT / folder):
-            return Path(package.__file__).parent / path.resolve().relative_to(ROOT / folder)
+            return Path(str(package.__file__)).parent / path.resolve().relative_to(ROOT / folder)
     return path
 
 

@@ -5,8 +5,7 @@ The methods of ``ampopt.Optimizer`` delegate to ``optimizer._ampopt``, a
 
 1. ``ampopt.optimizer.unscale_and_step`` checks whether the call is allowed now, turns its argument
    into a loss scale (``ampopt.loss_scale.arguments``), and returns the next scale.
-2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around
-   ``rule_runner.RuleRunner.step``.
+2. ``by_rule.RuleStep.attempt`` runs the step hooks, if there are any, around ``RuleRunner.step``.
 3. ``RuleRunner.step`` reuses the ``plan.Plan`` of the last step, if ``Plan.revalidate`` finds that
    only gradients and hyperparameters have changed. Otherwise it makes a new plan: it checks
    parameters and states (``checks``, ``state_checks``), makes missing states (``rule_state``), and

@@ -1,5 +1,13 @@
-"""How the step of an update rule runs: one pass unscales, checks, clips and updates."""
+"""How the step of an update rule runs: one pass unscales, checks, clips and updates.
 
+A :class:`RuleStep` is called by control points, a :class:`RuleRunner` by the step of the optimizer.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,15 +15,203 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.overflow import check_and_unscale_params
-from ampopt._step.rule_runner import RuleRunner
-from ampopt._step.step_hooks import is_watched
+from ampopt._step.checks import Checks
+from ampopt._step.hyperparameters import kind_of
+from ampopt._step.masters import Masters, needs_master
+from ampopt._step.optimizer_reference import RefersToOptimizer
+from ampopt._step.overflow import check_and_unscale_params, device_of
+from ampopt._step.plan import Plan
+from ampopt._step.rows import keys_of
+from ampopt._step.rule_state import StateCompleter, complete, convert, state_of, widen_scalars
+from ampopt._step.small_states import codecs_of
+from ampopt._step.step_hooks import beneath_hooks, is_watched
 from ampopt._step.stepping import StepOutcome, StepStrategy
 from ampopt._step.torch_private import mark_as_called
-from ampopt._step.transaction import SkipPolicy
+from ampopt._step.transaction import SkipPolicy, skip_policy_of
 from ampopt_kernels.decision import Decision, Request
+from ampopt_kernels.devices import refuse_while_captured
+from ampopt_kernels.rule import Rule
+from ampopt_kernels.uploads import Uploads
 
-__all__ = ["RuleStep"]
+__all__ = ["FIRST", "RuleRunner", "RuleStep"]
+
+FIRST = "the first step"
+"""The reason of the first plan; an ordinary loop makes no other."""
+
+_FIRST = (
+    "the first step of an optimizer, or one with other parameters, options or layouts than the "
+    "step before: each replay would make its states anew"
+)
+
+
+class RuleRunner(RefersToOptimizer):
+    """Runs one rule of an :class:`ampopt.ElementwiseOptimizer`.
+
+    Attributes:
+        checks: checks of parameters, options and states before a step.
+        masters: the master weights of the parameters.
+        uploads: constants that earlier steps have copied to a device, by device.
+        plan: the plan of the last step; ``None`` before the first, and after
+            :meth:`StepStrategy.invalidate_plan`.
+        decision: the decision of the last step; ``None`` if it had no gradients, and while torch's
+            own step runs.
+        second_runners: the runners of the rules that ``run_rule`` was called with, by rule.
+        reasons: how often a plan was made, by the reason in words; :data:`FIRST` is one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        torchs_step: Callable[[Any], Any],
+        *,
+        rule: Rule | None = None,
+        complete_state: StateCompleter | None = None,
+        torch_needs_state: bool = False,
+    ) -> None:
+        """Store how to run the rule.
+
+        Args:
+            optimizer: the optimizer to step; stored as a weak reference.
+            torchs_step: ``torchs_step(optimizer)`` is the bound ``step`` that the class inherits
+                from torch.
+            rule: the rule to run; ``None`` for ``optimizer.rule``.
+            complete_state: adds scalar states that a checkpoint of torch lacks to the state of a
+                parameter, if the flags need any.
+            torch_needs_state: whether torch's own step needs a state of each parameter to exist.
+        """
+        super().__init__(optimizer)
+        self._torchs_step, self._rule = torchs_step, rule
+        self._no_plan = FIRST
+        self._complete_state, self._torch_needs_state = complete_state, torch_needs_state
+        self.masters = Masters(optimizer)
+        self.second_runners: dict[Rule, RuleRunner] = {}
+        self.uploads: dict[torch.device, Uploads] = {}
+        self.plan: Plan | None = None
+        self.reasons: Counter[str] = Counter()
+        self.decision: Decision | None = None
+        self.checks = Checks(optimizer)
+
+    @property
+    def rule(self) -> Rule:
+        """The rule to run."""
+        return self.optimizer.rule if self._rule is None else self._rule
+
+    @functools.cached_property
+    def skip_policy(self) -> SkipPolicy:
+        """How torch's own step is skipped; chosen before the first."""
+        optimizer = self.optimizer
+        decision_device = device_of(optimizer.param_groups) or torch.device("cpu")
+        return skip_policy_of(optimizer.skip_by, decision_device)
+
+    def step(self, request: Request) -> Decision | None:
+        """Run or skip a step with the present gradients.
+
+        Returns:
+            The decision; ``None`` if no rank has gradients.
+        """
+        on_masters = bool(self.masters.unscaled)
+        if on_masters:
+            self.masters.check_unedited()
+        elif self.masters.read_early is not None:
+            self.masters.warn_of_early_reading()
+        self.decision = None  # hooks in torch's own step must not read the last one
+        plan = self.plan
+        if plan is None or not plan.revalidate(self.optimizer, self.rule):
+            plan = self._planned(plan, request.needs_agreement)
+        self.decision = self._step_as_torch(request) if plan is None else plan.run(request)
+        if on_masters:
+            self.masters.drop_gradients()
+        return self.decision
+
+    def drop_plan(self) -> None:
+        """Make plan and rows anew in the next step."""
+        self.plan = None
+
+    def check_gradients(self) -> None:
+        """Raise for gradients that no step can use, before anything changes."""
+        with_grads = gradients.params_with_grads(self.optimizer.param_groups)
+        self.checks.warn_of_float16(self.rule)
+        if self.checks.need_torch():
+            self.checks.check_dtypes()
+            self.masters.check_float16(with_grads)
+        else:
+            self.checks.check_plannable(self.rule)
+
+    def convert_states(self) -> None:
+        """Convert loaded states as a step would. States that a step refuses stay as they are."""
+        optimizer, rule, converted = self.optimizer, self.rule, []
+        places = itertools.count()
+        for index, group in enumerate(optimizer.param_groups):
+            for position, (param, place) in enumerate(zip(group["params"], places, strict=False)):
+                if not (state := optimizer.state.get(param)):
+                    continue
+                with contextlib.suppress(KeyError, RuntimeError, TypeError, ValueError):
+                    self.checks.check_states(rule, index, [position])
+                    flags = rule.flag_values(group, kind_of(group, param))
+                    codecs = codecs_of(rule, flags, group, param)
+                    has_master = needs_master(group, param)
+                    convert(rule, state, param, flags, codecs, has_master=has_master)
+                    if any(codecs):
+                        keys_of(optimizer, param, place)
+                    converted.append(state)
+        widen_scalars(rule, converted)
+
+    def completed(
+        self, state: dict[str, Any], group: dict[str, Any], param: Tensor
+    ) -> dict[str, Any]:
+        """A copy of ``state``, with the states of ``param`` that a first step would add."""
+        state, rule = state.copy(), self.rule
+        flags, groups = rule.flag_values(group, kind_of(group, param)), self.optimizer.param_groups
+        codecs = codecs_of(rule, flags, group, param)
+        complete(rule, groups, state, param, flags, codecs, self._complete_state)
+        return state
+
+    def _planned(self, outdated: Plan | None, needs_agreement: bool) -> Plan | None:
+        """A new plan, kept for the next step; ``None`` if torch's own step has to run."""
+        self.checks.warn_of_float16(self.rule)
+        if self.checks.need_torch():
+            return None
+        optimizer, rule = self.optimizer, self.rule
+        device = device_of(optimizer.param_groups)
+        if device is not None:
+            refuse_while_captured(device, _FIRST)
+        kept = {} if outdated is None else outdated.unchanged_rows(optimizer, rule)
+        with_grads = self.checks.check_plannable(rule, kept)
+        reason = self._no_plan if outdated is None else outdated.reason(optimizer, rule)
+        self.plan = Plan(
+            optimizer,
+            rule,
+            self.masters,
+            self.uploads,
+            kept,
+            with_grads,
+            complete_state=self._complete_state,
+            needs_agreement=needs_agreement,
+        )
+        self._no_plan = "the last plan was dropped"
+        self.reasons[reason] += 1
+        return self.plan
+
+    def _step_as_torch(self, request: Request) -> Decision | None:
+        """Run torch's own step, or skip it as ``optimizer.skip_by`` says."""
+        optimizer = self.optimizer
+        if self._torch_needs_state:
+            rule = self.rule
+            for index, param in gradients.present(optimizer.param_groups):
+                if not optimizer.state.get(param):
+                    group = optimizer.param_groups[index]
+                    flags = rule.flag_values(group, kind_of(group, param))
+                    codecs = codecs_of(rule, flags, group, param)
+                    state_of(optimizer, rule, param, flags, codecs, self._complete_state)
+        decision = self.masters.unscale(request, optimizer._ampopt.agreement(), self.uploads)
+        # Without hooks: those of the class run around our step already.
+        step = beneath_hooks(self._torchs_step(optimizer).__func__)
+        if decision is None:
+            step(optimizer)
+        else:
+            call = functools.partial(step, optimizer)
+            self.skip_policy.step(optimizer, call, decision)
+        return decision
 
 
 class RuleStep(StepStrategy):
@@ -36,8 +232,13 @@ class RuleStep(StepStrategy):
             step: ``ElementwiseOptimizer.step`` without hooks, which passes :attr:`step_request` to
                 ``runner``.
         """
-        super().__init__(optimizer, runner, step_has_collectives=runner.rule.averages is not None)
-        self._step = step
+        super().__init__(
+            optimizer,
+            runner.masters,
+            runner.uploads,
+            step_has_collectives=runner.rule.averages is not None,
+        )
+        self.runner, self._step = runner, step
 
     @property
     def skip_policy(self) -> SkipPolicy:
@@ -61,10 +262,22 @@ class RuleStep(StepStrategy):
             mark_as_called(optimizer)
         return StepOutcome(self.runner.decision)
 
+    def check_step(self) -> None:
+        """See :class:`StepStrategy`."""
+        self.optimizer.check_step()
+
+    def needs_torch(self) -> bool:
+        """See :class:`StepStrategy`."""
+        return self.runner.checks.need_torch()
+
+    def invalidate_plan(self) -> None:
+        """See :class:`StepStrategy`."""
+        self.runner.drop_plan()
+
     @torch.no_grad()
     def check_closure_gradients(self, request: Request) -> Decision | None:
         """See :class:`StepStrategy`. Gradients stay scaled, unless torch's own step follows."""
-        if self.runner.checks.need_torch():
+        if self.needs_torch():
             decision = self.unscale(request)
             self.step_request = Request(
                 check=False, found_inf=_other(decision), earlier_decision=decision

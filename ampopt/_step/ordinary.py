@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ampopt._step import gradients
-from ampopt._step.rule_runner import RuleRunner
+from ampopt._step.by_rule import RuleRunner
+from ampopt._step.masters import Masters
 from ampopt._step.snapshot import Snapshot
 from ampopt._step.step_hooks import hooked, is_replaced, run_step_hooks, written_step
 from ampopt._step.stepping import StepOutcome, StepStrategy
@@ -60,8 +61,12 @@ class OrdinaryStep(StepStrategy):
                 optimizer.
         """
         super().__init__(
-            optimizer, runner, step_has_collectives=step_has_collectives and not own_step
+            optimizer,
+            Masters(optimizer, kept=False) if runner is None else runner.masters,
+            {} if runner is None else runner.uploads,
+            step_has_collectives=step_has_collectives and not own_step,
         )
+        self.runner = runner
         self._make_state = None if own_step else make_state
         self._never_written = frozenset() if own_step else never_written
         self._decision: Decision | None = None
@@ -132,6 +137,20 @@ class OrdinaryStep(StepStrategy):
     def check_gradients(self) -> None:
         """See :class:`StepStrategy`."""
         self.masters.check_float16(gradients.params_with_grads(self.optimizer.param_groups))
+
+    def check_step(self) -> None:
+        """See :class:`StepStrategy`."""
+        if self.runner is not None:
+            self.optimizer.check_step()
+
+    def needs_torch(self) -> bool:
+        """See :class:`StepStrategy`."""
+        return self.runner is None or self.runner.checks.need_torch()
+
+    def invalidate_plan(self) -> None:
+        """See :class:`StepStrategy`."""
+        if self.runner is not None:
+            self.runner.drop_plan()
 
     def snapshot(self) -> Snapshot:
         """See :class:`StepStrategy`."""

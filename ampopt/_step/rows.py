@@ -294,6 +294,7 @@ def _place_in_memory(rule: Rule, state: dict[str, Any]) -> tuple[int, int]:
 
 
 def _all_params(groups: list[dict[str, Any]]) -> Iterator[Tensor]:
+    """The parameters of all groups."""
     return chain.from_iterable(group["params"] for group in groups)
 
 

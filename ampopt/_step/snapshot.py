@@ -57,6 +57,7 @@ class _SavedLeaf:
     """One leaf: a tensor with a copy of its values, or any other object."""
 
     def __init__(self, value: Any, *, share: bool = False) -> None:
+        """Store ``value``, and a copy of it if it is a tensor, unless ``share``."""
         self._value = value
         copied = isinstance(value, Tensor) and not share
         self._copy = copy_of(value) if copied else None

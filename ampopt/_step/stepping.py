@@ -35,13 +35,11 @@ from ampopt._step.all_reduce import Agreement
 from ampopt._step.masters import Masters
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import device_of
-from ampopt._step.rule_runner import RuleRunner
 from ampopt._step.snapshot import Snapshot
 from ampopt.loss_scale.arguments import as_loss_scale
 from ampopt.loss_scale.base import AnyScale, LossScale
 from ampopt.results import as_flag
 from ampopt_kernels.decision import Decision, Request
-from ampopt_kernels.rule import Rule
 from ampopt_kernels.uploads import Uploads
 
 __all__ = ["Pending", "StepOutcome", "StepStrategy"]
@@ -88,9 +86,6 @@ class StepStrategy(RefersToOptimizer, ABC):
     :class:`~ampopt._step.by_rule.RuleStep` for an update rule that kernels run.
 
     Attributes:
-        runner: runs the rule in ``ElementwiseOptimizer.step``; ``None`` for an optimizer without a
-            rule.
-        second_runners: the runners of the rules that ``run_rule`` was called with, by rule.
         masters: the float32 master weights of half-precision parameters.
         needs_closure: whether ``step`` requires a closure.
         pending: the result of an unscale that no step has followed yet; else ``None``.
@@ -117,7 +112,8 @@ class StepStrategy(RefersToOptimizer, ABC):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        runner: RuleRunner | None,
+        masters: Masters,
+        uploads: dict[torch.device, Uploads],
         *,
         step_has_collectives: bool = False,
     ) -> None:
@@ -125,14 +121,13 @@ class StepStrategy(RefersToOptimizer, ABC):
 
         Args:
             optimizer: the optimizer to step; stored as a weak reference.
-            runner: see the class.
+            masters: see the class.
+            uploads: see the class.
             step_has_collectives: whether the step itself calls collectives, as operations on
                 ``DTensor``s do; see :class:`ampopt._step.all_reduce.Agreement`.
         """
         super().__init__(optimizer)
-        self.runner = runner
-        self.second_runners: dict[Rule, RuleRunner] = {}
-        self.masters = Masters(optimizer, kept=False) if runner is None else runner.masters
+        self.masters, self.uploads = masters, uploads
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is inspect.Parameter.empty
         self.pending: Pending | None = None
@@ -141,7 +136,6 @@ class StepStrategy(RefersToOptimizer, ABC):
         self.loss: Tensor | None = None
         self.accumulation = Accumulation(optimizer)
         self.grad_norm: Tensor | None = None
-        self.uploads: dict[torch.device, Uploads] = {} if runner is None else runner.uploads
         self.step_request: Request | None = None
         self._agreement = ranks.AgreementCache(step_has_collectives=step_has_collectives)
         self._reserved_names: set[str] = set()
@@ -190,10 +184,20 @@ class StepStrategy(RefersToOptimizer, ABC):
     def check_gradients(self) -> None:
         """Raise for gradients that cannot be unscaled or stepped with, before anything changes."""
 
+    @abstractmethod
     def check_step(self) -> None:
         """Call ``ElementwiseOptimizer.check_step``, which raises if no step is allowed now."""
-        if self.runner is not None:
-            self.optimizer.check_step()
+
+    @abstractmethod
+    def needs_torch(self) -> bool:
+        """Whether the step is torch's or a hand-written one, and not that of a rule.
+
+        Raises for sparse gradients that the rule does not take.
+        """
+
+    @abstractmethod
+    def invalidate_plan(self) -> None:
+        """Have the next step make a new plan, and a CUDA graph of the step be captured again."""
 
     @abstractmethod
     def snapshot(self) -> Snapshot | None:
@@ -268,11 +272,6 @@ class StepStrategy(RefersToOptimizer, ABC):
             raise TypeError(f"loss must be a number or a tensor of one element, got {got}")
         self.loss = loss
 
-    def invalidate_plan(self) -> None:
-        """Have the next step make a new plan, and a CUDA graph of the step be captured again."""
-        if self.runner is not None:
-            self.runner.drop_plan()
-
     def step_is_over(self) -> None:
         """Called after every ``optimizer.step``, before its post-hooks, whoever called it."""
         self.end_pending()
@@ -303,8 +302,8 @@ class StepStrategy(RefersToOptimizer, ABC):
         Returns:
             The decision; ``None`` if there are no gradients.
         """
-        if self.runner is not None and request.scale is not None:
-            self.runner.checks.need_torch()  # raises for sparse gradients if the step would
+        if request.scale is not None:
+            self.needs_torch()  # raises for sparse gradients if the step would
         decision = self.masters.unscale(
             self.with_watch_and_causes(request), self.agreement(), self.uploads
         )
@@ -313,8 +312,7 @@ class StepStrategy(RefersToOptimizer, ABC):
 
     def fill_masters(self) -> None:
         """Copy gradients without a scale to the master weights, as :meth:`unscale` does others."""
-        if self.runner is not None:
-            self.runner.checks.need_torch()
+        self.needs_torch()
         self.masters.copy_gradients(gradients.params_with_grads(self.optimizer.param_groups))
 
     def end_cycle(self, request: Request) -> Decision | None:
@@ -328,7 +326,7 @@ class StepStrategy(RefersToOptimizer, ABC):
     @property
     def takes_wide_sums(self) -> bool:
         """Whether the step accepts gradients in another dtype than the parameters'."""
-        return self.runner is not None and not self.runner.checks.need_torch()
+        return not self.needs_torch()
 
     def offenders(self) -> Iterator[str]:
         """Names of the parameters whose gradients are not finite. Synchronizes."""

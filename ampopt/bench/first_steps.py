@@ -51,16 +51,16 @@ class FirstSteps:
 
 def measure(optimizer: str, workload: workloads.Workload, *, dtype: str) -> FirstSteps:
     """Measure on the CPU, in three processes with as many threads as this one has."""
-    asked = {
+    options = {
         "optimizer": optimizer,
         "shapes": workload.shapes,
         "dtype": dtype,
         "threads": torch.get_num_threads(),
     }
     with tempfile.TemporaryDirectory(prefix="ampopt-bench-") as cache:
-        cold = _in_a_process({**asked, "backend": "auto"}, cache)
-        _in_a_process({**asked, "backend": "compiled", "steps": 1}, cache)
-        warm = _in_a_process({**asked, "backend": "auto"}, cache)
+        cold = _in_a_process({**options, "backend": "auto"}, cache)
+        _in_a_process({**options, "backend": "compiled", "steps": 1}, cache)
+        warm = _in_a_process({**options, "backend": "auto"}, cache)
     torchs = {name: min(cold[name], warm[name]) for name in _TORCHS}
     ours = contenders.AMPOPT
     return FirstSteps(optimizer, workload.name, torchs, cold[ours], warm[ours])
@@ -105,10 +105,10 @@ def times(
     return found
 
 
-def _in_a_process(asked: Mapping[str, Any], cache: str) -> dict[str, float]:
+def _in_a_process(options: Mapping[str, Any], cache: str) -> dict[str, float]:
     """Return what :func:`times` returns in a new process with ``cache`` as cache folder."""
     done = subprocess.run(
-        [sys.executable, "-m", "ampopt.bench.first_steps", json.dumps(asked)],
+        [sys.executable, "-m", "ampopt.bench.first_steps", json.dumps(options)],
         env={**os.environ, "XDG_CACHE_HOME": cache},
         stdout=subprocess.PIPE,
         text=True,

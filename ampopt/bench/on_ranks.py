@@ -81,8 +81,8 @@ class Processes:
         """Seconds left for measurements."""
         return self._until - time.perf_counter()
 
-    def times(self, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Run :func:`_times` with ``asked`` on all ranks, and return the first rank's result.
+    def times(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Run :func:`_times` with ``options`` on all ranks, and return the first rank's result.
 
         Raises:
             RuntimeError: a rank ended with an error; the message has the last line of it.
@@ -92,7 +92,7 @@ class Processes:
         for process in self._running:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the rank has ended; _answer raises
-                process.stdin.write(json.dumps(asked) + "\n")
+                process.stdin.write(json.dumps(options) + "\n")
                 process.stdin.flush()
         return self._answer()
 
@@ -164,7 +164,7 @@ def measure(
     """
     if processes.left <= 0:
         raise TimeoutError(_OUT_OF_TIME)
-    asked = {
+    options = {
         "optimizer": optimizer,
         "shapes": workload.shapes,
         "dtype": str(dtype).removeprefix("torch."),
@@ -174,7 +174,7 @@ def measure(
         "backend": ampopt.get_backend(),
         "threads": max(1, torch.get_num_threads() // processes.ranks),
     }
-    found = processes.times(asked)
+    found = processes.times(options)
     row = BenchRow(
         optimizer=optimizer,
         workload=workload.name,

@@ -40,6 +40,7 @@ class _Uncompiled:
     """An optimizer whose compiled step runs uncompiled, with the same mathematics."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wrap ``optimizer``."""
         self._optimizer = optimizer
 
     def step(self) -> None:

@@ -327,16 +327,16 @@ def as_loss_scale(
     return BareScale(value, constants, in_closure=in_closure)
 
 
-def request_for(scale: AnyScale | None, **asked: Any) -> Request:
-    """The request for a step under ``scale``; ``asked`` are further fields of the request."""
+def request_for(scale: AnyScale | None, **fields: Any) -> Request:
+    """The request for a step under ``scale``; ``fields`` are its other fields."""
     if scale is None:
-        return Request(check=False, **asked)
+        return Request(check=False, **fields)
     return Request(
         scale=scale._value,
         drop=scale._drop,
         policy=scale._policy,
         counters=scale._counters,
-        **asked,
+        **fields,
     )
 
 

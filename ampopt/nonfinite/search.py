@@ -134,6 +134,7 @@ class _Search:
     """
 
     def __init__(self) -> None:
+        """Start a search that has found nothing."""
         self.found = FirstNonFinite()
         self.anew = False
         self._over = False

@@ -124,9 +124,16 @@ class _Lists(TorchFunctionMode):
     """
 
     def __init__(self, device_type: str, low: Mapping[str, bool]) -> None:
+        """Store the lists.
+
+        Args:
+            device_type: the type of the device that autocast is on for.
+            low: by name of a listed operator, whether it runs in autocast's dtype, or in float32.
+        """
         self._device_type, self._low = device_type, low
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func`` in the dtype of its list, or as torch does if no list has it."""
         kwargs = kwargs or {}
         writes = kwargs.get("out") is not None or kwargs.get("inplace")
         low = None if writes else self._low.get(func.__name__)
@@ -153,10 +160,12 @@ class _Again(list[_Lists]):
     """Enters lists again, any number of times: a graph may be traversed more than once."""
 
     def __enter__(self) -> None:
+        """Enter each of the lists."""
         for one in self:
             one.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
+        """Leave the lists in reverse order."""
         for one in reversed(self):
             one.__exit__(*exc)
 

@@ -29,6 +29,13 @@ class Problem:
     """
 
     def __init__(self, make: Any, history: History, limit: float = math.inf) -> None:
+        """Start a training on the parameters of ``history``, with its gradients as targets.
+
+        Args:
+            make: makes the optimizer from parameters.
+            history: the parameters, and in its first step the targets.
+            limit: the largest finite magnitude of a scaled gradient.
+        """
         self.trained: Trained = start(make, history)
         self.targets = [g.tensor().to_dense() for g in history.steps[0] if g is not None]
         self.sparse = [g and g.layout in ("sparse", "duplicated") for g in history.steps[0]]

@@ -74,14 +74,14 @@ def of_example(
         # Numbers that the invariant draws itself cannot be drawn again.
         if not any(isinstance(value, st.DataObject) for value in drawn.values()):
             limits = _LIMITS
-    told = explanations(claims, drawn, limits, passes)
-    return Failure(test, size, order, str(error), tuple(told))
+    likely = tuple(explanations(claims, drawn, limits, passes))
+    return Failure(test, size, order, str(error), likely)
 
 
-def of_calls(test: str, error: BaseException, calls: int, told: Iterable[str]) -> Failure:
-    """Describe the failure of a sequence of ``calls`` calls, which the claims ``told`` explain."""
+def of_calls(test: str, error: BaseException, calls: int, claims: Iterable[str]) -> Failure:
+    """Describe the failure of a sequence of ``calls`` calls, which ``claims`` would exclude."""
     size = f"{calls} call{'' if calls == 1 else 's'}"
-    return Failure(test, size, (calls,), str(error), tuple(told))
+    return Failure(test, size, (calls,), str(error), tuple(claims))
 
 
 def explanations(

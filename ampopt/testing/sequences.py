@@ -85,8 +85,8 @@ def _run(contract: Sequences, of_float64: bool, *claims: str) -> None:
         test = f"test_any_sequence_of_calls{'_is_near_float64' * of_float64}"
         failed = CallSequence(cls, of_float64, Machine.last.called)
         calls = len(failed.called) - 1
-        told = failed.explanations(claims) if calls >= 0 else ()  # no optimizer was made
-        contract.failure = of_calls(test, error, max(calls, 0), told)
+        likely = failed.explanations(claims) if calls >= 0 else ()  # no optimizer was made
+        contract.failure = of_calls(test, error, max(calls, 0), likely)
         raise
 
 

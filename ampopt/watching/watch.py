@@ -397,15 +397,15 @@ class Watch:
         """
         attempt, reports = RecordedStep(number), {}
         if decision is not None:
-            judged = decision.earlier_decision or decision
-            norm = decision.norm if judged.norm is None else judged.norm
+            check = decision.earlier_decision or decision
+            norm = decision.norm if check.norm is None else check.norm
             loss = self.optimizer._ampopt.loss
-            told = (decision.skip, judged.cause, judged.scaled_by, norm, loss)
-            here = (x if x is None else to_device(x, self._home) for x in told)
+            values = (decision.skip, check.cause, check.scaled_by, norm, loss)
+            here = (x if x is None else to_device(x, self._home) for x in values)
             attempt = RecordedStep(number, *here)
-            measured = judged if judged.measured else decision
+            measured = check if check.measured else decision
             reports = {r.measures.device: r for r in measured.reports if r.measures is not None}
-            for report in judged.reports:
+            for report in check.reports:
                 if isinstance(report, RankFlags):
                     self._count_ranks(report)
         for device in dict.fromkeys((self._home, *reports)):

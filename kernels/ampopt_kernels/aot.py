@@ -325,6 +325,7 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
 
 
 def _count_small_states(rule: Rule, flags: tuple[bool, ...]) -> int:
+    """The number of states of ``rule`` under ``flags`` that are kept in 8 bits."""
     return sum(codec is not None for codec in rule.codecs_for(flags, 8))
 
 

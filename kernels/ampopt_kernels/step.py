@@ -112,26 +112,26 @@ class Backend(ABC):
         where: Any = torch_language.on_numbers.where if on_host else torch_language.where
         make: Any = _filled if on_host else as_tensor
 
-        found: Any = 0.0
+        found_inf: Any = 0.0
         if request.check and partials is not None:
             flags = partials.flags
             if isinstance(flags, list):
-                found = float(any(flags))
+                found_inf = float(any(flags))
             elif flags.numel():
-                found = read(flags.max())
+                found_inf = read(flags.max())
         if request.found_inf is not None:
             flag = read(request.found_inf)
-            found = where(flag > 0, flag, found)
+            found_inf = where(flag > 0, flag, found_inf)
         inverse: Any = 1.0
         if request.scale is not None:
             value = read(request.scale)
             inverse = reciprocal(value)
             if request.check:
                 usable = (value > 0) & (value < float("inf"))
-                found = where(usable, found, 1.0)
+                found_inf = where(usable, found_inf, 1.0)
         if request.write:  # detect has stored the gradients unscaled
             inverse = 1.0
-        skip = found if request.drop else 0.0
+        skip = found_inf if request.drop else 0.0
 
         norm, coefficient = None, 1.0
         if request.max_norm is not None and partials is not None:
@@ -148,7 +148,7 @@ class Backend(ABC):
             read_all = Tensor.tolist if on_host else _unbound  # one copy for both counters
             last = read(request.scale), *read_all(request.counters)
             advance = _next_scale_on_numbers if on_host else _next_scale
-            new = advance(*last, found, request.policy)
+            new = advance(*last, found_inf, request.policy)
             scale = make(new[0], dtype=request.scale.dtype, device=device)
             if request.scale.ndim:
                 scale = scale.reshape(request.scale.shape)
@@ -159,7 +159,7 @@ class Backend(ABC):
         if not on_host:
             coefficients = as_tensor(coefficients, widest(device), device)
         return Decision(
-            found_inf=make(found, dtype=torch.float32, device=device),
+            found_inf=make(found_inf, dtype=torch.float32, device=device),
             coefficients=coefficients,
             norm=norm,
             scale=scale,

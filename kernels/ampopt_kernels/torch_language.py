@@ -216,6 +216,7 @@ class _InFloat64:
     where = staticmethod(functools.partial(where, number=float64))
 
     def __getattr__(self, name: str) -> Any:
+        """A name of this module that is not replaced here."""
         return getattr(_this_module, name)
 
 
@@ -232,6 +233,7 @@ class _OfScalars:
         return where(condition, a, b, number)
 
     def __getattr__(self, name: str) -> Any:
+        """A name of this module that is not replaced here."""
         return getattr(_this_module, name)
 
 
@@ -278,6 +280,7 @@ class _OnNumbers:
         self.HELPERS = {n: getattr(f, "on_number", f) for n, f in HELPERS.items()}
 
     def __getattr__(self, name: str) -> Any:
+        """A name of this module that is not replaced here."""
         return getattr(_this_module, name)
 
 

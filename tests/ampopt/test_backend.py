@@ -4,13 +4,13 @@ import inspect
 import os
 import tempfile
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from support.object_loops import unavailable_loops
 from support.optimizers import Signed
 from torch.nn import Parameter
 
@@ -348,8 +348,8 @@ def shared(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "shared"))
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o777)
-    nobody = SimpleNamespace(want=lambda: None, get=lambda wait=False: None)
-    monkeypatch.setattr(objects, "loops", nobody)  # which stay with the folder they are sought in
+    # Loops stay with the folder they are sought in.
+    monkeypatch.setattr(objects, "loops", unavailable_loops())
     numbers.library.cache_clear()
     place.cache_clear()
     yield tmp_path / "shared"

@@ -6,6 +6,7 @@ verl knows no CPU, but lets one be declared as a device. With FSDP1 it needs a G
 # The package may not be installed.
 # pyright: reportMissingImports=false
 
+import importlib
 import importlib.util
 import os
 from typing import Any
@@ -23,7 +24,6 @@ STEPS, SAVED = 4, 2
 
 def declare_cpu() -> None:
     """Have verl take the CPU for the GPU, whose engines it then has."""
-    from verl.models.transformers import monkey_patch
     from verl.plugin.platform import set_platform
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
@@ -34,9 +34,12 @@ def declare_cpu() -> None:
         def current_device(self) -> Any:
             return torch.device("cpu")
 
-    set_platform(PlatformCPU())
+    cpu: Any = PlatformCPU
+    set_platform(cpu())
     os.environ.update(VERL_ENGINE_DEVICE="cuda", VERL_ENGINE_VENDOR="nvidia")
-    monkey_patch.is_trl_available = lambda: False  # it imports what newer versions lack
+    # With trl it imports what newer versions of trl lack.
+    patches: Any = importlib.import_module("verl.models.transformers.monkey_patch")
+    patches.is_trl_available = lambda: False
 
 
 def initialized(folder: str) -> Any:
@@ -73,7 +76,7 @@ def batch(step: int) -> Any:
     def nested(rows: list[torch.Tensor]) -> torch.Tensor:
         return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
-    tensors = {
+    tensors: dict[str, Any] = {
         "input_ids": nested(tokens),
         "position_ids": nested([torch.arange(len(row)) for row in tokens]),
         "loss_mask": nested([torch.ones(len(row)) for row in tokens]),
@@ -115,9 +118,16 @@ def test_all_ranks_skip_and_a_resumed_run_is_the_same_run(two_ranks, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {name: 8 for name in ("vocab_size", "hidden_size", "intermediate_size")}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, **heads, max_position_embeddings=8, tie_word_embeddings=True)
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=8,
+        tie_word_embeddings=True,
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     for module, steps, again in two_ranks.run(trained, str(tmp_path), timeout=120.0):
         assert module == "ampopt.optim.adamw"

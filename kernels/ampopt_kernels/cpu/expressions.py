@@ -381,6 +381,7 @@ class _Language:
     """
 
     def __init__(self) -> None:
+        """Define the functions that a rule may call, so that they return C++ expressions."""
         self.abs, self.where, self.sqrt = _abs, _where, _sqrt
         for name, template in _EXACT.items():
             setattr(self, name, _function(name, template))
@@ -401,6 +402,7 @@ class _Language:
         }
 
     def __getattr__(self, name: str) -> Any:
+        """A name of ``torch_language`` that is not replaced here."""
         return getattr(torch_language, name)
 
 

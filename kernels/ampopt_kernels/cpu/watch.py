@@ -49,13 +49,13 @@ def note(
         cause = max(_number(attempt.cause, 0.0), 1.0)
     known = (_number(x, NOT_GIVEN) for x in (attempt.scale, attempt.norm, attempt.loss))
     where = array("q", chain.from_iterable(parts))
-    told = array("d", (attempt.number, cause, *known))
+    entry = array("d", (attempt.number, cause, *known))
     loops.note(
         None if measures is None else measures.data_ptr(),
         None if flags is None else flags.data_ptr(),
         where.buffer_info()[0],
         len(parts),
-        told.buffer_info()[0],
+        entry.buffer_info()[0],
         statistics.numbers.data_ptr(),
         statistics.numbers.numel(),
         statistics.places,

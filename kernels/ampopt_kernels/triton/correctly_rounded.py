@@ -49,6 +49,7 @@ class _Exchange(ast.NodeTransformer):
     """
 
     def __init__(self, scope: dict[str, Any]) -> None:
+        """Store ``scope``."""
         self._scope = scope
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:

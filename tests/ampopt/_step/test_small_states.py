@@ -1,6 +1,7 @@
 """``state_bits``: which states have few bits, the steps with them, and checkpoints."""
 
 import copy
+import inspect
 import io
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from support.optimizers import BEYOND_TORCH, BY_RULE
 
 import ampopt
+from ampopt._step.small_states import of_any_size
 from ampopt.bench import fidelity
 from ampopt.testing.bits import bits
 from ampopt_kernels import Codec, Rule, State, jit, rules, tl
@@ -174,6 +176,39 @@ def test_backends_make_the_same_bits(bits_, masters):
         optimizer = ampopt.AdamW(params, master_weights=masters, state_bits=bits_)
         runs.append(everything(stepped(optimizer, 2)))
     assert runs[0] == runs[1] == runs[2]
+
+
+# The order of sums, of norms and of rows, differs between backends.
+WITHOUT_SUMS = [cls for cls in (*BY_RULE, *BEYOND_TORCH) if not cls.rule.reduces]
+
+
+@pytest.mark.parametrize("cls", [cls for cls in WITHOUT_SUMS if cls is not ampopt.Adafactor])
+def test_backends_make_the_same_bits_of_every_rule(cls):
+    """Also of tensors that are no multiple of a block."""
+    options = {"momentum": 0.5} if "momentum" in inspect.signature(cls).parameters else {}
+    runs = []
+    for name in ("eager", "triton"):
+        ampopt.set_backend(name)
+        params = params_of([(130, 3), (300,)], dtype=torch.bfloat16)
+        with of_any_size():
+            optimizer = cls(params, state_bits=8, master_weights=True, master_bits=24, **options)
+            runs.append(everything(stepped(optimizer, 2)))
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", ["eager", "compiled", "triton"])
+def test_an_applied_nan_makes_its_block_nan_and_no_other(name):
+    ampopt.set_backend(name)
+    (param,) = params_of([(8192,)])
+    optimizer = stepped(ampopt.AdamW([param], state_bits=8), 1)
+    param.grad = torch.full_like(param, 0.5)
+    param.grad[300] = math.nan
+    optimizer.step()
+    in_block = torch.arange(8192) // 128 == 300 // 128
+    for name in ("exp_avg", "exp_avg_sq"):
+        full = ampopt.full_state_dict(optimizer)["state"][0][name]
+        assert torch.equal(full.isnan(), in_block)
+    assert param.isnan().nonzero().tolist() == [[300]]
 
 
 def test_memory_layout_changes_no_bit():

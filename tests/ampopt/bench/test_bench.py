@@ -723,8 +723,9 @@ def test_ranks_step_sharded_matrices_unless_asked_for_others(tiny, monkeypatch, 
 
     monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
     monkeypatch.setattr(on_ranks.Processes, "times", times)
-    run("--optimizer", "SGD", "--ranks", "2")
-    run("--optimizer", "SGD", "--ranks", "3", "--elements", "32")
+    ranks = ("--optimizer", "SGD", "--seconds", "60", "--ranks")
+    run(*ranks, "2")
+    run(*ranks, "3", "--elements", "32")
     assert asked == [(2, (64, 64), "eager"), (2, (512, 512), "eager"), (3, (2,), "eager")]
     printed = capsys.readouterr().out
     assert printed.count("ranks 2") == printed.count("ranks 3") == 1
@@ -746,7 +747,8 @@ def test_few_rounds_and_those_of_a_busy_machine_are_not_judged(
     monkeypatch.setattr(workloads, "SHARDED", workloads.SHARDED[:1])
     monkeypatch.setattr(on_ranks.Processes, "_start", lambda processes: None)
     monkeypatch.setattr(on_ranks.Processes, "times", lambda *_: [seen, seen])
-    run("--optimizer", "SGD", "--ranks", "2", "--json", str(tmp_path / "figures"))
+    figures = str(tmp_path / "figures")
+    run("--optimizer", "SGD", "--seconds", "60", "--ranks", "2", "--json", figures)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SGD  ")]
     assert len(lines) == 2 and all(line.endswith(f"  {said}") for line in lines)
     for row in json.loads((tmp_path / "figures").read_text())["rows"]:
