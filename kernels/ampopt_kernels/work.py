@@ -140,11 +140,11 @@ class Work:
             one has. A step does not change the tensors of the other rows.
         rule: the update rule; ``None`` if gradients are only read or accumulated.
         hyper: for each param group, the numbers that ``rule.hyper_values`` returns.
-        uploads: tables that are on the device already, kept from step to step.
-        table: the backend's own form of the rows, kept from step to step; ``None`` until the
+        uploads: constants that are on the device already, kept from step to step.
+        backend_rows: the rows in the backend's own form, kept from step to step; ``None`` until the
             backend makes it.
         grads_version: a count that goes up when ``grads`` are replaced, so that a backend knows
-            when addresses in its table are out of date.
+            when addresses of gradients are out of date.
     """
 
     device: torch.device
@@ -153,7 +153,7 @@ class Work:
     rule: Rule | None = None
     hyper: Sequence[Sequence[float | Tensor]] = ()
     uploads: Uploads = field(default_factory=Uploads)
-    table: Any = None
+    backend_rows: Any = None
     grads_version: int = field(default=0, init=False)
     present: list[bool] | None = field(default=None, init=False)
 

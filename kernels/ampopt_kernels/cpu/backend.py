@@ -59,17 +59,17 @@ class CpuBackend(Backend):
 
     def prepare(self, work: Work, *, decides: bool) -> None:
         """See :meth:`Backend.prepare`."""
-        if not isinstance(work.table, Bundles):
-            work.table = Bundles.of(work)
-        if work.table.prepared_by is not self:
-            work.table.updated = work.table.bundles
-            work.table.prepared_by = self if self._prepare_functions(work) else None
+        if not isinstance(work.backend_rows, Bundles):
+            work.backend_rows = Bundles.of(work)
+        if work.backend_rows.prepared_by is not self:
+            work.backend_rows.updated = work.backend_rows.bundles
+            work.backend_rows.prepared_by = self if self._prepare_functions(work) else None
 
     def _detect(self, work: Work, request: Request) -> Partials:
         """Return what :meth:`Backend.detect` does."""
-        table = work.table if isinstance(work.table, Bundles) else None
+        rows = work.backend_rows if isinstance(work.backend_rows, Bundles) else None
         inverse = 1.0 if request.scale is None else reciprocal(request.scale.item())
-        grads = work.present_grads if table is None else table.gather(work)
+        grads = work.present_grads if rows is None else rows.gather(work)
         only_tests = not request.measure and request.max_norm is None
         # Unscaling by 1 or less makes nothing larger: finite before means finite after.
         if only_tests and 0 <= inverse <= 1 and self._surely_finite(grads):
@@ -77,15 +77,15 @@ class CpuBackend(Backend):
         else:
             partials = self._partials_of_chunks(work, request, inverse)
         if request.write:
-            bundles = [] if table is None else [bundle for _, bundle in table.bundles]
+            bundles = [] if rows is None else [bundle for _, bundle in rows.bundles]
             gathered = [bundle.grad for bundle in bundles if bundle.grad is not None]
             _multiply(work.present_grads + gathered, inverse)
         return partials
 
     def _partials_of_chunks(self, work: Work, request: Request, inverse: float) -> Partials:
         """Test and measure each chunk: a bundle, or a row where no bundles were prepared."""
-        if isinstance(work.table, Bundles):
-            bundles = [bundle for _, bundle in work.table.bundles]
+        if isinstance(work.backend_rows, Bundles):
+            bundles = [bundle for _, bundle in work.backend_rows.bundles]
             chunks = [_Chunk(b, b.dtype, b.rows[0].in_norm, b.among) for b in bundles]
         else:
             chunks = [
@@ -133,7 +133,7 @@ class CpuBackend(Backend):
         rule = work.rule
         assert rule is not None
         found: LineSums = {}
-        for block, bundle in () if skip > 0 else work.table.bundles:
+        for block, bundle in () if skip > 0 else work.backend_rows.bundles:
             if bundle.marginals and bundle.marginals[0].shard is not None:  # never bundled
                 if (grad := bundle.gather(work)) is None:
                     continue
@@ -154,7 +154,7 @@ class CpuBackend(Backend):
             return sums
         order, found = [], []
         last, h = None, ()
-        for block, bundle in work.table.bundles:
+        for block, bundle in work.backend_rows.bundles:
             if (grad := bundle.gather(work)) is None:
                 continue
             if block is not last:
@@ -182,11 +182,11 @@ class CpuBackend(Backend):
         last: Any = None
         h: Any = None
         large: list[LargeRow] = []
-        for block, bundle in () if skip > 0 else work.table.updated:
+        for block, bundle in () if skip > 0 else work.backend_rows.updated:
             if (grad := bundle.gather(work)) is None:
                 continue
             if block is not last:
-                last, results = block, work.table.scalar_results
+                last, results = block, work.backend_rows.scalar_results
                 coefficients, sums = (inverse, clip), decision.sums
                 h = block.advance(rule, work.hyper, coefficients, results, sums, work.present)
             bundle.load()
@@ -209,7 +209,7 @@ class CpuBackend(Backend):
             bundle.store()
         if large:
             self._update_large(large)
-        for _, bundle in work.table.bundles:
+        for _, bundle in work.backend_rows.bundles:
             bundle.gathered_at = None
 
     def _update_large(self, large: list[LargeRow]) -> None:
@@ -227,7 +227,7 @@ class Cpu(CpuBackend):
     def _prepare_functions(self, work: Work) -> bool:
         """Give each bundle torch functions. Returns whether the functions are final: they are."""
         assert work.rule is not None
-        for _, bundle in work.table.bundles:
+        for _, bundle in work.backend_rows.bundles:
             bundle.functions = torch_functions(work.rule, bundle)
         return True
 

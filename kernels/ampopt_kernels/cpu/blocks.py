@@ -277,7 +277,7 @@ def _rows(columns: Sequence[Any], n: int) -> list[tuple[float, ...]]:
 
 @dataclass
 class Bundles:
-    """All rows of a work in bundles, kept between steps as ``work.table``.
+    """All rows of a work in bundles, kept between steps as ``work.backend_rows``.
 
     Attributes:
         bundles: each bundle with its block.

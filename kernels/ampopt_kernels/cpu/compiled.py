@@ -165,7 +165,7 @@ class Compiled(CpuBackend):
         rule = work.rule
         assert rule is not None
         decided, used = True, False
-        for block, bundle in work.table.bundles:
+        for block, bundle in work.backend_rows.bundles:
             bundle.functions = torch_functions(rule, bundle)
             if bundle.param.numel():
                 widths = rule.widths(len(work.hyper[block.group]))
@@ -185,12 +185,14 @@ class Compiled(CpuBackend):
                 )
         if used and self._loaded(numbers.library(), wanted=True) is not None:
             numbers.loops()
-            for block, bundle in work.table.bundles:
+            for block, bundle in work.backend_rows.bundles:
                 if bundle.copies is not None:
                     bundle.copies = _native(bundle.copies)
                 bundle.scattered = list(map(_native, bundle.scattered))
                 block.scattered = list(map(_native, block.scattered))
-        work.table.updated = list(chain.from_iterable(starmap(_in_place, work.table.bundles)))
+        work.backend_rows.updated = list(
+            chain.from_iterable(starmap(_in_place, work.backend_rows.bundles))
+        )
         return self._broken or (decided and (numbers.loaded is not None or not used))
 
     def _function_for(self, bundle: Bundle, key: _Key) -> Any:

@@ -153,11 +153,11 @@ class Table:
     @staticmethod
     def of(work: Work) -> "Table":
         """The table of ``work``; sent to the device again if an address or a size has changed."""
-        table = work.table if isinstance(work.table, Table) else None
+        table = work.backend_rows if isinstance(work.backend_rows, Table) else None
         if table is None or (
             table.grads_version != work.grads_version and not table._takes_gradients_of(work)
         ):
-            work.table = table = Table._new(work)
+            work.backend_rows = table = Table._new(work)
         return table
 
     def _takes_gradients_of(self, work: Work) -> bool:

@@ -275,7 +275,7 @@ def test_one_plan_serves_every_backend(order):
         assert ours._ampopt.runner.plan is not None
         plans.append(ours._ampopt.runner.plan)
         if backend != "triton":
-            assert len(ours._ampopt.runner.plan.works[0].table.bundles) == 1, (
+            assert len(ours._ampopt.runner.plan.works[0].backend_rows.bundles) == 1, (
                 "they are not taken together"
             )
         torch.testing.assert_close(list(model.parameters()), list(twin.parameters()))

@@ -296,7 +296,7 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     work = Work(CPU, [row], [grad], rules.adam, [[0.5, 0.5, 0.5, 0.0, 0.0]])
     engine = triton.Triton(last)
     assert engine.detect(work, Request()).flags[-1] == 0
-    chunk = work.table.chunk
+    chunk = work.backend_rows.chunk
     run(lambda _: engine, [work], Request(check=False))
     expected = [2.0, 0.5, 1.0, 2.0]
     for stream, value in zip((grad, *row.outputs), expected, strict=True):
