@@ -271,7 +271,8 @@ def _print(measured: list[rows.BenchRow], device: torch.device) -> None:
     print("/floor: ampopt's median over the time to move its bytes at the measured bandwidth")
     if any(contenders.FLOAT32 in row.times for row in measured):
         print("/float32: ampopt's fastest round over that of its step of float32 parameters")
-    print("ampopt:16 and ampopt:8 are ampopt with state_bits=16 and 8")
+    print("ampopt:16 and ampopt:8 are ampopt with state_bits=16 and 8; of ampopt:8, any master")
+    print("weights have master_bits=24")
     print(report.table(measured))
     if any(row.allocated for row in measured):
         print("\nbytes allocated for each element of a parameter: of parameters, gradients, states")

@@ -31,6 +31,8 @@ FLOAT32 = "float32"
 """The column of ampopt with float32 parameters and gradients, in rows of master weights."""
 SMALL: dict[str, dict[str, int]] = {"ampopt:16": {"state_bits": 16}, "ampopt:8": {"state_bits": 8}}
 """ampopt with states in fewer bits, by the name of the column: the options."""
+_MASTER_BITS = {"ampopt:8": 24}
+"""The bits of master weights, if there are any and they are not 32, by the name of the column."""
 TORCH = ("for-loop", "foreach", "fused")
 _OTHERS = ("apex", "optimi")
 _OTHERS_WITH_MASTERS = ("deepspeed",)
@@ -157,7 +159,9 @@ def enter(name: str, optimizer: str, params: Sequence[Tensor], masters: bool = F
         if name in SMALL and not hasattr(kind, "rule"):
             raise NotImplementedError(f"{optimizer} has no rule, and so no small states")
         settings = {**settings, **SMALL.get(name, {})}
-        settings |= {"master_weights": True} if masters else {}
+        if masters:
+            bits = _MASTER_BITS.get(name, 32)
+            settings |= {"master_weights": True, "master_bits": bits}
         return _ampopt(name, kind(params, **settings))
     makers = {"apex": _apex, "optimi": _optimi, "deepspeed": _deepspeed}
     if name in makers:
