@@ -13,6 +13,7 @@ from torch import Tensor
 
 import ampopt
 from ampopt.testing.beside import add_group, set_learning_rate
+from ampopt.testing.bits import assert_same, everything
 from ampopt.testing.blueprints import Blueprint
 from ampopt.testing.machine import CEILING, FLOOR, INTERVAL, call, precondition
 from ampopt.testing.saving import from_bytes, to_bytes
@@ -115,7 +116,11 @@ class Changes(Windows):
     def switch_to(self, mode: str) -> None:
         """Call the optimizer's method that switches to ``mode``."""
         before = torch.get_rng_state()
+        unchanged = everything(self.optimizer) if mode == self.mode else None
         getattr(self.optimizer, mode)()
+        if unchanged is not None:
+            now = everything(self.optimizer)
+            assert_same(now, unchanged, f"changed by {mode}(), though it was the mode already")
         self.mode = mode
         self.beside.tell("call", mode, None, before)
 

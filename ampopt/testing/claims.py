@@ -115,7 +115,8 @@ class Claims:
             :class:`ampopt.ElementwiseOptimizer`, else False.
         modes (tuple of str, default empty): names of methods that switch the optimizer's mode, such
             as ``("train", "eval")``. The optimizer starts in the first. In any other mode a step
-            must raise ``RuntimeError`` and change nothing, and a checkpoint must keep the mode.
+            must raise ``RuntimeError`` and change nothing, a checkpoint must keep the mode, and
+            switching to the mode that it is in must change nothing.
         calls (tuple of str, default empty): names of further methods that a training calls between
             steps, such as ``"update_hessian"``. A method with a parameter ``grads_scaled_by`` is
             called while gradients are present: it must return ``(found_inf, scale)``, change

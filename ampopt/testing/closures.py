@@ -44,6 +44,9 @@ class Problem:
 
     def closure(self, scale: Any = None) -> torch.Tensor:
         """Set scaled gradients, and return the unscaled loss."""
+        assert torch.is_grad_enabled(), (
+            "step(closure) disables gradients: call the closure within `with torch.enable_grad():`"
+        )
         self.trained.optimizer.zero_grad()
         self.scales.append(1.0 if scale is None else float(scale))
         loss = torch.zeros((), dtype=torch.float64)
@@ -93,7 +96,8 @@ class Closures(Claims):
     ) -> None:
         """Under a power of two as scale, steps with a closure equal those of ``step(closure)``.
 
-        The returned loss is the closure's, unscaled.
+        The closure runs with gradients enabled, though ``step`` has disabled them, and the returned
+        loss is the closure's, unscaled.
         """
         plain, scaled = Problem(make, history), Problem(make, history)
         for _ in range(2):

@@ -1,8 +1,11 @@
 """Invariant: finite gradients leave parameters finite."""
 
+from dataclasses import replace
 from typing import Any
 
-from ampopt.testing.blueprints import History, Scale
+from hypothesis import strategies as st
+
+from ampopt.testing.blueprints import Blueprint, History, Scale
 from ampopt.testing.claims import Claims, invariant
 from ampopt.testing.skipping import ways
 from ampopt.testing.training import Trained, train
@@ -10,12 +13,24 @@ from ampopt.testing.training import Trained, train
 __all__ = ["Finiteness"]
 
 
+@st.composite
+def of_any_size(draw: st.DrawFn, cls: type[Claims]) -> History:
+    """Strategy of finite trainings whose gradients are ordinary, large or small numbers."""
+    history = draw(cls.histories(overflows=False))
+    size = draw(st.sampled_from([1.0, 2.0**20, 2.0**-20]))
+
+    def sized(grad: Blueprint | None) -> Blueprint | None:
+        return grad and replace(grad, numbers=tuple(number * size for number in grad.numbers))
+
+    return replace(history, steps=tuple(tuple(map(sized, step)) for step in history.steps))
+
+
 class Finiteness(Claims):
-    """Steps on ordinary numbers, including zeros."""
+    """Steps on finite numbers, including zeros."""
 
     @invariant(
         claim=("plain_steps", "finite_steps"),
-        history=lambda cls: cls.histories(overflows=False),
+        history=of_any_size,
         way=ways,
     )
     def test_finite_gradients_leave_finite_parameters(
@@ -24,8 +39,9 @@ class Finiteness(Claims):
         """Steps with finite gradients leave every parameter finite.
 
         A step that divides by the norm of a parameter, or by the square of a gradient, writes NaN
-        where that is zero. The next loss is NaN, every later step is skipped for its gradients, and
-        the scale gets the blame.
+        where that is zero; one that keeps its state in float16 writes infinities where gradients
+        are large. The next loss is NaN, every later step is skipped for its gradients, and the
+        scale gets the blame.
         """
 
         def after(index: int, trained: Trained) -> None:

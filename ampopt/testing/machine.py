@@ -277,8 +277,8 @@ class Machine(RuleBasedStateMachine):
         self.multiply_gradients(factor)
 
     def multiply_gradients(self, factor: float) -> None:
-        """Multiply the gradients, and the record of them."""
-        for p in self.params:
+        """Multiply the unscaled gradients, and the record of them."""
+        for p in self.optimizer.master_params():
             if p.grad is not None:
                 p.grad.mul_(factor)
         self.held = [

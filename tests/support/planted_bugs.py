@@ -441,6 +441,22 @@ class Normalizes(Plain):
                     p.sub_(group["lr"] * p.grad / p.grad.norm())
 
 
+@planted(
+    "keeps its momentum in float16, which large gradients overflow",
+    "finite_gradients_leave_finite_parameters",
+)
+class HalfMomentum(Plain):
+    def update(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                old = state.get("buffer", torch.zeros_like(p, dtype=torch.float16))
+                state["buffer"] = old * group["momentum"] + p.grad.half()
+                p.sub_(group["lr"] * state["buffer"].to(p.dtype))
+
+
 # What runs on CPUs alone.
 
 
@@ -596,6 +612,18 @@ class ClosureUnchecked(OwnHooks):
                 p.grad.div_(number)
         self.step()
         return ampopt.StepResult(loss, torch.zeros(()), grads_scaled_by)
+
+
+@planted(
+    "runs a closure with gradients disabled, as they are in its step",
+    "a_scale_changes_nothing_for_a_closure",
+)
+class WithoutGradients(Plain):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else closure()
+        self.update()
+        return loss
 
 
 @planted(
@@ -777,6 +805,30 @@ class KeepsMode(StepsInAnyMode):
         if not self.__dict__.get("trains", True):
             raise RuntimeError("call train() first")
         return super().step(closure)
+
+
+@planted(
+    "moves its parameters again where it is switched to the mode that it is in",
+    "any_sequence_of_calls",
+    **FEW,
+    modes=("train", "eval"),
+    checkpoints=False,
+    deepcopies=False,
+)
+class SwitchesAgain(KeepsMode):
+    @torch.no_grad()
+    def eval(self):
+        super().eval()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.5)
+
+    @torch.no_grad()
+    def train(self):
+        super().train()
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(2.0)
 
 
 @planted(

@@ -244,6 +244,25 @@ def test_of_a_sequence_only_claims_are_suggested_without_whose_calls_it_passes(c
         ]
 
 
+def test_gradients_are_edited_where_unscale_has_put_them():
+    class WithMasters(OptimizerContract):
+        half_precision = (torch.bfloat16,)
+
+        def make(self, params):
+            return ampopt.SGD(params, lr=0.5, master_weights=True)
+
+    begin = {"shapes": [(2,)], "dtype": torch.bfloat16, "options": {}, "on_device": False}
+    calls = [
+        Call("begin", {**begin, "kind": "static", "state_bits": 32}),
+        Call("advance_edited", {}),
+        Call("backward", {"numbers": ((2.0,),) * 4, "bad": None}),
+        Call("unscale", {}),
+        Call("edit_gradients", {"factor": 0.5}),
+        Call("step_after_unscale", {}),
+    ]
+    assert CallSequence(WithMasters, False, calls).passes()
+
+
 def test_under_unittest_what_is_not_claimed_is_a_skip():
     class Contract(OptimizerContract):
         closures = False
