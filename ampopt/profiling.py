@@ -44,7 +44,7 @@ class Profile:
     Attributes:
         steps: the number of steps that each optimizer attempted, by name.
         paths: how each parameter was stepped in the last step, by optimizer and parameter name.
-        plans: how often each optimizer made the plan of its steps anew, by name and reason. Only
+        plans: how often each optimizer made a new plan of its steps, by name and reason. Only
             an optimizer with an update rule has a plan. It makes the plan in its first step, which
             is not counted, and an ordinary loop uses it for all later steps.
         launches: the number of launches of each of ampopt's kernels, by name, over all steps.
@@ -66,7 +66,7 @@ class Profile:
         return "\n".join([*self._on_steps(), *self._on_launches(), *self._on_looks()])
 
     def _on_steps(self) -> Iterator[str]:
-        """The lines on how each optimizer stepped its parameters, and why it made plans anew."""
+        """The lines on how each optimizer stepped its parameters, and why it made new plans."""
         for name, paths in self.paths.items():
             n = self.steps[name]
             yield f"{name}: {_count(n, 'step')}" + (". In the last one:" if n else "")
@@ -77,7 +77,7 @@ class Profile:
                 shown = ", ".join(parameters[:3]) + (", ..." if len(parameters) > 3 else "")
                 yield f"  {_count(len(parameters), 'parameter')} ({shown}): {path}"
             for reason, times in self.plans.get(name, {}).items():
-                yield f"  plan made anew {_count(times, 'time')}: {reason}"
+                yield f"  plan made again {_count(times, 'time')}: {reason}"
 
     def _on_launches(self) -> Iterator[str]:
         """The lines on the number of kernels that were launched."""
@@ -217,7 +217,7 @@ def _paths_of(optimizer: Optimizer, name: str, report: Profile) -> Iterator[None
 
 
 def _plans_of(optimizer: Optimizer) -> Counter[str]:
-    """How often the optimizer has made its plan anew, by the reason."""
+    """How often the optimizer has made a new plan, by the reason."""
     ours = optimizer._ampopt
     made = ours.runner.reasons.copy() if isinstance(ours, RuleStep) else Counter()
     made.pop(FIRST, None)

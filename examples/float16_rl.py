@@ -34,7 +34,7 @@ import ampopt
 
 TOKENS = 16
 LENGTH = 12
-"""Tokens of a sequence, of which the first is the prompt."""
+"""Tokens of a sequence; the first is the prompt."""
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 BATCH = 64

@@ -11,11 +11,11 @@ scaling. The gradients that it gets are unscaled and finite: an evaluation whose
 is run again with a smaller scale, the second one too, at the weights that SAM has moved. If no
 scale helps, the weights are restored.
 
-The script trains a small network on handwritten digits of which a third of the training labels are
-wrong. It shows that SAM gives the same accuracy in float16 as in float32, and how often an
-evaluation had to be run again. It also trains by plain SGD in float32, which is no fair comparison:
-after 25 epochs SGD has begun to memorize the wrong labels, and falls behind; with ``--epochs 10``
-it is ahead.
+The script trains a small network on handwritten digits. A third of the training labels are wrong.
+It shows that SAM gives the same accuracy in float16 as in float32, and how often an evaluation had
+to be run again. It also trains by plain SGD in float32, which is no fair comparison: after 25
+epochs SGD has begun to memorize the wrong labels, and falls behind; with ``--epochs 10`` it is
+ahead.
 
     python examples/sam.py
 """

@@ -40,7 +40,7 @@ FIRST = "the first step"
 
 _FIRST = (
     "the first step of an optimizer, or one with other parameters, options or layouts than the "
-    "step before: each replay would make its states anew"
+    "step before: each replay would make its states again"
 )
 
 
@@ -124,7 +124,7 @@ class RuleRunner(RefersToOptimizer):
         return self.decision
 
     def drop_plan(self) -> None:
-        """Make plan and rows anew in the next step."""
+        """Forget plan and rows, so that the next step makes new ones."""
         self.plan = None
 
     def check_gradients(self) -> None:

@@ -1,8 +1,8 @@
 """Master weights of half-precision parameters, and the gradients on them.
 
-A master is a float32 tensor; or int8, the low bits of a 24-bit master of which the parameter is the
-other part (``ampopt_kernels.low_bits``). To hold unscaled gradients, a 24-bit master gets a float32
-copy, which is kept until the step.
+A master is a float32 tensor; or an int8 tensor with the low bits of a 24-bit master, whose other
+part is the parameter (``ampopt_kernels.low_bits``). To hold unscaled gradients, a 24-bit master
+gets a float32 copy, which is kept until the step.
 """
 
 import warnings
@@ -103,7 +103,7 @@ class Masters(RefersToOptimizer):
         master = state.get(MASTER)
         if master is None:
             refuse_while_captured(
-                param.device, "master weights being made: each replay would make them anew"
+                param.device, "master weights being made: each replay would make them again"
             )
             state[MASTER] = _new_low_bits(param) if is_low else param.detach().to(torch.float32)
         elif is_low != (master.dtype == LOW_BITS) and master.shape == param.shape:
@@ -389,7 +389,7 @@ def _new_low_bits(param: Tensor) -> Tensor:
 
 
 def _low_bits(param: Tensor, master: Tensor) -> Tensor:
-    """The low bits of ``param`` for the float32 ``master`` of which it is the rounded value."""
+    """The low bits for a float32 ``master``; ``param`` is the master, rounded."""
     own = low_bits_of(dtensor.local(param.detach()), dtensor.local(master))
     return dtensor.from_local_like(own, param)
 

@@ -162,7 +162,7 @@ class Plan:
         return of_groups or self._tensor_guard.reason(optimizer)
 
     def _set_gradients(self, grads: list[Any], missing: int) -> None:
-        """Set the gradients of this step: one for each row, of which some are ``None``.
+        """Set the gradients of this step: one for each row, or ``None``.
 
         Args:
             grads: the gradients.
@@ -313,9 +313,9 @@ class GroupGuard:
         return None if forms == known[2] else "a hyperparameter has another type"
 
     def has_kept(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether the groups of the plan, but for hyperparameters, are as they were.
+        """Whether the groups of the plan are as they were, except for hyperparameters.
 
-        Others may have been added behind them.
+        Groups may have been added behind them.
         """
         members = [group["params"] for group in groups[: len(self._members)]]
         flags, options, _ = self._fixed_values(groups, self.hyper)

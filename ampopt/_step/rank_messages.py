@@ -62,7 +62,7 @@ class Column:  # ints, by which tensors are indexed faster than by members of an
     GRADIENTS = 8  # how many, if the step makes a collective for each; else 0
     DROPS = 9  # 1 if an overflow skips the step
     MAX_NORM = 10
-    NORM = 11  # the smallest norm= of all skip_when; the next three likewise
+    NORM = 11  # the smallest norm= of all skip_when; the next three are smallest values, too
     NORM_DEVIATIONS = 12
     LOSS_LIMIT = 13
     LOSS_DEVIATIONS = 14

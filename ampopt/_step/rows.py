@@ -1,7 +1,7 @@
 """The rows of a step: for each parameter, the tensors that kernels read and write.
 
-To make a row takes longer than to step a small parameter. So rows are kept: a new plan makes those
-of parameters that are new to it, and of those of which something was replaced.
+To make a row takes longer than to step a small parameter. So rows are kept: a new plan makes rows
+only for parameters that the last plan lacked, or whose memory or state was replaced.
 """
 
 from collections.abc import Iterator, Mapping

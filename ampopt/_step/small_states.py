@@ -132,15 +132,16 @@ def has_codes(state: Mapping[str, Any], part: State) -> bool:
 
 
 def _makes_codes(codec: Codec) -> bool:
-    """Whether what ``codec`` stores has to be decoded: all but floats without scales."""
+    """Whether what ``codec`` stores has to be decoded: yes, except floats without scales."""
     return codec.has_scales or codec.dtype in CODES
 
 
 def scale_shape(shape: Sequence[int], block: int) -> tuple[int, ...]:
     """The shape of the scales of a parameter of ``shape``.
 
-    That of the parameter with the last dimension, or all but the first, in blocks, where the size
-    divides; so the scales are sharded as the parameter is. Else 1-d.
+    There is one scale for each block. Where blocks fit the last dimension, only that dimension is
+    shorter than the parameter's; where they fit a row of several dimensions, the shape is (rows,
+    blocks of a row). So scales are sharded as the parameter is. Otherwise the shape is (blocks,).
     """
     if shape and shape[-1] % block == 0:
         return (*shape[:-1], shape[-1] // block)

@@ -2,7 +2,7 @@
 
 CPU tensors are stepped by the Triton backend with all kernel launches replaced by nothing, ampopt's
 own and those of torch's fused step and scaler. What remains is the host's work before the device
-can start, except the launches themselves, of which torch makes about as many.
+can start, except for the launches. torch makes about as many launches.
 """
 
 import itertools

@@ -141,7 +141,7 @@ class Gradients:
 
         Args:
             params: the parameters.
-            absent: the share of them that has no gradient; drawn anew for each step.
+            absent: the share of them that has no gradient; drawn for each step.
         """
         self._params, self._random = params, random.Random(1)
         self._n_absent = round(absent * len(params))
@@ -153,7 +153,7 @@ class Gradients:
         self._given = [torch.empty_like(value) for value in self._values]
 
     def restore(self) -> None:
-        """Set every parameter's gradient anew."""
+        """Give every parameter its gradient back."""
         copy = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
         copy(self._given, self._values)
         for param, given in zip(self._params, self._given, strict=True):

@@ -93,7 +93,7 @@ class StepRecord:
             try:
                 self._watch.load_state_dict(state_dict["watch"])
             except ValueError as error:
-                warnings.warn(f"the watch starts anew: {error}", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"the watch starts from zero: {error}", RuntimeWarning, stacklevel=2)
 
     def remove(self) -> None:
         """Stop counting, and remove the hook from the optimizer."""

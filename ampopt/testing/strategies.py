@@ -218,7 +218,7 @@ def spoilable(step: Sequence[Blueprint | None]) -> bool:
 
 @st.composite
 def spoiled(draw: st.DrawFn, step: Sequence[Blueprint | None]) -> tuple[Blueprint | None, ...]:
-    """Strategy of the gradients ``step``, of which one or more have an infinity or NaN.
+    """Strategy of the gradients ``step`` with an infinity or NaN in one or more of them.
 
     Each of these has one such element.
 
@@ -339,7 +339,7 @@ def non_finite_steps(
     of_shapes: st.SearchStrategy[tuple[int, ...]] | None = None,
     **of_gradients: Any,
 ) -> tuple[list[Blueprint], tuple[Blueprint | None, ...]]:
-    """Strategy of parameters, and of gradients with edge values of which some are non-finite.
+    """Strategy of parameters, and of gradients with edge values, some of them non-finite.
 
     Args:
         draw: passed by Hypothesis.

@@ -95,7 +95,7 @@ class Watch:
         Args:
             optimizer: any :class:`ampopt.Optimizer`. Make it from ``model.named_parameters()``, so
                 that parameters have names.
-            last: the number of steps of which scale, norm and loss are kept.
+            last: the number of last steps whose scale, norm and loss are kept.
 
         Raises:
             RuntimeError: ``optimizer`` has a watch already.

@@ -1,4 +1,4 @@
-"""24-bit master weights: a half-precision parameter, and beside it 8 bits that it lacks.
+"""24-bit master weights: a half-precision parameter, and 8 more bits of its master.
 
 The master is a float32 number of which only 24 bits may be set: 16 more than bfloat16 has, or 18
 bits of significand where the parameter is float16. The parameter is the master rounded to nearest,

@@ -352,7 +352,7 @@ class Rule:
         return self._scalars_in(torch_language.of_scalars_on_host)
 
     def _scalars_in(self, language: Any) -> Any:
-        """``scalars`` in ``language``, as a function of five arguments of which it uses some."""
+        """``scalars`` in ``language``, with arguments added at the end that it ignores."""
         scalars, n = torch_language.bind(self.scalars, language), self.scalars_arguments
 
         def given(s: Any, h: Any, flags: Any = (), sums: Any = (), totals: Any = ()) -> Any:

@@ -24,7 +24,7 @@ __all__ = ["Row", "Work"]
 
 @dataclass(slots=True)
 class Row:
-    """The tensors of one parameter in a step, but for its gradient, which changes at every step.
+    """The tensors of one parameter in a step, except its gradient, which changes at every step.
 
     The gradient is in :attr:`Work.grads`; a step without it changes none of these tensors. All
     tensors are real (a complex parameter has its real view), dense, and have the strides of the
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Parameter and states, as a rule reads them but for codecs: of a 24-bit master, itself."""
+        """The parameter, or its whole 24-bit master, and the states as they are stored."""
         assert self.param is not None
         full = self.param if self.low is None else master_of(self.param, self.low)
         return (full, *self.state)

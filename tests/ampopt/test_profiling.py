@@ -66,7 +66,7 @@ def test_the_reason_for_a_new_plan_is_shown(eager):
     assert str(report) == (
         "AdamW: 4 steps. In the last one:\n"
         "  2 parameters (weight, bias): by the rule, on the eager backend\n"
-        "  plan made anew 2 times: weight was moved to other memory\n" + NO_LOOK
+        "  plan made again 2 times: weight was moved to other memory\n" + NO_LOOK
     )
 
 

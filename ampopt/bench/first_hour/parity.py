@@ -30,7 +30,7 @@ _STORAGE: tuple[tuple[torch.dtype, dict[str, Any]], ...] = (
 _SIZES = (1, 3, 1000, 1025, 40000)
 _LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
 """Limits of the relative difference, by dtype; 0.01 in 16 bits, where one rounding is 0.004, and
-with small states, of which one rounding is 0.05."""
+with small states, where one rounding is 0.05."""
 
 
 def run(record: Record, device: torch.device, rules: tuple[str, ...] = RULES) -> None:

@@ -31,7 +31,7 @@ def arguments_of(codecs: tuple[Codec | None, ...], streams: int) -> Mapping[str,
 
     Args:
         codecs: the codec of each state.
-        streams: the number of streams, of which the states are the third and following.
+        streams: the number of streams; the states begin at the third.
     """
     of = (None, None, *codecs, *(None,) * (streams - 2 - len(codecs)))
     arguments = {

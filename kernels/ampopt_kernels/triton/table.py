@@ -176,7 +176,7 @@ class Table:
 
     @staticmethod
     def _new(work: Work) -> "Table":
-        """The table of ``work``, made anew and sent to the device."""
+        """A new table of ``work``, sent to the device."""
         n_states = state_columns(work.rule)
         n_scales = 0
         if work.rule is not None and any(row.is_coded for row in work.rows):

@@ -18,7 +18,7 @@ __all__ = ["compilable", "compiler"]
 
 
 def compilable(function: Any) -> Any:
-    """The ``jit`` function made anew for the compiler, and each ``jit`` function that it calls."""
+    """A new ``jit`` function for the compiler, and one for each ``jit`` function that it calls."""
     if not INTERPRETED:
         return function
     from ampopt_kernels.triton.correctly_rounded import CorrectlyRounded
