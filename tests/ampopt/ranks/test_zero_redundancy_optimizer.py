@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ampopt
+from ampopt.testing.bits import bits
 
 
 def model_of(spread: bool) -> Any:
@@ -103,3 +104,37 @@ def overlapping() -> str:
 
 def test_a_step_within_backward_is_refused(two_ranks):
     assert all("overlap_with_ddp=True steps" in text for text in two_ranks.run(overlapping))
+
+
+def trained_with_small_states(cls_name: str, resumes: bool) -> Any:
+    """Bits of the parameters after four steps; saved and loaded after two if ``resumes``."""
+    ampopt.set_backend("eager")
+    packages = {"ampopt": ampopt, "torch": torch.distributed.optim}
+    options = {"state_bits": 8, "master_weights": True, "master_bits": 24}
+
+    def made(start: list[torch.Tensor]) -> tuple[Any, Any]:
+        params = [torch.nn.Parameter(x.clone()) for x in start]
+        kind = packages[cls_name].ZeroRedundancyOptimizer
+        return params, kind(params, optimizer_class=ampopt.AdamW, lr=0.1, **options)
+
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(s, generator=generator).bfloat16() for s in ((64, 256), (130, 128), (5,))]
+    params, optimizer = made(start)
+    for step in range(4):
+        if resumes and step == 2:
+            optimizer.consolidate_state_dict(0)
+            box = [optimizer.state_dict() if torch.distributed.get_rank() == 0 else None]
+            torch.distributed.broadcast_object_list(box, 0)
+            params, optimizer = made([p.detach() for p in params])
+            optimizer.load_state_dict(box[0])
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+        optimizer.step()
+    ampopt.set_backend("auto")
+    return bits([p.detach() for p in params])
+
+
+@pytest.mark.parametrize("cls_name", ["ampopt", "torch"])
+def test_small_states_go_on_bit_for_bit(two_ranks, cls_name):
+    straight = two_ranks.run(trained_with_small_states, cls_name, False, timeout=60)
+    assert two_ranks.run(trained_with_small_states, cls_name, True, timeout=60) == straight
