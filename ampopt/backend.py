@@ -82,7 +82,7 @@ def get_backend() -> str:
 
 
 def chosen_by() -> str | None:
-    """What chose the backend: ``set_backend`` or the environment variable; ``None`` for neither."""
+    """Who chose the backend: ``set_backend`` or the environment variable; ``None`` for neither."""
     if _chosen is not None:
         return "ampopt.set_backend"
     return ENVIRONMENT if ENVIRONMENT in os.environ else None

@@ -225,7 +225,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @overridable_property
     def pending(self) -> Unscaled | None:
-        """What the last :meth:`unscale` returned; ``None`` once a step has followed."""
+        """The result of the last :meth:`unscale`; ``None`` once a step has followed."""
         pending = self._ampopt.pending
         return None if pending is None else Unscaled(pending.found_inf, pending.next_scale)
 

@@ -39,7 +39,7 @@ class Look(NamedTuple):
 
 @dataclass
 class Profile:
-    """What happened in a ``with profile(...)`` block; print it.
+    """The report on a ``with profile(...)`` block; print it.
 
     Attributes:
         steps: the number of steps that each optimizer attempted, by name.

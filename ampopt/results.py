@@ -1,4 +1,4 @@
-"""What control points return, and the names of the parameters that overflowed."""
+"""The results of control points, and the names of the parameters that overflowed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ __all__ = ["StepResult", "Unscaled", "as_flag", "is_flag", "overflowed", "report
 
 
 class Unscaled(NamedTuple):
-    """What :meth:`ampopt.Optimizer.unscale` and ``accumulate`` return: two values.
+    """The result of :meth:`ampopt.Optimizer.unscale` and ``accumulate``: two values.
 
     Attributes:
         found_inf: float32, 0-d, on the parameters' device; more than 0 if a gradient was not finite
@@ -25,7 +25,7 @@ class Unscaled(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What a step returns: three values, one more than :class:`Unscaled`.
+    """The result of a step: three values, one more than :class:`Unscaled`.
 
     Attributes:
         loss: what the closure returned. Without a closure, what an ordinary ``step()`` returned,
@@ -67,7 +67,7 @@ class StepResult(NamedTuple):
 
 
 class _Reports(tuple[GradientReport | RankFlags, ...]):
-    """What a flag was computed from: the overflows found per device and rank."""
+    """The overflows of each device and rank, from which a flag was computed."""
 
     def __reduce__(self) -> Any:
         """Pickle as an empty set, the mark of a flag, without the reports."""
@@ -93,7 +93,7 @@ def is_flag(tensor: Tensor) -> bool:
 
 
 def reports_of(found_inf: Any) -> tuple[GradientReport | RankFlags, ...]:
-    """What a flag was computed from; empty for a tensor that is not a flag, or is a copy of one."""
+    """The overflows of a flag; empty for a tensor that is not a flag, or is a copy of one."""
     reports = getattr(found_inf, "_ampopt_reports", ())
     return reports if isinstance(reports, _Reports) else ()
 

@@ -32,12 +32,12 @@ from ampopt_kernels.work import Row, Work
 __all__ = ["DROPS", "Accumulation", "ClosedCycle", "AccumulationCycle", "refuse_sparse"]
 
 DROPS = ("window", "micro_batch")
-"""What an overflow drops: the whole accumulation cycle, or only its own micro-batch."""
+"""Whether an overflow drops the whole accumulation cycle, or only its own micro-batch."""
 
 
 @dataclass
 class AccumulationCycle:
-    """What was accumulated since the last step.
+    """The micro-batches that were accumulated since the last step.
 
     Attributes:
         decision_device: the device on which the overflow flag is kept.

@@ -326,7 +326,7 @@ class GroupGuard:
         )
 
     def _fixed_values(self, groups: list[dict[str, Any]], hyper: Hyper) -> tuple[Any, ...]:
-        """What requires a new plan when it changes: flags, options, types of hyperparameters."""
+        """Flags, options and types of hyperparameters; a change of any requires a new plan."""
         options = [list(map(group.get, _OPTIONS)) for group in groups]
         return self._variants.flags(groups), options, forms_of(hyper)
 
@@ -441,7 +441,7 @@ class TensorGuard:
     # --- why a plan cannot be reused --------------------------------------------------------------
 
     def reason(self, optimizer: Any) -> str:
-        """What has changed, in words; call this after :meth:`gradients` has returned ``None``."""
+        """The change in words; call this after :meth:`gradients` has returned ``None``."""
         groups = optimizer.param_groups
         for param in self._unplanned:
             if param.grad is not None:

@@ -124,7 +124,7 @@ def _smallest(limits: Iterable[float | None]) -> float:
 def local_results(
     request: Request, partials: Partials, flag: Tensor | None, device: torch.device
 ) -> dict[int, float | Tensor]:
-    """What :func:`row_of` leaves out, by column: overflow flag, squared norm, scale and loss.
+    """The columns that :func:`row_of` leaves out: overflow flag, squared norm, scale and loss.
 
     Does not synchronize.
 

@@ -272,7 +272,7 @@ def _no_collection():
 
 @dataclass(frozen=True)
 class DeviceCost:
-    """What one step costs a GPU besides time.
+    """The costs of one step on a GPU besides time.
 
     Attributes:
         launches: number of kernel launches.

@@ -18,7 +18,7 @@ __all__ = ["as_json", "costs", "environment", "memory", "table"]
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on besides the code: hardware, versions, load and settings."""
+    """The conditions of the figures: hardware, versions, load and settings."""
     found: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_model(),

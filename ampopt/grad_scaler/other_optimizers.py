@@ -26,7 +26,7 @@ __all__ = ["Record", "check_gradients", "step", "unscale", "wants_scaler", "warn
 
 @dataclass(eq=False)
 class Record:
-    """What has happened to one optimizer since the last ``update``.
+    """The record of one optimizer since the last ``update``.
 
     Attributes:
         optimizer: the optimizer or wrapper that was passed first.

@@ -29,7 +29,7 @@ class _Generation:
 
 
 class AnyScale(ABC):
-    """What an optimizer needs from a scale: a :class:`LossScale`, or a wrapped number or tensor.
+    """A scale as optimizers use it: a :class:`LossScale`, or a wrapped number or tensor.
 
     A subclass provides:
 

@@ -114,7 +114,7 @@ class NonFiniteOutput:
         )
 
     def __str__(self) -> str:
-        """What was found, and where to search next."""
+        """The result in words, and where to search next."""
         limit = torch.finfo(self.dtype).max
         values = (
             "without a finite element"
@@ -148,7 +148,7 @@ class FirstNonFinite:
         return self.first is not None
 
     def __str__(self) -> str:
-        """What was found, in words."""
+        """The result in words."""
         if self.first is not None:
             return str(self.first)
         if not self.calls:

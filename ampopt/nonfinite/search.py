@@ -94,7 +94,7 @@ def look_anew() -> None:
 
 
 def found_now() -> NonFiniteOutput | None:
-    """What a search around this call has found since :func:`look_anew`; ``None`` if nothing."""
+    """The result of a search around this call since :func:`look_anew`; ``None`` if none has one."""
     return next((s.found.first for s in _searches.get() if s.found and not s.anew), None)
 
 

@@ -74,7 +74,7 @@ def invariant(*, claim: str | tuple[str, ...] = (), **arguments: Callable[[Any],
 
 
 class Claims:
-    """What a contract class claims that its optimizer supports.
+    """The features that a contract class claims of its optimizer.
 
     A claim is a class attribute that a subclass may override. An invariant that depends on a false
     claim is skipped, and pytest reports it as "not claimed: ..." with the attribute's name. Each

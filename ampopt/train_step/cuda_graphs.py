@@ -382,7 +382,7 @@ def _copied(scale: Any) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    """What must be equal for a replay: shape and dtype of a tensor, or any other object itself."""
+    """The key that a replay compares: shape and dtype of a tensor, or any other object itself."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 

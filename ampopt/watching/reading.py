@@ -67,7 +67,7 @@ class Reading:
         return all(event.query() for event in self._events)
 
     def result(self) -> dict[str, Any]:
-        """What :meth:`ampopt.Watch.read` would have returned. Waits until the copy is complete."""
+        """The numbers, as of :meth:`ampopt.Watch.read`. Waits until the copy is complete."""
         return as_dict(self.snapshot(), alone=self._alone)
 
     def snapshot(self) -> RankStatistics:
@@ -127,7 +127,7 @@ def copy_of(statistics: WatchStatistics) -> tuple[WatchStatistics, Any]:
 
 
 def as_dict(snapshot: RankStatistics, *, alone: bool) -> dict[str, Any]:
-    """What :meth:`ampopt.Watch.read` returns; for ``alone`` see :class:`Reading`."""
+    """The result of :meth:`ampopt.Watch.read`; for ``alone`` see :class:`Reading`."""
     in_a_row, *by_cause = snapshot.totals
     first = snapshot.steps - len(snapshot.recent) + 1
     return {

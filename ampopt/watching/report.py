@@ -56,7 +56,7 @@ def table(read: dict[str, Any]) -> str:
 
 
 def in_words(read: dict[str, Any], *, float16: bool) -> str:
-    """What happened, and what to do about it.
+    """A report in sentences: what happened, and what to do about it.
 
     Args:
         read: what :meth:`ampopt.Watch.read` returned.

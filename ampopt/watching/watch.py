@@ -226,7 +226,7 @@ class Watch:
         return as_dict(merged(agreement.gather_objects(self._snapshot())), alone=True)
 
     def report(self) -> str:
-        """What happened, and what to do about it, in sentences. Synchronizes."""
+        """A report in sentences: what happened, and what to do about it. Synchronizes."""
         params = (p for group in self.optimizer.param_groups for p in group["params"])
         return report.in_words(self.read(), float16=any(p.dtype == torch.float16 for p in params))
 

@@ -368,7 +368,7 @@ def encoded_each(
     position: Tensor | None,
     key: int | Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What is stored of states: codes, or values of those without a codec; and all scales.
+    """The stored form of states: codes, or values where there is no codec; and all scales.
 
     Args:
         states: values, 1-d.

@@ -88,7 +88,7 @@ _BY_PATTERN = {
 
 
 def advice(said: str, code: str) -> str | None:
-    """What to write instead of code that a rule must not have.
+    """The advice for code that a rule must not have: what to write instead.
 
     Args:
         said: the message of the error that the code caused.
@@ -113,7 +113,7 @@ def advice(said: str, code: str) -> str | None:
 
 
 def _instead_of(name: str) -> str | None:
-    """What to write for a call of ``name``; ``None`` if that is unknown."""
+    """The advice for a call of ``name``; ``None`` if there is none."""
     name = _OTHER_NAMES.get(name, name)
     if name in _OF_PACKAGE:
         return f"Write {_OF_PACKAGE[name]}, with {name} of ampopt_kernels"

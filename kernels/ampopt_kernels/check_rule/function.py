@@ -115,7 +115,7 @@ class Function:
         return f"{self.name} of {self.owner}'s rule: {raised_at(error)[0]}"
 
     def _explained(self, error: Exception) -> str:
-        """What is wrong, with the declaration of the arguments that the line of code reads."""
+        """The message of ``error``, with the declaration of the arguments that its line reads."""
         code = raised_at(error)[1]
         names = self.written.__code__.co_varnames
         arguments = [(re.escape(names[i]), n, declared) for i, n, declared in self.declared]

@@ -251,7 +251,7 @@ def sums_are_finite(grads: list[Tensor]) -> bool:
 
 
 class _Chunk(NamedTuple):
-    """What detect reads as a whole: the gradient of one row, or those of all rows of a bundle.
+    """The unit that detect reads: the gradient of one row, or those of all rows of a bundle.
 
     Attributes:
         bundle: the bundle; ``None`` for a row, where no bundles were prepared.

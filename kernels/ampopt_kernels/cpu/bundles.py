@@ -125,7 +125,7 @@ class TorchCopies(Copies):
         _foreach_copy(self._stepped(self.params), self._stepped(self._parts))
 
     def _stepped(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of ``tensors``, one for each parameter, whose parameter has a gradient."""
+        """The tensors whose parameters have a gradient; ``tensors`` has one for each parameter."""
         return tensors if self._present is None else list(compress(tensors, self._present))
 
 

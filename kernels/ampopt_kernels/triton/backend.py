@@ -208,7 +208,7 @@ class Triton(Backend):
         return lines.by_row(sums)
 
     def _h_to_reduce(self, work: Work, decision: Decision) -> Tensor:
-        """What ``before_reduce`` returns for each row: float64, shape (rows, width)."""
+        """The results of ``before_reduce`` for each row: float64, shape (rows, width)."""
         if decision.h is not None:
             return decision.h
         h = _h_table(work, to_reduce=True)
