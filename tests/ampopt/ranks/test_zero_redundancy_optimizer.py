@@ -108,8 +108,10 @@ def test_a_step_within_backward_is_refused(two_ranks):
 
 def trained_with_small_states(cls_name: str, resumes: bool) -> Any:
     """Bits of the parameters after four steps; saved and loaded after two if ``resumes``."""
+    import torch.distributed.optim
+
     ampopt.set_backend("eager")
-    packages = {"ampopt": ampopt, "torch": torch.distributed.optim}
+    packages: Any = {"ampopt": ampopt, "torch": torch.distributed.optim}
     options = {"state_bits": 8, "master_weights": True, "master_bits": 24}
 
     def made(start: list[torch.Tensor]) -> tuple[Any, Any]:
