@@ -64,6 +64,9 @@ class LRSchedulerGate(LRScheduler):
         scheduler: the scheduler that the gate advances.
     """
 
+    _own = frozenset({"scheduler", "_delay", "_attempts", "_unknown", "_ahead", "_hook"})
+    """Names of the gate's attributes; all others are the scheduler's."""
+
     def __init__(self, scheduler: LRScheduler, *, delay: int | None = None) -> None:
         """Put a gate before ``scheduler``; see :func:`lr_scheduler_gate`."""
         # Without super().__init__(): `scheduler` has the attributes that it would set; see
@@ -148,6 +151,13 @@ class LRSchedulerGate(LRScheduler):
         if name == "scheduler":  # not set yet, for instance during unpickling
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the gate, or, if the gate has none of that name, of the scheduler."""
+        if name in self._own:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.scheduler, name, value)
 
     def _advances(self, attempts: list[Tensor | None]) -> bool:
         """Whether to advance the scheduler now; ``attempts`` are the flags since the last call."""

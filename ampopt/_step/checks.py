@@ -248,7 +248,7 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: a state is neither a tensor nor a number.
-        ValueError: the constructor refuses a hyperparameter.
+        ValueError: the constructor refuses a hyperparameter, or 8-bit codes are missing.
     """
     rule = optimizer.rule
     declared = {MASTER, KEYS, *(part.name for part in (*rule.state, *rule.scalar_state))}
@@ -261,6 +261,15 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                     f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
                     f"{name!r} of parameter {key}, which must be a tensor or a number. Nothing was "
                     "loaded: fix the entry in state_dict['state']"
+                )
+        for part in rule.state:
+            scales, codes = scale_key(part.name), codes_key(part.name)
+            if scales in state and not {part.name, codes} & state.keys():
+                raise ValueError(
+                    f"the state to be loaded has {scales!r} of parameter {key}, but not the 8-bit "
+                    f"codes {codes!r} that it scales. Nothing was loaded: what prepared the state "
+                    f"may know states by their names in memory, here {part.name!r}: rename them "
+                    "for it"
                 )
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_DROP_INS))
     if (cls := next(classes, None)) is None:

@@ -155,6 +155,7 @@ class _GateOfProcesses(LRSchedulerGate):
     Accelerate calls the scheduler only after an attempt, so such calls belong to the last attempt.
     """
 
+    _own = LRSchedulerGate._own | {"_last"}
     _last = False
 
     def _advances(self, attempts: Any) -> bool:

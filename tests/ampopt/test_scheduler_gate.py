@@ -456,6 +456,17 @@ def test_a_gate_is_a_scheduler_with_the_attributes_of_its_scheduler():
         gate.nothing  # noqa: B018
 
 
+def test_what_is_assigned_to_a_gate_is_assigned_to_its_scheduler():
+    """As torchtitan does when it resumes, and torch's ``SequentialLR``."""
+    optimizer, params = made()
+    gate = lr_scheduler_gate(schedulers.LambdaLR(optimizer, lambda count: 0.5**count))
+    gate.last_epoch = 5
+    attempt(optimizer, params, False)
+    gate.step()
+    assert gate.last_epoch == gate.scheduler.last_epoch == 6
+    assert gate.get_last_lr() == [0.5 * 0.5**6, 0.25 * 0.5**6]
+
+
 def test_a_gate_that_was_detached_sees_no_more_steps():
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.ExponentialLR(optimizer, 0.5))

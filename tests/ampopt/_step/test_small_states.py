@@ -365,6 +365,18 @@ def test_codes_without_their_scales_are_refused():
         stepped(optimizer, 1)
 
 
+def test_a_checkpoint_with_scales_but_no_codes_is_refused():
+    """Which torchtitan makes of it, as it looks for states by their names in memory."""
+    params = params_of()
+    optimizer = stepped(ampopt.AdamW(params, state_bits=8), 1)
+    saved = optimizer.state_dict()
+    del saved["state"][0]["exp_avg_codes"]
+    before = bits([*params, *optimizer.state[params[0]].values()])
+    with pytest.raises(ValueError, match="'exp_avg_scale' of parameter 0, but not .*_codes'"):
+        optimizer.load_state_dict(saved)
+    assert bits([*params, *optimizer.state[params[0]].values()]) == before
+
+
 # --- authors --------------------------------------------------------------------------------------
 
 
