@@ -40,21 +40,21 @@ class Beside:
         """Call ``begin``, which returns a training with the methods of :class:`Double`."""
         self.begin = begin
         self.training = begin()
-        self.happened: list[tuple[str, tuple[Any, ...]]] = []
+        self.events: list[tuple[str, tuple[Any, ...]]] = []
 
     def tell(self, what: str, *arguments: Any) -> None:
         """Call the method ``what`` of the training, and record the call."""
-        self.happened.append((what, arguments))
+        self.events.append((what, arguments))
         getattr(self.training, what)(*arguments)
 
     @property
     def now(self) -> int:
         """The number of calls so far, which is what :meth:`back_to` takes."""
-        return len(self.happened)
+        return len(self.events)
 
     def back_to(self, moment: int) -> None:
         """Return to the state after the first ``moment`` calls."""
-        before, self.happened, self.training = self.happened[:moment], [], self.begin()
+        before, self.events, self.training = self.events[:moment], [], self.begin()
         for what, arguments in before:
             self.tell(what, *arguments)
 

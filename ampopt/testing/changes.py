@@ -62,7 +62,7 @@ class Changes(Windows):
         if self.claims.checkpoints:
             self.saved = self.checkpoint()
 
-    @precondition(lambda self: not any(self.held) and self.is_idle)
+    @precondition(lambda self: not any(self.unscaled) and self.is_idle)
     @rule(kind=kinds, number=st.sampled_from([2.0, 4.0]))
     @call
     def scale_by(self, kind: str, number: float) -> None:
@@ -131,12 +131,12 @@ class Changes(Windows):
             method()
             self.beside.tell("call", name, None, before)
             return
-        if self.kind == "none" and (self.overflows or not any(self.held)):
+        if self.kind == "none" and (self.overflows or not any(self.unscaled)):
             return  # without a scale nothing is checked, and the result would be undefined
         result = method(grads_scaled_by=self.scale)
-        held = tuple(self.held)
-        happened = functools.partial(self.beside.tell, "call", name, held, before)
-        self.account_for(result, before, happened)
+        gradients = tuple(self.unscaled)
+        reference_step = functools.partial(self.beside.tell, "call", name, gradients, before)
+        self.account_for(result, before, reference_step)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -203,4 +203,4 @@ class Changes(Windows):
         self.params.append(param.parameter())
         add_group(self.optimizer, self.params[-1], lr)
         self.beside.tell("add", param, lr)
-        self.held = [*self.held, None]
+        self.unscaled = [*self.unscaled, None]

@@ -124,7 +124,7 @@ class Machine(RuleBasedStateMachine):
         self.entered = ExitStack()
         # None while idle; while an unscale is pending, whether it found an overflow.
         self.pending: bool | None = None
-        self.held: list[Blueprint | None] = []  # the unscaled gradients, by parameter
+        self.unscaled: list[Blueprint | None] = []  # the unscaled gradients, by parameter
         self.overflows = False
         self.kind, self.scale, self.number, self.finite = "number", 1.0, 1.0, 0
 
@@ -168,11 +168,11 @@ class Machine(RuleBasedStateMachine):
         for out_of_order in refused:
             with pytest.raises(RuntimeError, match="unscale"):
                 out_of_order()
-        if not (self.trains or self.overflows) and any(self.held):
+        if not (self.trains or self.overflows) and any(self.unscaled):
             with pytest.raises(RuntimeError):
                 self.optimizer.unscale_and_step(grads_scaled_by=self.number)
-            for p, held in zip(self.params, self.held, strict=True):
-                p.grad = None if held is None else held.tensor(self.number)
+            for p, grad in zip(self.params, self.unscaled, strict=True):
+                p.grad = None if grad is None else grad.tensor(self.number)
             self.beside.training.check(self.params, self.optimizer)
 
     # --- gradients -------------------------------------------------------------------------------
@@ -186,15 +186,15 @@ class Machine(RuleBasedStateMachine):
 
     def give_gradients(self, numbers: tuple[Any, ...], bad: tuple[int, float] | None) -> None:
         """Set scaled gradients, and record them unscaled."""
-        self.held = []
+        self.unscaled = []
         for p, own in zip(self.params, numbers, strict=False):
             sparse = p.ndim and not self.claims.dense_gradients
             layout: Any = "sparse" if sparse else "contiguous"
-            held = None if own is None else Blueprint(tuple(p.shape), own, self.dtype, layout)
-            self.held.append(held)
+            grad = None if own is None else Blueprint(tuple(p.shape), own, self.dtype, layout)
+            self.unscaled.append(grad)
         self.overflows = False
-        for i, (p, held) in enumerate(zip(self.params, self.held, strict=True)):
-            p.grad = None if held is None else held.tensor(self.number)
+        for i, (p, grad) in enumerate(zip(self.params, self.unscaled, strict=True)):
+            p.grad = None if grad is None else grad.tensor(self.number)
             if bad is None or p.grad is None:
                 continue
             if bad[0] == MOST or bad[0] % len(self.params) == i:
@@ -224,29 +224,29 @@ class Machine(RuleBasedStateMachine):
     @property
     def has_gradients(self) -> bool:
         """Whether there are gradients, unscaled or not."""
-        return self.pending is not None or any(self.held)
+        return self.pending is not None or any(self.unscaled)
 
     @precondition(lambda self: self.has_gradients)
     @rule(set_to_none=st.booleans())
     @call
     def zero_grad(self, set_to_none: bool) -> None:
         """Drop gradients, or set them to zero; either discards a pending unscale."""
-        held = self.held
+        before = self.unscaled
         self.optimizer.zero_grad(set_to_none)
         self.forget()
         if set_to_none or not self.claims.dense_gradients:
             for p in self.params:
                 p.grad = None  # a zeroed sparse gradient has no rows, unlike a blueprint's
         else:  # a gradient may exist only as a sum of accumulate, so look at p.grad
-            self.held = [
+            self.unscaled = [
                 None if own is None or p.grad is None else replace(own, numbers=(0.0,))
-                for p, own in zip(self.params, held, strict=True)
+                for p, own in zip(self.params, before, strict=True)
             ]
 
     def forget(self) -> None:
         """Record that there are no gradients and nothing is pending."""
         self.pending, self.overflows = None, False
-        self.held = [None for _ in self.params]
+        self.unscaled = [None for _ in self.params]
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -281,9 +281,9 @@ class Machine(RuleBasedStateMachine):
         for p in self.optimizer.master_params():
             if p.grad is not None:
                 p.grad.mul_(factor)
-        self.held = [
-            None if held is None else replace(held, numbers=tuple(n * factor for n in held.numbers))
-            for held in self.held
+        self.unscaled = [
+            None if grad is None else replace(grad, numbers=tuple(n * factor for n in grad.numbers))
+            for grad in self.unscaled
         ]
 
     @precondition(lambda self: self.pending is not None)
@@ -296,7 +296,7 @@ class Machine(RuleBasedStateMachine):
     def take_the_step(self) -> None:
         """Call ``step_after_unscale``, and check what it did."""
         before = torch.get_rng_state()
-        self.stepped(self.optimizer.step_after_unscale(), before)
+        self.check_step(self.optimizer.step_after_unscale(), before)
 
     @property
     def may_step(self) -> bool:
@@ -318,47 +318,49 @@ class Machine(RuleBasedStateMachine):
 
     def take_a_step(self, max_norm: float | None) -> None:
         """Call ``unscale_and_step``, and check what it did."""
-        if self.kind == "none" and not any(self.held):
+        if self.kind == "none" and not any(self.unscaled):
             return  # without a scale this is step(), which may act without gradients
         before = torch.get_rng_state()
         clipping = {} if max_norm is None else {"max_norm": max_norm}
         result = self.optimizer.unscale_and_step(grads_scaled_by=self.scale, **clipping)
-        self.stepped(result, before, max_norm)
+        self.check_step(result, before, max_norm)
 
-    @precondition(lambda self: self.pending is False and any(self.held))
+    @precondition(lambda self: self.pending is False and any(self.unscaled))
     @rule()
     @call
     def step(self) -> None:
         """Call plain ``step()`` on unscaled gradients."""
         before = torch.get_rng_state()
         self.optimizer.step()
-        self.happened(before)
+        self.take_reference_step(before)
         if self.kind == "dynamic":
             self.finite += 1
         self.scale = self.next_scale
         self.grow()
         self.drop()
 
-    def stepped(self, result: Any, before: Tensor, max_norm: float | None = None) -> None:
+    def check_step(self, result: Any, before: Tensor, max_norm: float | None = None) -> None:
         """Check the result of a step, and take the reference step."""
         assert result.skipped is self.overflows
-        self.account_for(result, before, functools.partial(self.happened, before, max_norm))
+        self.account_for(
+            result, before, functools.partial(self.take_reference_step, before, max_norm)
+        )
 
-    def account_for(self, result: Any, before: Tensor, happened: Callable[[], None]) -> None:
+    def account_for(self, result: Any, before: Tensor, reference_step: Callable[[], None]) -> None:
         """Check the flag in a result, and record the next scale.
 
         Args:
             result: the result of a step, or of a call of ``Claims.calls``.
             before: torch's random state before the call.
-            happened: takes the reference step; called unless the call had to be skipped.
+            reference_step: takes the reference step; called unless the call had to be skipped.
         """
-        overflows, gradients = self.overflows, any(self.held)
+        overflows, gradients = self.overflows, any(self.unscaled)
         assert bool(result.found_inf > 0) is overflows
         if overflows or not gradients:
             same = torch.equal(torch.get_rng_state(), before)
             assert same, "a skipped step drew random numbers"
         else:
-            happened()
+            reference_step()
         self.scale = result.scale
         if overflows and self.kind == "dynamic":
             self.number, self.finite = max(self.number / 2, FLOOR), 0
@@ -369,9 +371,9 @@ class Machine(RuleBasedStateMachine):
         self.grow()
         self.drop()
 
-    def happened(self, before: Tensor, max_norm: float | None = None) -> None:
+    def take_reference_step(self, before: Tensor, max_norm: float | None = None) -> None:
         """Take the reference step from the random state ``before``."""
-        self.beside.tell("step", tuple(self.held), max_norm, before, torch.get_rng_state())
+        self.beside.tell("step", tuple(self.unscaled), max_norm, before, torch.get_rng_state())
 
     def grow(self) -> None:
         """Double the expected scale when enough finite steps have been taken."""

@@ -52,12 +52,12 @@ def inject_overflow(
         ValueError: ``where`` names no parameter or no element, or ``value`` is finite.
     """
     position, element = where if isinstance(where, tuple) else (where, 0)
-    held = list(params)
+    every = list(params)
     if math.isfinite(value):
         raise ValueError(f"value must be an infinity or NaN, got {value!r}")
-    if not -len(held) <= position < len(held):
-        raise ValueError(f"where: got parameter {position}, but there are {len(held)}")
-    param = held[position]
+    if not -len(every) <= position < len(every):
+        raise ValueError(f"where: got parameter {position}, but there are {len(every)}")
+    param = every[position]
     if not -param.numel() <= element < param.numel():
         raise ValueError(
             f"where: got element {element}, but parameter {position} has {param.numel()}"

@@ -30,7 +30,7 @@ class Windows(Machine):
     def accumulate(self, numbers: tuple[Any, ...], bad: tuple[int, float] | None) -> None:
         """Set the gradients of a micro-batch and call ``accumulate``."""
         self.give_gradients(numbers, None if self.kind == "none" else bad)
-        if not any(self.held):
+        if not any(self.unscaled):
             return
         found_inf, _ = self.optimizer.accumulate(grads_scaled_by=self.scale)
         assert bool(found_inf > 0) is self.overflows
@@ -42,8 +42,8 @@ class Windows(Machine):
     def with_sums(self) -> list[Blueprint | None]:
         """The present gradients plus the accumulated ones."""
         if self.sums is None:
-            return self.held
-        pairs = zip(self.sums, self.held, strict=True)
+            return self.unscaled
+        pairs = zip(self.sums, self.unscaled, strict=True)
         return [_added(a, b) if a and b else a or b for a, b in pairs]
 
     @property
@@ -68,7 +68,7 @@ class Windows(Machine):
 
     def end_window(self) -> None:
         """Record that the accumulated gradients are now part of the present ones."""
-        self.held, self.overflows = self.with_sums(), self.overflows or self.spoilt
+        self.unscaled, self.overflows = self.with_sums(), self.overflows or self.spoilt
         self.sums, self.spoilt = None, False
 
     def forget(self) -> None:
