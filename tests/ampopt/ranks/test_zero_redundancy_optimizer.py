@@ -107,7 +107,10 @@ def test_a_step_within_backward_is_refused(two_ranks):
 
 
 def trained_with_small_states(cls_name: str, resumes: bool) -> Any:
-    """Bits of the parameters after four steps; saved and loaded after two if ``resumes``."""
+    """Bits of masters after two steps, and of parameters after four.
+
+    Saved and loaded in between if ``resumes``.
+    """
     import torch.distributed.optim
 
     ampopt.set_backend("eager")
@@ -121,7 +124,7 @@ def trained_with_small_states(cls_name: str, resumes: bool) -> Any:
 
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(s, generator=generator).bfloat16() for s in ((64, 256), (130, 128), (5,))]
-    params, optimizer = made(start)
+    (params, optimizer), masters = made(start), None
     for step in range(4):
         if resumes and step == 2:
             optimizer.consolidate_state_dict(0)
@@ -129,11 +132,13 @@ def trained_with_small_states(cls_name: str, resumes: bool) -> Any:
             torch.distributed.broadcast_object_list(box, 0)
             params, optimizer = made([p.detach() for p in params])
             optimizer.load_state_dict(box[0])
+        if step == 2:
+            masters = bits([x.detach() for x in optimizer.optim.master_params()])
         for p in params:
             p.grad = torch.randn(p.shape, generator=generator).bfloat16()
         optimizer.step()
     ampopt.set_backend("auto")
-    return bits([p.detach() for p in params])
+    return masters, bits([p.detach() for p in params])
 
 
 @pytest.mark.parametrize("cls_name", ["ampopt", "torch"])
