@@ -27,7 +27,8 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         torch_optimizer.load_state_dict(ampopt.full_state_dict(optimizer))
 
     Args:
-        optimizer: any optimizer; one without small states returns its ``state_dict()``.
+        optimizer: any optimizer, also a ``ZeroRedundancyOptimizer``; of one without small states,
+            the result is its ``state_dict()``.
 
     Returns:
         The state dict. States and masters that were kept in fewer bits are new float32 tensors
@@ -35,7 +36,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         Does not synchronize.
     """
     state_dict = optimizer.state_dict()
-    rule = getattr(optimizer, "rule", None)
+    rule = getattr(getattr(optimizer, "optim", optimizer), "rule", None)  # ZeRO steps by `optim`
     if rule is None:
         return state_dict
     states, params = {}, _params_by_key(optimizer, state_dict)

@@ -128,7 +128,12 @@ def trained_with_small_states(cls_name: str, resumes: bool) -> Any:
     for step in range(4):
         if resumes and step == 2:
             optimizer.consolidate_state_dict(0)
-            box = [optimizer.state_dict() if torch.distributed.get_rank() == 0 else None]
+            box: Any = [None]
+            if torch.distributed.get_rank() == 0:
+                box = [optimizer.state_dict()]
+                in_full = ampopt.full_state_dict(optimizer)["state"][0]
+                assert {x.dtype for x in in_full.values()} == {torch.float32}
+                assert in_full.keys() == {"step", "exp_avg", "exp_avg_sq", "master_param"}
             torch.distributed.broadcast_object_list(box, 0)
             params, optimizer = made([p.detach() for p in params])
             optimizer.load_state_dict(box[0])
