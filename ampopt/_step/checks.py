@@ -255,21 +255,13 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     declared |= {key(part.name) for part in rule.state for key in (scale_key, codes_key)}
     declared.add(codes_key(MASTER))
     for key, state in state_dict["state"].items():
+        _check_codes_are_there(rule, key, state)
         for name in declared.intersection(state if isinstance(state, Mapping) else ()):
             if not isinstance(value := state[name], Tensor | numbers.Real | None):
                 raise TypeError(
                     f"the state to be loaded has {value!r}, of type {type(value).__name__}, for "
                     f"{name!r} of parameter {key}, which must be a tensor or a number. Nothing was "
                     "loaded: fix the entry in state_dict['state']"
-                )
-        for part in rule.state:
-            scales, codes = scale_key(part.name), codes_key(part.name)
-            if scales in state and not {part.name, codes} & state.keys():
-                raise ValueError(
-                    f"the state to be loaded has {scales!r} of parameter {key}, but not the 8-bit "
-                    f"codes {codes!r} that it scales. Nothing was loaded: what prepared the state "
-                    f"may know states by their names in memory, here {part.name!r}: rename them "
-                    "for it"
                 )
     classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(_DROP_INS))
     if (cls := next(classes, None)) is None:
@@ -283,6 +275,24 @@ def check_loaded(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
                 f"the state to be loaded has what {cls.__name__} refuses, in param group {index}: "
                 f"{error}. Nothing was loaded: fix the entry in state_dict['param_groups']"
             ) from error
+
+
+def _check_codes_are_there(rule: Rule, key: Any, state: Any) -> None:
+    """Raise if the codes of 8-bit states were lost on the way from a checkpoint.
+
+    Some loaders look for the names that states have in memory, and take what they do not find to be
+    an empty dict (torch's, of flattened state dicts), or leave it out (torchtitan's).
+    """
+    for name in (MASTER, *(part.name for part in rule.state)):
+        if not isinstance(state, Mapping) or codes_key(name) in state:
+            continue
+        value = state.get(name, {} if scale_key(name) in state else None)
+        if isinstance(value, Mapping) and not value:
+            raise ValueError(
+                f"the state to be loaded has no {codes_key(name)!r} of parameter {key}: the loader "
+                f"looked for {name!r}, as it is called in memory. Nothing was loaded: pass the "
+                "loader {key.removesuffix('_codes'): value for key, value in state_dict.items()}"
+            )
 
 
 def check_options(group: Mapping[str, Any]) -> None:

@@ -11,6 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.optimizers import BEYOND_TORCH, BY_RULE
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import ampopt
 from ampopt._step.small_states import of_any_size
@@ -372,9 +377,40 @@ def test_a_checkpoint_with_scales_but_no_codes_is_refused():
     saved = optimizer.state_dict()
     del saved["state"][0]["exp_avg_codes"]
     before = bits([*params, *optimizer.state[params[0]].values()])
-    with pytest.raises(ValueError, match="'exp_avg_scale' of parameter 0, but not .*_codes'"):
+    with pytest.raises(ValueError, match="has no 'exp_avg_codes' of parameter 0: .*'exp_avg'"):
         optimizer.load_state_dict(saved)
     assert bits([*params, *optimizer.state[params[0]].values()]) == before
+
+
+def test_a_flattened_checkpoint_is_loaded_by_the_names_in_memory():
+    """For which torch looks, with an error that says so."""
+    options: Any = {"options": StateDictOptions(flatten_optimizer_state_dict=True)}
+    models, optimizers = [], []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(128, 64, bias=False).half()
+        optimizer = ampopt.AdamW(
+            model.parameters(), lr=0.125, master_weights=True, master_bits=24, state_bits=8
+        )
+        models.append(model)
+        optimizers.append(optimizer)
+
+    def take_steps(i: int) -> None:
+        for size in (1.0, -3.0):
+            models[i].weight.grad = torch.full_like(models[i].weight, size)
+            optimizers[i].unscale_and_step(grads_scaled_by=1.0)
+            optimizers[i].zero_grad()
+
+    take_steps(0)
+    models[1].load_state_dict(models[0].state_dict())
+    saved = copy.deepcopy(get_optimizer_state_dict(models[0], optimizers[0], **options))
+    with pytest.raises(ValueError, match=r"no 'master_param_codes' .*key.removesuffix\('_codes'\)"):
+        set_optimizer_state_dict(models[1], optimizers[1], saved, **options)
+    by_memory = {key.removesuffix("_codes"): value for key, value in saved.items()}
+    set_optimizer_state_dict(models[1], optimizers[1], by_memory, **options)
+    take_steps(0)
+    take_steps(1)
+    assert bits([models[0].weight]) == bits([models[1].weight])
 
 
 # --- authors --------------------------------------------------------------------------------------
