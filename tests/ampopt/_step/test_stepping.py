@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.optimizers import Plain
 from torch.nn import Parameter
 
 import ampopt
 from ampopt import AdamW, Muon
 from ampopt._step.by_rule import RuleStep
 from ampopt._step.ordinary import OrdinaryStep
-from tests.support.optimizers import Plain
 
 
 class KeepsAll(Plain):

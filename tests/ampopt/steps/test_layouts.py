@@ -267,8 +267,9 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     A 32-bit index would come out below 0, or where it is seen here to have written nothing.
     """
     from ampopt_kernels.triton import backend as triton
+    from ampopt_kernels.triton.table import BLOCK
 
-    n = 2**31 + 3 * triton.BLOCK + 5
+    n = 2**31 + 3 * BLOCK + 5
 
     def tensor(name: str) -> Tensor:
         path = tmp_path / name
@@ -301,7 +302,7 @@ def test_kernels_address_more_than_2_to_the_31_elements(tmp_path, backend):
     expected = [2.0, 0.5, 1.0, 2.0]
     for stream, value in zip((grad, *row.outputs), expected, strict=True):
         assert stream[tail].eq(value).all()
-        for start in (0, 3 * triton.BLOCK, 2**30, 2**31 - 2 * chunk):
+        for start in (0, 3 * BLOCK, 2**30, 2**31 - 2 * chunk):
             assert not stream[start : start + chunk].any()
     grad[-1] = INF
     assert engine.detect(work, Request()).flags[-1] == 1
