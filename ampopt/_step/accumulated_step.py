@@ -16,7 +16,7 @@ from ampopt._step import gradients
 from ampopt._step.accumulation import Accumulation, ClosedCycle, refuse_sparse
 from ampopt._step.all_reduce import Agreement
 from ampopt._step.overflow import check_and_unscale_params, decided_elsewhere
-from ampopt._step.rank_messages import Call
+from ampopt._step.rank_messages import ControlPoint
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
 from ampopt_kernels.devices import to_device
@@ -85,7 +85,7 @@ def end_cycles(
         decision_device,
         write=False,
         uploads=uploads["causes"],
-        call=Call.CAUSES_OF_CYCLE,
+        call=ControlPoint.CAUSES_OF_CYCLE,
     )
     decision = decision.with_schedule_where((skipped.cause == 0) | (overflow > 0), request)
     return replace(decision, found_inf=skipped.found_inf, cause=skipped.cause)
@@ -105,7 +105,7 @@ def _decided(
     present = any(each.cycle.params for each in closed)
     if agreement is not None:
         return decided_elsewhere(
-            flag_request, agreement, decision_device, present=present, call=Call.CYCLE
+            flag_request, agreement, decision_device, present=present, call=ControlPoint.CYCLE
         )
     if not present:
         return None

@@ -18,7 +18,7 @@ from ampopt._step import gradients
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
 from ampopt._step.optimizer_reference import RefersToOptimizer
 from ampopt._step.overflow import check_and_unscale_params, decided_elsewhere, device_of, works_of
-from ampopt._step.rank_messages import Call
+from ampopt._step.rank_messages import ControlPoint
 from ampopt._step.sharding import dtensor
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Request
@@ -182,7 +182,7 @@ class Accumulation(RefersToOptimizer):
                 cycle.decision_device,
                 write=False,
                 uploads=self.uploads["check"],
-                call=Call.MICRO_BATCH,
+                call=ControlPoint.MICRO_BATCH,
             )
         checked = decision
         if present:
@@ -314,12 +314,17 @@ class Accumulation(RefersToOptimizer):
             ]
             agree = None
             if agreement is not None and checked:
-                agree = FlagAllReduce(agreement, rescale_request, call=Call.AFTER_MICRO_BATCHES)
+                agree = FlagAllReduce(
+                    agreement, rescale_request, call=ControlPoint.AFTER_MICRO_BATCHES
+                )
             works = works_of(rows, sums, self.uploads["renormalise"])
             decision = run(backend_for, works, replace(rescale_request, agree=agree))
         else:
             decision = decided_elsewhere(
-                rescale_request, agreement, cycle.decision_device, call=Call.AFTER_MICRO_BATCHES
+                rescale_request,
+                agreement,
+                cycle.decision_device,
+                call=ControlPoint.AFTER_MICRO_BATCHES,
             )
         if decision is None:  # no rank has checked anything
             return torch.zeros_like(share)

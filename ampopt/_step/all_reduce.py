@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ampopt._step.rank_messages import (
-    Call,
     Column,
     Comparison,
+    ControlPoint,
     RowsOnDevices,
     digest,
     local_results,
@@ -116,7 +116,7 @@ class Agreement:
     def exchange(
         self,
         request: Request,
-        call: Call,
+        call: ControlPoint,
         partials: Partials,
         flag: Tensor | None,
         device: torch.device,
@@ -174,14 +174,14 @@ class Agreement:
             A tensor of one element, more than 0 if the flag of any rank is.
         """
         tensor = torch.as_tensor(flag, device=device)
-        all_reduce = FlagAllReduce(self, Request(), call=Call.FLAG)
+        all_reduce = FlagAllReduce(self, Request(), call=ControlPoint.FLAG)
         return all_reduce(Partials([], None), tensor, device).flags_on(device)
 
     def join_without_gradients(self, device: torch.device) -> None:
         """Take part in the all-reduce of the other ranks after the closure of this rank raised."""
         with contextlib.suppress(RuntimeError):  # the error of the closure is the one to show
             empty = Partials([], None)
-            self.exchange(Request(), Call.RAISED, empty, None, device, present=0)
+            self.exchange(Request(), ControlPoint.RAISED, empty, None, device, present=0)
 
     def closures(
         self, device: torch.device, evaluation: int, *, finite: bool, raised: bool
@@ -200,7 +200,7 @@ class Agreement:
         Raises:
             RuntimeError: see :meth:`exchange`.
         """
-        row = row_of(Request(), Call.CLOSURE, params=self._params, evaluation=evaluation)
+        row = row_of(Request(), ControlPoint.CLOSURE, params=self._params, evaluation=evaluation)
         rows = self._rows.matrix(row, device)
         rows[self._place, Column.OVERFLOW] = float(not finite)
         rows[self._place, Column.SQUARES] = float(raised)
@@ -313,7 +313,7 @@ class FlagAllReduce:
     agreement: Agreement
     request: Request
     present: int = 1
-    call: Call = Call.CHECK
+    call: ControlPoint = ControlPoint.CHECK
     rows: Tensor | None = None
 
     @property

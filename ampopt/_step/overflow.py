@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt._step import gradients, ranks
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
-from ampopt._step.rank_messages import Call
+from ampopt._step.rank_messages import ControlPoint
 from ampopt.backend import backend_for
 from ampopt_kernels.decision import Decision, Partials, Request
 from ampopt_kernels.devices import to_device
@@ -70,7 +70,7 @@ def decided_elsewhere(
     device: torch.device | None,
     *,
     present: bool = False,
-    call: Call = Call.CHECK,
+    call: ControlPoint = ControlPoint.CHECK,
 ) -> Decision | None:
     """The decision from the all-reduced flags, on a rank with no gradients to check.
 
@@ -106,7 +106,7 @@ def check_and_unscale_params(
     *,
     write: bool,
     uploads: dict[torch.device, Uploads],
-    call: Call = Call.CHECK,
+    call: ControlPoint = ControlPoint.CHECK,
 ) -> Decision | None:
     """Do what :func:`check_and_unscale` does, for the result of ``gradients.params_with_grads``.
 

@@ -19,7 +19,7 @@ from ampopt_kernels.gradient_reports import named_ranks
 from ampopt_kernels.tensors import widest
 
 __all__ = [
-    "Call",
+    "ControlPoint",
     "Column",
     "Comparison",
     "RowsOnDevices",
@@ -34,7 +34,7 @@ Row = tuple[float, ...]
 """The numbers of one rank, in the order of :class:`Column`; device values are filled in later."""
 
 
-class Call(enum.IntEnum):
+class ControlPoint(enum.IntEnum):
     """The control point in which a rank takes part in the all-reduce."""
 
     RAISED = 0
@@ -83,7 +83,7 @@ def digest(value: object) -> int:
 
 def row_of(
     request: Request,
-    call: Call,
+    call: ControlPoint,
     *,
     params: int = 0,
     evaluation: int = 0,
@@ -298,13 +298,13 @@ def _number(number: float) -> str:
 
 
 _CALLS = {
-    Call.CHECK: "unscale, unscale_and_step or a scaler's step",
-    Call.MICRO_BATCH: 'accumulate(drop="micro_batch")',
-    Call.AFTER_MICRO_BATCHES: 'the step after accumulate(drop="micro_batch")',
-    Call.CYCLE: "the step after accumulate",
-    Call.CAUSES_OF_CYCLE: "the step after accumulate, with skip_when",
-    Call.CLOSURE: "a step with a closure",
-    Call.FLAG: "a scaler's step after unscale_",
+    ControlPoint.CHECK: "unscale, unscale_and_step or a scaler's step",
+    ControlPoint.MICRO_BATCH: 'accumulate(drop="micro_batch")',
+    ControlPoint.AFTER_MICRO_BATCHES: 'the step after accumulate(drop="micro_batch")',
+    ControlPoint.CYCLE: "the step after accumulate",
+    ControlPoint.CAUSES_OF_CYCLE: "the step after accumulate, with skip_when",
+    ControlPoint.CLOSURE: "a step with a closure",
+    ControlPoint.FLAG: "a scaler's step after unscale_",
 }
 _SKIP_WHEN = (
     "skip_when({0}=...) differs between ranks ({{}}): call skip_when with the same arguments on "
@@ -320,7 +320,7 @@ _COMPARED: dict[int, tuple[str, Any]] = {
     Column.CALL: (
         "ranks of one process group make different calls ({}): let all of them make the same "
         "calls, in the same order",
-        lambda number: _CALLS[Call(int(number))],
+        lambda number: _CALLS[ControlPoint(int(number))],
     ),
     Column.EVALUATION: (
         "some ranks evaluate the closure more often than others ({}): let all of them evaluate it "

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 
 if __name__ == "__main__":
     name, folder, device = sys.argv[1:]
     module = importlib.import_module(f"ampopt.bench.first_hour.{name}")
-    module.run(Record(Path(folder) / f"{name}.jsonl"), torch.device(device))
+    module.run(PartRecord(Path(folder) / f"{name}.jsonl"), torch.device(device))

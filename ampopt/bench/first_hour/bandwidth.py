@@ -4,7 +4,7 @@ import torch
 
 import ampopt
 from ampopt.bench import launches, workloads
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 from ampopt.bench.measure import device_seconds
 from ampopt.bench.memory import bandwidth
 
@@ -33,7 +33,7 @@ _SHARES = {
 storage): detect, detect with norm, update, step, step with clipping."""
 
 
-def run(record: Record, device: torch.device) -> None:
+def run(record: PartRecord, device: torch.device) -> None:
     """Measure each launch; report its bandwidth as a share of that of the fastest copy."""
     ampopt.set_backend("triton")
     speeds = [_copies(mib, device) for mib in ((16,) if device.type == "cpu" else (64, 512, 4096))]

@@ -9,14 +9,14 @@ import torch
 
 import ampopt
 from ampopt._synchronization import sync_debug_mode
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 from ampopt.bench.measure import host_seconds
 from ampopt.train_step import cuda_graphs
 
 __all__ = ["run"]
 
 
-def run(record: Record, device: torch.device) -> None:
+def run(record: PartRecord, device: torch.device) -> None:
     """Capture and replay steps in each of these ways; skipped where there are no graphs."""
     ampopt.set_backend("triton")
     if cuda_graphs.graphs_on(device) is None:
@@ -31,7 +31,7 @@ def run(record: Record, device: torch.device) -> None:
         _by_hand(record, device)
 
 
-def _trained(record: Record, device: torch.device, how: str) -> None:
+def _trained(record: PartRecord, device: torch.device, how: str) -> None:
     """Train by a CUDA graph: check that it captures, learns, and replays without waiting."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 10)]
@@ -59,7 +59,7 @@ def _trained(record: Record, device: torch.device, how: str) -> None:
     record.figure(f"replay, host, {how}", times[25] * 1e6, "us")
 
 
-def _by_hand(record: Record, device: torch.device) -> None:
+def _by_hand(record: PartRecord, device: torch.device) -> None:
     """Capture a step in a graph, and replay it between eager steps with other gradients.
 
     The eager steps must free no memory that the graph reads.

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 import ampopt
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 
 __all__ = ["run"]
 
 
-def run(record: Record, device: torch.device) -> None:
+def run(record: PartRecord, device: torch.device) -> None:
     """Train by ``TrainStep``, which must refuse a CUDA graph around the model."""
     if device.type != "cuda" or not dist.is_nccl_available():
         record.skip("DDP", f"no NCCL for {device}")

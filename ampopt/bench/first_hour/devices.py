@@ -3,12 +3,12 @@
 import torch
 
 import ampopt
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 
 __all__ = ["run"]
 
 
-def run(record: Record, device: torch.device) -> None:
+def run(record: PartRecord, device: torch.device) -> None:
     """Run both checks, as far as there are devices."""
     if device.type != "cuda":
         record.skip("devices", f"{device} is not a CUDA device")
@@ -19,7 +19,7 @@ def run(record: Record, device: torch.device) -> None:
         _states_on_the_host(record, device)
 
 
-def _two(record: Record) -> None:
+def _two(record: PartRecord) -> None:
     """Check that one optimizer steps parameters on two devices alike."""
     if torch.cuda.device_count() < 2:
         record.skip("two devices", "there is only one CUDA device")
@@ -38,7 +38,7 @@ def _two(record: Record) -> None:
         record.check(f"two devices, max_norm={clipped}", same)
 
 
-def _states_on_the_host(record: Record, device: torch.device) -> None:
+def _states_on_the_host(record: PartRecord, device: torch.device) -> None:
     """Step on the CPU, then move the parameter: the states must follow, or the error names them."""
     param = torch.nn.Parameter(torch.ones(5000))
     optimizer = ampopt.AdamW([param])

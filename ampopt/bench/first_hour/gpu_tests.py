@@ -6,12 +6,12 @@ from pathlib import Path
 
 import torch
 
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 
 __all__ = ["run"]
 
 
-def run(record: Record, device: torch.device) -> None:
+def run(record: PartRecord, device: torch.device) -> None:
     """Run pytest in the working directory, and report each test that fails."""
     if not Path("tests/conftest.py").exists():
         record.skip("pytest -m gpu", f"there are no tests in {Path.cwd()}: run it in a checkout")

@@ -11,14 +11,14 @@ import torch
 import ampopt
 from ampopt._synchronization import sync_debug_mode
 from ampopt.bench import contenders, workloads
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 from ampopt.bench.measure import host_seconds, warmed
 from ampopt_kernels.native import objects
 
 __all__ = ["run"]
 
 
-def run(record: Record, device: torch.device) -> None:
+def run(record: PartRecord, device: torch.device) -> None:
     """Measure with Python loops and with the compiled C++ loops, and then torch's optimizers.
 
     With gradients at the same addresses in each step, and at other addresses.
@@ -46,7 +46,7 @@ def run(record: Record, device: torch.device) -> None:
             record.figure(f"torch {name}, GradScaler{how}", figure, "us")
 
 
-def _ours(record: Record, device: torch.device, how: str) -> None:
+def _ours(record: PartRecord, device: torch.device, how: str) -> None:
     """Measure ampopt, with gradients at the same and at other addresses in each step."""
     params = workloads.make("small", device).parameters(torch.float32, device)
     gradients = workloads.Gradients(params)

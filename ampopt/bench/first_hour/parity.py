@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import ampopt
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 
 __all__ = ["RULES", "run"]
 
@@ -33,7 +33,7 @@ _LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
 with small states, where one rounding is 0.05."""
 
 
-def run(record: Record, device: torch.device, rules: tuple[str, ...] = RULES) -> None:
+def run(record: PartRecord, device: torch.device, rules: tuple[str, ...] = RULES) -> None:
     """Take four clipped steps with each rule and storage; the third of them overflows."""
     for name in rules:
         for dtype, options in _STORAGE:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ampopt
 from ampopt._step.torch_private import spin
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 
 __all__ = ["run"]
 
@@ -18,7 +18,7 @@ _LATE = 2_000_000_000
 """Cycles for which a stream is kept busy: about a second, in which the host runs far ahead."""
 
 
-def run(record: Record, device: torch.device) -> None:
+def run(record: PartRecord, device: torch.device) -> None:
     """Keep one stream busy, and step on it and on another. On the CPU there is no delay."""
     ampopt.set_backend("triton")
     with record.trying("constants"):
@@ -27,7 +27,7 @@ def run(record: Record, device: torch.device) -> None:
         _tables_replaced_behind_a_busy_stream(record, device)
 
 
-def _constants_of_two_optimizers(record: Record, device: torch.device) -> None:
+def _constants_of_two_optimizers(record: PartRecord, device: torch.device) -> None:
     """Check that a constant sent on a busy stream is not read on another before it arrives."""
     on_a, on_b = _streams(device)
     first, second, other = (_made(device, seed) for seed in range(3))
@@ -47,7 +47,7 @@ def _constants_of_two_optimizers(record: Record, device: torch.device) -> None:
     _wait(device)
 
 
-def _tables_replaced_behind_a_busy_stream(record: Record, device: torch.device) -> None:
+def _tables_replaced_behind_a_busy_stream(record: PartRecord, device: torch.device) -> None:
     """The host replaces the table three times before the busy stream reads the first."""
     late, in_time = _made(device, seed=3), _made(device, seed=3)
     on_a, _ = _streams(device)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Record", "read"]
+__all__ = ["PartRecord", "read"]
 
 
-class Record:
+class PartRecord:
     """The results of one part, in a file of its own."""
 
     def __init__(self, path: Path) -> None:

@@ -5,12 +5,12 @@ import time
 import torch
 
 import ampopt
-from ampopt.bench.first_hour.record import Record
+from ampopt.bench.first_hour.record import PartRecord
 
 __all__ = ["run"]
 
 
-def run(record: Record, device: torch.device) -> None:
+def run(record: PartRecord, device: torch.device) -> None:
     """Take two steps on ``device``, the first of which compiles."""
     ampopt.set_backend("triton")
     params = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (3, 5000)]

@@ -15,7 +15,7 @@ from ampopt.bench import __main__ as bench
 from ampopt.bench.first_hour import gpu_tests, hour, parity, races, start
 from ampopt.bench.first_hour.bandwidth import STORAGES, predicted
 from ampopt.bench.first_hour.parts import PARTS, Part
-from ampopt.bench.first_hour.record import Record, read
+from ampopt.bench.first_hour.record import PartRecord, read
 from ampopt_kernels.language import HAS_TRITON
 
 CPU = torch.device("cpu")
@@ -110,7 +110,7 @@ def test_what_would_end_the_hour_comes_first():
 
 def test_each_test_that_fails_is_reported_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    record = Record(tmp_path / "gpu_tests.jsonl")
+    record = PartRecord(tmp_path / "gpu_tests.jsonl")
     gpu_tests.run(record, CPU)
     tests = tmp_path / "tests"
     tests.mkdir()
@@ -171,7 +171,7 @@ def test_without_an_accelerator_there_is_nothing_to_find_out(monkeypatch, capsys
 
 
 def test_a_line_that_a_crash_cut_off_is_left_out(tmp_path):
-    record = Record(tmp_path / "part.jsonl")
+    record = PartRecord(tmp_path / "part.jsonl")
     record.check("whole", True)
     record.skip("other", "there is one device")
     with record.trying("third"):
@@ -203,7 +203,7 @@ def test_predictions_are_those_that_are_written():
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_parts_pass_where_kernels_are_interpreted(tmp_path, monkeypatch):
     monkeypatch.setattr(parity, "_SIZES", (1, 3, 8200))  # the last has small states
-    record = Record(tmp_path / "all.jsonl")
+    record = PartRecord(tmp_path / "all.jsonl")
     try:
         start.run(record, CPU)
         races.run(record, CPU)
@@ -225,7 +225,7 @@ def test_parity_finds_a_kernel_that_is_wrong(tmp_path, monkeypatch):
 
     monkeypatch.setattr(parity, "_trained", wrong)
     monkeypatch.setattr(parity, "_SIZES", (1, 3))
-    record = Record(tmp_path / "parity.jsonl")
+    record = PartRecord(tmp_path / "parity.jsonl")
     try:
         parity.run(record, CPU, ("SGD",))
     finally:
