@@ -344,6 +344,19 @@ def test_codes_are_not_saved_under_the_names_of_states():
         theirs.step()
 
 
+def test_what_users_keep_in_the_state_is_saved_and_loaded_as_it_is():
+    (param,) = params_of([(128, 64)])
+    optimizer: Any = stepped(ampopt.AdamW([param], state_bits=8), 1)
+    optimizer.state[param]["my_codes"] = torch.ones(3, dtype=torch.int8)
+    optimizer.state["epoch"] = 5
+    loaded: Any = ampopt.AdamW([param], state_bits=8)
+    loaded.load_state_dict(optimizer.state_dict())
+    assert loaded.state[param].keys() == optimizer.state[param].keys()
+    in_full = ampopt.full_state_dict(loaded)["state"]
+    assert loaded.state["epoch"] == in_full["epoch"] == 5
+    assert in_full[0]["my_codes"].dtype == torch.int8
+
+
 def test_torchs_optimizer_loads_the_full_state_and_ampopts_loads_torchs():
     params = params_of()
     ours = stepped(ampopt.AdamW(params, state_bits=8), 2)
