@@ -20,6 +20,16 @@ Kind = tuple[int, torch.dtype]
 """Number of dimensions of a parameter, and its dtype, or that of its master weight."""
 
 
+_ARGUMENTS = {
+    "update": ("(p, g, state, h, flags) or (p, g, state, h, flags, at)", (5, 6)),
+    "reduce": ("(p, g, state, h, flags)", (5,)),
+    "averages": ("(p, g, state, h, flags)", (5,)),
+    "before_reduce": ("(s, h, flags)", (3,)),
+    "factors": ("(means, state, h, flags)", (4,)),
+}
+"""The arguments of each function of a rule but ``scalars``, and how many these are."""
+
+
 @jit
 def keep(s, h):
     """The ``scalars`` of a rule that has none: hyperparameters reach ``update`` as they are."""
@@ -146,13 +156,7 @@ class Rule:
             _check_tuple(role, getattr(self, role), str, '("lr",)')
         for role in ("state", "scalar_state"):
             _check_tuple(role, getattr(self, role), State, '(State("exp_avg"),)')
-        takes = "(s, h, flags, sums) or (s, h, flags, sums, totals), as the rule has reduce"
-        if not self.reduces:
-            takes = "(s, h) or (s, h, flags), as the rule has no reduce to sum anything up"
-        if self.scalars_arguments not in ((4, 5) if self.reduces else (2, 3)):
-            raise TypeError(
-                f"Rule scalars must take {takes}, but it takes {self.scalars_arguments} arguments"
-            )
+        self._check_arguments()
         if self.before_reduce is not keep_all and not self.reduces:
             raise TypeError(
                 "Rule before_reduce is for reduce, and the rule has no reduce: add reduce, or move "
@@ -185,6 +189,18 @@ class Rule:
                     f"rule's flags {self.flags}: add it to flags"
                 )
 
+    def _check_arguments(self) -> None:
+        takes = "(s, h, flags, sums) or (s, h, flags, sums, totals), as the rule has reduce"
+        if not self.reduces:
+            takes = "(s, h) or (s, h, flags), as the rule has no reduce to sum anything up"
+        of_scalars = (takes, (4, 5) if self.reduces else (2, 3))
+        for role, (takes, numbers) in {**_ARGUMENTS, "scalars": of_scalars}.items():
+            function = getattr(self, role)
+            if function is not None and _arguments(function) not in numbers:
+                raise TypeError(
+                    f"Rule {role} must take {takes}, but it takes {_arguments(function)} arguments"
+                )
+
     def _check_marginals(self) -> None:
         """Raise if ``averages``, ``factors`` and ``reduce`` do not go with the states."""
         shaped = [part.name for part in self.state if part.shape is not None]
@@ -211,12 +227,12 @@ class Rule:
     @functools.cached_property
     def draws(self) -> bool:
         """Whether ``update`` takes a sixth argument ``at``, for ``rand`` and ``randn``."""
-        return len(inspect.signature(self.update.fn).parameters) > 5
+        return _arguments(self.update) > 5
 
     @functools.cached_property
     def scalars_arguments(self) -> int:
         """Number of arguments of ``scalars``, a prefix of ``(s, h, flags, sums, totals)``."""
-        return len(inspect.signature(self.scalars.fn).parameters)
+        return _arguments(self.scalars)
 
     @functools.cached_property
     def with_float64_scalars(self) -> "Rule":
@@ -441,6 +457,11 @@ def _codecs(rule: Rule, flags: tuple[bool, ...], bits: int) -> tuple[Codec | Non
     existing, named = _existing(rule, flags), dict(zip(rule.flags, flags, strict=True))
     bits = 32 if existing.marginals else bits
     return tuple(part.codec_in(bits, named) for part in existing.elementwise)
+
+
+def _arguments(function: Any) -> int:
+    """The number of arguments of a function of a rule, marked with ``jit`` or not."""
+    return len(inspect.signature(getattr(function, "fn", function)).parameters)
 
 
 def _lacking(group: Mapping[str, Any], error: KeyError) -> KeyError:

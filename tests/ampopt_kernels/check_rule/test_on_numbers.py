@@ -456,6 +456,11 @@ def plain(p, g, state, h, flags):
     "declare, error, message",
     [
         (lambda: Rule(update=plain, hyper=()), TypeError, "marked with @ampopt_kernels.jit"),
+        (
+            lambda: Rule(update=counts, hyper=()),
+            TypeError,
+            r"update must take \(p, g, state, h, flags\) or .* takes 2 arguments",
+        ),
         (lambda: Rule(update=one_state, hyper=(), scalars=plain), TypeError, "Rule scalars"),
         (
             lambda: Rule(update=one_state, hyper=(), state=(State("a", when="nesterov"),)),
