@@ -73,11 +73,11 @@ def _check_decode(decode: Function, codec: Codec) -> None:
     low, high = (-4.0, 4.0) if range_ is None else range_
     codes = torch.arange(low, high + 1, device="cpu")
 
-    def made(block: Tensor) -> dict[str, Any]:
+    def call(block: Tensor) -> dict[str, Any]:
         return decode(lambda x: {"x": x}, codec.torch_decode, block)
 
-    decode.elementwise(made, codes[::3][:3])
-    values = made(codes)["x"]
+    decode.elementwise(call, codes[::3][:3])
+    values = call(codes)["x"]
     zero = values[codes == 0].item()
     if zero != 0:
         raise ValueError(
@@ -101,13 +101,13 @@ def _check_decode(decode: Function, codec: Codec) -> None:
 def _check_encode(encode: Function, codec: Codec, u: float, *, positive: bool) -> None:
     """Refuse an ``encode`` whose codes are not numbers of the dtype, or not 0 for 0."""
 
-    def made(block: Tensor) -> dict[str, Any]:
+    def call(block: Tensor) -> dict[str, Any]:
         return encode(
             lambda code: {"code": code}, codec.torch_encode, block, torch.full_like(block, u)
         )
 
     x = _numbers(positive)
-    codes = encode.elementwise(made, x)["code"].float()
+    codes = encode.elementwise(call, x)["code"].float()
     if (zero := codes[0].item()) != 0:
         raise ValueError(
             f"{encode.title} returned {zero:g} for x = 0 and u = {u:.4g}: return 0 for 0 and any "

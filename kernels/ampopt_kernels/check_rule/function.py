@@ -25,26 +25,26 @@ class Function:
     Attributes:
         name: which function: ``"update"``, ``"scalars"``, ...
         owner: name of the optimizer class.
-        written: the author's Python function.
+        definition: the author's Python function.
         declared: for each argument that is a tuple, its position, length and declaration, such as
             ``(2, 1, "declares 1, state=['momentum'] under flags {}")``.
     """
 
     name: str
     owner: str
-    written: Any
+    definition: Any
     declared: tuple[tuple[int, int, str], ...]
 
     @property
     def title(self) -> str:
         """Name, owner and place of the function, for messages."""
-        return f"{self.name} of {self.owner}'s rule ({defined_at(self.written)})"
+        return f"{self.name} of {self.owner}'s rule ({defined_at(self.definition)})"
 
-    def __call__(self, taken: Callable[[Any], Any], function: Any, *arguments: Any) -> Any:
-        """Return ``taken(function(*arguments))``.
+    def __call__(self, unpack: Callable[[Any], Any], function: Any, *arguments: Any) -> Any:
+        """Return ``unpack(function(*arguments))``.
 
         Args:
-            taken: takes apart what the function returns. Raises :class:`Broken` if it cannot.
+            unpack: takes apart what the function returns. Raises :class:`Broken` if it cannot.
             function: the function, as it runs on torch tensors.
             arguments: its arguments.
 
@@ -52,11 +52,11 @@ class Function:
             ValueError: the call fails, or changes an argument.
             AttributeError: the function reads what no backend has.
         """
-        given = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
-        tensors = [x for x in given if isinstance(x, Tensor)]
+        flat = (x for a in arguments for x in (a if isinstance(a, tuple) else (a,)))
+        tensors = [x for x in flat if isinstance(x, Tensor)]
         before = [x.clone() for x in tensors]
         try:
-            result = taken(function(*arguments))
+            result = unpack(function(*arguments))
         except Broken as error:
             raise ValueError(f"{self.title} {error}") from None
         except AttributeError as error:
@@ -80,18 +80,18 @@ class Function:
         return result
 
     def elementwise(
-        self, made: Callable[[Tensor], dict[str, Any]], block: Tensor
+        self, call: Callable[[Tensor], dict[str, Any]], block: Tensor
     ) -> dict[str, Any]:
-        """Return ``made(block)``, blocks by name, if each element depends on its own alone.
+        """Return ``call(block)``, blocks by name, if each element depends on its own alone.
 
         Args:
-            made: calls this ``Function`` with a block.
+            call: calls this ``Function`` with a block.
             block: 1-d, of two elements or more.
 
         Raises:
             ValueError: the call fails, or the function is not elementwise.
         """
-        together, apart = made(block), [made(one) for one in block.split(1)]
+        together, apart = call(block), [call(one) for one in block.split(1)]
         for name, value in together.items():
             each = [one[name] for one in apart]
             for result, of in ((value, block), *zip(each, block.split(1), strict=True)):
@@ -117,7 +117,7 @@ class Function:
     def _explained(self, error: Exception) -> str:
         """The message of ``error``, with the declaration of the arguments that its line reads."""
         code = raised_at(error)[1]
-        names = self.written.__code__.co_varnames
+        names = self.definition.__code__.co_varnames
         arguments = [(re.escape(names[i]), n, declared) for i, n, declared in self.declared]
         for name, n, declared in arguments:
             indices = map(int, re.findall(rf"\b{name}\[(\d+)\]", code))

@@ -49,11 +49,11 @@ def try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> No
 
 def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> None:
     """Run every function of the rule under one set of flags; see :func:`try_out`."""
-    given = f"flags {dict(zip(rule.flags, flags, strict=True))}"
+    flags_text = f"flags {dict(zip(rule.flags, flags, strict=True))}"
     scalars = [part.name for part in rule.scalar_state]
     states = [part.name for part in rule.state_for(flags)]
     read = [part.name for part in rule.tensor_state_for(flags)]
-    of_state = (2, len(read), f"declares {len(read)}, state={read} under {given}")
+    of_state = (2, len(read), f"declares {len(read)}, state={read} under {flags_text}")
     of_scalars = (0, len(scalars), f"declares {len(scalars)}, scalar_state={scalars}")
     of_hyper = (n_hyper, f"declares {n_hyper}, hyper={rule.hyper}")
     of_flags = (len(flags), f"declares {len(flags)}, flags={rule.flags}")
@@ -91,7 +91,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
     _check_scalars(call, s, h, scalars)
     for role, kind, n, name in (*in_norm, ("scalars", "h", len(h), "update")):
         without_flags = getattr(rule.widths(n_hyper), name)
-        _check_number(f"{role} of {owner}'s rule", kind, n, without_flags, given)
+        _check_number(f"{role} of {owner}'s rule", kind, n, without_flags, flags_text)
     of_hyper = _given_h(rule.scalars is not keep, "scalars", h, of_hyper)
     call = function("update", of_state, (3, *of_hyper), (4, *of_flags))
 
@@ -99,7 +99,7 @@ def _try_out(rule: Rule, flags: tuple[bool, ...], n_hyper: int, owner: str) -> N
         p, new = _pair(returned, f"the new p and a tuple of {len(states)} states, {states}")
         if not isinstance(new, tuple) or len(new) != len(states):
             raise Broken(
-                f"returned {_count(new)} states, but under {given} the rule "
+                f"returned {_count(new)} states, but under {flags_text} the rule "
                 f"declares {len(states)}, {states}: return one for each, in their order"
             )
         return dict(zip(("p", *states), (p, *new), strict=True))
@@ -140,12 +140,12 @@ def _try_marginals(
     declared = [(i, n, f"declares {n}, states of rows and columns={names}") for i in (0, 1)]
     of_h = (2, len(h), f"gets {len(h)} numbers, the h of reduce")
     factors = Function("factors", averages.owner, rule.factors, (*declared, of_h, of_flags))
-    given = tuple(torch.full(part.beside((2, 3)), 0.5, device="cpu") for part in parts)
+    blocks = tuple(torch.full(part.beside((2, 3)), 0.5, device="cpu") for part in parts)
     numbers = tuple(float(x) for x in h)
-    made = factors(_pair, rule.factors, given, given, numbers, flags)
-    for role, values in zip(("states", "factors"), made, strict=True):
+    results = factors(_pair, rule.factors, blocks, blocks, numbers, flags)
+    for role, values in zip(("states", "factors"), results, strict=True):
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in values]
-        if shapes != [tuple(x.shape) for x in given]:
+        if shapes != [tuple(x.shape) for x in blocks]:
             raise ValueError(
                 f"{factors.title} returned {role} of the shapes {shapes} for a "
                 f"parameter of shape (2, 3): return one for each of {names}, with its shape"
@@ -160,11 +160,11 @@ def _try_stack(
     shapes = [(2, *part.beside((2, 3))) for part in parts]
     stack = tuple(torch.arange(1.0, 1 + math.prod(s), device="cpu").view(s) for s in shapes)
     h = tuple(torch.full((2, 1, 1), x, device="cpu") for x in numbers)
-    made = factors(_pair, factors.written, stack, stack, h, flags)
+    results = factors(_pair, factors.definition, stack, stack, h, flags)
     for place in range(2):
-        given = tuple(x[place] for x in stack)
-        alone = factors(_pair, factors.written, given, given, numbers, flags)
-        for stacked, each in zip((*made[0], *made[1]), (*alone[0], *alone[1]), strict=True):
+        blocks = tuple(x[place] for x in stack)
+        alone = factors(_pair, factors.definition, blocks, blocks, numbers, flags)
+        for stacked, each in zip((*results[0], *results[1]), (*alone[0], *alone[1]), strict=True):
             is_alike = stacked.shape == (2, *each.shape) and torch.allclose(
                 stacked[place], each, rtol=1e-4, atol=1e-6, equal_nan=True
             )
@@ -191,12 +191,12 @@ def _check_scalars(function: Function, s: Any, h: Any, scalars: list[str]) -> No
             )
 
 
-def _check_number(role: str, what: str, n: int, without_flags: int, given: str) -> None:
+def _check_number(role: str, what: str, n: int, without_flags: int, flags_text: str) -> None:
     """Refuse a function that returns another number of numbers than without flags."""
     if n != without_flags:
         raise ValueError(
-            f"{role} returned {n} numbers as {what} under {given}, and {without_flags} without "
-            "flags: return as many whatever the flags are"
+            f"{role} returned {n} numbers as {what} under {flags_text}, and {without_flags} "
+            "without flags: return as many whatever the flags are"
         )
 
 
@@ -237,15 +237,15 @@ class _Blocks:
             The number of blocks.
         """
 
-        def made(block: Tensor) -> dict[str, Any]:
+        def call(block: Tensor) -> dict[str, Any]:
             numbers = tuple(float(x) for x in self.h)
             state = tuple(block + i for i in range(1, 1 + len(self.states)))
-            given = (block + 0, -block, state, numbers, self.flags)
-            given += ((block.to(torch.int64), block),) * self.draws
-            return self.function(named, function, *given)
+            arguments = (block + 0, -block, state, numbers, self.flags)
+            arguments += ((block.to(torch.int64), block),) * self.draws
+            return self.function(named, function, *arguments)
 
         block = torch.tensor([0.5, 2.0], device="cpu")
-        return len(self.function.elementwise(made, block))
+        return len(self.function.elementwise(call, block))
 
 
 def _count(returned: Any) -> str:

@@ -184,10 +184,10 @@ class _Expression:
         return _operation("{0} != {1}", self, other, dtype=torch.bool)
 
     def __truediv__(self, other: Any) -> Any:
-        return _divided(self, other)
+        return _divide(self, other)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return _divided(other, self)
+        return _divide(other, self)
 
     def __and__(self, other: Any) -> Any:
         return _logical("{0} & {1}", self, other)
@@ -225,7 +225,7 @@ class _Expression:
 # --- the language --------------------------------------------------------------------------------
 
 
-def _divided(x: Any, y: Any) -> Any:
+def _divide(x: Any, y: Any) -> Any:
     """``x / y`` with the rounding of torch."""
     if _varies(y) and not _varies(x):
         return _operation("(({T})1 / {1}) * {0}", x, y)  # torch divides a number by a tensor so
