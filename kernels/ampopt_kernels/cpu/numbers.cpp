@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 // The copies of NativeCopies, of the tensors for which ``present`` is not null. gather writes
@@ -98,6 +99,28 @@ static inline double float64(int64_t bits) {
     return x;
 }
 
+// Converts magnitudes by ``number``; those of float16 by the processor's own instruction, if it has
+// one.
+template <typename T, auto number, typename Vector, typename N, int64_t lanes>
+static inline void convert(const Vector& magnitudes, N (&numbers)[lanes]) {
+#if defined(__F16C__)
+    typedef float Floats __attribute__((vector_size(32)));
+    typedef short Halves __attribute__((vector_size(16)));
+    if constexpr (std::is_same_v<T, int16_t>) {
+        if constexpr (number == float16) {
+            Halves halves;
+            for (int64_t lane = 0; lane < lanes; lane += 8) {
+                std::memcpy(&halves, (const T*)&magnitudes + lane, sizeof(halves));
+                const Floats floats = __builtin_ia32_vcvtph2ps256(halves);
+                std::memcpy(numbers + lane, &floats, sizeof(floats));
+            }
+            return;
+        }
+    }
+#endif
+    for (int64_t lane = 0; lane < lanes; ++lane) numbers[lane] = number(magnitudes[lane]);
+}
+
 struct Measures {
     int64_t overflowed, used, kept;
     double largest, squares;
@@ -146,7 +169,7 @@ Measures measures(const void* tensor, const Part& part, const int64_t* bounds) {
             largest = values > largest ? values : largest;
             nonzero = values >= used ? nonzero + 1 : nonzero;
             above = values >= kept ? above + 1 : above;
-            for (int64_t lane = 0; lane < LANES; ++lane) numbers[k][lane] = number(values[lane]);
+            convert<T, number>(values, numbers[k]);
         }
         for (int64_t lane = 0; lane < LANES; ++lane) {
             const auto square = [&](int k) {
