@@ -45,12 +45,13 @@ def set_backend(name: str) -> None:
         name: the backend, one of these four.
 
             ``"auto"``: Triton on accelerators that it compiles for, else eager. On the CPU, eager
-            until a rule has run for a twentieth of a second; then a C++ compiler, if there is one,
-            compiles it in a background process while training continues. The results are bitwise
-            the same before and after. Where C++ and torch round differently (``tl.exp`` and similar
-            functions, the square root of float64, and the sums over rows and columns of
-            ``Rule(averages=)``), the first step waits for the compiler instead, for about a third
-            of a second.
+            until a C++ compiler, if there is one, has compiled the rule in a background process,
+            while training continues. The compiler is started when the rule has run for
+            a twentieth of a second, or in the first step, if parameters have more than 4 Mi
+            elements. The results are bitwise the same before and after. Where C++ and torch round
+            differently (``tl.exp`` and similar functions, the square root of float64, and the sums
+            over rows and columns of ``Rule(averages=)``), the first step waits for the compiler
+            instead, for about a third of a second.
 
             ``"triton"``: always Triton. CPU tensors need its interpreter, which is meant for tests:
             set ``TRITON_INTERPRET=1`` in the environment before ``ampopt`` is imported.

@@ -213,6 +213,17 @@ def test_auto_starts_the_compiler_after_some_steps_and_continues(compiler, monke
     assert compiled.PATIENCE == 0.05
 
 
+@needs_compiler
+@pytest.mark.parametrize("more", [False, True])
+def test_auto_starts_the_compiler_in_the_first_step_of_many_elements(compiler, monkeypatch, more):
+    monkeypatch.setattr(backends, "PATIENCE", 5.0)
+    param, optimizer = made()
+    monkeypatch.setattr(compiled, "COMPILED_AT_ONCE", param.numel() - more)
+    ampopt.set_backend("auto")
+    optimizer.step()
+    assert len(compiler.started) == more
+
+
 class Clock:
     """Shows a second more at each look."""
 

@@ -50,6 +50,10 @@ all cores. Without this delay a program of a few steps, such as a test, would st
 each rule. A rule that was compiled before is loaded from disk at once.
 """
 
+COMPILED_AT_ONCE = 1 << 22
+"""Elements of a step beyond which ``auto`` starts the compiler in the first step, not after
+:data:`PATIENCE`: a few eager steps of so many take as long as compiling."""
+
 IN_PLACE = 1 << 11
 """Elements of a row, on average, beyond which a compiled rule updates the rows of a bundle where
 they are: to copy that many to scratch and back takes longer than one more row of a call."""
@@ -165,6 +169,7 @@ class Compiled(CpuBackend):
         rule = work.rule
         assert rule is not None
         decided, used = True, False
+        elements = sum(bundle.param.numel() for _, bundle in work.backend_rows.bundles)
         for block, bundle in work.backend_rows.bundles:
             bundle.functions = torch_functions(rule, bundle)
             if bundle.param.numel():
@@ -175,6 +180,8 @@ class Compiled(CpuBackend):
                 if bundle.marginals:
                     keys.append(_key(rule, bundle, 2 + widths.reduce, "averages"))
                 for key in keys:
+                    if elements > COMPILED_AT_ONCE:
+                        self._spent.setdefault(key, self._patience)
                     function = self._function_for(bundle, key)
                     used = used or function is not None
                     bundle.functions[key.role] = function or self._timed(
