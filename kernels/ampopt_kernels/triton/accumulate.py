@@ -21,21 +21,16 @@ def accumulate_launches(
         yield (
             group.programs,
             {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
+                **table.arguments_of(group),
                 "chunk": table.chunk,
                 "scale": flags if request.scale is None else request.scale,
                 "reject": flags if request.found_inf is None else request.found_inf,
                 "flags": flags,
                 "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes),
-                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
                 "ALIGNS": group.aligns,
                 "FRESH": group.like.flags[0],
                 "HAS_SCALE": request.scale is not None,
                 "HAS_REJECT": request.found_inf is not None,
-                "COLUMNS": table.columns,
-                "BLOCK": table.block,
             },
         )
 

@@ -40,16 +40,13 @@ def reduce_launches(
         yield (
             group.programs,
             {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
+                **table.arguments_of(group),
                 "coefficients": coefficients,
                 "h_table": h,
                 "sums": sums,
                 "RULE": rule.reduce,
                 "FLAGS": row.flags,
                 "DTYPES": tuple(TRITON_DTYPES[dtype] for dtype in group.dtypes[:n]),
-                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
                 "ALIGNS": group.aligns[:n],
                 "N_H": h.shape[1],
                 "N_TERMS": count_terms(work),
@@ -59,9 +56,7 @@ def reduce_launches(
                 **decoding_arguments(row.codecs, n),
                 "LOW": row.low is not None,
                 "SCALES": 2 + state_columns(rule),
-                "COLUMNS": table.columns,
                 "CHUNK": table.chunk,
-                "BLOCK": table.block,
             },
         )
 

@@ -41,6 +41,7 @@ from ampopt_kernels.marginals import EVEN
 from ampopt_kernels.native.objects import addresses
 from ampopt_kernels.places import NUMBERS
 from ampopt_kernels.rule import Rule
+from ampopt_kernels.triton.launch import TRITON_DTYPES
 from ampopt_kernels.work import Row, Work
 
 __all__ = ["BLOCK", "CHUNK", "PROGRAMS", "Launch", "Table", "hyper_table", "state_columns"]
@@ -144,6 +145,17 @@ class Table:
     grads_version: int
     lines: Any = None
     prepared: bool = False
+
+    def arguments_of(self, launch: Launch) -> dict[str, Any]:
+        """The arguments that every kernel over chunks takes, by name."""
+        return {
+            "table": self.rows,
+            "blocks": self.blocks,
+            "first": launch.start,
+            "COMPUTE": TRITON_DTYPES[launch.compute_dtype],
+            "COLUMNS": self.columns,
+            "BLOCK": self.block,
+        }
 
     @property
     def n_blocks(self) -> int:

@@ -42,9 +42,7 @@ def update_launches(
         yield (
             group.programs,
             {
-                "table": table.rows,
-                "blocks": table.blocks,
-                "first": group.start,
+                **table.arguments_of(group),
                 "CHUNK": table.chunk,
                 "coefficients": coefficients,
                 "h_table": h,
@@ -57,14 +55,12 @@ def update_launches(
                 "KEYED": row.keys is not None,
                 "DRAWS": rule.draws,
                 "JUMPS": len(row.places.jumps),
-                "COMPUTE": TRITON_DTYPES[group.compute_dtype],
                 "ALIGNS": group.aligns,
                 "N_H": h.shape[1],
                 "OF_ROWS": () if row.marginals is None else row.marginals.of_rows,
                 "EVEN": group.even,
                 **arguments_of(row.codecs, len(group.dtypes)),
                 "SCALES": 2 + state_columns(rule),
-                "COLUMNS": table.columns,
                 # Half as many elements, or Adam would need 160 registers.
                 "BLOCK": table.block // 2 if row.is_coded else table.block,
             },
