@@ -192,12 +192,7 @@ class CpuBackend(Backend):
             bundle.load()
             tensors = (grad, bundle.param, *bundle.rest)
             if bundle.rows[0].keys is not None or rule.draws:
-                rows = [bundle.rows[i] for i in bundle.present]
-                keys = (None if row.keys is None else int(row.keys) for row in rows)
-                parts = [
-                    part._replace(places=row.places, key=key, rounds=row.rounds)
-                    for row, part, key in zip(rows, bundle.each(h), keys, strict=True)
-                ]
+                parts = bundle.each_with_places(h)
             elif isinstance(h, list) or bundle.marginals or work.present is not None:
                 parts = bundle.alike(h)
             else:
