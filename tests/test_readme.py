@@ -212,7 +212,7 @@ def in_package(path):
 
 
 def anchor_of(heading):
-    """As those who show Markdown make it."""
+    """The anchor that GitHub makes of ``heading``."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 

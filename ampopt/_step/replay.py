@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ampopt.errors import NonFiniteGradientError
 from ampopt.loss_scale.base import drops
-from ampopt.nonfinite import found_now, look_anew
+from ampopt.nonfinite import found_now, look_again
 from ampopt_kernels.decision import Decision
 from ampopt_kernels.devices import ACCELERATORS
 
@@ -92,7 +92,7 @@ class Replay:
         for attempt in range(1 + self._max_replays):
             if attempt and state is not None:
                 self._set_rng_state(state)
-            look_anew()
+            look_again()
             loss, finite, everywhere, verdict = self._evaluated()
             self.found_inf, self.next_scale, decision = verdict()
             if self.scale is None:

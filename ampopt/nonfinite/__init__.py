@@ -1,7 +1,7 @@
 """Find the first module whose output, or gradient, is inf or NaN."""
 
 from ampopt.nonfinite.result import FiniteOutput, FirstNonFinite, NonFiniteOutput
-from ampopt.nonfinite.search import first_nonfinite, found_now, is_looking, look_anew
+from ampopt.nonfinite.search import first_nonfinite, found_now, is_looking, look_again
 
 __all__ = [
     "FiniteOutput",
@@ -10,5 +10,5 @@ __all__ = [
     "first_nonfinite",
     "found_now",
     "is_looking",
-    "look_anew",
+    "look_again",
 ]

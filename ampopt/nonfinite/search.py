@@ -17,7 +17,7 @@ from ampopt._step.torch_private import pytree
 from ampopt.nonfinite.result import FiniteOutput, FirstNonFinite, NonFiniteOutput
 from ampopt_kernels.tensors import real
 
-__all__ = ["first_nonfinite", "found_now", "is_looking", "look_anew"]
+__all__ = ["first_nonfinite", "found_now", "is_looking", "look_again"]
 
 
 @contextmanager
@@ -87,15 +87,15 @@ def is_looking() -> bool:
     return bool(_searches.get())
 
 
-def look_anew() -> None:
+def look_again() -> None:
     """Restart the searches around this call, because the same batch is about to run again."""
     for search in _searches.get():
         search.restart()
 
 
 def found_now() -> NonFiniteOutput | None:
-    """The result of a search around this call since :func:`look_anew`; ``None`` if none has one."""
-    return next((s.found.first for s in _searches.get() if s.found and not s.anew), None)
+    """The result of a search around this call since :func:`look_again`; ``None`` without one."""
+    return next((s.found.first for s in _searches.get() if s.found and not s.restarted), None)
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,14 @@ class _Search:
     def __init__(self) -> None:
         """Start a search that has found nothing."""
         self.found = FirstNonFinite()
-        self.anew = False
+        self.restarted = False
         self._over = False
         self._last_finite: FiniteOutput | None = None
         self._running = threading.local()
 
     def restart(self) -> None:
         """Replace what was found by what the next evaluation finds, if it finds anything."""
-        self.anew, self._last_finite = True, None
+        self.restarted, self._last_finite = True, None
 
     def end(self) -> None:
         """Stop checking: a watched graph may run backward after the context has ended."""
@@ -213,7 +213,7 @@ class _Search:
     @property
     def _looking(self) -> bool:
         """Whether nothing was found yet, or the batch runs again."""
-        return self.anew or not self.found
+        return self.restarted or not self.found
 
     def _first_bad(self, made: Any) -> _Bad | None:
         """The first tensor in ``made`` that is not finite, while the search still looks for one."""
@@ -233,7 +233,7 @@ class _Search:
 
         The other arguments are attributes of :class:`NonFiniteOutput`.
         """
-        self.anew = False
+        self.restarted = False
         forward = direction == "forward"
         self.found.first = NonFiniteOutput(
             name=call.name,

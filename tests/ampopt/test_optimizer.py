@@ -207,7 +207,7 @@ def test_copies_step_as_the_original_does(cls, duplicate):
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_second_backward_pass_after_a_step_is_refused(param, cls):
-    """As after a step of torch's: the gradients would be those of other parameters."""
+    """As after torch's step, the gradients would be those of other parameters."""
     optimizer = cls([param], lr=0.5)
     loss = param.square().sum()
     optimizer.unscale_and_step(grads_scaled_by=2.0)
@@ -218,7 +218,7 @@ def test_a_second_backward_pass_after_a_step_is_refused(param, cls):
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton"], indirect=True)
 @pytest.mark.parametrize("cls", OF_EACH_KIND)
 def test_a_second_backward_pass_after_a_skip_works_on_the_cpu(param, cls):
-    """As under torch's scaler; and any skip, if a closure runs the second backward pass."""
+    """It works under torch's scaler, too. In a closure, it works after any skip."""
     optimizer = cls([param], lr=0.5)
     loss = param.square().sum()
 

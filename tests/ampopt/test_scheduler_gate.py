@@ -130,7 +130,7 @@ def steps_of(scheduler: Any) -> int:
 
 
 def calls() -> st.SearchStrategy[list[bool | None]]:
-    """For each call of a gate: the step before it overflows, does not, or is not attempted."""
+    """Calls of a gate: whether the step before each overflows; ``None`` for no step."""
     return st.lists(st.sampled_from([False, False, True, None]), min_size=1, max_size=12)
 
 
@@ -457,7 +457,7 @@ def test_a_gate_is_a_scheduler_with_the_attributes_of_its_scheduler():
 
 
 def test_what_is_assigned_to_a_gate_is_assigned_to_its_scheduler():
-    """As torchtitan does when it resumes, and torch's ``SequentialLR``."""
+    """Torch's ``SequentialLR`` assigns to schedulers, and so does torchtitan when it resumes."""
     optimizer, params = made()
     gate = lr_scheduler_gate(schedulers.LambdaLR(optimizer, lambda count: 0.5**count))
     gate.last_epoch = 5
@@ -505,7 +505,7 @@ def test_a_delay_out_of_range_is_refused(delay):
 
 
 def test_the_steps_of_an_optimizer_in_a_wrapper_are_seen():
-    """As Accelerate's, which makes schedulers of a wrapper that has no hooks of its own."""
+    """Accelerate makes schedulers of its wrapper, which has no hooks of its own."""
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, optimizer):

@@ -29,7 +29,7 @@ INF = float("inf")
 
 @pytest.fixture(autouse=True)
 def checked_sparse_tensors():
-    """Else torch 2.11 warns of sparse tensors that it makes itself."""
+    """Without this, torch 2.11 warns of sparse tensors that it makes itself."""
     with torch.sparse.check_sparse_tensor_invariants():
         yield
 

@@ -187,7 +187,7 @@ def assert_streams(line, bytes_moved):
 
 
 def test_products_are_rounded_before_they_are_added(compiled):
-    """So that unscaling and stepping round alike in one call and in two."""
+    """Otherwise one call would round differently than unscale and step."""
     lines = updates(compiled, "sgd")
     assert {line["dtype"] for line in lines} == set(aot.DTYPES)
     for line in lines:
@@ -252,7 +252,7 @@ def test_nothing_spills(compiled):
 
 
 def test_every_dtype_is_compiled_for_every_target(compiled):
-    """Though not each kernel that has most of the dtypes."""
+    """Not every kernel is compiled for every dtype."""
     for kernel in ("detect", "accumulate", "update"):
         found = {m.group("dtype", "target") for m in compiled[0] if m["kernel"] == kernel}
         assert found == set(itertools.product(aot.DTYPES, aot.TARGETS)), kernel

@@ -137,7 +137,7 @@ def every_function(s, h):
     lr=st.floats(0.0625, 8),
 )
 def test_scalars_have_the_same_bits_for_one_parameter_as_among_others(counts, lr):
-    """As numbers, where all have the same count, and as tensors, where they have not."""
+    """They are numbers where all parameters have the same count, and else tensors."""
     rule = Rule(update=update, scalars=every_function, hyper=("lr",), scalar_state=(State("n"),))
     wide = [torch.tensor(x, dtype=torch.float64) for x in (counts, lr)]
     (together,), h = rule.host_scalars((wide[0],), (wide[1],), ())

@@ -31,7 +31,7 @@ def test_sends_only_what_changed(tables):
     ),
 )
 def test_an_array_is_sent_as_a_list_is(values, kind):
-    """And is copied: the table stays as it was when the array is written to."""
+    """The array is copied: the table does not change when the array does."""
     code, dtype = kind
     given = array(code, values)
     table = Uploads().get("rows", given, dtype, CPU)

@@ -84,7 +84,7 @@ def test_the_block_of_the_guide(tmp_path, capsys):
 
 
 def test_on_the_cpu_it_has_no_scaler():
-    """So what follows gives it one; see above."""
+    """So the tests below give it a scaler; see the module's docstring."""
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert accelerator.scaler is None
@@ -305,7 +305,7 @@ def test_masters_under_fsdp1_are_refused():
 def test_a_gate_counts_as_accelerate_does_with_many_processes(
     processes, split_batches, monkeypatch
 ):
-    """Which steps a scheduler once for each process, unless the processes split batches."""
+    """Accelerate steps a scheduler once for each process, unless the processes split batches."""
     counts = []
     for gate in (shipped.lr_scheduler_gate, lambda scheduler: scheduler):
         accelerator = accelerator_for(ampopt.GradScaler("cpu", init_scale=2.0**10), "no")

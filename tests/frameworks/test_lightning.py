@@ -122,7 +122,7 @@ def test_mixed_precision_as_it_comes(name, manual, scaler_class):
 @pytest.mark.parametrize("scaler_class", SCALERS)
 @pytest.mark.parametrize("manual", [False, True])
 def test_the_plugin_clips_and_shows_true_gradients(scaler_class, manual):
-    """As the trainer does with torch's optimizer and torch's scaler."""
+    """The trainer does the same with torch's optimizer and torch's scaler."""
     clip: dict[str, Any] = {} if manual else {"gradient_clip_val": 0.5}
     reference = Net(lambda params: torch.optim.SGD(params, lr=0.5), manual=manual)
     trained(reference, mixed(torch.amp.GradScaler), **clip)

@@ -42,7 +42,7 @@ def seen(optimizer: Any) -> Any:
 
 @pytest.mark.parametrize("skip_by", ["host", "auto", "transaction"])
 def test_skips_are_exact_and_finite_steps_are_theirs(skip_by, monkeypatch):
-    """As on a device, where ``"auto"`` finds out how to skip, and reads the flag in the end."""
+    """As on a GPU, ``"auto"`` tries how to skip, and ends with reading the flag."""
     monkeypatch.setattr(transaction, "host_may_look", lambda device: False)
     theirs = parameters()
     reference = optim.AdamW8bit(theirs, lr=1e-2)

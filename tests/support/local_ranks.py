@@ -1,7 +1,7 @@
 """A pool of processes with a gloo process group, which run functions of tests.
 
 The processes are started once for many tests. If a function does not return on every rank in time,
-the test fails with the function's name and each rank's stack, and the pool is started anew.
+the test fails with the function's name and each rank's stack, and the pool is started again.
 """
 
 import contextlib

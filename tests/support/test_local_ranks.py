@@ -32,7 +32,7 @@ def test_every_rank_runs_it_and_meets_the_others(two_ranks, four_ranks):
     assert four_ranks.run(summed, 0.0) == [6.0] * 4
 
 
-def test_what_hangs_is_named_and_the_pool_made_anew(monkeypatch, with_what_ranks_import):
+def test_what_hangs_is_named_and_the_pool_made_again(monkeypatch, with_what_ranks_import):
     monkeypatch.setattr(local_ranks, "_GRACE", 0.5)
     ranks = Ranks(2, with_what_ranks_import)
     try:

@@ -52,7 +52,7 @@ def after(cls: Callable[..., Any], step: Callable[[Any, Any], Any], **options: A
 @every_backend
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN, ampopt.Muon])
 def test_losses_may_have_scales_of_their_own(backend, cls):
-    """As apex's ``num_losses``: of one step, and each scale goes its own way."""
+    """As with apex's ``num_losses``, the losses are of one step, and each scale changes alone."""
     if cls is ampopt.Muon:
         cls = lambda params, lr: ampopt.Muon([params[0].view(5, 1).detach()], lr=lr)  # noqa: E731
     scales: list[Any] = [DynamicLossScale(init_scale=s, growth_interval=1) for s in (1024.0, 4.0)]
@@ -183,7 +183,7 @@ def test_a_dropped_micro_batch_changes_no_bit_of_the_step(backend):
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_a_plain_step_uses_the_micro_batches_that_were_kept(bad):
-    """And nothing if that is nothing, as of gradients of 0."""
+    """If none was kept, the step is that of gradients of 0."""
     params = params_of()
     optimizer = ampopt.SGD(params, lr=0.5)
     expected = [p.detach() - 0.5 * (2.0 if bad < 2 else 0.0) for p in params]
@@ -507,7 +507,7 @@ def test_wrong_arguments_change_nothing():
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton cannot be imported here")
 def test_a_cycle_can_be_captured(monkeypatch):
-    """As in a CUDA graph, of which this is a stand-in: nothing is sent, and no host looks."""
+    """As a CUDA graph requires, nothing is copied from the host, and the host reads nothing."""
     ampopt.set_backend("triton")
     given = torch.ones(())
 

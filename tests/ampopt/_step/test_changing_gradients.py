@@ -68,7 +68,7 @@ def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> li
         kind: the key of :data:`KINDS`.
         steps: the steps.
         watched: whether there are a watch and a limit of the norm.
-        forgets: whether every step makes its plan, and all rows, anew.
+        forgets: whether every step makes a new plan and new rows.
     """
     cls, dtypes, options = KINDS[kind]
     params = []
@@ -114,15 +114,15 @@ def trained(kind: str, steps: list[Step], watched: bool, *, forgets: bool) -> li
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "triton", ON_A_GPU], indirect=True)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_are_kept_step_as_rows_that_are_made_anew(kind, backend):
+def test_kept_rows_step_as_new_rows(kind, backend):
     @fewer(0.5)
     @example(TELLING, True)
     @given(st.lists(STEPS, min_size=3, max_size=4), st.booleans())
     def check(steps, watched):
         torch.manual_seed(0)
         random.seed(0)
-        kept, anew = (trained(kind, steps, watched, forgets=forgets) for forgets in (False, True))
-        for number, (ours, expected) in enumerate(zip(kept, anew, strict=True)):
+        kept, new = (trained(kind, steps, watched, forgets=forgets) for forgets in (False, True))
+        for number, (ours, expected) in enumerate(zip(kept, new, strict=True)):
             assert_same(ours, expected, f"after step {number // 2}")
 
     check()
@@ -218,7 +218,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_that_is_made_anew_says_why(change):
+def test_a_plan_that_is_made_again_says_why(change):
     apply, reason = CHANGES[change]
     params, optimizer = of_parameters(3)
     stepped(optimizer, params)
@@ -243,7 +243,7 @@ def test_a_parameter_that_appears_is_the_reason_and_others_keep_their_rows():
     assert all(kept[id(p)].row is known[id(p)].row for p in params[:2])
 
 
-def test_a_row_whose_state_was_replaced_is_made_anew_alone():
+def test_only_the_row_whose_state_was_replaced_is_made_again():
     params, optimizer = of_parameters(3)
     stepped(optimizer, params)
     known = dict(optimizer._ampopt.runner.plan.kept)

@@ -46,7 +46,7 @@ class Training:
         self.random: list[Tensor] = []
 
     def closure(self, scale: Any) -> Any:
-        """As a user writes it for ``unscale_and_step``."""
+        """The closure that a user writes for ``unscale_and_step``."""
         self.scales.append(scale)
         self.random.append(torch.rand(()))
         self.optimizer.zero_grad()
@@ -59,7 +59,7 @@ class Training:
         return loss if self.loss is None else self.loss
 
     def unscaling_closure(self, scale: Any) -> tuple[Any, Any, Any]:
-        """As a user writes it for ``step_after_unscale``."""
+        """The closure that a user writes for ``step_after_unscale``."""
         loss = self.closure(scale)
         return (loss, *self.optimizer.unscale(grads_scaled_by=scale))
 
@@ -591,7 +591,7 @@ def test_max_replays_is_a_whole_number(form, bad):
 
 
 def test_each_evaluation_of_a_step_with_several_is_replayed():
-    """As sharpness-aware minimization does: two evaluations, one update."""
+    """Sharpness-aware minimization has such steps: two evaluations, one update."""
 
     class Twice(Plain):
         def step(self, closure: Callable[[], Any] | None = None) -> Any:

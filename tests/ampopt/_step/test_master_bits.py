@@ -239,7 +239,7 @@ def test_memory_layout_changes_no_bit():
 
 
 def test_updates_far_below_the_last_place_add_up():
-    """As with float32 masters, and unlike without masters."""
+    """They do with float32 masters, too, and do not without masters."""
     (param,) = params_of([(8192,)])
     param.data.fill_(1.0)
     optimizer = made([param], ampopt.SGD, lr=2.0**-18)

@@ -121,7 +121,7 @@ def test_masters_train_as_float32_parameters_do_on_the_same_gradients(case, hist
 
 
 def with_masters(case: Case, params: list[Parameter], masters: bool = True) -> Any:
-    """As an option of the group, which the optimizer of an author need not know of."""
+    """An optimizer with masters as an option of its group, which its author need not know of."""
     return case.make([{"params": params, "master_weights": masters}])
 
 
@@ -372,7 +372,7 @@ def test_a_master_whose_gradient_is_removed_after_unscale_is_not_stepped():
 
 
 def test_a_parameter_whose_gradient_is_removed_after_unscale_is_not_stepped():
-    """As ``model.zero_grad()`` leaves them, and without masters."""
+    """``model.zero_grad()`` removes gradients so. Without masters the step does the same."""
     param = half(1.0)
     optimizer = ampopt.SGD([param], lr=0.5, master_weights=True)
     param.grad = torch.ones_like(param)
@@ -431,7 +431,7 @@ def steps_early(optimizer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("way", range(5))
 def test_clipping_masters_before_they_have_gradients_is_warned_of_once(way):
-    """As apex's scripts have it, whose gradients were unscaled by then."""
+    """Scripts for apex clip there, because apex has unscaled the gradients by then."""
     p = half(1.0, 1.0)
     optimizer = ampopt.SGD([p], lr=0.5, master_weights=True)
     step = steps_early(optimizer)[way]
@@ -447,7 +447,7 @@ def test_clipping_masters_before_they_have_gradients_is_warned_of_once(way):
 
 @pytest.mark.parametrize("zero", ["optimizer", "model", "in place"])
 def test_reading_masters_after_a_step_is_no_reason_to_warn(zero):
-    """As for an average of weights: the gradients of the step may be there still."""
+    """An average of weights reads them there, while the gradients of the step may still exist."""
     model = torch.nn.Linear(2, 1).half()
     optimizer = ampopt.SGD(model.parameters(), lr=0.5, master_weights=True)
     for _ in range(3):
@@ -831,7 +831,7 @@ def test_a_master_that_has_moved_is_saved_though_no_other_state_is_there_yet():
 
 @pytest.mark.parametrize("name", RICH)
 def test_a_master_that_was_written_to_before_the_first_step_is_saved(name):
-    """As by who fills masters from a float32 model; torch finds its own state complete."""
+    """Users fill masters from a float32 model. torch finds its own part of the state complete."""
     param = half(0.3, -1.7, dtype=torch.bfloat16)
     optimizer = rich(name).ours([param], master_weights=True)
     (master,) = masters_of(optimizer)

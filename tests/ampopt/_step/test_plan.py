@@ -115,7 +115,7 @@ def test_what_entries_read_of_a_group_is_read_at_each_step():
         lambda model, optimizer: optimizer.add_param_group({"params": [torch.zeros(2)]}),
     ],
 )
-def test_a_plan_is_made_anew_when_anything_else_changes(implementation, change):
+def test_a_plan_is_made_again_when_anything_else_changes(implementation, change):
     model = torch.nn.Linear(4, 3)
     optimizer = ampopt.AdamW(model.parameters())
     scale = trained(model, optimizer, ampopt.DynamicLossScale())
@@ -150,7 +150,7 @@ def other_state(model, optimizer):
 
 
 def offloaded(model, optimizer):
-    """And brought back to where there was room."""
+    """Move all states, as offloading them and bringing them back does."""
     for state in optimizer.state.values():
         for value in state.values():
             value.data = in_other_memory(value) * 3

@@ -199,7 +199,7 @@ def test_optimizers_with_torchs_step_never_read_the_flag(cls, first, device):
     assert bits(params) == bits(clean_params)
 
 
-def test_a_subclass_that_overrides_step_is_examined_anew():
+def test_a_subclass_that_overrides_step_is_examined_again():
     class Counting(ampopt.Muon):
         def step(self, closure: Any = None) -> Any:
             super().step(closure)

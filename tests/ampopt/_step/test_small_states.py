@@ -332,7 +332,7 @@ def test_the_number_of_bits_is_that_of_the_optimizer_that_loads(saved, wanted):
 
 
 def test_codes_are_not_saved_under_the_names_of_states():
-    """So torch's optimizer, and a loader that copies by name, does not take them for values."""
+    """A loader that copies by name, such as torch's optimizer, must not take codes for values."""
     params = [p for p in params_of(dtype=torch.bfloat16) if p.numel() >= 8192]
     optimizer = stepped(ampopt.AdamW(params, state_bits=8, master_weights=True, master_bits=24), 1)
     saved = optimizer.state_dict()
@@ -384,7 +384,7 @@ def test_codes_without_their_scales_are_refused():
 
 
 def test_a_checkpoint_with_scales_but_no_codes_is_refused():
-    """Which torchtitan makes of it, as it looks for states by their names in memory."""
+    """Torchtitan makes such a checkpoint, as it looks for states by their names in memory."""
     params = params_of()
     optimizer = stepped(ampopt.AdamW(params, state_bits=8), 1)
     saved = optimizer.state_dict()
@@ -396,7 +396,7 @@ def test_a_checkpoint_with_scales_but_no_codes_is_refused():
 
 
 def test_a_flattened_checkpoint_is_loaded_by_the_names_in_memory():
-    """For which torch looks, with an error that says so."""
+    """A loader of torch looks for these names; without them, an error says what to do."""
     options: Any = {"options": StateDictOptions(flatten_optimizer_state_dict=True)}
     models, optimizers = [], []
     for _ in range(2):

@@ -137,7 +137,7 @@ def test_a_state_of_another_shape_is_refused(backend, name, key, shape):
 @pytest.mark.parametrize("rows", [5, 7])
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_parameter_that_was_resized_is_refused(name, way, rows):
-    """As embeddings are, between one step and the next."""
+    """Users resize embeddings between two steps."""
     optimizer, params = trained(name)
     params[1].grad = None
     params[1].data = torch.ones(rows, 2, dtype=params[1].dtype)

@@ -200,7 +200,7 @@ def test_what_is_on_several_devices_is_restored_on_each():
 @pytest.mark.parametrize("flag", [0.0, 0.5, 1.0, 2.0])
 @pytest.mark.parametrize("skip_by", ["host", "transaction", "auto"])
 def test_a_sum_of_flags_skips(skip_by, flag):
-    """As ``torch.amp.GradScaler`` makes of several devices, and fused kernels of torch's ignore."""
+    """A sum is what ``torch.amp.GradScaler`` makes of the flags of several devices."""
     optimizer, params = made(Foreach)
     optimizer.skip_by = skip_by
     for found_inf in (0.0, flag):

@@ -345,7 +345,7 @@ def test_state_that_is_no_parameters_is_restored_too():
 
 @pytest.mark.parametrize("name", ["AdaHessian", "SophiaH"])
 def test_a_hessian_from_scaled_gradients_is_scaled(name):
-    """Which is why they are no use under a scale; skipping works all the same."""
+    """So these optimizers are of no use under a scale, although they skip as others do."""
     results = []
     for scale in (1.0, 1.0, 4.0):
         optimizer = made(ampopt.extend(EVERY[name]), name)

@@ -42,7 +42,7 @@ def test_t9_a_half_precision_loss_does_not_overflow_by_being_scaled():
 
 
 class Wrapper:
-    """As frameworks have them: the param groups of the optimizer inside, and its step."""
+    """A wrapper like those of frameworks: it has the param groups and the step of an optimizer."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

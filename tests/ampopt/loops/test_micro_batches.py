@@ -148,7 +148,7 @@ def test_an_overflow_in_any_micro_batch_skips_the_cycle(loop, cls, data):
 
 @pytest.mark.parametrize("cls", [ampopt.AdamW, *OWN])
 def test_an_accumulation_cycle_that_ends_early_is_dropped(cls):
-    """As if it had not been, and its overflow neither."""
+    """Results are as if neither the cycle nor its overflow had been."""
     results = []
     for drops in (False, True):
         torch.manual_seed(0)

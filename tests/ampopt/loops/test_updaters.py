@@ -25,7 +25,7 @@ def gradients() -> list[float]:
 
 
 def times(number: float, scale: float) -> float:
-    """As float16 has it."""
+    """The product in float16."""
     return float(torch.tensor(number).half() * torch.tensor(scale).half())
 
 

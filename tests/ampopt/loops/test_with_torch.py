@@ -233,7 +233,7 @@ def test_gradients_for_each_sample_that_overflow():
 
 @pytest.fixture
 def moves_by_swapping() -> Any:
-    """As with DTensors, which FSDP2's users move to the host and back between steps."""
+    """Moving a module swaps its tensors, as it does for the DTensors of FSDP2."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)

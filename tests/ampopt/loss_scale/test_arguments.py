@@ -218,7 +218,7 @@ def test_a_closure_is_run_again_under_less_than_one(param, unscales, one):
 @pytest.mark.parametrize("by_hand", [False, True])
 @given(number=st.sampled_from([3.7, 0.1]) | st.floats(2.0**-20, 2.0**20))
 def test_a_closure_gets_the_number_that_gradients_are_divided_by(unscales, by_hand, number):
-    """Which float64 gradients tell from the one that was given, if float32 does not have that."""
+    """float64 gradients would show it if the closure got a number that float32 does not have."""
     param = Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     optimizer = sgd(param)
 

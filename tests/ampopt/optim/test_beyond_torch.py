@@ -118,7 +118,7 @@ def gradients(steps: int) -> list[list[Tensor]]:
 
 
 def train(optimizer: Any, params: list[Parameter], steps: int, step: Any, scale: float) -> None:
-    """So many steps, some with a second call beside them, ending with the average of steps."""
+    """Take ``steps`` steps, some with a second call, and end with the average of steps."""
     for index, grads in enumerate(gradients(steps)):
         if index % 10 == 5 and hasattr(optimizer, "update_hessian"):
             for p, g in zip(params, grads, strict=True):

@@ -43,7 +43,7 @@ pytestmark = pytest.mark.parametrize("backend", ["eager", "triton", "compiled"],
 
 
 def steps_for(options: OptionSet, backend: str) -> range:
-    """As many steps as show all there is, but for slow ones."""
+    """Enough steps to show every branch of the formula; fewer where steps are slow."""
     if options.name == "Muon":
         return range(3)  # products of bfloat16 matrices take the CPU milliseconds
     if backend != "triton":
@@ -402,7 +402,7 @@ def float64_by_default():
 
 @each_rule
 def test_scalar_states_are_float64_where_that_is_the_default(options, backend, float64_by_default):
-    """And what is computed from them is as precise as torch's."""
+    """Results that are computed from these states are as precise as torch's."""
     ours, torchs = (
         make(initial(options, torch.float64)) for make in (options.ours, options.torchs)
     )
@@ -444,7 +444,7 @@ def test_a_skip_after_a_checkpoint_of_torchs_changes_no_dtype(options, backend):
 
 
 def test_scalar_states_of_two_precisions_keep_them(backend):
-    """As those of torch's NAdam that was loaded: it casts ``mu_product``, and not ``step``."""
+    """Loaded states of torch's NAdam are such: torch casts ``mu_product``, and not ``step``."""
     ours, torchs = (
         cls(initial(named("NAdam"), torch.float64), lr=0.1)
         for cls in (ampopt.NAdam, torch.optim.NAdam)

@@ -161,7 +161,7 @@ def test_gradients_that_are_there_are_cast_too():
 
 
 class Manual(nn.Module):
-    """As scripts for MindSpore are written: some convolutions in float16, and casts by hand."""
+    """A network like those of MindSpore's scripts: some float16 convolutions, and casts by hand."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,7 +68,7 @@ def apart(plain: bool) -> tuple[list[float], list[int]]:
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_sums_are_over_whole_parameters(two_ranks, plain):
-    """And totals over all, each counted once. One all-reduce more than the decision takes."""
+    """Totals count each parameter once. The sums take one all-reduce besides the decision's."""
     for far, counts in two_ranks.run(apart, plain):
         assert max(far) < 1e-6
         assert counts == [1 if plain else 2] * 4
@@ -88,6 +88,6 @@ def without_gradients(rank_without: int) -> list[float]:
 
 
 def test_a_rank_without_gradients_takes_part(two_ranks):
-    """So that nothing hangs, and the totals are those of the other."""
+    """Nothing hangs, and the totals are those of the other rank."""
     with_gradients, without = two_ranks.run(without_gradients, 1)
     assert with_gradients[0] == 1.0 and with_gradients[1] > 0 and without == []

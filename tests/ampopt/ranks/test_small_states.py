@@ -73,7 +73,7 @@ def test_ranks_keep_what_one_process_would(four_ranks, state_bits):
 
 
 def stepped_halves(sharded: bool) -> list[dict[str, str]]:
-    """As :func:`stepped`, of bfloat16 parameters with 24-bit masters."""
+    """The result of :func:`stepped` for bfloat16 parameters with 24-bit masters."""
     ampopt.set_backend("eager")
     of = places() if sharded else [(None, [])] * len(SHAPES)
 

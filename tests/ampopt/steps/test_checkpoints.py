@@ -197,7 +197,7 @@ def test_older_state_dicts_with_counts_as_python_numbers_load(options):
 @every_backend
 @each_optimizer
 def test_a_group_added_mid_training_is_saved_with_the_others(options):
-    """And steps as if it had been there from the start, and its gradients had not."""
+    """It steps as a group that was there from the start, but had no gradients."""
     late = {"params": initial(options), "lr": 0.03125}
     ours = options.ours(initial(options))
     torchs = options.torchs([{"params": initial(options)}, copy.deepcopy(late)])

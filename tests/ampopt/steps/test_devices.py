@@ -95,7 +95,7 @@ def check_a_scaler() -> None:
 
 
 def check_states_on_the_host() -> None:
-    """As after offloading: named, with the way out, before anything is launched."""
+    """An error names states that were moved to the host, and the fix, before any launch."""
     for masters, first in ((True, "master_param"), (False, "exp_avg")):
         dtype = torch.bfloat16 if masters else torch.float32
         params = [Parameter(torch.ones(3, dtype=dtype, device="pretend:0")) for _ in range(2)]

@@ -422,7 +422,7 @@ def test_another_backend_on_a_device_is_refused(monkeypatch):
 
 
 def test_other_threads_may_do_what_would_break_a_capture(monkeypatch):
-    """As the one that pins a DataLoader's memory does."""
+    """The thread that pins the memory of a DataLoader does such things."""
     captures: list[Any] = []
     for name in ("Stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, mock.Mock())

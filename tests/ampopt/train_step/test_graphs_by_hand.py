@@ -53,7 +53,7 @@ def moved(training: Training) -> None:
 
 
 def fewer(training: Training) -> None:
-    """One gradient less, so that the step is planned anew."""
+    """One gradient less, so that the step is planned again."""
     training.place([training.grads[0], None])
     training.step(max_norm=None)
 

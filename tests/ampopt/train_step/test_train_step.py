@@ -155,7 +155,7 @@ def test_inputs_are_passed_as_they_come(inputs, called_with):
 
 
 def test_replay_runs_the_batch_again_until_it_is_finite():
-    """As the step that begins with the scale at which the replays ended; dropout is the same."""
+    """The result is that of a step that begins with the last scale, with the same dropout."""
     results = []
     for init in (2.0**40, None):
         model, optimizer = made(dropout=0.5)
@@ -373,7 +373,7 @@ def test_parts_are_called_in_their_order():
 
 
 def test_an_overflow_takes_the_next_batch():
-    """As stepping with each in turn, until one is not skipped."""
+    """The result is that of a step with each batch in turn, until one is not skipped."""
     batches = [batch(), batch(bad_row=0), batch(bad_row=1), batch(), batch(), batch(bad_row=2)]
     model, optimizer = made()
     start = DynamicLossScale(init_scale=64.0, growth_interval=3)

@@ -208,7 +208,7 @@ def marked_number(p, g, state, h, flags):
 
 @pytest.mark.parametrize("backend", ["eager", "eager on a device", "compiled"], indirect=True)
 def test_a_number_that_is_marked_where_it_stands_is_a_number(backend):
-    """As it is to Triton's compiler; its interpreter takes one only to the right of a block."""
+    """Triton's compiler takes such a number; its interpreter does so only right of a block."""
 
     class Author(ampopt.ElementwiseOptimizer):
         rule = Rule(update=marked_number, hyper=HYPER, state=(State("sum", init=2.0),))

@@ -93,6 +93,6 @@ def test_a_compiler_that_can_wait_takes_what_time_is_left_until_somebody_waits_f
         time.sleep(0.01)
     assert process is not None and os.getpriority(os.PRIO_PGRP, process.pid) == 19
     assert not library.ready()
-    assert library.load().answer() == 42  # of one that was started anew
+    assert library.load().answer() == 42  # of one that was started again
     assert process.poll() is not None and len(starts()) == 2
     assert [path.suffix for path in own_cache.iterdir()] == [".so"]

@@ -115,7 +115,7 @@ def test_detect_is_not_launched_without_a_check():
 
 
 def test_an_update_that_cannot_be_compiled_fails_before_anything_is_launched(monkeypatch):
-    """Else control would have counted the step, and the scale would have moved."""
+    """Otherwise control would have counted the step, and changed the scale."""
     others = []
 
     def launch(device, kernel, programs, arguments):
@@ -224,7 +224,7 @@ def test_masters_are_read_as_many_elements_at_a_time():
 
 
 def test_loops_over_objects_are_wanted_where_kernels_are_launched(monkeypatch):
-    """So that a step asks for hundreds of addresses at once."""
+    """There a step asks for hundreds of addresses at once."""
     wanted = []
     monkeypatch.setattr(objects.loops, "want", lambda: wanted.append(True))
     monkeypatch.setattr(triton_backend, "INTERPRETED", False)

@@ -32,7 +32,7 @@ def operations(rule, flags, n_hyper):
 
 @pytest.mark.parametrize("name", rules.__all__)
 def test_built_in_rules_compile_to_no_approximate_operation_in_float32(name):
-    """And compile: they are not checked before their first step, as those of authors are.
+    """All of them compile: only rules of authors are checked before their first step.
 
     ``scalars`` are float64, in which Triton's own divisions and square roots are exact.
     """

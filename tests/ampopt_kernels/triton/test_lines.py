@@ -88,7 +88,7 @@ def test_a_step_of_adafactor_runs_as_many_operations_for_any_number_of_matrices(
 
 
 def test_each_stack_gets_the_numbers_of_its_own_rows():
-    """Which a vector between matrices, and matrices of other shapes, must not shift."""
+    """A vector between matrices, or a matrix of another shape, must not shift these numbers."""
     torch.manual_seed(0)
     shapes = [(4, 6), (5,), (3, 2), (4, 6), (3, 2)]
     given = [torch.randn(shape) for shape in shapes]
