@@ -217,6 +217,7 @@ class Masters(RefersToOptimizer):
         """Copy the unscaled gradients to ``p.grad`` too, in its dtype, for code that logs them.
 
         Steps still read the gradients of the masters, so an edit of ``p.grad`` raises at the step.
+        Not an edit of a ``DTensor`` by torch's foreach operations, which no version counter counts.
         """
         if not self.unscaled:
             return
