@@ -213,7 +213,7 @@ class Watch:
         )
 
     def gather(self) -> dict[str, Any]:
-        """As :meth:`read`, with the parameters of all ranks. A collective; synchronizes.
+        """Like :meth:`read`, with the parameters of all ranks. A collective; synchronizes.
 
         Every rank of the process group has to call it after the same step. Without other ranks it
         is :meth:`read`. A step in which several shards of one parameter overflowed is counted once.

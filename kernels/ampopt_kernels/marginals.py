@@ -194,7 +194,7 @@ def advance_stack(
     h: Tensor,
     skip: Tensor,
 ) -> None:
-    """As :func:`advance`, on stacks of states: as many launches as for one parameter.
+    """Like :func:`advance`, on stacks of states: as many launches as for one parameter.
 
     A mean that ``Rule.factors`` computes may be rounded differently than for one parameter.
 

@@ -189,7 +189,7 @@ class ShardedMarginals:
             whole_of[whole] = sums[here]
 
     def _boxes(self, part: State) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """As :func:`boxes`, with one dimension summed over."""
+        """Like :func:`boxes`, for a tensor that was summed over one dimension."""
         runs = list(self._runs)
         averaged = len(runs) - (1 if part.shape == "rows" else 2)
         if runs[averaged]:
