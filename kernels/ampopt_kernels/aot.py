@@ -295,7 +295,8 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
         quick: whether to try fewer flags. If not, all combinations with float32, and all off and
             all on with other dtypes. If so, all off and all on with float32, all on with float64
             (which needs the most registers), all off with 16-bit dtypes. Small states and 24-bit
-            masters are tried with the flags that have most of them, and in every way for Adam.
+            masters are tried with the flags that have most of them: in every way for Adam, and if
+            ``quick``, only both together for the other rules.
     """
     names = list(names)
     for name, dtype in itertools.product(names, dtypes):
@@ -314,14 +315,13 @@ def cases(names: Iterable[str], dtypes: Iterable[str], quick: bool = False) -> I
                     continue  # only bfloat16 is rounded stochastically
                 yield Case(name, every[0], dtype, request)
         small = max(every, key=functools.partial(_count_small_states, getattr(rules, name)))
-        if dtype in ("float32", "bfloat16"):  # with master weights
+        more = name == "adam" or not quick
+        if more and dtype in ("float32", "bfloat16"):
             for request in SMALL_STATES[: None if name == "adam" else 1]:
-                if dtype == "float32" or name == "adam" or not quick:
-                    yield Case(name, small, dtype, request, masters=dtype == "bfloat16")
-        if dtype in ("float16", "bfloat16"):
+                yield Case(name, small, dtype, request, masters=dtype == "bfloat16")
+        if dtype == "bfloat16" or (more and dtype == "float16"):
             for request in LOW_MASTERS[None if name == "adam" else -1 :]:
-                if dtype == "bfloat16" or name == "adam" or not quick:
-                    yield Case(name, small, dtype, request)
+                yield Case(name, small, dtype, request)
 
 
 def _count_small_states(rule: Rule, flags: tuple[bool, ...]) -> int:
