@@ -112,14 +112,21 @@ class Closures(Claims):
     def test_a_closure_is_gradients_and_a_step(
         self, make: Any, history: History, exponent: int
     ) -> None:
-        """A step with a closure equals computing its gradients first and stepping without one."""
-        closed, before = Problem(make, history), Problem(make, history)
-        for _ in range(2):
-            closed.step(2.0**exponent, False)
-            before.closure(2.0**exponent)
-            with before.trained.at_work():
-                before.trained.optimizer.unscale_and_step(grads_scaled_by=2.0**exponent)
-        assert_same_training(closed.trained, before.trained, "a closure")
+        """A step with a closure equals computing its gradients first and stepping without one.
+
+        Steps with and without a closure may alternate.
+        """
+        scale = 2.0**exponent
+        mixed, plain = Problem(make, history), Problem(make, history)
+        for takes_closure in (True, False, True):
+            for problem in (mixed, plain):
+                if problem is mixed and takes_closure:
+                    problem.step(scale, False)
+                    continue
+                problem.closure(scale)
+                with problem.trained.at_work():
+                    problem.trained.optimizer.unscale_and_step(grads_scaled_by=scale)
+        assert_same_training(mixed.trained, plain.trained, "a closure")
 
     @invariant(
         claim="closures",

@@ -627,6 +627,25 @@ class WithoutGradients(Plain):
 
 
 @planted(
+    "steps with the gradients of its last closure where it is called without one",
+    "a_closure_is_gradients_and_a_step",
+)
+class KeepsGradients(Plain):
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        params = [p for group in self.param_groups for p in group["params"]]
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.kept = {p: p.grad for p in params}
+        for p in params:
+            p.grad = self.__dict__.get("kept", {}).get(p, p.grad)
+        self.update()
+        return loss
+
+
+@planted(
     "moves parameters before the closure, and leaves them there when it fails (SAM)",
     "a_failed_closure_changes_nothing",
 )
