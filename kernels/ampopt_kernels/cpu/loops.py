@@ -91,19 +91,28 @@ static inline uint16_t to_float16(float x) {
 }
 
 // Up to BLOCK float16 numbers are converted before and after the loop over elements: in that loop,
-// compilers do not make vectors of the processor's own conversions.
-#if defined(__F16C__)
+// compilers do not make vectors of the processor's own conversions. The conversions have vectors as
+// long as those of that loop: a load of more than one store wrote waits for the stores.
+#if defined(__AVX512F__)
+typedef float Floats __attribute__((vector_size(64)));
+typedef short Halves __attribute__((vector_size(32)));
+#define WIDENED(halves) __builtin_ia32_vcvtph2ps512_mask(halves, Floats{}, -1, 4)
+#define NARROWED(floats) __builtin_ia32_vcvtps2ph512_mask(floats, 0, Halves{}, -1)
+#elif defined(__F16C__)
 typedef float Floats __attribute__((vector_size(32)));
 typedef short Halves __attribute__((vector_size(16)));
+#define WIDENED(halves) __builtin_ia32_vcvtph2ps256(halves)
+#define NARROWED(floats) __builtin_ia32_vcvtps2ph256(floats, 0)  // ties to even
 #endif
 
 static inline void widen(const uint16_t* x, int64_t n, float* out) {
     int64_t i = 0;
-#if defined(__F16C__)
-    for (Halves halves; i + 8 <= n; i += 8) {
-        __builtin_memcpy(&halves, x + i, 16);
-        const Floats floats = __builtin_ia32_vcvtph2ps256(halves);
-        __builtin_memcpy(out + i, &floats, 32);
+#if defined(WIDENED)
+    constexpr int64_t lanes = sizeof(Halves) / 2;
+    for (Halves halves; i + lanes <= n; i += lanes) {
+        __builtin_memcpy(&halves, x + i, sizeof(Halves));
+        const Floats floats = WIDENED(halves);
+        __builtin_memcpy(out + i, &floats, sizeof(Floats));
     }
 #endif
     for (; i < n; ++i) out[i] = from_float16(x[i]);
@@ -111,11 +120,12 @@ static inline void widen(const uint16_t* x, int64_t n, float* out) {
 
 static inline void narrow(const float* x, int64_t n, uint16_t* out) {
     int64_t i = 0;
-#if defined(__F16C__)
-    for (Floats floats; i + 8 <= n; i += 8) {
-        __builtin_memcpy(&floats, x + i, 32);
-        const Halves halves = __builtin_ia32_vcvtps2ph256(floats, 0);  // ties to even
-        __builtin_memcpy(out + i, &halves, 16);
+#if defined(NARROWED)
+    constexpr int64_t lanes = sizeof(Halves) / 2;
+    for (Floats floats; i + lanes <= n; i += lanes) {
+        __builtin_memcpy(&floats, x + i, sizeof(Floats));
+        const Halves halves = NARROWED(floats);
+        __builtin_memcpy(out + i, &halves, sizeof(Halves));
     }
 #endif
     for (; i < n; ++i) out[i] = to_float16(x[i]);

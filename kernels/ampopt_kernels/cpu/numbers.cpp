@@ -101,18 +101,25 @@ static inline double float64(int64_t bits) {
 
 // Converts magnitudes by ``number``; those of float16 by the processor's own instruction, if it has
 // one.
+#if defined(__AVX512F__)
+typedef float Floats __attribute__((vector_size(64)));
+typedef short Halves __attribute__((vector_size(32)));
+#define WIDENED(halves) __builtin_ia32_vcvtph2ps512_mask(halves, Floats{}, -1, 4)
+#elif defined(__F16C__)
+typedef float Floats __attribute__((vector_size(32)));
+typedef short Halves __attribute__((vector_size(16)));
+#define WIDENED(halves) __builtin_ia32_vcvtph2ps256(halves)
+#endif
 template <typename T, auto number, typename Vector, typename N, int64_t lanes>
 static inline void convert(const Vector& magnitudes, N (&numbers)[lanes]) {
-#if defined(__F16C__)
-    typedef float Floats __attribute__((vector_size(32)));
-    typedef short Halves __attribute__((vector_size(16)));
+#if defined(WIDENED)
     if constexpr (std::is_same_v<T, int16_t>) {
         if constexpr (number == float16) {
             Halves halves;
-            for (int64_t lane = 0; lane < lanes; lane += 8) {
-                std::memcpy(&halves, (const T*)&magnitudes + lane, sizeof(halves));
-                const Floats floats = __builtin_ia32_vcvtph2ps256(halves);
-                std::memcpy(numbers + lane, &floats, sizeof(floats));
+            for (int64_t lane = 0; lane < lanes; lane += sizeof(Halves) / sizeof(T)) {
+                std::memcpy(&halves, (const T*)&magnitudes + lane, sizeof(Halves));
+                const Floats floats = WIDENED(halves);
+                std::memcpy(numbers + lane, &floats, sizeof(Floats));
             }
             return;
         }
