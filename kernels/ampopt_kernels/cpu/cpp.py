@@ -172,8 +172,9 @@ def source_of(
     filled += _widened(dtypes, (grad, *stored), coded)
     program.after += coded.encoding(bits)
     width += (rule.draws or keyed) + keyed + places.NUMBERS * jumps
-    body = program.body(range(1 + len(stored)), filled)
-    blocks = (WHOLE_BLOCKS if coded or low else BLOCKS).format(**body)
+    in_loops = bool(coded) or bool(low)
+    body = program.body(range(1 + len(stored)), filled, fetches=in_loops)
+    blocks = (WHOLE_BLOCKS if in_loops else BLOCKS).format(**body)
     n_tensors += coded.n_scales
     text = UPDATE.format(width=width, n_tensors=n_tensors, before=body["before"], blocks=blocks)
     return CppSource(preamble + text, program.exact)

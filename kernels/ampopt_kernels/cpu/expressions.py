@@ -43,16 +43,21 @@ class Program:
     exact: bool = True
     place: str = ""
 
-    def body(self, tensors: Iterable[int], filled: Iterable[str] = ()) -> dict[str, str]:
+    def body(
+        self, tensors: Iterable[int], filled: Iterable[str] = (), *, fetches: bool = False
+    ) -> dict[str, str]:
         """Return the statements for the placeholders of the templates in ``loops``.
 
         Args:
             tensors: the indices of the tensors to prefetch.
             filled: further statements that run for each block of elements.
+            fetches: whether to prefetch on every processor; see ``loops.PREAMBLE``.
         """
+        always = ", true" * fetches
+        fetched = (f"fetch(t{i} + block{always});" for i in tensors)
         return {
             "before": "\n    ".join(self.before),
-            "fetched": "\n        ".join((*(f"fetch(t{i} + block);" for i in tensors), *filled)),
+            "fetched": "\n        ".join((*fetched, *filled)),
             "each": "\n            ".join(self.each),
             "after": "\n        ".join(self.after),
         }
