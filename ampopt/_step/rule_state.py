@@ -75,6 +75,7 @@ def complete(
     master = state.get(MASTER)
     own = param.dtype if master is None else torch.float32
     scalars = rule.scalar_state_for(flags)
+    small_states.restore_names(state, rule.state)
     if scalars and complete_state is not None:
         complete_state(state)
     convert(rule, state, param, flags, codecs, has_master=master is not None)
@@ -111,7 +112,6 @@ def convert(
     master. How many bits a state is kept in is decided by ``codecs``, not by what was loaded.
     """
     of_states = dict(zip(rule.state_for(flags), codecs, strict=True))
-    small_states.restore_names(state, of_states)
     for part in rule.tensor_state_for(flags):
         if (value := state.get(part.name)) is None:
             continue

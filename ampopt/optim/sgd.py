@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
+from ampopt._step.small_states import codes_key, scale_key
 from ampopt.elementwise import ElementwiseOptimizer
 from ampopt.options import RuleOptions
 from ampopt_kernels import rules
@@ -16,11 +17,12 @@ __all__ = ["SGD"]
 
 
 (_STEPPED,) = (part.name for part in rules.sgd.scalar_state)
+_BUFFER = "momentum_buffer"
 
 
 def _complete_state(state: dict[str, Any]) -> None:
     """Add the flag ``stepped`` to the state of a parameter from torch's checkpoint."""
-    buffer = state.get("momentum_buffer")
+    buffer = state.get(_BUFFER)
     if buffer is not None:  # torch makes the buffer in the first step, so there was one
         state.setdefault(_STEPPED, torch.ones((), device=buffer.device))
 
@@ -72,6 +74,15 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Support loading, copying and pickling."""
         super().__setstate__(state)
+        self._complete_states()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this or of torch's optimizer, as every optimizer of a rule does."""
+        super().load_state_dict(state_dict)
+        self._complete_states()  # codes have the name of the buffer now
+
+    def _complete_states(self) -> None:
+        """Add the flag ``stepped`` where it is needed and missing."""
         for group in self.param_groups:
             if rules.sgd.scalar_state_for(rules.sgd.flag_values(group)):
                 for param in group["params"]:
@@ -86,7 +97,8 @@ class SGD(ElementwiseOptimizer, torch.optim.SGD):
                 states[key] = state = states[key].copy()
                 stepped = state.pop(_STEPPED)
                 if not (stepped.is_meta or stepped > 0):
-                    state.pop("momentum_buffer", None)
+                    for name in (_BUFFER, codes_key(_BUFFER), scale_key(_BUFFER)):
+                        state.pop(name, None)
                 if not state:
                     del states[key]
         return state_dict

@@ -372,6 +372,24 @@ def test_torchs_optimizer_loads_the_full_state_and_ampopts_loads_torchs():
     stepped(back, 1)
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_dampening_knows_after_a_checkpoint_whether_a_step_is_the_first(taken):
+    """Which it finds by the buffer: one of skipped steps alone is not saved."""
+    ends = []
+    for resumes in (False, True):
+        params = params_of([(8192,)])
+        optimizer = ampopt.SGD(params, lr=0.5, momentum=0.5, dampening=0.5, state_bits=8)
+        stepped(optimizer, taken)
+        params[0].grad = torch.full_like(params[0], math.inf)
+        optimizer.unscale_and_step(grads_scaled_by=1.0)
+        if resumes:
+            saved = optimizer.state_dict()
+            optimizer = ampopt.SGD(params, lr=0.5, momentum=0.5, dampening=0.5, state_bits=8)
+            optimizer.load_state_dict(saved)
+        ends.append(everything(stepped(optimizer, 2, seed=2)))
+    assert ends[0] == ends[1]
+
+
 def test_codes_without_their_scales_are_refused():
     params = params_of()
     optimizer = stepped(ampopt.AdamW(params, state_bits=8), 1)
