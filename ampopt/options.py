@@ -7,6 +7,7 @@ option into the signature and the docstring, where ``help()`` and ``inspect.sign
 
 import functools
 import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
@@ -102,11 +103,14 @@ def show_options(cls: type[Any]) -> None:
     none of these lines, such as one that a user wrote, is not changed.
     """
     for line, shared in _LINES.items():
-        docstring = cls.__doc__ or ""
+        # Python 3.13 cleans docstrings by itself.
+        docstring = inspect.cleandoc(cls.__doc__ or "") + "\n"
+        line = "    " + line.lstrip()
         if line in docstring:
             # In the order of the table, which is that of the signatures too.
             names = [name for name in DEFAULTS if name in shared.__annotations__]
             described = "".join(_DESCRIPTIONS[name] for name in names)
+            described = textwrap.indent(textwrap.dedent(described), "    ")
             cls.__doc__ = docstring.replace(line, described)
             if "__init__" in vars(cls):
                 _show_in_signature(cls.__init__, names)
