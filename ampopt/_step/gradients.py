@@ -13,11 +13,12 @@ from ampopt_kernels.tensors import real
 __all__ = [
     "UNDERFLOWING",
     "ParamWithGrad",
-    "params_with_grads",
     "name_at",
     "name_of",
-    "params_with_ids",
     "offenders",
+    "params_of",
+    "params_with_grads",
+    "params_with_ids",
     "present",
     "values_of",
     "with_groups",
@@ -37,6 +38,11 @@ _DTYPES = frozenset(
 
 UNDERFLOWING = (torch.float16, torch.complex32)
 """Dtypes of gradients that cannot be unscaled in place: small values would become zero."""
+
+
+def params_of(param_groups: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """The parameters of all groups."""
+    return (param for group in param_groups for param in group["params"])
 
 
 def present(param_groups: Iterable[dict[str, Any]]) -> list[tuple[int, Tensor]]:

@@ -1,6 +1,5 @@
 """The weak reference that parts of an optimizer have to the optimizer they belong to."""
 
-import operator
 import weakref
 from typing import Any
 
@@ -20,5 +19,7 @@ class RefersToOptimizer:
         """Store a weak reference to ``optimizer``."""
         self._optimizer = weakref.ref(optimizer)
 
-    # A property in C, as a step reads it several times: it calls ``self._optimizer()``.
-    optimizer: Any = property(operator.methodcaller("_optimizer"), doc="The optimizer.")
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that this object belongs to."""
+        return self._optimizer()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampopt._step import ranks
 from ampopt._step.all_reduce import Agreement, FlagAllReduce
-from ampopt._step.gradients import ParamWithGrad, name_of
+from ampopt._step.gradients import ParamWithGrad, name_of, params_of
 from ampopt._step.hyperparameters import Hyper, Variants, forms_of
 from ampopt._step.masters import Masters
 from ampopt._step.overflow import (
@@ -86,7 +86,7 @@ class Plan:
             RuntimeError: see :func:`ampopt._step.ranks.agreement`; nothing has changed then.
         """
         groups = optimizer.param_groups
-        first = next((param for group in groups for param in group["params"]), None)
+        first = next(params_of(groups), None)
         self._first_device = None if first is None else first.device
         self._rule, self._uploads = rule, uploads
         # If the ranks have no common process group, steps that need no all-reduce still run; the

@@ -2,13 +2,14 @@
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampopt._step.all_reduce import Agreement
+from ampopt._step.gradients import params_of
 from ampopt._step.sharding.dtensor import is_dtensor, placements
 from ampopt._step.sharding.meshes import covering, groups_of, ranks_of
 from ampopt._step.torch_private import is_flattened_by_fsdp1
@@ -71,7 +72,7 @@ def agreement(
         process_group = torch.distributed.group.WORLD
     if process_group is None and "torch.distributed.tensor" not in sys.modules:
         return None
-    sharded: list[Any] = [param for param in _params_of(param_groups) if is_dtensor(param)]
+    sharded: list[Any] = [param for param in params_of(param_groups) if is_dtensor(param)]
     meshes = list(dict.fromkeys(param.device_mesh for param in sharded))
     if process_group is not None:
         _check_has_ranks_of(meshes, process_group)
@@ -87,7 +88,7 @@ def agreement(
     return Agreement(
         param_groups,
         replicated,
-        _whole_parameters(_params_of(param_groups)),
+        _whole_parameters(params_of(param_groups)),
         groups_of(mesh) if process_group is None else [process_group],
         mesh,
         names_ranks=process_group is not None,
@@ -114,7 +115,7 @@ class AgreementCache:
         """See :func:`agreement`."""
         if process_group is None and self._agreement is None and not _is_initialized():
             return None
-        params = list(_params_of(param_groups))
+        params = list(params_of(param_groups))
         members = [list(map(id, group["params"])) for group in param_groups]
         named = group_key(param_groups, process_group), is_fsdp1(param_groups)
         # A parameter may stay the same object on another mesh: torch.utils.swap_tensors.
@@ -244,7 +245,7 @@ def is_fsdp1(param_groups: Sequence[dict[str, Any]]) -> bool:
     """Whether a parameter is one that FSDP1 has flattened, and usually sharded."""
     if not _is_initialized() or "torch.distributed.fsdp" not in sys.modules:
         return False
-    return any(map(is_flattened_by_fsdp1, _params_of(param_groups)))
+    return any(map(is_flattened_by_fsdp1, params_of(param_groups)))
 
 
 def may_be_replaced(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bool:
@@ -265,14 +266,9 @@ def has_others(param_groups: Sequence[dict[str, Any]], process_group: Any) -> bo
         return False
     if process_group is not None or is_fsdp1(param_groups):
         return True
-    return any(map(is_dtensor, _params_of(param_groups)))
+    return any(map(is_dtensor, params_of(param_groups)))
 
 
 def _is_initialized() -> bool:
     """Whether ``torch.distributed`` has a default process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _params_of(param_groups: Sequence[dict[str, Any]]) -> Iterator[Any]:
-    """The parameters of all groups."""
-    return (param for group in param_groups for param in group["params"])

@@ -4,9 +4,8 @@ To make a row takes longer than to step a small parameter. So rows are kept: a n
 only for parameters that the last plan lacked, or whose memory or state was replaced.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +136,7 @@ class RuleRows:
         buffers = {buffer: number for number, (buffer, _) in enumerate(in_memory)}
         keys = [(of[i], buffers[buffer], offset) for i, (buffer, offset) in enumerate(in_memory)]
         order = sorted(range(len(stepped)), key=keys.__getitem__)
-        places = {id(p): place for place, p in enumerate(_all_params(groups))}
+        places = {id(p): place for place, p in enumerate(gradients.params_of(groups))}
         self.stepped: list[ParamWithGrad] = [stepped[i] for i in order]
         self.masters: list[tuple[int, Tensor]] = []
         self.copies: list[tuple[Tensor, Tensor]] = []
@@ -291,11 +290,6 @@ def _place_in_memory(rule: Rule, state: dict[str, Any]) -> tuple[int, int]:
     return (
         (0, 0) if part is None else (part.untyped_storage().data_ptr(), int(part.storage_offset()))
     )
-
-
-def _all_params(groups: list[dict[str, Any]]) -> Iterator[Tensor]:
-    """The parameters of all groups."""
-    return chain.from_iterable(group["params"] for group in groups)
 
 
 def _like_gradient(row: Row) -> Tensor | None:
