@@ -54,7 +54,7 @@ class SmallStates(Claims):
 
 
 def _small_states_of(trained: Trained) -> list[tuple[int, tuple[State, Codec]]]:
-    """The index of a parameter, a state of it that is kept in few bits, and its codec: of each."""
+    """For each state that is kept in few bits: the index of its parameter, and (state, codec)."""
     found, rule = [], trained.optimizer.rule
     for group in trained.optimizer.param_groups:
         for param in group["params"]:
