@@ -243,7 +243,7 @@ static inline float scale_of(int32_t largest, float& reciprocal) {
     return number(largest > 0x7F800000 ? largest : exponent + 0x00800000);
 }
 """
-"""The same in C++."""
+""":func:`scale_of` in C++, from the bits of the largest magnitude."""
 
 
 # --- on torch tensors -----------------------------------------------------------------------------

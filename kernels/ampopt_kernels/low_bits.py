@@ -126,7 +126,7 @@ static inline float split_float16(float x, uint32_t chance, int8_t& low) {
     return fits ? param : x * 65536.0f;
 }
 """
-"""The same in C++."""
+""":func:`joined` and :func:`split` in C++, for each dtype of parameters."""
 
 
 # --- on torch tensors -----------------------------------------------------------------------------

@@ -35,8 +35,7 @@ class Loops:
     """The loops over objects: a library that is compiled in the background and then loaded.
 
     Attributes:
-        loaded: the library; ``None`` until it is loaded. :meth:`get` returns it too, but costs a
-            call, so loaded loops are read here.
+        loaded: the library; ``None`` until it is loaded.
     """
 
     def __init__(self) -> None:
@@ -119,7 +118,7 @@ def addresses(tensors: list[Any]) -> array:
     Args:
         tensors: strided tensors, or ``None``, whose address is 0.
     """
-    library = loops.loaded or loops.get()
+    library = loops.get()
     if library is not None:
         found = array("q", bytes(8 * len(tensors)))
         if library.addresses(tensors, found.buffer_info()[0]):
@@ -134,7 +133,7 @@ def addresses(tensors: list[Any]) -> array:
 
 def bump_versions(tensors: list[Tensor]) -> None:
     """Increment the version counter of each tensor, for autograd, after a write by a kernel."""
-    library = loops.loaded or loops.get()
+    library = loops.get()
     if library is None or not library.bump_versions(tensors):
         torch.autograd.graph.increment_version(tensors)
 
@@ -152,7 +151,7 @@ class IdentityGuard:
 
     def unchanged(self) -> bool:
         """Return whether the containers still have the same objects in the same order."""
-        library = loops.loaded or loops.get()
+        library = loops.get()
         if library is not None:
             sizes = self._sizes.buffer_info()[0]
             return bool(library.hold(self._containers, sizes, self._members, self._values))
@@ -206,7 +205,7 @@ class LayoutGuard:
         if len(tensors) != self._n:
             return None
         if self._numbers is not None:
-            library = loops.loaded or loops.get()
+            library = loops.get()
             assert library is not None
             n = library.laid_out(tensors, self._numbers.buffer_info()[0])
             return None if n < 0 else n
@@ -239,7 +238,7 @@ def _properties_of(tensors: list[Tensor]) -> Iterator[Callable[[Any], Any]]:
 
 def _numbers(tensors: list[Tensor]) -> array | None:
     """Return the layouts of ``tensors`` as the loops encode them; ``None`` without loops."""
-    library = loops.loaded or loops.get()
+    library = loops.get()
     if library is None or (n := library.layouts(tensors, None, 0)) < 0:
         return None
     found = array("q", bytes(8 * n))
